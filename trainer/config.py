@@ -594,7 +594,7 @@ class MethodsConfig:
     """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
     dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
     checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
-    yarn_turns, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
+    yarn_turns, cope, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
     fit_windows: Count = 32
     """Windows of validation text for fits."""
     layers: LayerChoice = None
@@ -828,6 +828,7 @@ Rescale = Literal[
     "yarn_full_range",
     "ntk_by_parts_turns",
     "yarn_turns",
+    "cope",
     "base",
 ]
 
@@ -837,8 +838,8 @@ class RescaleConfig:
     """Frequencies slowed at the start of a phase, for good."""
 
     method: Rescale = "yarn"
-    """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns, or
-    base (a new base, see base)."""
+    """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns,
+    cope, or base (a new base, see base)."""
     factor: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
     """How much longer sequences get; null: the phase's sequences over the longest trained on
     before."""

@@ -9,7 +9,7 @@ import torch
 
 from tests.reference import softmax
 from trainer.analysis.capture import Heads, capture
-from trainer.positional.encodings import alibi_slopes, make_spectrum
+from trainer.positional.encodings import alibi_slopes, by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rotation import rotary_table, rotate
 
@@ -28,7 +28,7 @@ def layer_of_heads(name="rope", *, texts=2, heads=4, kv_heads=2, T=40, D=8, wind
         return centre + torch.randn(texts, count, T, D, generator=generator)
 
     q, k = cloud(heads), cloud(kv_heads)
-    spectrum = make_spectrum(name, D, T, {})
+    spectrum = by_name(name, D, T)
     encoding = LayerEncoding(((spectrum, kv_heads),), window)
     return Heads(index, encoding, q, k, turned(q, spectrum), turned(k, spectrum), 64)
 

@@ -27,7 +27,7 @@ from trainer.analysis.offset_features import (
 )
 from trainer.analysis.offset_features_figures import OffsetChanges, OffsetFeatureFigures
 from trainer.analysis.topic import Target
-from trainer.positional.encodings import alibi_slopes, make_spectrum
+from trainer.positional.encodings import alibi_slopes, by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn
 from trainer.positional.spectrum import Spectrum
@@ -38,7 +38,7 @@ TURN = 2 * math.pi
 
 
 def rope(rotary_dim, base, length):
-    return make_spectrum("rope", rotary_dim, length, {"base": base})
+    return by_name("rope", rotary_dim, length, base=base)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_bounds_are_definition_3_1(theta, phi, context_length):
 
 def planted(angle, *, radius=10.0, pair=3, T=50):
     """Two texts whose key head 1 and query head 2 have one pair with large means at ``angle``."""
-    spectrum = make_spectrum("rope", 8, T, {"base": 1000.0})
+    spectrum = by_name("rope", 8, T, base=1000.0)
     generator = torch.Generator().manual_seed(1)
     q, k = (0.1 * torch.randn(2, n, T, 8, generator=generator) for n in (4, 2))
     for x, head, turn in ((q, 2, 0.4), (k, 1, 0.4 + angle)):

@@ -31,7 +31,7 @@ from trainer.analysis.topic import Target
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import yarn_turns
 
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -194,7 +194,7 @@ def test_a_small_spread_is_not_lost_beside_a_large_common_vector(tiny_decoder):
 
 def test_figure_6_all_methods_compress_the_low_frequencies():
     """Fast pairs stay but for PI's, slow ones are divided by s."""
-    factors = scaling_factors(make_spectrum("rope", 64, 2048, {}), 2048, 2.0)
+    factors = scaling_factors(by_name("rope", 64, 2048), 2048, 2.0)
     np.testing.assert_allclose(factors["pi"], 0.5)
     np.testing.assert_allclose(factors["ntk"], 2 ** (-np.arange(32) / 31))  # Eq. 3, m from 0
     assert factors["yarn"][0] == 1
@@ -206,7 +206,7 @@ def test_figure_6_all_methods_compress_the_low_frequencies():
 @pytest.mark.parametrize("s", [2.0, 3.0, 4.0])
 def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
     """Eq. 11, p = 1 and q = 32 turns."""
-    spectrum = make_spectrum("rope", 64, 2048, {})
+    spectrum = by_name("rope", 64, 2048)
     expected = []
     for omega in spectrum.inv_freq:
         turns = 2048 * omega / (2 * np.pi)
@@ -251,7 +251,7 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
     measured = fresh_decoders(rope, LONG)
     words, text = torch.unique(LONG[:1, :32], return_inverse=True)
     for version, kind in (("encoded", "rope"), ("nope", "nope")):
-        layout = rope.layout.map(lambda _, kind=kind: make_spectrum(kind, 8, 32, {}))
+        layout = rope.layout.map(lambda _, kind=kind: by_name(kind, 8, 32))
         config = replace(rope.config, vocab_size=len(words), initializer="normal")
         config = replace(config, initializer_by_depth=False)
         for seed in range(3):
@@ -278,7 +278,7 @@ def test_the_version_with_positions(tiny_decoder):
     assert encoded_layout(rope) == ("RoPE", rope.layout)
     name, layout = encoded_layout(nope)
     assert name == "RoPE, base 10,000"
-    assert layout.spectra == (make_spectrum("rope", 8, 32, {}),)
+    assert layout.spectra == (by_name("rope", 8, 32),)
     assert encoded_layout(tiny_decoder(layers=["half_rope"]))[0] == "own encoding"
     assert encoded_layout(tiny_decoder(layers=["alibi"]))[0] == "own encoding"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.analysis.attention_examples import cells, turned
 from trainer.analysis.synthetic import SyntheticFigures, decay, fsv_ratios, limit
 from trainer.analysis.topic import Target
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import dynamic, ntk_aware
 
 NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
@@ -21,7 +21,7 @@ NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
 @pytest.mark.parametrize("random", [False, True])
 def test_both_curves_are_those_of_rotated_copies(name, random):
     D, lengths, distances = 16, [1, 2, 50, 700], [0, 3, 600]
-    spectrum = make_spectrum(name, D, 512, {})
+    spectrum = by_name(name, D, 512)
     vector = np.random.default_rng(1).normal(size=D) if random else np.ones(D)
     copies = turned(torch.tensor(vector).expand(1, 1, 700, D), spectrum)[0, 0].numpy()
     for n, ratio in zip(lengths, fsv_ratios(spectrum, vector, lengths, 512), strict=True):
@@ -37,7 +37,7 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
     RoPE and high-frequency RoPE fall towards the least that 64 planes allow, the latter sooner."""
 
     def ratios(name):
-        spectrum = make_spectrum(name, 128, 4096, {})
+        spectrum = by_name(name, 128, 4096)
         return fsv_ratios(spectrum, np.ones(128), [4096, 65_536, 10**6], 4096)
 
     rope, half, fast, ours = (ratios(name) for name in NAMES[:4])
@@ -52,13 +52,13 @@ def test_figure_7_what_each_encoding_keeps_and_when_it_gets_there():
 
 @given(st.integers(1, 10**7))
 def test_ratios_lie_between_the_limit_and_one_at_any_length(length):
-    spectrum = make_spectrum("rope", 16, 64, {})
+    spectrum = by_name("rope", 16, 64)
     (ratio,) = fsv_ratios(spectrum, np.ones(16), [length], 64)
     assert np.sqrt(1 / 16) - 1e-9 <= ratio <= 1 + 1e-9
 
 
 def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
-    spectrum = make_spectrum("rope", 16, 64, {})
+    spectrum = by_name("rope", 16, 64)
     growing = dynamic(spectrum, ntk_aware, 64)
     vector, both = np.ones(16), (spectrum, growing)
     same, other = (fsv_ratios(s, vector, [64, 640], 64) for s in both)
@@ -72,7 +72,7 @@ def test_a_spectrum_that_depends_on_the_length_is_taken_at_that_length():
 
 @pytest.mark.parametrize("name", ["rope", "half_rope", "high_frequency", "p_rope", "nope"])
 def test_the_limit_is_where_the_ratio_goes(name):
-    spectrum = make_spectrum(name, 16, 64, {"base": 1e3} if name == "rope" else {})
+    spectrum = by_name(name, 16, 64, **({"base": 1e3} if name == "rope" else {}))
     (far,) = fsv_ratios(spectrum, np.ones(16), [10**7], 64)
     assert limit(spectrum, 16) == pytest.approx(far, abs=1e-3)
 
@@ -83,7 +83,7 @@ def test_the_spectra_of_most_heads_stand_for_the_model(tiny_decoder):
     rows = SyntheticFigures(Target("tiny", model, torch.zeros(1, 8))).results().rows
     first, second = (cells(rows, "decay", variant=f"this model{i}") for i in ("", ", 2"))
     np.testing.assert_array_equal(second, cells(rows, "decay", variant="RoPE"))
-    expected = decay(make_spectrum("rope_id", 8, 512, {}), np.ones(8), [1], 512)
+    expected = decay(by_name("rope_id", 8, 512), np.ones(8), [1], 512)
     lengths = rows["length"][(rows["variant"] == "this model") & (rows["metric"] == "decay")]
     at = dict(zip(lengths, first, strict=True))
     assert at[1] == pytest.approx(expected[0])

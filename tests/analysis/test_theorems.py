@@ -22,7 +22,7 @@ from trainer.analysis.positional_bias import (
     prefix_spreads,
 )
 from trainer.analysis.synthetic import fsv_ratios
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
 
 T = 24
@@ -53,7 +53,7 @@ def rank_one(length, energies, pairs, seed=0):
 @given(st.integers(1, 300), st.integers(1, 4), st.integers(0, 10**6))
 def test_lemma_2_rotation_preserves_the_frobenius_norm(length, pairs, seed):
     x = np.random.default_rng(seed).normal(size=(length, 2 * pairs + 2))
-    spectrum = make_spectrum("rope", 2 * pairs, 64, {})
+    spectrum = by_name("rope", 2 * pairs, 64)
     rotated = turned(torch.tensor(x)[None, None], spectrum)[0, 0].numpy()
     assert np.linalg.norm(rotated) == pytest.approx(np.linalg.norm(x), rel=1e-6)
 
@@ -62,7 +62,7 @@ def test_lemma_2_rotation_preserves_the_frobenius_norm(length, pairs, seed):
 def test_lemma_1_and_theorem_1_limits_of_a_rank_one_cluster(energies):
     """FSV ratio to max alpha_k / sqrt 2, stable rank to 2 / max alpha_k^2, in [2, d]; and from one
     length to 30 times that the error shrinks."""
-    spectrum = make_spectrum("rope", 8, 64, {"base": 100.0})
+    spectrum = by_name("rope", 8, 64, base=100.0)
     errors = []
     for length in (600, 18_000):
         x, alpha = rank_one(length, energies, 4)
@@ -80,7 +80,7 @@ def test_lemma_1_and_theorem_1_limits_of_a_rank_one_cluster(energies):
 
 @given(st.lists(st.floats(0.1, 1), min_size=4, max_size=4))
 def test_lemma_1_for_any_vector_at_a_length_no_memory_holds(energies):
-    spectrum = make_spectrum("rope", 8, 64, {"base": 100.0})
+    spectrum = by_name("rope", 8, 64, base=100.0)
     x, alpha = rank_one(1, energies, 4)
     (ratio,) = fsv_ratios(spectrum, x[0].double().numpy(), [10**8], 64)
     assert ratio == pytest.approx(alpha.max() / math.sqrt(2), abs=1e-4)
@@ -88,7 +88,7 @@ def test_lemma_1_for_any_vector_at_a_length_no_memory_holds(energies):
 
 def test_lemma_1_needs_u_to_vary_slowly():
     """Remark 1: a u that follows the rotation keeps the points where they are."""
-    length, spectrum = 18_000, make_spectrum("rope", 2, 64, {})
+    length, spectrum = 18_000, by_name("rope", 2, 64)
     u = 1e-3 + np.cos(np.arange(length)) ** 2  # the only pair turns one radian a token
     x = torch.tensor(np.outer(u, [1.0, 0.0])).float()
     ratio = geometry(x, spectrum)["key_fsv_ratio"][0, 0, -1]
@@ -98,7 +98,7 @@ def test_lemma_1_needs_u_to_vary_slowly():
 def test_lemma_1_partial_rotation_keeps_the_rest():
     """RoPE-ID's criterion 1: what does not rotate stays of rank one, here half of |v|^2."""
     x = torch.ones(20_000, 16)
-    ratio = geometry(x, make_spectrum("half_rope", 16, 64, {"base": 100.0}))["key_fsv_ratio"]
+    ratio = geometry(x, by_name("half_rope", 16, 64, base=100.0))["key_fsv_ratio"]
     assert ratio[0, 0, -1] == pytest.approx(math.sqrt(0.5), abs=1e-3)
 
 

@@ -17,7 +17,7 @@ from trainer.evaluation.layouts import (
     with_factors,
 )
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import RESCALINGS
 
 
@@ -83,7 +83,7 @@ def written(tmp_path):
 
 
 def rotary():
-    return one_layer(C, make_spectrum("rope", 8, C, {"base": 1e4}))
+    return one_layer(C, by_name("rope", 8, C, base=1e4))
 
 
 def theirs(length, **more):

@@ -25,7 +25,7 @@ from trainer.evaluation.longrope import (
 )
 from trainer.evaluation.loss import AnsweredTexts, answer_loss, mean_loss
 from trainer.evaluation.store import Store
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 
@@ -35,7 +35,7 @@ NAMES = ("rope", "half_rope", "nope", "rope_id", "p_rope")
 
 def mixed():
     """A layout of several spectra, one of them without a pair, one without a slow pair."""
-    layers = [one_layer(LENGTH, make_spectrum(name, 32, LENGTH, {})).layers[0] for name in NAMES]
+    layers = [one_layer(LENGTH, by_name(name, 32, LENGTH)).layers[0] for name in NAMES]
     return Layout(LENGTH, tuple(layers))
 
 
@@ -61,7 +61,7 @@ def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(make)
 
 @given(st.sampled_from([16, 64, 128]), st.floats(1e3, 1e6), st.floats(1.5, 64))
 def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
-    spectrum = make_spectrum("rope", head_dim, LENGTH, {"base": base})
+    spectrum = by_name("rope", head_dim, LENGTH, base=base)
     layout = one_layer(LENGTH, spectrum)
     start = [with_factors(layout, f).spectra[0] for f in EveryPair(layout, factor).starts()]
     for name in ("pi", "ntk", "ntk_by_parts"):
@@ -75,14 +75,14 @@ def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
 @given(st.sampled_from([16, 64, 128]), st.floats(1e3, 1e6))
 def test_the_critical_pair_is_that_of_longrope2(head_dim, base):
     """d_tcd = 2 ceil(d / 2 log_base(C / 2 pi)), the first dimension whose period exceeds C."""
-    spectrum = make_spectrum("rope", head_dim, LENGTH, {"base": base})
+    spectrum = by_name("rope", head_dim, LENGTH, base=base)
     pairs = head_dim / 2
     expected = math.ceil(pairs * math.log(LENGTH / (2 * math.pi), base))
     assert critical_pair(spectrum, LENGTH) == min(max(expected, 1), head_dim // 2)
 
 
 def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
-    spectrum = make_spectrum("rope", 64, LENGTH, {"base": 1e4})
+    spectrum = by_name("rope", 64, LENGTH, base=1e4)
     layout = one_layer(LENGTH, spectrum)
     critical = critical_pair(spectrum, LENGTH)
     (factors,) = EveryPair(layout, EXTENSION).starts()[4]
@@ -94,7 +94,7 @@ def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
 def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
     """lambda_i = lambda_cd^(i / cd) below the critical pair, which is base * lambda^(d / (2 cd));
     at least s from it on; the pair itself at 0.7 of the theoretical one or later."""
-    spectrum = make_spectrum("rope", 64, LENGTH, {"base": 1e4})
+    spectrum = by_name("rope", 64, LENGTH, base=1e4)
     latest = critical_pair(spectrum, LENGTH)
     pairs = set()
     for ((pair, factors),) in generations(
@@ -110,7 +110,7 @@ def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
 
 
 def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
-    layout = one_layer(LENGTH, make_spectrum("rope_id", 32, LENGTH, {}))
+    layout = one_layer(LENGTH, by_name("rope_id", 32, LENGTH))
     pairs = len(layout.spectra[0].inv_freq)
     ((pair, factors),) = FromCriticalPair(layout, EXTENSION).starts()[0]
     assert pair == pairs
@@ -119,7 +119,7 @@ def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
 
 def test_the_first_pair_may_be_critical_and_is_slowed_by_the_whole_extension_after_it():
     """A base so large that the second pair takes 10^6 tokens to turn a radian."""
-    layout = one_layer(LENGTH, make_spectrum("rope", 4, LENGTH, {"base": 1e12}))
+    layout = one_layer(LENGTH, by_name("rope", 4, LENGTH, base=1e12))
     starts = FromCriticalPair(layout, EXTENSION).starts()
     assert starts == [((1, (1.0, EXTENSION)),), ((1, (1.0, 1.125 * EXTENSION)),)]
     assert EveryPair(layout, EXTENSION).starts()[-1] == ((1.0, EXTENSION),)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.positional.examples import slowed
 from trainer.interchange.hf_rope import NO_ROTATION, rope_parameters, spectrum_from_rope_parameters
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import dynamic, ntk_aware, position_interpolation, rebased, yarn
 from trainer.positional.spectrum import LongFrequencies, Spectrum
 
@@ -84,7 +84,7 @@ def test_longrope_comes_back_as_the_same_frequencies():
 )
 @pytest.mark.parametrize("head_dim", [8, 64, 128])
 def test_every_encoding_turns_alike(name, head_dim):
-    spectrum = make_spectrum(name, head_dim, 4096, {})
+    spectrum = by_name(name, head_dim, 4096)
     held = spectrum_from_rope_parameters(rope_parameters(spectrum, head_dim, 4096), head_dim, 4096)
     padded = [*spectrum.inv_freq, *[0.0] * (head_dim // 2 - len(spectrum.inv_freq))]
     assert held.inv_freq == pytest.approx(padded, rel=1e-8)
@@ -92,7 +92,7 @@ def test_every_encoding_turns_alike(name, head_dim):
 
 
 def test_a_share_of_the_pairs_survives_the_rounding_of_transformers():
-    spectrum = make_spectrum("p_rope", 100, 4096, {"p": 0.58})
+    spectrum = by_name("p_rope", 100, 4096, p=0.58)
     parameters = rope_parameters(spectrum, 100, 4096)
     assert parameters["rope_type"] == "proportional"
     assert int(parameters["partial_rotary_factor"] * 100 // 2) == 29
@@ -101,7 +101,7 @@ def test_a_share_of_the_pairs_survives_the_rounding_of_transformers():
 
 def test_yarn_names_its_attention_factor_only_if_it_is_not_the_usual_one():
     """Engines that do not read the key compute 0.1 ln s + 1."""
-    spectrum = slowed(yarn, make_spectrum("rope", 128, 4096, {}), 8.0, 4096)
+    spectrum = slowed(yarn, by_name("rope", 128, 4096), 8.0, 4096)
     parameters = rope_parameters(spectrum, 128, 4096)
     assert (parameters["rope_type"], parameters["factor"]) == ("yarn", 8.0)
     assert parameters["original_max_position_embeddings"] == 4096
@@ -121,7 +121,7 @@ def test_arbitrary_frequencies_are_a_factor_for_every_pair():
 
 
 def test_no_type_expresses_growth_of_rescaled_frequencies():
-    plain = slowed(position_interpolation, make_spectrum("rope", 16, 100, {}), 2.0, 100)
+    plain = slowed(position_interpolation, by_name("rope", 16, 100), 2.0, 100)
     assert rope_parameters(dynamic(plain, ntk_aware, 100, 2.0), 16, 100) is None
     uneven = (0.5, 0.2, 0.1, 0.01)
     grows = LongFrequencies(100, uneven, ntk_aware(uneven, 100))
@@ -129,5 +129,5 @@ def test_no_type_expresses_growth_of_rescaled_frequencies():
 
 
 def test_a_new_base_is_written_as_rope_theta():
-    changed = rebased(make_spectrum("rope", 64, 4096, {"base": 5e4}), 2e6)
+    changed = rebased(by_name("rope", 64, 4096, base=5e4), 2e6)
     assert rope_parameters(changed, 64, 65536) == {"rope_type": "default", "rope_theta": 2e6}

@@ -16,8 +16,8 @@ from trainer.lightning.drop import input_sizes, lost_factors
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.drop import drop
-from trainer.positional.encodings import make_spectrum
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.encodings import rope
+from trainer.positional.layout import uniform
 from trainer.positional.spectrum import Spectrum, Temperature
 
 
@@ -32,8 +32,7 @@ class RandomSamples:
 
 def decoder(seed=0):
     config = ModelConfig(32, 48, 2, 4, 2, None, 64, qk_norm=QKNormConfig(when="after_drop"))
-    layer = LayerEncoding(((make_spectrum("rope", 8, 32, {}), 2),))
-    return Decoder(config, Layout(32, (layer, layer)), seed)
+    return Decoder(config, uniform(rope(8), layers=2, heads=2, training_length=32), seed)
 
 
 class Llama(L.LightningModule):
@@ -172,8 +171,7 @@ def test_sizes_of_norm_inputs_are_the_rms_of_projections(tiny_decoder):
 def test_matched_gains_make_up_for_factors_that_the_drop_removes():
     model = decoder()
     warm = Spectrum((1.0, 0.5), Temperature(0.0, scale=1.5), rotary_scale=1.2)
-    layer = LayerEncoding(((warm, 2),))
-    model.layout = Layout(32, (layer, layer))
+    model.layout = uniform(warm, layers=2, heads=2, training_length=32)
     factors = lost_factors(model, drop(model.layout, Spectrum()))
     # 4 of 8 channels rotate, scaled by 1.2 in queries and in keys; the temperature stays.
     expected = (1 + 0.5 * (1.2**2 - 1)) ** 0.5

@@ -15,7 +15,7 @@ from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs.descriptions import label
@@ -211,7 +211,7 @@ def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
     free, local = Layout.from_dict(read_state(checkpoint_of(config))["layout"]).layers
     assert (free.window, local.window) == (None, 16)
     assert not free.spectra[0].rotates
-    wanted = make_spectrum("rope", 2 * len(local.spectra[0].inv_freq), 64, {"base": 2e6})
+    wanted = by_name("rope", 2 * len(local.spectra[0].inv_freq), 64, base=2e6)
     assert local.spectra[0] == wanted
     assert_resumes(run, config, (3, 5), tmp_path, **changes)
 

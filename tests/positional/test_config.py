@@ -4,7 +4,7 @@ import pytest
 
 from trainer.common.errors import UserError
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.spectrum import Temperature
 
 
@@ -20,7 +20,7 @@ def layout(*, depth=4, kv_heads=4, qk_norm=False, **config):
 
 
 def spectrum(name, **parameters):
-    return make_spectrum(name, 8, 512, parameters)
+    return by_name(name, 8, 512, **parameters)
 
 
 ROPE, NOPE = spectrum("rope"), spectrum("nope")

@@ -12,15 +12,17 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from tests.positional.examples import slowed
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.common.errors import UserError
 from trainer.common.plugins import load_plugins
-from trainer.positional.encodings import ENCODINGS, alibi_slopes, make_spectrum
+from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name
+from trainer.positional.rescaling import cope
 from trainer.positional.spectrum import Spectrum
 
 
 def spectrum(name, head_dim=64, training_length=4096, **parameters):
-    return make_spectrum(name, head_dim, training_length, parameters)
+    return by_name(name, head_dim, training_length, **parameters)
 
 
 def hf_config(head_dim, **rope):
@@ -57,8 +59,8 @@ def test_an_encoding_that_is_another_of_other_size(name, parameters, same):
 
 def test_scaled_angles_are_those_of_positions_that_lie_closer():
     """iRoPE's alpha (Frequency Entropy, Sec. 2.3): angle alpha m theta, as position alpha m."""
-    plain = make_spectrum("rope", 16, 512, {"base": 1e4})
-    scaled = make_spectrum("rope", 16, 512, {"base": 1e4, "angle_scale": 0.25})
+    plain = by_name("rope", 16, 512, base=1e4)
+    scaled = by_name("rope", 16, 512, base=1e4, angle_scale=0.25)
     assert [8 * f for f in scaled.inv_freq] == pytest.approx([2 * f for f in plain.inv_freq])
 
 
@@ -138,15 +140,29 @@ def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
     assert ratios == pytest.approx([ratios[0]] * 15)
 
 
+@pytest.mark.parametrize(("head_dim", "clipped"), [(128, 20), (64, 8), (16, 20), (16, 1)])
+def test_cope_clips_the_slowest_pairs_as_published(head_dim, clipped):
+    """github.com/hrlics/CoPE, ``LlamaRotaryEmbedding``; as an encoding and as a rescaling."""
+    plain = torch.tensor(spectrum("rope", head_dim).inv_freq, dtype=torch.float64)
+    count = min(clipped, len(plain))
+    published = plain.clone()
+    published[-count:] *= 0.5 * (1 + torch.linspace(0, math.pi, count, dtype=torch.float64).cos())
+    encoding = spectrum("cope", head_dim, clipped=clipped)
+    assert encoding.inv_freq == pytest.approx(published.tolist(), rel=1e-12, abs=1e-20)
+    rescaling = slowed(cope, spectrum("rope", head_dim), 4.0, 4096, clipped=clipped)
+    assert rescaling == encoding
+    assert slowed(cope, spectrum("rope", head_dim), 1.0, 4096) == spectrum("rope", head_dim)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "head_dim", "message"),
     [
-        ("rop", {}, 64, "unknown encoding 'rop'"),
+        ("rop", {}, 64, "positional: expected one of rope, "),
         (
             "rope",
             {"bsae": 1e4},
             64,
-            "encodings.rope.bsae: rope has no such parameter",
+            "encodings.rope: rope() got an unexpected keyword argument 'bsae'",
         ),
         ("rope", {"base": 1.0}, 64, "encodings.rope: base must be greater than 1, got 1"),
         ("rope", {"base": math.nan}, 64, "encodings.rope: base must be greater than 1, got nan"),
@@ -168,7 +184,7 @@ def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
 )
 def test_a_wrong_setting_is_named(name, parameters, head_dim, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        make_spectrum(name, head_dim, 4096, parameters)
+        by_name(name, head_dim, 4096, **parameters)
 
 
 @pytest.mark.parametrize("fraction", [0.14, 0.28, 0.58])
@@ -177,7 +193,7 @@ def test_a_decimal_fraction_is_not_refused_for_its_rounding(fraction):
     assert spectrum("rope", 100, rotary_fraction=fraction).rotary_dim == round(100 * fraction)
 
 
-def test_a_plugin_adds_an_encoding_within_the_channels_of_a_head(tmp_path, monkeypatch):
+def test_a_plugin_adds_an_encoding(tmp_path, monkeypatch):
     """A plugin may postpone annotations and define dataclasses."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(
@@ -189,14 +205,12 @@ def test_a_plugin_adds_an_encoding_within_the_channels_of_a_head(tmp_path, monke
         "class Anything:\n"
         "    number: int = 1\n"
         "@encoding\n"
-        "def constant(head_dim, training_length, *, pairs=1):\n"
-        "    return Spectrum((0.25,) * pairs)\n"
+        "def constant(training_length, *, pairs=1):\n"
+        "    return Spectrum((1 / training_length,) * pairs)\n"
     )
     monkeypatch.setitem(ENCODINGS, "constant", None)  # forgotten after the test
     load_plugins([str(plugin)])
-    assert spectrum("constant", 8, pairs=4).inv_freq == (0.25,) * 4
-    with pytest.raises(UserError, match="constant: rotates 10 channels, but a head has 8"):
-        spectrum("constant", 8, pairs=5)
+    assert spectrum("constant", 8, 4, pairs=3).inv_freq == (0.25,) * 3
 
 
 def test_eight_heads_have_the_slopes_of_the_paper():

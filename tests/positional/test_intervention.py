@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from tests.positional.examples import encoded, one_layer
 from trainer.model.cache import KVCache
 from trainer.model.generate import generate
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.intervention import Intervene
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
 C, D = 64, 8
-ROPE, NOPE = make_spectrum("rope", D, C, {}), Spectrum()
-HALF = make_spectrum("rope", D, C, {"rotary_fraction": 0.5})
+ROPE, NOPE = by_name("rope", D, C), Spectrum()
+HALF = by_name("rope", D, C, rotary_fraction=0.5)
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
 RAGGED = [row[:length].tolist() for length in (12, 5, 1, 9) for row in IDS]
 MODELS = {

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rotation import rotate
 
 
@@ -111,6 +111,6 @@ def test_a_head_may_attend_evenly_in_every_row(cosines, sines, frequencies):
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("base", [1e4, 5e5])
 def test_frequencies_of_rope_are_distinct_and_below_pi(head_dim, base):
-    frequencies = make_spectrum("rope", head_dim, 4096, {"base": base}).inv_freq
+    frequencies = by_name("rope", head_dim, 4096, base=base).inv_freq
     assert len(set(frequencies)) == head_dim // 2
     assert 0 < min(frequencies) <= max(frequencies) < math.pi

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.positional.examples import slowed
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import (
     RESCALINGS,
     dynamic,
@@ -36,7 +36,7 @@ cases = pytest.mark.parametrize(
 
 
 def rope(head_dim=64, base=1e4, length=C):
-    return make_spectrum("rope", head_dim, length, {"base": base})
+    return by_name("rope", head_dim, length, base=base)
 
 
 def theirs(kind, head_dim, base, factor, seq_len=None, **more):
@@ -153,7 +153,7 @@ def test_ends_of_yarns_ramp_are_those_of_transformers(head_dim, base, length, bo
 def test_yarn_scales_only_the_rotated_part_of_a_head(fraction):
     more = {"original_max_position_embeddings": C, "partial_rotary_factor": fraction}
     expected, attention = theirs("yarn", 64, 1e4, 4.0, **more)
-    ours = slowed(yarn, make_spectrum("rope", 64, C, {"rotary_fraction": fraction}), 4.0, C)
+    ours = slowed(yarn, by_name("rope", 64, C, rotary_fraction=fraction), 4.0, C)
     assert_frequencies(ours, expected)
     assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
 
@@ -196,7 +196,7 @@ def test_over_the_full_range_pairs_that_stand_still_are_not_the_slowest():
 )
 def test_the_dynamic_schedule_is_the_static_method_at_its_length(rescaling, name, length):
     """Frequencies and YaRN's attention factor; inside the training length nothing changes."""
-    before = make_spectrum(name, 32, C, {})
+    before = by_name(name, 32, C)
     now = dynamic(before, RESCALINGS[rescaling], C).at(length, C)
     then = slowed(RESCALINGS[rescaling], before, max(length / C, 1.0), C)
     assert now.inv_freq == pytest.approx(then.inv_freq, rel=1e-12)
@@ -218,7 +218,7 @@ def test_a_schedule_of_a_longrope_model_begins_at_its_training_length():
 
 @given(st.sampled_from(sorted(RESCALINGS)), st.floats(1, 64))
 def test_without_rotation_there_is_nothing_to_rescale(rescaling, factor):
-    nope = make_spectrum("nope", 32, C, {})
+    nope = by_name("nope", 32, C)
     assert slowed(RESCALINGS[rescaling], nope, factor, C) == nope
     assert dynamic(nope, RESCALINGS[rescaling], C) == nope
     assert longrope(nope, (), (), C) == nope
@@ -257,7 +257,7 @@ def test_yarn_leaves_a_spectrum_of_one_speed_alone():
     ],
 )
 def test_a_new_base_gives_the_encoding_with_that_base(name, parameters):
-    before, after = (make_spectrum(name, 64, 512, parameters | {"base": b}) for b in (5e4, 2e6))
+    before, after = (by_name(name, 64, 512, **parameters, base=b) for b in (5e4, 2e6))
     assert rebased(before, 2e6) == after
     assert rebased(rebased(before, 1e7), 2e6).inv_freq == pytest.approx(after.inv_freq, rel=1e-12)
 
@@ -268,7 +268,7 @@ def test_a_new_base_leaves_what_has_none():
 
 
 def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():
-    rope = make_spectrum("rope", 64, 512, {})
+    rope = by_name("rope", 64, 512)
     for uneven in (rescaled(rope, yarn, 512, 4.0), dynamic(rope, ntk_aware, 512)):
         with pytest.raises(ValueError, match="have no base to replace"):
             rebased(uneven, 2e6)

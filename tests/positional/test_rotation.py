@@ -15,12 +15,12 @@ from tests.positional.examples import encode, one_layer
 from tests.reference import turned
 from trainer.interchange.hf_rope import ROPE_TYPES, spectrum_from_rope_parameters
 from trainer.positional import rotation
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.rotation import head_groups, rotary_table, rotate
 from trainer.positional.spectrum import Spectrum, Temperature
 
 C = 64
-ROPE, NOPE = make_spectrum("rope", 16, C, {}), Spectrum()
+ROPE, NOPE = by_name("rope", 16, C), Spectrum()
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -76,7 +76,7 @@ def test_published_scaling_of_the_rotation_scales_the_table():
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 def test_gradients_are_those_of_the_formula(scale):
     """The rotation has a backward of its own; here as autograd differentiates it."""
-    half = replace(make_spectrum("half_rope", 16, C, {}), rotary_scale=scale)
+    half = replace(by_name("half_rope", 16, C), rotary_scale=scale)
     cos, sin = rotary_table(half, torch.arange(8))
     x = queries_and_keys()[0].double().requires_grad_()
     weights = queries_and_keys(seed=1)[0].double()
@@ -101,7 +101,7 @@ def test_tables_are_right_to_float32_at_a_million_tokens_where_naive_phases_are_
 
 
 def test_channels_beyond_the_rotary_ones_pass_through():
-    half = make_spectrum("half_rope", 16, C, {})
+    half = by_name("half_rope", 16, C)
     q, k = queries_and_keys()
     new_q, new_k = encode(q, k, groups_of(half, half))
     assert torch.equal(new_q[..., 8:], q[..., 8:])
@@ -193,7 +193,7 @@ def test_temperature_per_query_is_that_of_the_keys_it_sees(batched):
 
 
 def test_bfloat16_stays_bfloat16():
-    spectrum = make_spectrum("rope_id", 16, 128, {})
+    spectrum = by_name("rope_id", 16, 128)
     q, k = (x.bfloat16() for x in queries_and_keys())
     new_q, new_k = encode(q, k, groups_of(spectrum, spectrum, length=256))
     assert new_q.dtype == new_k.dtype == torch.bfloat16

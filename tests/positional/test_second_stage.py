@@ -22,7 +22,7 @@ from trainer.evaluation.layouts import tempered, with_factors
 from trainer.evaluation.longrope import EveryPair, FromCriticalPair, critical_pair
 from trainer.model.config import ModelConfig
 from trainer.positional.config import TemperatureConfig
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import (
     RESCALINGS,
@@ -43,7 +43,7 @@ FIRST, SECOND = LATER / C, LAST / LATER
 
 
 def spectrum_of(name="rope", head_dim=64, **parameters):
-    return make_spectrum(name, head_dim, C, parameters)
+    return by_name(name, head_dim, C, **parameters)
 
 
 def after_phase(layout, length, **changes):
@@ -305,7 +305,7 @@ def test_an_encoding_that_a_longer_phase_begins_with_is_written_for_its_length(t
     for name in ("rope_id", "high_frequency", "hope"):
         after = after_phase(layout, 1024, drop=ChangeConfig(to=name))
         head_dim = ModelConfig().head_size
-        assert after == one_layer_like(layout, make_spectrum(name, head_dim, 1024, {}))
+        assert after == one_layer_like(layout, by_name(name, head_dim, 1024))
 
 
 def one_layer_like(layout, spectrum):

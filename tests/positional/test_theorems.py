@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 
 T = 16
 vectors = st.lists(st.tuples(st.floats(-20, 20), st.floats(-20, 20)), min_size=1, max_size=12)
@@ -177,7 +177,7 @@ def test_section_4_1_slow_frequencies_never_turn_once():
     """
 
     def slow(length):
-        spectrum = make_spectrum("rope", 64, length, {})
+        spectrum = by_name("rope", 64, length)
         return sum(f * length < 2 * math.pi for f in spectrum.inv_freq)
 
     assert slow(32_000) == 2

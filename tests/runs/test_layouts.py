@@ -9,7 +9,7 @@ import pytest
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, RescaleConfig, RunConfig
 from trainer.model.config import ModelConfig
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.runs.layouts import layout_of_phase, rescaled_layout
@@ -39,7 +39,7 @@ def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
     after = layout_of_phase(layout, longer, ModelConfig())
     windowed, whole = (layer.spectra[0] for layer in after.layers)
     assert windowed == layout.layers[0].spectra[0]
-    assert whole == make_spectrum("rope", 2 * len(whole.inv_freq), 256, {"base": 2e6})
+    assert whole == by_name("rope", 2 * len(whole.inv_freq), 256, base=2e6)
     assert after.training_length == 256
     slowed = layout.rescaled(RESCALINGS["yarn"], 4.0)
     with pytest.raises(

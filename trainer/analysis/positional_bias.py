@@ -27,7 +27,7 @@ from trainer.analysis.capture import Heads
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.drop import drop
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import rope
 from trainer.positional.layout import Layout
 
 BLOCK = 256
@@ -236,8 +236,7 @@ def encoded_layout(model: LanguageModel) -> tuple[str, Layout]:
     """Return the name and the layout of the model's encoding, or of RoPE if it has none."""
     layout = model.layout
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
-        rope = make_spectrum("rope", model.config.head_size, layout.training_length, {})
-        return "RoPE, base 10,000", drop(layout, to=rope)
+        return "RoPE, base 10,000", drop(layout, to=rope(model.config.head_size))
     everywhere = len(layout.spectra) == 1
     full = layout.spectra[0].rotary_dim == model.config.head_size
     return "RoPE" if everywhere and full else "own encoding", layout

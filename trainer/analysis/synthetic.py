@@ -18,7 +18,7 @@ from trainer.analysis.arrays import Array
 from trainer.analysis.topic import Plot, Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, by_length
 from trainer.plotting.style import style_numbers
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -171,7 +171,7 @@ def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]
     if training_length <= 8:
         kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "HalfRoPE")}
     return {
-        name: make_spectrum(kind, head_dim, training_length, arguments)
+        name: by_name(kind, head_dim, training_length, **arguments)
         for name, (kind, arguments) in kinds.items()
     }
 

@@ -27,6 +27,7 @@ TITLES = {
     "yarn_full_range": "YaRN over all frequencies",
     "ntk_by_parts_turns": "NTK-by-parts over turns",
     "yarn_turns": "YaRN over turns",
+    "cope": "CoPE",
 }
 """Titles of :data:`~trainer.positional.rescaling.RESCALINGS` in tables."""
 

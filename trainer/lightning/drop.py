@@ -17,7 +17,7 @@ from trainer.lightning.module import LanguageModule, evaluating
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.drop import drop
-from trainer.positional.encodings import make_spectrum
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -236,7 +236,7 @@ class DropPositions(L.Callback):
 
     def _dropped(self, model: Decoder) -> Callable[[Layout], Layout]:
         C, to = model.layout.training_length, self.to
-        spectrum = make_spectrum(to, model.config.head_size, C, {}) if isinstance(to, str) else to
+        spectrum = by_name(to, model.config.head_size, C) if isinstance(to, str) else to
         return partial(
             drop, to=spectrum, layers=self.layers, heads=self.heads, qk_norm=self.qk_norm
         )

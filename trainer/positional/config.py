@@ -9,7 +9,7 @@ from pydantic import Field
 
 from trainer.common.errors import UserError
 from trainer.common.fields import Count, NotNegative, Share, configuration
-from trainer.positional.encodings import ENCODINGS, make_spectrum
+from trainer.positional.encodings import ENCODINGS, by_name
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (
     MOST_COEFFICIENT,
@@ -92,7 +92,7 @@ def spectrum_of(
     """
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
-    return config.temperature.tempered(make_spectrum(kind, head_dim, training_length, parameters))
+    return config.temperature.tempered(by_name(kind, head_dim, training_length, **parameters))
 
 
 def build_layout(
@@ -111,9 +111,9 @@ def build_layout(
     """
     if not (config.layers and config.windows):
         raise UserError("positional.layers, positional.windows: expected at least one entry each")
-    for name in (*config.layers, *config.heads, *config.encodings):
-        if "type" not in config.encodings.get(name, {}) and name not in ENCODINGS:
-            raise UserError(f"positional: expected one of {', '.join(ENCODINGS)}, got {name!r}")
+    for name, values in config.encodings.items():
+        if "type" not in values and name not in ENCODINGS:
+            raise UserError(f"positional.encodings.{name}: there is no such encoding")
     for window in config.windows:
         if window is not None and not 1 <= window <= training_length:
             raise UserError(

@@ -1,8 +1,8 @@
 """Positional encodings for training, each a function that returns a :class:`Spectrum`.
 
 To add one, decorate a function with :func:`encoding`; its name becomes the name in configurations
-and its keyword parameters become the keys under ``positional.encodings.<name>``. A file outside the
-package works too: name it in ``plugins``.
+and its keyword-only parameters become the keys under ``positional.encodings.<name>``. A file
+outside the package works too: name it in ``plugins``.
 """
 
 from __future__ import annotations
@@ -10,24 +10,28 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.common.errors import UserError
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import Spectrum, Temperature, cope_shares
 
 ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
 
+F = TypeVar("F", bound=Callable[..., Spectrum])
 
-def encoding(function: Callable[..., Spectrum]) -> Callable[..., Spectrum]:
-    """Register ``function(head_dim, training_length, *, ...)``, whose parameters are numbers, under
-    its own name."""
+
+def encoding(function: F) -> F:
+    """Register an encoding under the name of its function.
+
+    Parameters named ``head_dim`` and ``training_length`` receive the channels of a head and C, in
+    tokens. Those after ``*`` are configuration keys with numbers, or None, as defaults.
+    """
     ENCODINGS[function.__name__] = function
     return function
 
 
 def parameters(name: str) -> dict[str, Any]:
-    """Return the keyword parameters of an encoding and their defaults."""
+    """Return the configuration keys of an encoding and their defaults."""
     signature = inspect.signature(ENCODINGS[name])
     return {
         key: parameter.default
@@ -36,32 +40,21 @@ def parameters(name: str) -> dict[str, Any]:
     }
 
 
-def make_spectrum(
-    name: str, head_dim: int, training_length: int, values: dict[str, Any]
-) -> Spectrum:
-    """Return the spectrum of a registered encoding.
-
-    ``values``: parameters that differ from the encoding's defaults.
+def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Spectrum:
+    """Return the spectrum of a registered encoding; ``values``: parameters other than its defaults.
 
     Raises:
-        UserError: the encoding or a parameter is unknown, or it does not fit ``head_dim``.
+        UserError: the encoding or a parameter is unknown, or does not fit ``head_dim``.
     """
     if name not in ENCODINGS:
-        raise UserError(f"positional: unknown encoding {name!r}")
-    where = f"positional.encodings.{name}"
-    for key in values.keys() - parameters(name).keys():
-        raise UserError(f"{where}.{key}: {name} has no such parameter")
+        raise UserError(f"positional: expected one of {', '.join(ENCODINGS)}, got {name!r}")
+    function = ENCODINGS[name]
+    model = {"head_dim": head_dim, "training_length": training_length}
+    wanted = {key: model[key] for key in model if key in inspect.signature(function).parameters}
     try:
-        spectrum = ENCODINGS[name](head_dim, training_length, **values)
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from error
-    # plain numbers, where a plugin returns a tensor
-    spectrum = replace(spectrum, inv_freq=tuple(map(float, spectrum.inv_freq)))
-    if spectrum.rotary_dim > head_dim:
-        raise UserError(
-            f"{where}: rotates {spectrum.rotary_dim} channels, but a head has {head_dim}"
-        )
-    return spectrum
+        return function(**wanted, **values)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"positional.encodings.{name}: {error}") from error
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:
@@ -102,7 +95,6 @@ def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[flo
 @encoding
 def rope(
     head_dim: int,
-    training_length: int,
     *,
     base: float = 10_000.0,
     rotary_fraction: float = 1.0,
@@ -120,9 +112,9 @@ def rope(
 
 
 @encoding
-def half_rope(head_dim: int, training_length: int, *, base: float = 10_000.0) -> Spectrum:
+def half_rope(head_dim: int, *, base: float = 10_000.0) -> Spectrum:
     """HalfRoPE (RoPE-ID, Sec. 4): RoPE on half of the channels, none on the rest."""
-    return rope(head_dim, training_length, base=base, rotary_fraction=0.5)
+    return rope(head_dim, base=base, rotary_fraction=0.5)
 
 
 @encoding
@@ -133,7 +125,7 @@ def high_frequency(head_dim: int, training_length: int, *, base: float | None = 
     """
     if base is None:
         base = training_length / (2 * math.pi)
-    return rope(head_dim, training_length, base=base)
+    return rope(head_dim, base=base)
 
 
 @encoding
@@ -169,9 +161,7 @@ def rope_id(
 
 
 @encoding
-def p_rope(
-    head_dim: int, training_length: int, *, base: float = 10_000.0, p: float = 0.75
-) -> Spectrum:
+def p_rope(head_dim: int, *, base: float = 10_000.0, p: float = 0.75) -> Spectrum:
     """p-RoPE (Barbero et al. 2024): RoPE whose slowest (1 - p) of the frequencies are zero.
 
     The zeros stay in the spectrum, so that pairs are numbered as in full RoPE. If p is not a whole
@@ -207,14 +197,22 @@ def hope_published(head_dim: int, training_length: int, *, base: float = 10_000.
 
 
 @encoding
-def nope(head_dim: int, training_length: int, *, temperature: float = 0.0) -> Spectrum:
-    """No positional encoding (Kazemnejad et al. 2023), optionally with temperature
-    1 + c ln s."""
+def cope(head_dim: int, *, base: float = 10_000.0, clipped: int = 20) -> Spectrum:
+    """CoPE (arXiv 2602.05258): RoPE whose ``clipped`` slowest pairs fade out, see
+    :func:`~trainer.positional.spectrum.cope_shares`."""
+    frequencies = geometric(base, rotated_pairs(head_dim, 1.0))
+    shares = cope_shares(len(frequencies), clipped)
+    return Spectrum(tuple(f * share for f, share in zip(frequencies, shares, strict=True)))
+
+
+@encoding
+def nope(*, temperature: float = 0.0) -> Spectrum:
+    """No positional encoding (Kazemnejad et al. 2023), optionally with temperature 1 + c ln s."""
     return Spectrum(temperature=Temperature(coefficient=temperature))
 
 
 @encoding
-def alibi(head_dim: int, training_length: int) -> Spectrum:
+def alibi() -> Spectrum:
     """ALiBi (Press et al. 2021): a bias linear in the distance; see :func:`alibi_slopes`."""
     return Spectrum(alibi=True)
 

@@ -302,6 +302,23 @@ class Layout:
         )
 
 
+def uniform(
+    spectrum: Spectrum,
+    *,
+    layers: int,
+    heads: int,
+    training_length: int,
+    window: int | None = None,
+    qk_norm: bool = False,
+) -> Layout:
+    """Return the layout of a model whose ``heads`` key-value heads share one encoding.
+
+    ``window``, ``qk_norm``: see :class:`LayerEncoding`.
+    """
+    layer = LayerEncoding(((spectrum, heads),), window, qk_norm)
+    return Layout(training_length, (layer,) * layers)
+
+
 Length = Annotated[int, Field(ge=1, lt=1 << 31)]
 Index = Annotated[int, Field(ge=0, lt=1 << 20)]
 

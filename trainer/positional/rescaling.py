@@ -1,5 +1,7 @@
-"""Context extension as rescalings of a spectrum: PI, NTK-aware, NTK-by-parts, YaRN (DroPE Eq. 3 and
-App. A), Llama 3's, LongRoPE, RoPE-ID's (App. A.9), and each with a factor that follows the length.
+"""Context extension as rescalings of a spectrum, each with a fixed factor or one by length.
+
+PI, NTK-aware, NTK-by-parts and YaRN (DroPE Eq. 3 and App. A), Llama 3's, CoPE, LongRoPE, and
+RoPE-ID's (App. A.9).
 
 A method of :data:`RESCALINGS` takes frequencies and the length they were trained at. It returns a
 :class:`Stretch`, which says how an extension by any factor s = length / C slows them.
@@ -15,7 +17,13 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.positional.spectrum import Frequencies, LongFrequencies, Spectrum, Stretch
+from trainer.positional.spectrum import (
+    Frequencies,
+    LongFrequencies,
+    Spectrum,
+    Stretch,
+    cope_shares,
+)
 
 GEOMETRIC = 1e-4
 """Tolerance on the steps between neighbouring pairs of a geometric spectrum, relative: it may have
@@ -191,6 +199,14 @@ def llama3(
     return _over_turns(inv_freq, training_length, high_freq_factor, low_freq_factor)
 
 
+def cope(inv_freq: Frequencies, training_length: int, *, clipped: int = 20) -> Stretch:
+    """CoPE (arXiv 2602.05258): the slowest pairs fade out, by the same shares at every s above 1.
+
+    The paper clips 20 of 64 pairs; see :func:`~trainer.positional.spectrum.cope_shares`.
+    """
+    return Stretch(cope_shares(len(inv_freq), clipped), (math.inf,) * len(inv_freq))
+
+
 def known_long(spectrum: Spectrum, training_length: int) -> LongFrequencies | None:
     """Return a spectrum's frequencies for long sequences, as they are at the end of training.
 
@@ -317,5 +333,6 @@ RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {
     "yarn_full_range": yarn_full_range,
     "ntk_by_parts_turns": ntk_by_parts_turns,
     "yarn_turns": yarn_turns,
+    "cope": cope,
 }
 """Methods of context extension by name."""

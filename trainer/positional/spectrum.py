@@ -21,6 +21,17 @@ READ = {"extra": "forbid", "allow_inf_nan": False}
 """How pydantic reads stored values: without unknown keys and infinite numbers."""
 
 
+def cope_shares(pairs: int, clipped: int) -> Frequencies:
+    """Return the shares of their frequencies that CoPE's ``pairs`` keep (arXiv 2602.05258).
+
+    The ``clipped`` last pairs, the slowest ones, keep (1 + cos t) / 2 with t evenly spaced from 0
+    to pi, so that the slowest does not rotate; the others keep everything.
+    """
+    count = min(clipped, pairs)
+    ramp = (0.5 * (1 + math.cos(math.pi * m / max(count - 1, 1))) for m in range(count))
+    return (1.0,) * (pairs - count) + tuple(ramp)
+
+
 @dataclass(frozen=True)
 class Temperature:
     """Factor on the attention logits at length n: ``scale * (1 + coefficient * ln s) ** exponent``.
