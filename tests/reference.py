@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from trainer.model.softmax import probabilities
+from trainer.model.backends import bias
 
 
 def turned(vector, position, inv_freq):
@@ -92,6 +92,9 @@ def watch_attention(model, ids, layer=0):
 
 def eager(q, k, v, mask):
     """A backend of attention that writes out all probabilities."""
-    weights = probabilities(q, k, mask)
-    shared = weights.unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    return (shared @ v.to(weights.dtype)).view(q.shape).to(q.dtype)
+    group, T, end = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.float() @ k.mT / math.sqrt(q.shape[3])
+    more = bias(mask, range(end - T, end), range(end), scores)
+    scores = scores + more if mask.slopes is not None else scores.masked_fill(~more, -math.inf)
+    return (scores.softmax(dim=-1) @ v).to(q.dtype)

@@ -141,9 +141,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("scores", [module.SCORES, 8 * 24 * 5], ids=["whole", "in blocks"])
-def test_measures_are_the_plain_loop(tiny_decoder, monkeypatch, layout, scores):
-    monkeypatch.setattr(module, "SCORES", scores)
+def test_measures_are_the_plain_loop(tiny_decoder, layout):
     model = tiny_decoder(**LAYOUTS[layout])
     expected = []
     capture(model, PROBED, lambda heads: expected.append(by_hand(heads, "alibi" in layout)))

@@ -15,7 +15,7 @@ from trainer.analysis import drop
 from trainer.analysis.capture import capture
 from trainer.analysis.drop import (
     MEASURES,
-    DropComparison,
+    compare_drop,
     divergence_by_position,
     head_measures,
 )
@@ -70,7 +70,7 @@ def test_divergence_is_torch_s_at_every_position(models, monkeypatch):
 
 
 def test_rows_have_losses_and_divergences_of_both_models(models, targets):
-    results = DropComparison(*targets).results()
+    results = compare_drop(*targets)
     rows = results.rows
     with torch.no_grad():
         p, q = (model(IDS).double().log_softmax(-1)[:, :-1] for model in models)
@@ -90,8 +90,8 @@ def test_rows_have_losses_and_divergences_of_both_models(models, targets):
 
 def test_models_of_another_shape_are_compared_but_for_their_heads(targets, tiny_decoder):
     other = tiny_decoder(training_length=TRAINED, model={"num_hidden_layers": 3})
-    results = DropComparison(targets[0], Target("b", other, IDS)).results()
+    results = compare_drop(targets[0], Target("b", other, IDS))
     assert [plot.name for plot in results.plots] == ["drop_positions"]
     words = tiny_decoder(model={"vocab_size": 60})
     with pytest.raises(UserError, match="got 50 and 60"):
-        DropComparison(targets[0], Target("b", words, IDS))
+        compare_drop(targets[0], Target("b", words, IDS))

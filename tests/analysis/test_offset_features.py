@@ -17,15 +17,16 @@ from tests.positional.examples import slowed
 from trainer.analysis import offset_features as module
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.offset_features import (
-    AngleStability,
-    OffsetFeatureSearch,
+    angle_stability,
     bounds,
     contributions,
     fastest_pairs,
     head_view,
+    offset_features,
+    recall,
     sink_row,
 )
-from trainer.analysis.offset_features_figures import OffsetChanges, OffsetFeatureFigures
+from trainer.analysis.offset_features_figures import OffsetFeatureFigures, offset_changes
 from trainer.analysis.topic import Target
 from trainer.positional.encodings import alibi_slopes, by_name
 from trainer.positional.layout import LayerEncoding
@@ -93,20 +94,14 @@ def planted(angle, *, radius=10.0, pair=3, T=50):
     )
 
 
-def features_of(heads):
-    search = OffsetFeatureSearch()
-    search.update(heads)
-    return search.result()
-
-
 def test_a_planted_pair_is_found_with_its_radii_and_angle():
-    measured = features_of(planted(4.5))
-    assert len(measured.angle) == 4 * 4
-    assert (measured.context_length, {*measured.scale}) == (50, {8**-0.5})
-    (index,) = np.flatnonzero((measured.query_radius > 1) & (measured.key_radius > 1))
-    assert (measured.layer[index], measured.head[index], measured.pair[index]) == (5, 2, 3)
-    assert measured.angle[index] == pytest.approx(4.5, abs=0.02)
-    assert measured.key_radius[index] == pytest.approx(10, abs=0.1)
+    measured = offset_features(planted(4.5))
+    assert len(measured) == 4 * 4
+    assert {*measured.scale} == {8**-0.5}
+    (found,) = measured[(measured.query_radius > 1) & (measured.key_radius > 1)].itertuples()
+    assert (found.layer, found.head, found.pair) == (5, 2, 3)
+    assert found.angle == pytest.approx(4.5, abs=0.02)
+    assert found.key_radius == pytest.approx(10, abs=0.1)
 
 
 @pytest.mark.parametrize(("above", "lower", "relaxed"), [(0.1, 1, 1), (-0.05, 0, 1), (-0.2, 0, 0)])
@@ -115,16 +110,21 @@ def test_recall_counts_large_keys_above_the_lower_bound(above, lower, relaxed):
     bound = math.pi + 1000 ** (-3 / 4) * 50 / 2
     heads = planted(bound + above)
     heads.q[:, 3, :, [3, 7]] = heads.q[:, 2, :, [3, 7]]
-    features = features_of(heads)
-    six, nine, twelve = (features.recall(radius) for radius in (6, 9, 12))
+    features = offset_features(heads)
+    six, nine, twelve = (recall(features, radius) for radius in (6, 9, 12))
     assert (six["positives"], nine["positives"], twelve["positives"]) == (2, 2, 0)
     assert (six["upper"], six["lower"], six["relaxed"]) == (1, lower, relaxed)
     assert math.isnan(twelve["upper"])
 
 
+def contributions_of(heads):
+    features = offset_features(heads)
+    return contributions(features[features["head"] == 3], [0, 1, 17])
+
+
 def test_contributions_are_dot_products_of_rotated_means():
     heads = layer_of_heads(D=8)
-    measured = contributions(features_of(heads), 0, 3, [0, 1, 17])
+    measured = contributions_of(heads)
     spectrum = heads.encoding.spectra[1]
     q, k = heads.q[:, 3].double().mean((0, 1)), heads.k[:, 1].double().mean((0, 1))
     for index, distance in enumerate([0, 1, 17]):
@@ -140,8 +140,7 @@ def test_contributions_have_the_scale_and_the_temperature_of_the_encoding():
         lambda spectrum: replace(spectrum, rotary_scale=1.2).with_temperature(scale=1.5)
     )
     plain, measured = (
-        contributions(features_of(replace(heads, encoding=encoding)), 0, 3, [0, 1, 17])
-        for encoding in (heads.encoding, scaled)
+        contributions_of(replace(heads, encoding=encoding)) for encoding in (heads.encoding, scaled)
     )
     np.testing.assert_allclose(measured, 1.2**2 * 1.5 * plain)
 
@@ -159,29 +158,24 @@ def layer(seed, texts=2):
 
 
 def test_every_moving_pair_against_a_loop():
-    measured, both = AngleStability(), [layer(0), layer(1)]
-    for heads in both:
-        measured.update(heads)
-    result = measured.result()
+    heads = layer(0)
+    result = angle_stability(heads)
     expected = []
-    for of_keys in (False, True):
-        for head in range(2 if of_keys else 4):
-            spectrum = (HALF, STILL)[head if of_keys else head // 2]
+    for side, x in (("query", heads.q), ("key", heads.k)):
+        for head in range(x.shape[1]):
+            spectrum = (HALF, STILL)[head * 2 // x.shape[1]]
             pairs = len(spectrum.inv_freq)
-            for pair in range(pairs):
-                if not spectrum.inv_freq[pair]:
-                    continue
+            for pair in np.flatnonzero(spectrum.inv_freq):
                 points = [
                     complex(row[pair], row[pair + pairs])
-                    for heads in both
-                    for text in (heads.k if of_keys else heads.q)
+                    for text in x
                     for row in text[head].double()
                 ]
                 mean = sum(points) / len(points)
                 direction = sum(cmath.rect(1, cmath.phase(p)) for p in points) / len(points)
-                expected.append((of_keys, 3, head, pair, abs(mean), 1 - abs(direction)))
+                expected.append((side, 3, head, pair, abs(mean), 1 - abs(direction)))
     columns = list(zip(*expected, strict=True))
-    for name, values in zip(("of_keys", "layer", "head", "pair"), columns[:4], strict=True):
+    for name, values in zip(("side", "layer", "head", "pair"), columns[:4], strict=True):
         np.testing.assert_array_equal(result[name], values)
     np.testing.assert_allclose(result["radius"], columns[4], rtol=1e-5)
     np.testing.assert_allclose(result["variance"], columns[5], rtol=1e-4)
@@ -192,7 +186,7 @@ def test_a_long_text_is_sampled_and_its_maps_are_means(monkeypatch):
     monkeypatch.setattr(module, "CELLS", 7)
     heads = layer_of_heads(T=40, D=8)
     view = head_view(heads, 2)
-    assert (view.step, view.cell) == (5, 6)
+    assert view.cell == 6
     np.testing.assert_array_equal(view.tokens["key"], heads.k[0, 1][::5])
     assert view.maps["query"].shape == (8, 7)
     for cell in range(7):  # the last has four tokens
@@ -402,7 +396,7 @@ def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny
     model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=3.0))
     rows, layers = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS)), []
     capture(model, IDS[:, :C], layers.append)
-    expected = [row[0] for heads in layers for row in fastest_pairs(heads).values()]
+    expected = [row["attention"] for heads in layers for row in fastest_pairs(heads)]
     measured = cells(rows, "attention", variant="token before")
     assert measured == pytest.approx(expected, rel=1e-4)
 
@@ -419,7 +413,7 @@ def test_two_models_are_compared_pair_by_pair_and_by_the_bounds_of_both(tiny_dec
     with torch.no_grad():
         after.layers[1].self_attn.k_proj.weight.mul_(0.5)
     targets = [Target(n, m, IDS) for n, m in (("base", before), ("long", after))]
-    results = OffsetChanges(*targets).results()
+    results = offset_changes(*targets)
     for name, model in (("base", before), ("long", after)):
         means = list(pairs_of(model, IDS[:, :C]))
         radius = cells(results.rows, "key_radius", model=name)
@@ -432,4 +426,4 @@ def test_two_models_are_compared_pair_by_pair_and_by_the_bounds_of_both(tiny_dec
             )
             assert share.item() == np.mean([theta * length < TURN for *_, theta, _, _ in means])
     other = Target("other", loud(tiny_decoder, model={"num_hidden_layers": 3}), IDS)
-    assert OffsetChanges(targets[0], other).results().plots == []
+    assert offset_changes(targets[0], other).plots == []

@@ -18,7 +18,7 @@ from tests.reference import turned
 from tests.test_checkpoint import assert_same_model
 from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features import OffsetFeatureSearch
+from trainer.analysis.offset_features import offset_features
 from trainer.analysis.positional_bias import prefix_spreads
 from trainer.common.errors import UserError
 from trainer.interchange.adapted import AdaptedModel, read_adapted
@@ -188,13 +188,13 @@ def test_the_control_has_the_heads_of_our_decoder(both):
 
 def test_the_control_gives_the_numbers_of_our_decoder(both):
     def numbers(model):
-        search, sinks = OffsetFeatureSearch(), []
+        radii, sinks = [], []
         for heads in observed(model)[0]:
-            search.update(heads)
+            radii.append(torch.tensor(offset_features(heads).key_radius))
             sinks.append(attention_rows(heads).sink)
         return {
             "probe": torch.tensor(list(probe(model, IDS).values())),
-            "angles": torch.tensor(search.result().key_radius),
+            "angles": torch.cat(radii),
             "sinks": torch.stack(sinks),
             "spreads": torch.tensor(prefix_spreads(model, IDS)),
         }

@@ -1,14 +1,13 @@
-"""Statistics of attention: for every query, for every head, for some queries without one rotary
-pair, and the five that a training run logs.
+"""Statistics of attention: for every query, for every head, and the five that a training run logs.
 
 No function holds a whole attention matrix: scores are computed and reduced in blocks.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -16,17 +15,12 @@ from torch import Tensor
 
 from trainer.analysis.arrays import Array
 from trainer.analysis.capture import Heads, observing
-from trainer.model.backends import Mask
 from trainer.model.language_model import LanguageModel
-from trainer.model.softmax import capped, probabilities
 from trainer.positional.encodings import alibi_slopes
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Scores computed at a time: on a CPU 2 MiB, which fit in a core's cache; on a GPU 64 MiB, so that
 long texts need few kernels."""
-
-QUERIES = 128
-"""Largest number of queries in :class:`SampledAttention`."""
 
 # Finite, so that its product with a probability of 0 is 0; exp of it is 0 in float32.
 HIDDEN = -1e30
@@ -126,7 +120,7 @@ def _block(
         scores.masked_fill_(j <= i - window, HIDDEN)
     peak = scores.amax(dim=-1) / heads.scale
     if heads.softcap is not None:
-        scores = capped(scores, heads.softcap).masked_fill_(scores == HIDDEN, HIDDEN)
+        scores = heads.capped(scores).masked_fill_(scores == HIDDEN, HIDDEN)
     if slopes is not None:
         scores += slopes[:, None, None] * (j - i)
     top = scores.amax(dim=-1, keepdim=True)
@@ -147,22 +141,30 @@ def _block(
     return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy, learned
 
 
-def head_attention(heads: Heads, head: int, queries: slice) -> Tensor:
-    """Return the attention ``[B, queries, queries.stop]`` of some queries of one head, float32."""
-    q, k, slopes = heads.rotated_q, heads.rotated_k, head_slopes(heads)
+def head_attention(
+    heads: Heads, head: int, queries: slice | Tensor, *, without: int | None = None
+) -> Tensor:
+    """Return the attention ``[B, n, T]`` of one head's queries at some positions, float32, on the
+    keys up to the last of these positions.
+
+    ``queries``: positions, ascending. ``without``: a pair whose part of the scores is left out.
+    """
     kv = head // heads.queries_per_key
-    mask = Mask(heads.encoding.window, slopes=None if slopes is None else slopes[head : head + 1])
-    softmax = heads.softmax
+    positions = torch.arange(heads.q.shape[2])[queries]
+    last, i = int(positions[-1]), positions.to(heads.q.device)[:, None]
+    q, k = heads.rotated_q[:, head, queries], heads.rotated_k[:, kv, : last + 1]
+    j = torch.arange(last + 1, device=q.device)
+    scores = q @ k.mT
+    if without is not None:
+        pair = [without, without + len(heads.encoding.spectra[kv].inv_freq)]
+        scores -= q[..., pair] @ k[..., pair].mT
+    scores = heads.capped(scores * heads.scale)
+    if (slopes := head_slopes(heads)) is not None:
+        scores += slopes[head] * (j - i)
+    scores.masked_fill_((j > i) | (j <= i - (heads.encoding.window or last + 1)), -torch.inf)
     if heads.sinks is not None:
-        softmax = softmax._replace(sinks=heads.sinks[head : head + 1])
-    attention = probabilities(
-        q[:, head : head + 1, queries],
-        k[:, kv : kv + 1, : queries.stop],
-        mask,
-        softmax,
-        scaling=heads.scaling,
-    )
-    return attention[:, 0]
+        scores = F.pad(scores, (0, 1), value=float(heads.sinks[head]))
+    return scores.softmax(dim=-1)[..., : last + 1]
 
 
 def attention_map(heads: Heads, head: int, *, size: int) -> Array:
@@ -186,59 +188,6 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     return torch.stack(rows).cpu().numpy()
 
 
-@dataclass(frozen=True)
-class SampledAttention:
-    """Attention of some queries of one head, with all pairs or without one pair's part of the
-    scores.
-
-    ``q`` ``[B, n, D]``: encoded queries at ``positions`` ``[n]``, evenly spread over the last
-    three quarters of the training length, the text or the window, whichever is shortest, so
-    that each query sees all keys before it. ``k`` ``[B, T, D]``: encoded keys from the first on.
-    ``pairs``: number of pairs of the head's spectrum.
-    """
-
-    heads: Heads
-    head: int
-    kv_head: int
-    pairs: int
-    positions: Tensor
-    q: Tensor
-    k: Tensor
-
-    def weights(self, without: int | None = None) -> Tensor:
-        """Return the attention ``[B, n, T]`` on every key; ``without``: the pair to leave out of
-        the scores."""
-        heads, positions = self.heads, self.positions[:, None]
-        products = self.q @ self.k.mT
-        if without is not None:
-            channels = [without, without + self.pairs]
-            products = products - self.q[..., channels] @ self.k[..., channels].mT
-        slopes = head_slopes(heads)
-        slope = 0.0 if slopes is None else float(slopes[self.head])
-        keys = torch.arange(self.k.shape[1], device=positions.device)
-        scores = capped(products * heads.scale, heads.softcap) + slope * (keys - positions)
-        scores = scores.masked_fill(keys > positions, -torch.inf)
-        if heads.sinks is not None:
-            scores = F.pad(scores, (0, 1), value=float(heads.sinks[self.head]))
-        return scores.softmax(dim=-1)[..., : len(keys)]
-
-
-def sampled_attention(heads: Heads, head: int) -> SampledAttention | None:
-    """Choose the queries of one query head; return None if they would see only their own key."""
-    length = min(heads.q.shape[2], heads.training_length, heads.encoding.window or heads.q.shape[2])
-    if length < 2:
-        return None
-    kv = head // heads.queries_per_key
-    start = max(1, length // 4)
-    count = min(QUERIES, length - start)
-    positions = torch.linspace(start, length - 1, count, device=heads.q.device).round().long()
-    q, k = heads.rotated_q[:, head, positions], heads.rotated_k[:, kv, :length]
-    pairs = len(heads.encoding.spectra[kv].inv_freq)
-    return SampledAttention(
-        heads=heads, head=head, kv_head=kv, pairs=pairs, positions=positions, q=q, k=k
-    )
-
-
 def head_statistics(rows: Rows) -> dict[str, Tensor]:
     """Average over the queries of each head ``[B, Hq]``, in texts of at least two tokens.
 
@@ -256,21 +205,14 @@ def head_statistics(rows: Rows) -> dict[str, Tensor]:
     }
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Return the mean of one value or more."""
-    return sum(values) / len(values)
-
-
 MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
-    "sink_mass": _mean,
-    "entropy": _mean,
-    "distance": _mean,
+    "sink_mass": fmean,
+    "entropy": fmean,
+    "distance": fmean,
     "largest_logit": max,
-    "stable_rank": _mean,
+    "stable_rank": fmean,
 }
 """Measures of :func:`probe`, with the function that reduces the values of all layers to one."""
-SCORES = 2**22
-"""Scores computed at a time."""
 
 
 @torch.no_grad()
@@ -283,70 +225,31 @@ def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
     over, and the stable rank of the keys (Rudelson and Vershynin 2007). All use encoded queries and
     keys.
 
-    ``sink_mass``, ``entropy`` (1: uniform over the visible keys) and ``distance`` (tokens) are
-    means over heads and over all queries except the first, which sees only itself. Entropy and
-    distance leave out the weight of a learned sink. ``largest_logit``: the largest score of these
-    queries, q k / sqrt(D) in most models. ``stable_rank``: squared Frobenius norm of a head's keys
-    ``[T, D]`` over their squared spectral norm, mean over heads and sequences.
+    The first three are means over heads and queries, see :func:`head_statistics`.
+    ``largest_logit``: the largest score of the same queries, q k / sqrt(D) in most models.
+    ``stable_rank``: mean over heads and sequences, see :func:`stable_rank`.
     """
-    measured: list[dict[str, Tensor]] = []
-    grams = []
+    measured, grams = [], []
 
-    def look(heads: Heads) -> None:
-        measured.append(attention_measures(heads))
+    def on_layer(heads: Heads) -> None:
+        rows = attention_rows(heads)
+        means = {name: values.mean() for name, values in head_statistics(rows).items()}
+        largest = heads.capped(rows.peak[..., 1:].amax() * heads.scale)
+        measured.append(means | {"largest_logit": largest})
         grams.append(heads.rotated_k.mT @ heads.rotated_k)
 
-    with observing(model, look):
+    with observing(model, on_layer):
         model(ids.to(model.device), last=1)
     by_name = {name: torch.stack([layer[name] for layer in measured]) for name in measured[0]}
     by_name["stable_rank"] = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
     # One host sync for all measures of all layers.
-    rows = torch.stack([by_name[name] for name in MEASURES]).tolist()
+    rows = torch.stack([by_name[name].double() for name in MEASURES]).tolist()
     return dict(zip(MEASURES, rows, strict=True))
 
 
-def attention_measures(heads: Heads) -> dict[str, Tensor]:
-    """Compute each measure of :func:`probe` on one layer, as a scalar, except the stable rank.
-
-    Queries are read in blocks; with a window, each block reads only the keys that it can see.
-    """
-    k = heads.rotated_k[:, :, None]
-    q = heads.rotated_q.unflatten(1, (k.shape[1], -1)) * heads.scale
-    B, H, G, T, _ = q.shape
-    window = heads.encoding.window or T
-    slopes = head_slopes(heads)
-    if slopes is not None:
-        slopes = slopes.view(H, G, 1, 1)
-    sums = {name: q.new_zeros(()) for name in ("sink_mass", "entropy", "distance")}
-    largest = q.new_full((), -math.inf)
-    # A block reads the keys of its window and its own, so at most twice the window.
-    size = max(1, min(window, SCORES // (B * H * G * min(T, 2 * window))))
-    for start in range(1, T, size):
-        stop = min(start + size, T)
-        first = max(0, start - window + 1)
-        i = torch.arange(start, stop, device=q.device)[:, None]
-        away = i - torch.arange(first, stop, device=q.device)
-        hidden = (away < 0) | (away >= window)
-        scores = capped(q[..., start:stop, :] @ k[..., first:stop, :].mT, heads.softcap)
-        scores = scores.masked_fill(hidden, -math.inf)
-        largest = torch.maximum(largest, scores.amax())
-        scores = scores if slopes is None else scores - slopes * away
-        attention = scores.softmax(dim=-1)
-        first_key = attention[..., 0] if first == 0 else attention.new_zeros(())
-        if heads.sinks is not None:
-            first_key = first_key * (scores.logsumexp(dim=-1) - heads.sinks.view(H, G, 1)).sigmoid()
-        # A query that sees only itself has entropy 0; the clamp avoids 0 / 0.
-        most = (i + 1).clamp(max=window).log().clamp(min=1e-6)
-        sums["sink_mass"] += first_key.sum()
-        sums["entropy"] += (torch.special.entr(attention) / most).sum()
-        sums["distance"] += (attention * away).sum()
-    rows = B * H * G * (T - 1)
-    return {name: total / rows for name, total in sums.items()} | {"largest_logit": largest}
-
-
 def stable_rank(gram: Tensor) -> Tensor:
-    """Compute the stable ranks of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``; NaN for a
-    K that is zero or not finite."""
+    """Compute stable ranks of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``: the squared
+    Frobenius norm over the squared spectral norm; NaN if K is zero or not finite."""
     # eigvalsh raises an error for values that are not finite.
     finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
     gram = torch.where(finite, gram, 0.0)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.model.language_model import LanguageModel
-from trainer.model.softmax import Softmax
 from trainer.positional.layout import LayerEncoding, Layout
 
 
@@ -58,11 +57,6 @@ class Heads:
         )
 
     @property
-    def softmax(self) -> Softmax:
-        """The softmax's learned sinks and soft-cap."""
-        return Softmax(self.sinks, self.softcap)
-
-    @property
     def scale(self) -> float:
         """Factor on the dot product of a query and a key."""
         return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -72,10 +66,9 @@ class Heads:
         """Number of query heads that read one key-value head."""
         return self.q.shape[1] // self.k.shape[1]
 
-    def first(self, length: int) -> Heads:
-        """Return the queries and keys of the first ``length`` tokens."""
-        names = ("q", "k", "rotated_q", "rotated_k")
-        return replace(self, **{name: getattr(self, name)[:, :, :length] for name in names})
+    def capped(self, scores: Tensor) -> Tensor:
+        """Bound scaled scores by the soft-cap, if there is one."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
 
 
 @dataclass(frozen=True)
@@ -101,18 +94,6 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
 
     with model.observed(observe):
         yield
-
-
-def separate_prefix(model: LanguageModel, ids: Tensor, length: int) -> Tensor | None:
-    """Return the first ``length`` tokens of ``ids`` ``[B, T]`` if the model reads them differently
-    without the later tokens.
-
-    It does if its temperatures or frequencies follow the length of the sequence. None: one pass
-    over ``ids`` serves for both.
-    """
-    T, layout = ids.shape[1], model.layout
-    differs = length < T and layout.at(length) != layout.at(T)
-    return ids[:, :length] if differs else None
 
 
 @torch.no_grad()

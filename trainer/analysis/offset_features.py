@@ -19,25 +19,29 @@ select for the previous token" (Sec. 4.3.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, Side, cell_means
-from trainer.analysis.attention import sampled_attention
+from trainer.analysis.arrays import Array, Side, cell_means
+from trainer.analysis.attention import head_attention
 from trainer.analysis.capture import Heads
 from trainer.positional.spectrum import Spectrum
 
 TURN = 2 * math.pi
 RADII = (6.0, 9.0, 12.0)
+"""Radii of Table 2."""
+PLACE = ["layer", "head", "pair"]
+QUERIES, POINTS, CELLS = 128, 1000, 256
+"""Largest number of queries whose attention is measured, of tokens with points, and of cells of a
+map."""
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Bounds of every pair, ``[pairs]`` each.
 
     ``inv_freq``: theta, radians a token. ``possible``: whether theta is under its upper bound.
@@ -56,261 +60,145 @@ def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
     """
     inv_freq = np.array(spectrum.inv_freq)
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
-    return Bounds(
-        inv_freq=inv_freq, possible=possible, angle=math.pi + inv_freq * context_length / 2
-    )
+    return Bounds(inv_freq, possible, math.pi + inv_freq * context_length / 2)
 
 
-@dataclass(frozen=True)
-class OffsetFeatures:
-    """Every rotated pair of every query head, one entry each in all columns.
+def offset_features(heads: Heads) -> pd.DataFrame:
+    """Return a row for every pair of every query head of a layer, from means before the encoding.
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
-    ``query_radius``, ``key_radius``: lengths of the means. ``possible``, ``lower_bound``: see
-    :class:`Bounds`. ``scale``: factor on the dot product of a query and a key in the scores, times
-    the encoding's factor (YaRN's attention factor, a temperature).
+    ``query_radius``, ``key_radius``: lengths of the means. ``inv_freq``, ``possible``,
+    ``lower_bound``: see :class:`Bounds`. ``scale``: factor on the dot product of a query and a key
+    in the scores, times the encoding's factor (YaRN's attention factor, a temperature).
     """
-
-    context_length: int
-    layer: Array
-    head: Array
-    pair: Array
-    inv_freq: Array
-    query_radius: Array
-    key_radius: Array
-    angle: Array
-    possible: Array
-    lower_bound: Array
-    scale: Array
-
-    @property
-    def columns(self) -> dict[str, Array]:
-        """The table of pairs by column."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-
-    def only(self, rows: Array) -> OffsetFeatures:
-        """Select some entries, by their indices."""
-        chosen = {name: column[rows] for name, column in self.columns.items()}
-        return replace(self, **chosen)
-
-    def recall(self, radius: float) -> dict[str, float]:
-        """Count pairs with a mean key of ``radius`` or longer that the bounds predict (Table 2).
-
-        ``positives``: number of these pairs. Shares of them, NaN without any: ``upper``: under the
-        upper bound; ``lower``: also above the lower bound; ``relaxed``: above the lower bound minus
-        0.1 rad.
-        """
-        large = self.key_radius >= radius
-        possible, angle, lower = (
-            column[large] for column in (self.possible, self.angle, self.lower_bound)
-        )
-        shares = {
-            "upper": possible,
-            "lower": possible & (angle >= lower),
-            "relaxed": possible & (angle >= lower - 0.1),
+    C = heads.training_length
+    q, k = (x.mean(dim=(0, 2), dtype=torch.float64).cpu().numpy() for x in (heads.q, heads.k))
+    tables = []
+    for head, mean in enumerate(q):
+        kv = head // heads.queries_per_key
+        spectrum = heads.encoding.spectra[kv].at(C, C)
+        limits = bounds(spectrum, C)
+        pairs = len(limits.inv_freq)
+        query, key = (x[:pairs] + 1j * x[pairs : 2 * pairs] for x in (mean, k[kv]))
+        columns = {
+            "layer": heads.layer,
+            "head": head,
+            "pair": np.arange(pairs),
+            "inv_freq": limits.inv_freq,
+            "query_radius": np.abs(query),
+            "key_radius": np.abs(key),
+            "angle": np.mod(np.angle(key) - np.angle(query), TURN),
+            "possible": limits.possible,
+            "lower_bound": limits.angle,
+            "scale": heads.scale * spectrum.rotary_scale**2 * spectrum.temperature.scale,
         }
-        mean = {name: float(x.mean()) if len(x) else math.nan for name, x in shares.items()}
-        return {"positives": float(large.sum()), **mean}
-
-    def summary(self) -> dict[str, float]:
-        """Return the share of pairs under the upper bound, the mean of their lower bounds, and the
-        recall for each of :data:`RADII`, by name."""
-        bounds = self.lower_bound[self.possible]
-        numbers = {
-            "share_possible": float(self.possible.mean()) if len(self.possible) else 0.0,
-            "mean_lower_bound": float(bounds.mean()) if len(bounds) else math.nan,
-        }
-        for radius in RADII:
-            counts = self.recall(radius).items()
-            numbers |= {f"{name}, radius {radius:g}": value for name, value in counts}
-        return numbers
+        tables += [pd.DataFrame(columns)] if pairs else []
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-class OffsetFeatureSearch:
-    """Collect mean queries and keys of every layer before their encoding."""
+def recall(features: pd.DataFrame, radius: float) -> dict[str, float]:
+    """Count pairs with a mean key of ``radius`` or longer that the bounds predict (Table 2).
 
-    def __init__(self) -> None:
-        self._averages = Averages()
-        self._spectra: dict[int, tuple[Spectrum, ...]] = {}
-        self._scales: dict[int, float] = {}
-        self._training_length = 0
-
-    def update(self, heads: Heads) -> None:
-        """Add one layer of one or more texts."""
-        self._spectra[heads.layer] = heads.encoding.spectra
-        self._training_length, self._scales[heads.layer] = heads.training_length, heads.scale
-        self._averages.add(
-            heads.layer,
-            q=heads.q.mean(dim=2, dtype=torch.float64),
-            k=heads.k.mean(dim=2, dtype=torch.float64),
-        )
-
-    def result(self) -> OffsetFeatures:
-        """Compute the features from the means over all positions and texts seen so far."""
-        q, k = self._averages.stacked("q"), self._averages.stacked("k")
-        group = q.shape[1] // k.shape[1]
-        layers = self._averages.layers
-        C = self._training_length
-        tables: list[dict[str, Any]] = []
-        for index, layer in enumerate(layers):
-            for head in range(q.shape[1]):
-                spectrum = self._spectra[layer][head // group].at(C, C)
-                encoding_scale = spectrum.rotary_scale**2 * spectrum.temperature.scale
-                limits = bounds(spectrum, C)
-                pairs = len(limits.inv_freq)
-                query = _complex(q[index, head], pairs)
-                key = _complex(k[index, head // group], pairs)
-                tables.append(
-                    {
-                        "layer": layer,
-                        "head": head,
-                        "pair": np.arange(pairs),
-                        "inv_freq": limits.inv_freq,
-                        "query_radius": np.abs(query),
-                        "key_radius": np.abs(key),
-                        "angle": np.mod(np.angle(key) - np.angle(query), TURN),
-                        "possible": limits.possible,
-                        "lower_bound": limits.angle,
-                        "scale": self._scales[layer] * encoding_scale,
-                    }
-                )
-        return OffsetFeatures(C, **joined_columns(tables))
+    ``positives``: number of these pairs. Shares of them, NaN without any: ``upper``: under the
+    upper bound; ``lower``: also above the lower bound; ``relaxed``: above the lower bound minus
+    0.1 rad.
+    """
+    large = features[features.key_radius >= radius]
+    return {
+        "positives": float(len(large)),
+        "upper": large.possible.mean(),
+        "lower": (large.possible & (large.angle >= large.lower_bound)).mean(),
+        "relaxed": (large.possible & (large.angle >= large.lower_bound - 0.1)).mean(),
+    }
 
 
-def joined_columns(tables: Sequence[Mapping[str, Any]]) -> dict[str, Array]:
-    """Concatenate tables of equal columns; a single value fills its column."""
-    filled = [dict(zip(t, np.broadcast_arrays(*t.values()), strict=True)) for t in tables]
-    return {name: np.concatenate([table[name] for table in filled]) for name in tables[0]}
+def summary(features: pd.DataFrame) -> dict[str, float]:
+    """Return the share of pairs under the upper bound, the mean of their lower bounds, and the
+    recall for each of :data:`RADII`, by name."""
+    numbers = {
+        "share_possible": features.possible.mean(),
+        "mean_lower_bound": features.lower_bound[features.possible].mean(),
+    }
+    for radius in RADII:
+        counts = recall(features, radius).items()
+        numbers |= {f"{name}, radius {radius:g}": value for name, value in counts}
+    return numbers
 
 
-def _complex(vector: Array, pairs: int) -> Array:
-    """Combine rotated channels m and m + pairs into complex numbers."""
-    return vector[:pairs] + 1j * vector[pairs : 2 * pairs]
+def strongest_pairs(features: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for every rotating head: its pair with the longest means, under the upper bound
+    if any pair is.
 
-
-def common_pairs(
-    first: OffsetFeatures, second: OffsetFeatures
-) -> tuple[OffsetFeatures, OffsetFeatures]:
-    """Restrict both to the entries (layer, head, pair) they share, in the same order."""
-    keys = [np.rec.fromarrays([x.layer, x.head, x.pair]) for x in (first, second)]
-    _, *rows = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
-    return first.only(rows[0]), second.only(rows[1])
-
-
-def with_bounds_of(features: OffsetFeatures, by: OffsetFeatures) -> OffsetFeatures:
-    """Combine the means of ``features`` with the bounds of ``by``; both have the same entries."""
-    return replace(
-        features,
-        context_length=by.context_length,
-        inv_freq=by.inv_freq,
-        possible=by.possible,
-        lower_bound=by.lower_bound,
+    ``strength``: product of the lengths. ``faster``: the strongest pair above the bound, NaN if
+    there is none.
+    """
+    ordered = (
+        features[features.inv_freq > 0]
+        .assign(strength=features.query_radius * features.key_radius)
+        .sort_values(["possible", "strength"])
     )
+    head = ["layer", "head"]
+    fast = (
+        ordered[~ordered.possible].groupby(head).tail(1)[PLACE].rename(columns={"pair": "faster"})
+    )
+    return ordered.groupby(head).tail(1).sort_values(head).merge(fast, "left", on=head)
 
 
-def contributions(
-    features: OffsetFeatures, layer: int, head: int, distances: Sequence[int]
-) -> Array:
+def contributions(head: pd.DataFrame, distances: Sequence[int]) -> Array:
     """Compute the terms that the means of every pair add to the logit of a key so many tokens back
-    (Eq. 14, Fig. 4), ``[pairs, distances]``.
+    (Eq. 14, Fig. 4), ``[pairs, distances]``, from the features of one head.
 
     They are scaled like scores. Their sum over pairs is the logit; without a pair's row it is the
     logit without that pair (Fig. 6).
     """
-    chosen = (features.layer == layer) & (features.head == head)
-    size = features.query_radius[chosen] * features.key_radius[chosen] * features.scale[chosen]
-    turned = features.angle[chosen][:, None] - np.outer(features.inv_freq[chosen], distances)
-    return size[:, None] * np.cos(turned)
+    size = (head.query_radius * head.key_radius * head.scale).to_numpy()
+    turned = head.angle.to_numpy()[:, None] - np.outer(head.inv_freq, distances)
+    terms: Array = size[:, None] * np.cos(turned)
+    return terms
 
 
-class AngleStability:
-    """Collect means, and means of directions, of every layer before its encoding (Fig. 2)."""
+def angle_stability(heads: Heads) -> pd.DataFrame:
+    """Return a row for every rotating pair of the query and key heads of a layer (Fig. 2).
 
-    def __init__(self) -> None:
-        self._averages = Averages()
-        self._spectra: dict[int, tuple[Spectrum, ...]] = {}
-        self._group = 1
-
-    def update(self, heads: Heads) -> None:
-        """Add one layer of one or more texts."""
-        spectra = heads.encoding.spectra
-        self._spectra[heads.layer], self._group = spectra, heads.queries_per_key
-        q = [_means(x, spectra[i // self._group]) for i, x in enumerate(heads.q.unbind(1))]
-        k = [_means(x, spectra[i]) for i, x in enumerate(heads.k.unbind(1))]
-        self._averages.add(heads.layer, q=torch.stack(q, dim=1), k=torch.stack(k, dim=1))
-
-    def result(self) -> dict[str, Array]:
-        """Return columns with an entry for each rotated pair of each query head and each key-value
-        head.
-
-        ``of_keys``: whether the entry is of keys, whose ``head`` is a key-value head. ``radius``:
-        length of the mean over all positions and texts, before the encoding. ``variance``: circular
-        variance of the angles a_1 .. a_n, 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they
-        cancel.
-        """
-        tables: list[dict[str, Any]] = []
-        for name, group in (("q", self._group), ("k", 1)):
-            means = self._averages.stacked(name)
-            for layer, layer_means in zip(self._averages.layers, means, strict=True):
-                for head, (mean, direction) in enumerate(layer_means):
-                    moving = np.flatnonzero(self._spectra[layer][head // group].inv_freq)
-                    tables.append(
-                        {
-                            "of_keys": name == "k",
-                            "layer": layer,
-                            "head": head,
-                            "pair": moving,
-                            "radius": np.hypot(*mean[:, moving]),
-                            "variance": 1 - np.hypot(*direction[:, moving]),
-                        }
-                    )
-        return joined_columns(tables)
-
-
-def _means(x: Tensor, spectrum: Spectrum) -> Tensor:
-    """Compute the mean and the mean direction of every pair of one head ``[B, T, D]``: ``[B, 2, 2,
-    D/2]``.
-
-    Entries beyond the spectrum's pairs are 0.
+    ``side``: ``query`` or ``key``. ``radius``: length of the mean over all positions and texts,
+    before the encoding. ``variance``: circular variance of the angles a_1 .. a_n, 1 - |mean of
+    exp(i a)|: 0 if all are equal, 1 if they cancel.
     """
-    pairs = len(spectrum.inv_freq)
-    channels = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]], dim=1)
-    length = channels.norm(dim=1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    means = [x.mean(dim=2, dtype=torch.float64) for x in (channels, channels / length)]
-    return torch.nn.functional.pad(torch.stack(means, dim=1), (0, x.shape[-1] // 2 - pairs))
+    tables = []
+    sides: tuple[tuple[Side, Tensor, int], ...] = (
+        ("query", heads.q, heads.queries_per_key),
+        ("key", heads.k, 1),
+    )
+    for side, vectors, group in sides:
+        for head, x in enumerate(vectors.unbind(1)):
+            inv_freq = heads.encoding.spectra[head // group].inv_freq
+            pairs = len(inv_freq)
+            channels = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]])
+            length = channels.norm(dim=0).clamp_min(torch.finfo(x.dtype).tiny)
+            radius, resultant = (
+                v.mean(dim=(1, 2), dtype=torch.float64).norm(dim=0).cpu().numpy()
+                for v in (channels, channels / length)
+            )
+            place = {"side": side, "layer": heads.layer, "head": head, "pair": np.arange(pairs)}
+            table = pd.DataFrame({**place, "radius": radius, "variance": 1 - resultant})
+            tables.append(table[np.array(inv_freq) > 0])
+    return pd.concat(tables)
 
 
-POINTS, CELLS = 1000, 256
-"""Largest number of tokens with points, and of cells of a map."""
-
-
-@dataclass(frozen=True)
-class HeadView:
+class HeadView(NamedTuple):
     """One query head and the keys that it reads in the first text, before their encoding (Fig. 1,
     7, 12 and 13).
 
-    Pair m of ``pairs`` is channels m and m + pairs. ``inv_freq`` ``[pairs]``: radians a token.
-    ``tokens``: ``[n, D]``, one token in ``step``.
-    ``maps``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
+    Pair m of M is channels m and m + M. ``inv_freq`` ``[M]``: radians a token. ``tokens``: ``[n,
+    D]``, evenly spread. ``maps``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
     """
 
     layer: int
     head: int
     inv_freq: Array
-    step: int
     cell: int
     tokens: dict[Side, Array]
     maps: dict[Side, Array]
-
-    @property
-    def pairs(self) -> int:
-        """Number of pairs."""
-        return len(self.inv_freq)
-
-    def points(self, pair: int) -> tuple[Array, Array]:
-        """Return queries and keys of one pair, ``[n, 2]`` each."""
-        channels = [pair, pair + self.pairs]
-        return self.tokens["query"][:, channels], self.tokens["key"][:, channels]
 
 
 def head_view(heads: Heads, head: int) -> HeadView:
@@ -322,11 +210,24 @@ def head_view(heads: Heads, head: int) -> HeadView:
         layer=heads.layer,
         head=head,
         inv_freq=np.array(heads.encoding.spectra[kv].at(C, C).inv_freq),
-        step=step,
         cell=cell,
         tokens={side: x[::step].cpu().numpy().copy() for side, x in vectors.items()},
         maps={side: cell_means(x.T, cell).cpu().numpy() for side, x in vectors.items()},
     )
+
+
+def sampled_queries(heads: Heads) -> Tensor | None:
+    """Return positions evenly spread over the last three quarters of the training length, the text
+    or the window, whichever is shortest, so that each query sees all keys before it.
+
+    None: no query sees another key than its own.
+    """
+    T = heads.q.shape[2]
+    length = min(T, heads.training_length, heads.encoding.window or T)
+    if length < 2:
+        return None
+    start = max(1, length // 4)
+    return torch.linspace(start, length - 1, min(QUERIES, length - start)).round().long()
 
 
 Row = dict[str, float]
@@ -343,17 +244,20 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     mean key. ``margin``: the scaled margin of the scores, with its part from the pair and the pair
     with the largest part.
     """
-    sampled = sampled_attention(heads, head)
-    if sampled is None:
+    positions = sampled_queries(heads)
+    if positions is None:
         return None
-    kv, positions, q, k = sampled.kv_head, sampled.positions, sampled.q, sampled.k
-    pairs = sampled.pairs
+    kv = head // heads.queries_per_key
+    pairs = len(heads.encoding.spectra[kv].inv_freq)
 
     def weight(without: int | None = None) -> float:
-        return float(sampled.weights(without)[..., 0].double().mean())
+        weights = head_attention(heads, head, positions, without=without)
+        return float(weights[..., 0].double().mean())
 
+    q, k = heads.rotated_q[:, head, positions], heads.rotated_k[:, kv, : int(positions[-1]) + 1]
+    seen = positions.to(q.device)
     # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
-    others = k[:, 1:].double().cumsum(dim=1)[:, positions - 1] / positions[:, None]
+    others = k[:, 1:].double().cumsum(dim=1)[:, seen - 1] / seen[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
     parts = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0).tolist()
     keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
@@ -375,23 +279,22 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     }
 
 
-FastestPairs = dict[tuple[int, int, int], list[float]]
-"""Attention on the token before, as it is and without the pair, by layer, head and its fastest
-pair."""
-
-
-def fastest_pairs(heads: Heads) -> FastestPairs:
-    """Measure the effect of the fastest pair of each head that rotates."""
-    C = heads.training_length
-    measured: FastestPairs = {}
+def fastest_pairs(heads: Heads) -> list[Row]:
+    """Measure the attention on the token before in every head that rotates, as it is and without
+    the head's fastest pair."""
+    C, rows = heads.training_length, []
+    positions = sampled_queries(heads)
+    if positions is None:
+        return []
     for head in range(heads.q.shape[1]):
         spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
-        if not spectrum.rotates or (sampled := sampled_attention(heads, head)) is None:
+        if not spectrum.rotates:
             continue
         pair = int(np.argmax(spectrum.inv_freq))
-        rows = range(len(sampled.positions))
-        measured[heads.layer, head, pair] = [
-            float(weights[:, rows, sampled.positions - 1].double().mean())
-            for weights in (sampled.weights(), sampled.weights(without=pair))
-        ]
-    return measured
+        row: Row = {"layer": heads.layer, "head": head, "pair": pair}
+        for name, without in (("attention", None), ("attention_without", pair)):
+            weights = head_attention(heads, head, positions, without=without)
+            before = weights[:, range(len(positions)), positions - 1]
+            row[name] = float(before.double().mean())
+        rows.append(row)
+    return rows

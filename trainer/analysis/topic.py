@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, NeedlePrompt, capture, separate_prefix
+from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.config import USUAL, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.model.language_model import LanguageModel
 
@@ -75,8 +75,10 @@ class Target:
     @property
     def prefix(self) -> Tensor | None:
         """First C tokens of the texts if the model reads them differently without the later ones,
-        see :func:`separate_prefix`."""
-        return separate_prefix(self.model, self.ids, self.training_length)
+        because its temperatures or frequencies follow the length."""
+        C, layout = self.training_length, self.model.layout
+        differs = self.length > C and layout.at(C) != layout.at(self.length)
+        return self.ids[:, :C] if differs else None
 
 
 class Plot(NamedTuple):
@@ -140,14 +142,14 @@ class Topic:
     def results(self) -> Results:
         """Return figures and rows after the pass."""
         self.finish()
-        return finished(self, self.plots(), self.rows(), self.target.name)
+        return finished(self.key, self.title, self.plots(), self.rows(), self.target.name)
 
 
-def finished(topic: Any, plots: list[Plot], rows: pd.DataFrame, model: str) -> Results:
+def finished(key: str, title: str, plots: list[Plot], rows: pd.DataFrame, model: str) -> Results:
     """Return results with complete columns; rows that name no model are of ``model``."""
     rows = rows.reindex(columns=COLUMNS)
-    rows["topic"], rows["model"] = topic.key, rows["model"].fillna(model)
-    return Results(topic.key, topic.title, plots, rows)
+    rows["topic"], rows["model"] = key, rows["model"].fillna(model)
+    return Results(key, title, plots, rows)
 
 
 @torch.no_grad()

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.analysis.capture import NeedlePrompt
-from trainer.analysis.drop import DropComparison
-from trainer.analysis.offset_features_figures import OffsetChanges
+from trainer.analysis.drop import compare_drop
+from trainer.analysis.offset_features_figures import offset_changes
 from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
 from trainer.analysis.topic import Results, Target, Topic, run
 from trainer.analysis.topics import TOPICS
@@ -117,9 +117,9 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     if other is not None:
         second = target_of(other)
         if kind in (ALL, DROP):
-            results.append(DropComparison(second, first).results())
+            results.append(compare_drop(second, first))
         if kind in (ALL, OFFSETS) and first.rotates and second.rotates:
-            results.append(OffsetChanges(second, first).results())
+            results.append(offset_changes(second, first))
     settings = json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))
     texts = f"{len(ids)} held-out texts" if len(ids) > 1 else "a held-out text"
     report = AnalysisReport(
