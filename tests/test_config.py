@@ -180,3 +180,9 @@ def test_an_encoding_of_a_plugin_is_an_option_of_positional(tmp_path):
     )
     config = read_config([f"plugins=[{plugin}]", "positional=standing_still"])
     assert config.positional.layers == ["standing_still"]
+
+
+@pytest.mark.parametrize("word", ["model.hidden_size=32", "+model.head_dim=8"])
+def test_the_shape_of_trained_weights_is_not_chosen(word):
+    with pytest.raises(UserError, match=r"^model\.h.*: the trained weights bring their shape"):
+        read_config(["model.from_pretrained=some/model", word])

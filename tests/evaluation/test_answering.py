@@ -16,6 +16,7 @@ from trainer.evaluation import answering
 from trainer.evaluation.scoring import Prompt
 from trainer.model.flops import forward_flops
 from trainer.model.generate import generate
+from trainer.positional.rescaling import longrope
 
 WORDS = 256
 
@@ -170,6 +171,17 @@ def test_answering_in_turn_changes_nothing(build, tokenizer, positional, change)
     prompts = groups(2)
     alone = generated_alone if model.layout.follows_length else one_at_a_time
     assert answers(model, tokenizer, prompts, 50) == alone(model, tokenizer, prompts)
+
+
+@pytest.mark.parametrize("batch_tokens", [50, 4096])
+def test_answers_may_cross_the_length_at_which_longrope_switches(build, tokenizer, batch_tokens):
+    model = build(training_length=42)
+    ones, factors = [1.0] * 4, [1.0, 3.0, 9.0, 27.0]
+    model.layout = model.layout.map(lambda s: longrope(s, ones, factors, 42))
+    prompts = groups(2)
+    assert answers(model, tokenizer, prompts, batch_tokens) == (
+        one_at_a_time(model, tokenizer, prompts)
+    )
 
 
 def test_prompts_with_a_limit_on_their_first_token_share_nothing():

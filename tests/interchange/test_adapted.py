@@ -116,7 +116,8 @@ def test_which_channels_rotate_in_which_layers(family):
     windows = {name: [8, 8, 8] for name in ("Mistral", "Gemma3", "Olmo3")}
     windows |= {name: [8, None, 8] for name in ("Gemma2", "GptOss")}
     assert [layer.window for layer in model.layout.layers] == windows.get(family, [None] * 3)
-    assert model.layout.training_length == 64
+    lengths = {"Llama, YaRN": (16, 64), "GptOss": (4096, 32 * 4096)}.get(family, (64, 64))
+    assert (model.layout.training_length, model.layout.longest) == lengths
     assert model.layout.spectra[0].rotary_scale == pytest.approx(
         0.1 * math.log({"Llama, YaRN": 4, "GptOss": 32}.get(family, 1)) + 1
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange import export as module
-from trainer.interchange.export import export_model
+from trainer.interchange.export import TEXT, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.token_files import read_token_files
 from trainer.model.config import QKNormConfig
@@ -257,8 +258,6 @@ def test_half_the_size_in_bfloat16(decoder, tmp_path):
 
 
 def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
-    from transformers import AutoTokenizer
-
     export_model(decoder(), TOKENIZER, 7, tmp_path / "export", longest=999, card="A card.")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
@@ -280,7 +279,7 @@ def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
     (published / "chat_template.jinja").write_text("{{ y }}")
     files = read_token_files(published)
 
-    def again(name: str, as_published: bool) -> Path:
+    def again(name: str, *, as_published: bool) -> Path:
         options = {"token_files": files, "as_published": as_published}
         export_model(decoder(), TOKENIZER, 0, tmp_path / name, **options)
         return tmp_path / name
@@ -298,3 +297,15 @@ def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
         assert (place / "chat_template.jinja").read_text() == "{{ y }}"
         read = read_pretrained(str(place))
         assert (read.eos, read.stops) == ((3, 4), {4})
+        assert AutoTokenizer.from_pretrained(place)(TEXT)["input_ids"] == TOKENIZER.encode(TEXT).ids
+
+
+@torch.no_grad()
+def test_a_published_yarn_comes_back_with_its_lengths(decoder, tmp_path):
+    model = decoder(training_length=16, model={"head_dim": 16})
+    model.layout = replace(model.layout.rescaled(yarn, 4.0), reach=64)
+    _, values, read = exported(model, tmp_path)
+    rope = values["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 4)
+    assert (values["max_position_embeddings"], rope["original_max_position_embeddings"]) == (64, 16)
+    assert (read.layout.training_length, read.layout.longest) == (16, 64)

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer.common.errors import UserError
 from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config, named_bos
+from trainer.positional.rescaling import rescaled, yarn
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -101,7 +102,7 @@ def test_the_length_before_extension_may_stand_beside_the_parameters():
     spectrum = layout.spectra[0]
     assert spectrum.long.length == 512
     assert spectrum.rotary_scale == pytest.approx(math.sqrt(1 + math.log(4) / math.log(512)))
-    assert layout.training_length == 2048
+    assert (layout.training_length, layout.longest) == (512, 2048)
 
 
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -154,6 +155,40 @@ def test_the_old_key_counts_where_the_new_one_stands_beside_it():
     config = transformers.LlamaConfig(rope_scaling=dict(old), rope_parameters=dict(new))
     assert config.rope_parameters["factor"] == 2.0
     assert read(rope_scaling=None, rope_parameters=new) == read(rope_parameters=new)
+
+
+def test_a_base_that_is_stated_and_not_used_is_a_warning(caplog):
+    """transformers takes the old key whole, and with it the base of its class."""
+    old, new = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 500_123.0}
+    both = {"rope_scaling": old, "rope_parameters": new}
+    config = transformers.LlamaConfig(**copy.deepcopy(both))
+    assert config.rope_parameters["rope_theta"] == 10_000
+    assert read(rope_theta=None, **both) == read(rope_theta=1e4, rope_scaling=old)
+    assert caplog.messages == ["rope_theta: 500123 is not used; the base is 10000"]
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "longest", "reach", "warned"),
+    [({}, 64, 256, False), ({}, 256, 256, False), ({"factor": 2.0}, 256, 128, True)],
+)
+def test_yarn_in_a_file_reaches_its_factor_times_the_length_before(
+    changes, longest, reach, warned, caplog
+):
+    """Warned as transformers does, which also takes the factor; a further YaRN starts from the
+    reach."""
+    rope = YARN | changes
+    _, layout = read(max_position_embeddings=longest, rope_scaling=rope)
+    assert (layout.training_length, layout.longest) == (64, reach)
+    assert ["is used, though max_position" in text for text in caplog.messages] == [True] * warned
+    read(max_position_embeddings=longest, rope_scaling=rope)
+    assert len(caplog.messages) == warned  # once
+    for length in (64, 128, reach):
+        assert layout.rescaled(yarn, length / 64) == layout
+    farther = layout.rescaled(yarn, 2 * reach / 64).spectra[0]
+    assert farther == rescaled(layout.spectra[0], yarn, reach, 2.0)
 
 
 def test_qwen2_has_biases_and_windows_in_its_upper_layers():
@@ -222,9 +257,6 @@ def test_harmless_keys_are_let_pass():
     more = {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True}
     more |= {"pretraining_tp": 1, "attention_bias": False, "logit_scale": None}
     assert read(**more) == read()
-
-
-WHOLE = "expected a positive whole number, got"
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from trainer.common.errors import UserError
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.config import QKNormConfig
 from trainer.model.decoder import Decoder
+from trainer.model.generate import generate
 
 ROOT = Path(__file__).parents[2]
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -144,6 +145,22 @@ def test_other_types_of_weights(tmp_path, dtype):
     assert torch.equal(ours, load(tmp_path, dtype=dtype).model.embed_tokens.weight.float())
 
 
+@torch.no_grad()
+def test_longrope_is_generated_across_its_boundary_as_without_a_cache(tmp_path):
+    """Deeper layers' keys and values of the short frequencies would differ."""
+    short, long = [1.0, 1.1, 1.2, 1.3], [1.0, 3.0, 9.0, 27.0]
+    rope = LONG | {"original_max_position_embeddings": 32, "short_factor": short}
+    theirs = published(rope_parameters=rope | {"long_factor": long}, initializer_range=0.4)
+    theirs.save_pretrained(tmp_path)
+    prompts = [IDS[0, :30].tolist(), IDS[1, :21].tolist(), IDS[1, :36].tolist()]
+    new = generate(read_pretrained(str(tmp_path)).decoder(), prompts, 20)
+    for prompt, tokens in zip(prompts, new, strict=True):
+        ids = list(prompt)
+        for _ in range(20):
+            ids.append(theirs(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+        assert tokens == ids[-20:]
+
+
 @pytest.mark.slow
 def test_slices_make_up_the_tensor(tmp_path, monkeypatch):
     theirs = published()
@@ -203,6 +220,13 @@ def test_tied_embeddings_may_be_there_twice(tmp_path):
     copy = {"lm_head.weight": theirs.model.embed_tokens.weight.detach().clone()}
     change_weights(tmp_path, lambda weights: weights.update(copy))
     assert_same_logits(tmp_path, theirs)
+    copy["lm_head.weight"][7, 3] += 1e-3
+    change_weights(tmp_path, lambda weights: weights.update(copy))
+    with pytest.raises(UserError, match=r"lm_head.weight: differs .* tie_word_embeddings: false"):
+        read_pretrained(str(tmp_path))
+    change_config(tmp_path, tie_word_embeddings=False)
+    untied = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_same_logits(tmp_path, untied)
 
 
 # ------------------------------------------------------- memory

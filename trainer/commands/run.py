@@ -50,8 +50,16 @@ def read_run(composed: Composed, *, weights: bool = True) -> RunConfig:
     """Return the checked configuration of a composed run.
 
     Raises:
-        UserError: ``trainer.max_steps`` is among the words, but ``trainer.max_tokens`` decides.
+        UserError: ``trainer.max_steps`` is among the words, but ``trainer.max_tokens`` decides; or
+            a key of the shape, but trained weights bring theirs.
     """
+    model = composed.values["model"]
+    if model["from_pretrained"] or model["from_run"]:
+        for word in composed.words:
+            if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
+                raise UserError(
+                    f"{word.partition('=')[0].lstrip('+')}: the trained weights bring their shape"
+                )
     tokens = composed.values["trainer"]["max_tokens"]
     if tokens is not None and any(w.startswith("trainer.max_steps=") for w in composed.words):
         raise UserError(f"trainer.max_steps: trainer.max_tokens={tokens} decides; set it to null")

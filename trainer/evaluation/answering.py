@@ -98,7 +98,7 @@ def _answer(
     tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
     if cuts:
         logits, cache = _read(model, tokens, cuts, count)
-        continue_from_cache(model, logits, cache, count, end_tokens=ends, on_token=on_token)
+        continue_from_cache(model, logits, cache, tokens, count, end_tokens=ends, on_token=on_token)
     elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
         # No token follows, so nothing needs to be cached.
         ids = torch.tensor(tokens, device=model.device)
@@ -124,6 +124,8 @@ def _answer_in_turn(
     """
     length, count = len(prompts[0].tokens), prompts[0].new_tokens
     cache = model.empty_cache(1, length + count - 1)
+    if any(length <= switch < length + count for switch in model.layout.switches):
+        cuts = [0] * len(cuts)  # each answer overwrites all of the cache
     for row, cut in reversed([*enumerate(cuts), (len(cuts), 0)]):
         alone = cache.part(0, 1, 0)
         alone.fill((), cut)
@@ -133,7 +135,10 @@ def _answer_in_turn(
         def on_its_token(_: int, token: int, row: int = row) -> bool:
             return on_token(row, token)
 
-        continue_from_cache(model, logits, alone, count, end_tokens=ends, on_token=on_its_token)
+        read = [prompts[row].tokens]
+        continue_from_cache(
+            model, logits, alone, read, count, end_tokens=ends, on_token=on_its_token
+        )
 
 
 def _read(

@@ -38,7 +38,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.common.errors import UserError
-from trainer.interchange.hf_config import named_bos
+from trainer.interchange.hf_config import named_bos, trained_and_reach
 from trainer.interchange.pretrained import read_config, read_tokenizer
 from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
 from trainer.model.backends import Choice, Mask, allowed
@@ -438,7 +438,10 @@ class AdaptedModel(LanguageModel):
             LayerEncoding(((rotation.spectrum, k.shape[1]),), call.window)
             for rotation, call in zip(self.rotations, calls, strict=True)
         )
-        self.own_layout = Layout(text.max_position_embeddings, tuple(layers))
+        ropes = getattr(text, "rope_parameters", None) or {}
+        by_type = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+        lengths = [trained_and_reach(rope, text.max_position_embeddings) for rope in by_type]
+        self.own_layout = Layout(min(lengths)[0], tuple(layers), max(r for _, r in lengths))
         self._layout = self.own_layout
         eps = next((e for name in EPSILONS if (e := getattr(text, name, None)) is not None), None)
         self.config = ModelConfig(

@@ -115,7 +115,7 @@ def export_model(
         UserError: the directory is not empty, or the loaded model differs; nothing is left then.
     """
     check_destination(to)
-    tokenizer = tokenizer if as_published else prompting(tokenizer, end)
+    tokenizer = tokenizer if token_files or as_published else prompting(tokenizer, end)
     layout = model.layout
     plan = make_plan(model.config, layout.with_training_length(longest or layout.training_length))
     log.info("Written as %s", plan.architecture)
@@ -168,7 +168,7 @@ def make_plan(config: ModelConfig, layout: Layout) -> Plan:
     """Return the first architecture that represents a decoder of this shape and layout."""
     refusals: dict[str, str] = {}
     turning = [s for s in layout.spectra if s.rotates] or [Spectrum()]
-    rope = rope_parameters(turning[0], config.head_size, layout.training_length)
+    rope = rope_parameters(turning[0], config.head_size, layout.longest)
     for name, architecture in ARCHITECTURES.items():
         reason = _refusal(config, layout, name, rope)
         if reason is None and rope is not None:
@@ -216,7 +216,7 @@ def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | 
 
 def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:
     D = config.head_size
-    read_back = spectrum_from_rope_parameters(rope, D, layout.training_length)
+    read_back = spectrum_from_rope_parameters(rope, D, layout.longest)
     changes = tuple(_change(layer, read_back, D) for layer in layout.layers)
     return () if set(changes) == {HeadChange(tuple(range(D)), (1.0,) * D)} else changes
 
@@ -250,7 +250,7 @@ def _shape(config: ModelConfig, layout: Layout) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_size,
         "vocab_size": config.vocab_size,
-        "max_position_embeddings": layout.training_length,
+        "max_position_embeddings": layout.longest,
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_word_embeddings,
     }

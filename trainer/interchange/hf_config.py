@@ -8,9 +8,11 @@ queries, keys or both. The code beside either is for transformers and never run 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from trainer.common.errors import UserError
@@ -19,6 +21,8 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import LayerEncoding, Layout, read_layout
 from trainer.positional.spectrum import Spectrum, Temperature
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def shape_and_layout(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
 
 
 def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
-    """Return shape and layout of a published model; C is its ``max_position_embeddings``.
+    """Return shape and layout of a published model; see :func:`trained_and_reach` for its C.
 
     ``values``: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
     ``rope_scaling``) or 5 (``rope_parameters``).
@@ -122,15 +126,42 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
         qkv_bias=architecture.qkv_bias,
         qk_norm=QKNormConfig("always" if architecture.qk_norm else "never"),
     )
-    length = values["max_position_embeddings"]
-    spectrum = spectrum_from_rope_parameters(_rope_parameters(values), config.head_size, length)
+    length, rope = values["max_position_embeddings"], _rope_parameters(values)
+    spectrum = spectrum_from_rope_parameters(rope, config.head_size, length)
+    trained, reach = trained_and_reach(rope, length) if spectrum.rotates else (length, 0)
     rotates = _rotating(values, architecture, config.num_hidden_layers)
     heads = config.num_key_value_heads
     layers = (
         LayerEncoding(((spectrum if turns else Spectrum(), heads),), window, architecture.qk_norm)
         for turns, window in zip(rotates, _windows(values, architecture, rotates), strict=True)
     )
-    return config, Layout(length, tuple(layers))
+    return config, Layout(trained, tuple(layers), reach)
+
+
+def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
+    """Return C in tokens, and the length up to which a file's own rescaling reaches (0: only C).
+
+    ``rope``: its parameters. ``longest``: its ``max_position_embeddings``. C is the length before
+    the rescaling. YaRN's reach is ``factor`` times C, as transformers computes it, whatever the
+    ratio of the lengths; Llama 3's and LongRoPE's is ``longest``.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("yarn", "longrope", "llama3"):
+        return longest, 0
+    trained = rope.get("original_max_position_embeddings") or longest
+    reach = round(rope["factor"] * trained) if kind == "yarn" else longest
+    if kind == "yarn" and longest not in (trained, reach):
+        _warn(
+            f"rope_parameters.factor: {rope['factor']} is used, though max_position_embeddings is "
+            f"{longest / trained:g} times original_max_position_embeddings"
+        )
+    return trained, reach if reach > trained else 0
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once, however often a file is read."""
+    log.warning("%s", text)
 
 
 def _model_config(
@@ -157,6 +188,10 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     beside = {"rope_theta": values.get("rope_theta") or 10_000.0}
     beside["partial_rotary_factor"] = values.get("partial_rotary_factor")
+    base = rope.get("rope_theta") or beside["rope_theta"]
+    for stated in (values, values.get("rope_parameters") or {}):
+        if stated.get("rope_theta") not in (None, base):
+            _warn(f"rope_theta: {stated['rope_theta']:g} is not used; the base is {base:g}")
     merged = beside | {key: value for key, value in rope.items() if value is not None}
     # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):

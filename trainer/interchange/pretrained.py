@@ -8,7 +8,8 @@ no code in a file is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,15 +54,24 @@ class FileTensor:
     path: Path
 
     def read_into(self, out: Tensor) -> None:
-        """Fill ``out`` (of this shape), converting to its type.
+        """Fill ``out`` (of this shape), converting to its type."""
+        for rows, piece in zip(out.detach().split(self._rows), self.pieces(), strict=True):
+            rows.copy_(piece)
 
-        The file is opened anew for every slice: mapped pages count as memory once they were
-        touched, so otherwise a model would need its size twice.
+    def pieces(self) -> Iterator[Tensor]:
+        """Yield some rows after the other.
+
+        The file is opened anew for each: mapped pages count as memory once they were touched, so
+        otherwise a model would need its size twice.
         """
-        rows = max(1, PIECE * len(out) // max(out.numel(), 1))
-        for index, part in enumerate(out.detach().split(rows)):
+        for first in range(0, self.shape[0], self._rows):
             with safe_open(self.path, framework="pt") as file:
-                part.copy_(file.get_slice(self.name)[index * rows : (index + 1) * rows])
+                yield file.get_slice(self.name)[first : first + self._rows]
+
+    @property
+    def _rows(self) -> int:
+        """Number of rows that are read at a time."""
+        return max(1, PIECE * self.shape[0] // max(math.prod(self.shape), 1))
 
 
 def read_headers(directory: Path) -> dict[str, FileTensor]:
@@ -170,6 +180,14 @@ def read_pretrained(location: str) -> Pretrained:
     ]
     if wrong:
         raise UserError(f"{location}: tensor {'; '.join(wrong[:5])}")
+    head = ours.get("lm_head.weight") if config.tie_word_embeddings else None
+    if head is not None and not all(
+        map(torch.equal, head.pieces(), ours["embed_tokens.weight"].pieces())
+    ):
+        raise UserError(
+            f"{location}: tensor lm_head.weight: differs from the embeddings, which the model uses "
+            "as its head; tie_word_embeddings: false in config.json uses lm_head.weight"
+        )
     files = read_token_files(path)
     return Pretrained(
         location,

@@ -84,6 +84,7 @@ def generate(
         model,
         logits,
         cache,
+        prompts,
         max_new_tokens,
         rows=rows,
         sampling=sampling,
@@ -97,6 +98,7 @@ def continue_from_cache(
     model: LanguageModel,
     logits: Tensor,
     cache: KVCache,
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     rows: Sequence[int] | None = None,
@@ -106,6 +108,9 @@ def continue_from_cache(
 ) -> list[list[int]]:
     """Continue prompts that are already in the cache; see :func:`generate`.
 
+    A sequence that grows beyond a length at which all frequencies switch (LongRoPE) is read again,
+    since deeper layers' keys and values come from states of the other frequencies.
+
     Args:
         logits: ``[B, vocab]`` after the prompts.
         cache: keys and values of the prompts, with room for ``max_new_tokens - 1`` more; it is
@@ -114,7 +119,7 @@ def continue_from_cache(
     """
     rows = list(range(len(logits)) if rows is None else rows)
     new: list[list[int]] = [[] for _ in rows]
-    sampler = Sampler(sampling, len(rows))
+    sampler, switches = Sampler(sampling, len(rows)), model.layout.switches
     for step in range(1, max_new_tokens + 1):
         tokens = sampler(logits, rows).tolist()
         # In reverse order: a finished sequence is replaced by the last one.
@@ -130,6 +135,12 @@ def continue_from_cache(
             break
         ids = torch.tensor([new[row][-1:] for row in rows], device=logits.device)
         logits = model(ids, cache=cache)[:, 0]
+        for place, row in enumerate(rows):
+            length = len(prompts[row]) + len(new[row])
+            if length - 1 in switches:
+                again = cache.part(place, 1, cache.length - length)
+                ids = torch.tensor([[*prompts[row], *new[row]]], device=logits.device)
+                logits[place] = model(ids, cache=again, last=1)[0, 0]
     return new
 
 

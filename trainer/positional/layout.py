@@ -115,13 +115,15 @@ class LayerEncoding:
 class Layout:
     """Encodings of all layers, from the first to the last.
 
-    ``training_length``: C, the length in tokens that the model was trained at; every rescaling is
-    the identity there. Equal layers are one object, so that results for a layer can be looked up by
-    its identity.
+    ``training_length``: C, the length in tokens that the model was trained at. ``reach``: tokens
+    that the rescaling of a published model already reaches, if more than C; every further rescaling
+    is the identity up to there. Equal layers are one object, so that results for a layer can be
+    looked up by its identity.
     """
 
     training_length: int
     layers: tuple[LayerEncoding, ...]
+    reach: int = 0
 
     def __post_init__(self) -> None:
         by_value: dict[LayerEncoding, LayerEncoding] = {}
@@ -149,6 +151,16 @@ class Layout:
     def rotates(self) -> bool:
         """Whether any head rotates."""
         return any(spectrum.rotates for spectrum in self.spectra)
+
+    @property
+    def longest(self) -> int:
+        """Longest sequence in tokens that needs no further rescaling: C, or the ``reach``."""
+        return max(self.training_length, self.reach if self.rotates else 0)
+
+    @property
+    def switches(self) -> set[int]:
+        """Lengths beyond which all tokens have other frequencies at once (LongRoPE)."""
+        return {s.long.length for s in self.spectra if s.long and s.long.inv_freq != s.inv_freq}
 
     @property
     def has_trained_temperature(self) -> bool:
@@ -242,8 +254,9 @@ class Layout:
 
     def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Layout:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
-        C = self.training_length
-        return self.map(lambda s: rescaled(s, rescaling, C, factor), self.chosen(layers))
+        C, start = self.training_length, self.longest
+        factor = factor if start == C else max(1.0, factor * C / start)
+        return self.map(lambda s: rescaled(s, rescaling, start, factor), self.chosen(layers))
 
     def rebased(self, base: float, layers: LayerChoice = None) -> Layout:
         """Replace the base of the frequencies of ``layers``.
@@ -258,8 +271,8 @@ class Layout:
     ) -> Layout:
         """Slow the rotations of ``layers`` with the length of each sequence, ``growth`` times as
         fast."""
-        C = self.training_length
-        return self.map(lambda s: dynamic(s, rescaling, C, growth), self.chosen(layers))
+        start = self.longest
+        return self.map(lambda s: dynamic(s, rescaling, start, growth), self.chosen(layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON and checkpoints; each distinct spectrum is written once.
@@ -274,6 +287,7 @@ class Layout:
         index = {spectrum: i for i, spectrum in enumerate(self.spectra)}
         return {
             "training_length": self.training_length,
+            "reach": self.reach,
             "spectra": [spectrum.to_dict() for spectrum in self.spectra],
             "layers": [
                 {
@@ -299,6 +313,7 @@ class Layout:
                 )
                 for layer in values["layers"]
             ),
+            values.get("reach", 0),
         )
 
 
@@ -339,6 +354,7 @@ class StoredLayout:
     training_length: Length
     spectra: list[Spectrum]
     layers: list[StoredLayer]
+    reach: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
 
 
 def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:

@@ -103,8 +103,9 @@ class Candidate:
 
     @property
     def longest_context(self) -> int:
-        """The longest context that the model was ever trained with, in tokens."""
-        return self.stored_length or self.layout.training_length
+        """The longest context that the model was ever trained with or that its own rescaling
+        reaches, in tokens."""
+        return max(self.stored_length or 0, self.layout.longest)
 
     @property
     def home(self) -> Path:

@@ -47,7 +47,7 @@ def export_checkpoint(request: ExportRequest) -> Exported:
     config = saved_config(state["config"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     model = load_decoder(path, state)
-    stored = model.layout.training_length
+    stored = model.layout.longest
     if state["step"]:
         length = training_length_at(config, state["step"])
         model.layout = model.layout.with_training_length(length)
