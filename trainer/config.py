@@ -1213,8 +1213,7 @@ class RecalibrateKeys:
     checkpoint: str = MISSING
     """Model: a directory or hub id of published weights, or a run."""
     minutes: Positive = 20.0
-    """Minutes of recalibration and evaluation together; preparing text and exporting add to
-    them."""
+    """Minutes until the export is written, a deadline for training and evaluation."""
     text: str | list[str] | None = None
     """Text files, directories or globs to recalibrate on, as data.files; null: another data group,
     such as data=stdlib_docs."""

@@ -17,7 +17,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config, parse
-from trainer.workflows.plan import PlanRequest, activation_bytes, flops, parameters, plan
+from trainer.workflows.plan import activation_bytes, flops, parameters, plan
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 COSTS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["costs"]
@@ -45,7 +45,6 @@ def test_published_models_have_their_parameters(model):
 def test_operations_of_a_branch_count_from_where_it_branches():
     controls = {"rope": {"branch": "drop", "drop": {"at": None}}}
     values = {"name": "x", "run_dir": "x", "model": NANO, "controls": controls}
-    values |= {"data": {"sequence_length": 64}}
     values |= {"data": {"sequence_length": 64}, "drop": {"at": 0.75}}
     values |= {"trainer": {"max_steps": 100, "batch_size": 8}}
     config = parse(RunConfig, values)
@@ -54,7 +53,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     rope = control_config(plain(config), "rope")
     assert flops(config) == 100 * a_step
     assert flops(rope, begin=config.drop_step) == 25 * a_step
-    rows = dict(plan(PlanRequest(config, 1, 0.5))[1].rows)
+    rows = plan(config, 1, 0.5)["Training"]
     assert float(rows["operations of rope"]) == pytest.approx(25 * a_step, rel=1e-2)
 
 
@@ -73,14 +72,14 @@ def test_hours_follow_from_operations_peak_and_mfu():
     run = {"precision": "bf16", "max_steps": 10**9, "batch_size": 32}
     config = parse(RunConfig, {"model": NANO, "strategy": {"name": "ddp"}, "trainer": run})
     hours = flops(config) / (989.4e12 * 0.25) / 3600
-    rows = dict(plan(PlanRequest(config, 4, 0.25))[-1].rows)
+    *_, rows = plan(config, 4, 0.25).values()
     assert rows["4 x H100 80GB HBM3"] == f"{hours / 4:,.3g} hours, {hours:,.0f} GPU-hours"
 
 
 def test_sharding_and_offloading_take_the_state_off_a_gpu():
     def memory(name, **strategy):
         values = {"model": NANO, "strategy": {"name": name, **strategy}}
-        return dict(plan(PlanRequest(parse(RunConfig, values), 8, 0.4))[2].rows)
+        return plan(parse(RunConfig, values), 8, 0.4)["Memory of each of 8 GPUs, about"]
 
     state = "weights, gradients, optimizer"
     whole, shard = (float(memory(name)[state].split()[0]) for name in ("ddp", "fsdp2"))

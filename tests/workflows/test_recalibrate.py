@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.common.errors import UserError
+from trainer.evaluation.results import Arm, Drop
 from trainer.lightning.speed import Times
 from trainer.model.config import ModelConfig
-from trainer.model.flops import training_flops
+from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.workflows import recalibrate
-from trainer.workflows.recalibrate import Speed, choose, shape_of
+from trainer.workflows.recalibrate import Speed, choose, evaluated, shape_of, verdict
 
 SHAPES = {
     "135M": (576, 1536, 30, 9, 3, None, 49152),
@@ -70,7 +73,26 @@ def test_size_minutes_and_device_decide(size, context, minutes, rate, length, ba
     steps = values["trainer.max_steps"]
     assert steps == int(45 * minutes / (seconds + speed.update))
     assert values["drop.schedule.warmup_steps"] == min(max(steps // 10, 10), 500)
-    assert values["evaluation.tokens"] == [length, 2 * length, 4 * length, 8 * length]
+    reached = values["evaluation.tokens"]
+    assert reached[0] == length
+    assert reached == sorted({*reached})
+    # A window of each row at the longest length takes no more than the fifth of the time for it.
+    cost = sum(5 * 2 * forward_flops(*model, n) / speed.operations for n in reached)
+    assert cost <= 60 * minutes / 5 or reached == [length]
+
+
+def test_more_minutes_reach_further_within_the_context_and_beyond():
+    model = shape("135M", 8192)
+    reached = [
+        evaluated(*model, cpu(model, 250).operations, 12 * minutes, 512)["evaluation.tokens"]
+        for minutes in (1, 20, 60, 100_000)
+    ]
+    assert reached == [
+        [512],
+        [512, 2048],
+        [512, 2048, 8192],
+        [512, 2048, 8192, 16384, 32768, 65536],
+    ]
 
 
 def test_the_guide_states_the_same_rates_norm_and_warmup():
@@ -101,10 +123,9 @@ def test_a_model_with_qk_norm_keeps_its_own():
 def test_other_choices_follow_the_keys_of_the_user():
     model = shape("135M", 8192)
     values = choose(*model, cpu(model, 250), 20, {"data.sequence_length": 1024})
-    assert values["evaluation.tokens"] == [1024, 2048, 4096, 8192]
-    values = choose(*model, GPU, 20, {"trainer.max_tokens": 8192 * 16 * 100})
+    assert values["evaluation.tokens"][:2] == [1024, 4096]
+    values = choose(*model, GPU, 20, {"trainer.max_steps": 100})
     assert values["drop.schedule.warmup_steps"] == 10
-    assert "trainer.max_steps" not in values
 
 
 def test_too_few_minutes_are_refused_with_those_that_suffice():
@@ -113,6 +134,20 @@ def test_too_few_minutes_are_refused_with_those_that_suffice():
         choose(*model, cpu(model, 1), 20, {})
     needed = float(re.search(r"at least (\S+)", str(error.value))[1])
     choose(*model, cpu(model, 1), 1.05 * needed, {})
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ((2.0, 4.0, 2.5), "won back 75% of the loss's rise of 2 nats"),
+        ((2.0, 2.0, 1.5), "Recalibrated for 10 tokens"),
+        (None, "Recalibrated for 10 tokens"),
+    ],
+)
+def test_what_was_won_back_of_the_rise_is_said(losses, words):
+    drop = losses and Drop(0, *losses)
+    arm = Arm("DroPE", "rope", parameters=1, steps=1, tokens=10)
+    assert words in verdict(SimpleNamespace(arms=[arm], drop=drop))
 
 
 @pytest.fixture
@@ -138,7 +173,7 @@ def llama(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recalibrate, "product_peak", lambda *_: 1.0)
-    monkeypatch.setattr(recalibrate, "measure_step", lambda *_, **__: Times(0.02, 0.0))
+    monkeypatch.setattr(recalibrate, "measure_step", lambda *_, **__: Times(1e-4, 0.0))
     return tmp_path / "llama"
 
 
@@ -155,18 +190,23 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(ll
     with pytest.raises(SystemExit):
         main([*words, "trainer.max_time=0:00:00"])
     monkeypatch.setattr(recalibrate, "measure_step", None)  # a resumed run measures nothing
-    main(words)
     run = llama.parent / "runs/llama-drope"
+    planned = json.loads((run / "recalibrate.json").read_text())["trainer.max_steps"]
+    main(words)
     path = find_checkpoint(str(run))
+    done = read_state(path)["step"]  # the machine was slower than measured: planned again
+    assert json.loads((run / "recalibrate.json").read_text())["trainer.max_steps"] == done
+    assert done < planned
     ours = load_decoder(path, read_state(path)).eval()
     theirs = AutoModelForCausalLM.from_pretrained(run / "export").eval()
     ids = torch.randint(257, (1, 96), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         torch.testing.assert_close(ours(ids), theirs(ids).logits, rtol=1e-4, atol=1e-4)
     assert not ours.layout.rotates
-    page = (run / "evaluation/report.html").read_text()
+    page = (run / "report.html").read_text()  # one report, of the run and of the model as it was
     assert "DroPE" in page
     assert "llama" in page
+    assert not (run / "evaluation/report.html").exists()
     with pytest.raises(UserError, match="has none"):
         shape_of(str(run / "export"))
 

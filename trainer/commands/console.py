@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -22,9 +21,6 @@ from trainer.common.words import remedy, without_controls
 from trainer.evaluation.outcomes import AS_IS, Outcomes
 from trainer.evaluation.results import STATEMENTS, Drop, Report, is_known, troubles
 from trainer.report.tables import terminal_tables
-
-if TYPE_CHECKING:
-    from trainer.workflows.plan import Section
 
 WIDTH = 100
 
@@ -133,14 +129,14 @@ def print_benchmarks(table: Table, directory: Path) -> None:
     out.print(f"Numbers: {directory / 'results.csv'}", markup=False)
 
 
-def print_sections(sections: Iterable[Section]) -> None:
-    """Print each section of a plan as a table."""
+def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
+    """Print the tables of a plan, by title."""
     out = Console(width=WIDTH)
-    for section in sections:
-        table = Table(section.title, "", box=None, width=WIDTH, title_justify="left")
+    for title, rows in tables.items():
+        table = Table(title, "", box=None, width=WIDTH, title_justify="left")
         table.columns[0].min_width = 32
         table.columns[1].ratio = 1
-        for row in section.rows:
+        for row in rows.items():
             table.add_row(*map(Text, row))
         out.print(table, highlight=False)
         out.print()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -99,18 +100,18 @@ def prepare(composed: Composed) -> None:
 
 
 def plan(composed: Composed) -> None:
-    """Print the sections of a plan; without published weights it is for the configured shape."""
+    """Print the tables of a plan; without weights on this machine it is for the configured
+    shape."""
     keys, run = split_keys(composed, PlanKeys)
-    try:
-        config = read_run(run)
-    except UserError:
-        config = read_run(run, weights=False)
-    from trainer.commands.console import print_sections
-    from trainer.workflows.plan import PlanRequest
-    from trainer.workflows.plan import plan as sections_of
+    from trainer.commands.console import print_plan
+    from trainer.workflows.plan import plan as tables_of
+    from trainer.workflows.plan import weights_are_here
 
+    model = run.values["model"]
+    weights = weights_are_here(model["from_pretrained"], model["from_run"])
+    config = read_run(run, weights=weights)
     gpus = 1 if config.strategy.name == "single" else keys.gpus
-    print_sections(sections_of(PlanRequest(config, gpus, keys.mfu)))
+    print_plan(tables_of(config, gpus, keys.mfu))
 
 
 def evaluate(composed: Composed) -> None:
@@ -212,9 +213,14 @@ def recalibrate(composed: Composed) -> None:
     keys, run = split_keys(composed, RecalibrateKeys)
     if keys.text is None and composed.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
-    from trainer.workflows.recalibrate import chosen, source_of
+    from trainer.commands.console import print_report, set_up_console
+    from trainer.interchange.export import check_destination
+    from trainer.workflows.export import export_checkpoint
+    from trainer.workflows.recalibrate import chosen, source_of, verdict
     from trainer.workflows.recalibrate import recalibrate as recalibrate_run
 
+    set_up_console()
+    began = time.time()
     model = keys.checkpoint
     given = {key: _at(run.values, key) for key in named_keys(composed.words)}
     stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name)
@@ -226,18 +232,22 @@ def recalibrate(composed: Composed) -> None:
     if not {"name", "run_dir"} & given.keys():
         run_dir = f"runs/{words['name']}"
     overwrite = run.values["overwrite"] is True
-    values = chosen(model, keys.minutes, given, Path(run_dir), overwrite)
+    values = chosen(model, keys.minutes, given, Path(run_dir), overwrite, began)
     words |= values
     own = [f"{key}={word_of(value)}" for key, value in words.items() if key not in given]
     _, run = split_keys(compose_words([*own, *composed.words], "recalibrate"), RecalibrateKeys)
     config = read_run(run)
-    from trainer.commands.console import print_report
-
     for key, value in values.items():
         print(f"{key}={word_of(value)}")
     to = Path(keys.to or Path(config.run_dir, "export"))
-    report, place = recalibrate_run(config, values, model, to)
-    print_report(report, str(place), existing=False)
+    is_exported = (to / "config.json").is_file() and not overwrite
+    if not is_exported and not to.is_relative_to(config.run_dir):
+        check_destination(to)
+    report = recalibrate_run(config, values, model, keys.minutes, began)
+    print_report(report, config.run_dir, existing=False)
+    print(verdict(report))
+    if not is_exported:
+        export_checkpoint(ExportRequest(config.run_dir, str(to), threads=config.trainer.threads))
     print(f"For transformers: {to}")
 
 

@@ -277,7 +277,7 @@ def with_observations(
             key = role if method == AS_IS else f"{role}_{method}"
             if key in ROLES and (name, method) in outcomes.rows:
                 named.setdefault(key, outcomes.name((name, method)))
-        if role in ROLES and arms:
+        if role in ROLES and arms and name in arms:
             trained.setdefault(role, arms[name])
     texts = [candidate.run and candidate.run.data for candidate in candidates if candidate.role]
     one_text = all(text == texts[0] for text in texts)

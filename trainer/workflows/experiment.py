@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,11 +36,13 @@ from trainer.workflows.training_text import (
 )
 
 
-def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
+def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Report, bool] | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
     An interrupted run resumes; a finished one stays unchanged. All ranks train and evaluate; rank 0
     writes the report.
+
+    ``beside``: other models that the evaluation measures as well, by their names.
 
     Returns:
         The report, and whether it existed before; None on other ranks.
@@ -73,7 +76,7 @@ def run_experiment(config: RunConfig) -> tuple[Report, bool] | None:
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
     configs = {name: run.config for name, run in runs.items()}
-    report = make_report(configs[MAIN], configs, runs, corpus, ranks)
+    report = make_report(configs[MAIN], configs, runs, corpus, ranks, beside)
     if ranks.rank:
         return None
     figures = write_renderings(report, directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
@@ -21,7 +22,13 @@ from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import Candidate, find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
-from trainer.workflows.evaluate import Text, measure_models, unmeasured, with_observations
+from trainer.workflows.evaluate import (
+    Text,
+    fitting_together,
+    measure_models,
+    unmeasured,
+    with_observations,
+)
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,7 @@ def make_report(
     runs: dict[str, TrainedRun],
     corpus: Corpus,
     ranks: Ranks,
+    beside: Sequence[str] = (),
 ) -> Report:
     """Evaluate all arms as saved, and make the report.
 
@@ -39,13 +47,12 @@ def make_report(
     evaluation resumes.
 
     ``configs``, ``runs``: configurations and results of the arms. ``ranks``: this process;
-    the report of the first one is complete.
+    the report of the first one is complete. ``beside``: names of other models to measure.
     """
+    C = config.evaluation.training_length
     arms = {
         name: replace(
-            find_candidate(str(runs[name].checkpoint)).with_training_length(
-                config.evaluation.training_length
-            ),
+            find_candidate(str(runs[name].checkpoint)).with_training_length(C),
             name=label(arm),
         )
         for name, arm in configs.items()
@@ -54,7 +61,10 @@ def make_report(
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
     began = time.perf_counter()
-    ordered = sorted(arms.values(), key=lambda candidate: reference_first(candidate.role))
+    others = [find_candidate(model).with_training_length(C) for model in beside]
+    ordered = fitting_together(
+        sorted([*arms.values(), *others], key=lambda candidate: reference_first(candidate.role))
+    )
     cells = Path(config.run_dir) / "evaluation" / "cells"
     text = Text(corpus, arms["main"])
     evaluation = config.evaluation

@@ -6,7 +6,8 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 from torch import nn
 
@@ -23,7 +24,7 @@ from trainer.runs.phases import Phase, phases_of, tokens_at
 from trainer.runs.starting_point import epochs_read
 from trainer.workflows.training_text import tokenizer_of_weights
 
-GPUS = {"a100": "A100-SXM4-80GB", "h100": "H100 80GB HBM3", "h200": "H200"}
+GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
 """Names of GPUs as :func:`trainer.lightning.devices.dense_peak` has them."""
 ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
@@ -32,44 +33,32 @@ STATE = 16
 GIB = 1 << 30
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """A run on ``gpus`` GPUs; ``mfu``: share of their dense peak that training reaches."""
-
-    config: RunConfig
-    gpus: int
-    mfu: float
+Rows = Iterator[tuple[str, str]]
 
 
-@dataclass(frozen=True)
-class Section:
-    """A title, and rows of a name and a value."""
+def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
+    """Return names and values by title.
 
-    title: str
-    rows: list[tuple[str, str]]
-
-
-def plan(request: PlanRequest) -> list[Section]:
-    """Return the sections of a plan."""
-    config = with_vocabulary(request.config)
-    counts = parameters(make_decoder(config, 0))
-    arms = arms_of(config, weights=False)
-    begins = {MAIN: 0} | {
-        name: (config.drop_step or 0) if branch == "drop" else branch or 0
-        for name, changes in config.controls.items()
-        for branch in (changes.get("branch"),)
+    ``gpus``: number of GPUs; ``mfu``: share of their dense peak that training reaches.
+    """
+    config = with_vocabulary(config)
+    operations = {}
+    for name, arm in arms_of(config, weights=False).items():
+        branch = config.controls[name].get("branch") if name != MAIN else None
+        operations[name] = flops(arm, config.drop_step or 0 if branch == "drop" else branch or 0)
+    counts = {name: f"{count:,}" for name, count in parameters(make_decoder(config, 0)).items()}
+    costs = {f"operations of {name}": f"{count:.3g}" for name, count in operations.items()}
+    return {
+        "Parameters": counts,
+        "Training": dict(_training(config)) | costs,
+        f"Memory of each of {gpus} GPUs, about": dict(_memory(config, gpus)),
+        f"Time at {mfu:.0%} of the peak": dict(_time(config, gpus, mfu, sum(operations.values()))),
     }
-    operations = {name: flops(arm, begins[name]) for name, arm in arms.items()}
-    rows = [
-        *_training(config),
-        *((f"operations of {name}", f"{count:.3g}") for name, count in operations.items()),
-    ]
-    return [
-        Section("Parameters", [(name, f"{count:,}") for name, count in counts.items()]),
-        Section("Training", rows),
-        Section(f"Memory of each of {request.gpus} GPUs, about", _memory(config, request.gpus)),
-        Section(f"Time at {request.mfu:.0%} of the peak", _time(request, sum(operations.values()))),
-    ]
+
+
+def weights_are_here(from_pretrained: str | None, from_run: str | None) -> bool:
+    """Whether the weights that a run begins with, if any, are in a directory of this machine."""
+    return all(Path(p).expanduser().is_dir() for p in (from_pretrained, from_run) if p is not None)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
@@ -119,7 +108,7 @@ def flops(config: RunConfig, begin: int = 0) -> float:
     )
 
 
-def _training(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _training(config: RunConfig) -> Rows:
     steps, phases = config.trainer.max_steps, phases_of(config)
     if config.phases:
         for phase in phases:
@@ -136,8 +125,10 @@ def _training(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from _texts(config, phases)
 
 
-def _texts(config: RunConfig, phases: Sequence[Phase]) -> Iterator[tuple[str, str]]:
+def _texts(config: RunConfig, phases: Sequence[Phase]) -> Rows:
     """Yield how often each text is read; nothing if it is not prepared."""
+    if not weights_are_here(config.model.from_pretrained, config.model.from_run):
+        return
     try:
         corpus = prepare_corpus(
             config.data, config.tokenizer, tokenizer_of_weights(config), alone=False
@@ -150,8 +141,8 @@ def _texts(config: RunConfig, phases: Sequence[Phase]) -> Iterator[tuple[str, st
         yield name, f"{len(part.text.train):,} tokens, read {times[part.name]:.3g} times"
 
 
-def _memory(config: RunConfig, gpus: int) -> list[tuple[str, str]]:
-    """Return the rows of the phase with the largest micro-batch."""
+def _memory(config: RunConfig, gpus: int) -> Rows:
+    """Yield the memory of the phase with the largest micro-batch."""
 
     def micro_batch(phase: Phase) -> tuple[int, int]:
         run = phase.config.trainer
@@ -162,17 +153,12 @@ def _memory(config: RunConfig, gpus: int) -> list[tuple[str, str]]:
     shards = shard_size(strategy, gpus, min(gpus, ON_A_NODE)) if "sdp" in strategy.name else 1
     size = 2 if config.trainer.precision == "bf16" else 4
     kept = activation_bytes(config.model, size, strategy.activation_checkpointing)
-    sizes = {
-        "weights, gradients, optimizer": STATE * count / shards,
-        "activations": float(rows * length * kept),
-    }
-    if strategy.cpu_offload:
-        sizes.pop("weights, gradients, optimizer")
-    return [
-        ("micro-batch", f"{rows:,} x {length:,} tokens, strategy {strategy.name}"),
-        *((name, f"{number / GIB:,.1f} GiB") for name, number in sizes.items()),
-        ("in all", f"{sum(sizes.values()) / GIB:,.1f} GiB"),
-    ]
+    sizes = {"activations": float(rows * length * kept)}
+    if not strategy.cpu_offload:
+        sizes["weights, gradients, optimizer"] = STATE * count / shards
+    yield "micro-batch", f"{rows:,} x {length:,} tokens, strategy {strategy.name}"
+    for name, number in {**sizes, "in all": sum(sizes.values())}.items():
+        yield name, f"{number / GIB:,.1f} GiB"
 
 
 def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
@@ -195,17 +181,9 @@ def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
     return config.num_hidden_layers * a_layer[recomputed] + again
 
 
-def _time(request: PlanRequest, total: float) -> list[tuple[str, str]]:
-    products = request.config.trainer.products
-    rows = []
-    for name in GPUS.values():
-        peak = dense_peak(name, products)
+def _time(config: RunConfig, gpus: int, mfu: float, operations: float) -> Rows:
+    for name in GPUS:
+        peak = dense_peak(name, config.trainer.products)
         assert peak is not None
-        gpu_hours = total / (peak * request.mfu * 3600)
-        rows.append(
-            (
-                f"{request.gpus} x {name}",
-                f"{gpu_hours / request.gpus:,.3g} hours, {gpu_hours:,.0f} GPU-hours",
-            )
-        )
-    return rows
+        hours = operations / (peak * mfu * 3600)
+        yield f"{gpus} x {name}", f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"

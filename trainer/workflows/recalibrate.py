@@ -6,35 +6,45 @@ The rules are those of docs/guide.md; docs/pretrained.md states them with their 
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 
-from trainer.common.errors import UserError
+from trainer.checkpoint import find_checkpoint, read_state
+from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
-from trainer.config import EvaluationRequest, ExportRequest, OptimizerConfig, RunConfig
-from trainer.evaluation.results import Report
-from trainer.interchange.export import check_destination
+from trainer.config import OptimizerConfig, RunConfig
+from trainer.evaluation.results import Report, is_known
 from trainer.interchange.hub import find_pretrained
 from trainer.lightning.speed import Times, measure_step, product_peak
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
-from trainer.runs.directory import open_run_directory
+from trainer.runs.directory import RECORD, open_run_directory, plain
+from trainer.runs.parsing import parse
 from trainer.runs.starting_point import starting_weights
-from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import run_experiment
-from trainer.workflows.export import export_checkpoint
+from trainer.workflows.experiment_report import median_rate
+from trainer.workflows.training_text import open_corpus
 
-RECORD = "recalibrate.json"
+log = logging.getLogger(__name__)
+
+RECORD_OF_KEYS = "recalibrate.json"
 """File of a run directory with the chosen keys, so that a resumed run measures nothing again."""
-TRAINING = 0.75
-"""Share of the minutes that training takes; the evaluation has the rest."""
+TRAINING, EVALUATION = 0.75, 0.2
+"""Shares of the minutes after which training ends, and that the evaluation takes; the export has
+the rest."""
 SHORTEST, SEQUENCES = 512, 4096
 """Tokens of the shortest sequence; sequences of the whole context that must fit to use it."""
 STEPS, BATCH_TOKENS = 1000, (512, 512 * 2048)
@@ -48,6 +58,10 @@ PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens of a forward pass; on a GPU halved until a step fits."""
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 """Depths of the evaluated needles."""
+ROWS, FITS = 5, 24
+"""Rows of the table; windows that a fitted temperature reads at each length."""
+TOKENS = 5_000_000_000
+"""Tokens after which a recalibrated model of up to 2B has 95% of its scores (DroPE, Fig. 10)."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +148,17 @@ def _step(
 
 
 def choose(
-    config: ModelConfig, layout: Layout, speed: Speed, minutes: float, given: Mapping[str, Any]
+    config: ModelConfig,
+    layout: Layout,
+    speed: Speed,
+    minutes: float,
+    given: Mapping[str, Any],
+    spent: float = 0.0,
 ) -> dict[str, Any]:
     """Return the keys of a run that recalibrates a model in this time.
 
-    ``given``: values of keys that the user sets; the others follow from them.
+    ``given``: values of keys that the user sets; the others follow from them. ``spent``: seconds of
+    the minutes that have passed.
 
     Raises:
         UserError: the minutes do not suffice for the warm-up.
@@ -150,7 +170,8 @@ def choose(
         return values[key]
 
     evaluates = given.get("evaluation.enabled", True)
-    seconds, C = 60 * minutes * (TRAINING if evaluates else 1.0), layout.training_length
+    share = TRAINING if evaluates else TRAINING + EVALUATION
+    seconds, C = 60 * minutes * share - spent, layout.training_length
 
     def time(length: int) -> float:
         return training_flops(config, layout, length) / speed.operations
@@ -173,13 +194,9 @@ def choose(
     )
     # 3. As many steps as the time allows.
     a_step = batch * time(length) + speed.update
-    steps = int(seconds / a_step)
-    if (budget := given.get("trainer.max_tokens")) is not None:
-        steps = max(1, budget // (batch * length))
-    else:
-        steps = pick("trainer.max_steps", steps)
-    if "trainer.max_steps" not in given and budget is None and steps < 2 * WARMUP[0]:
-        needed = minutes * 2 * WARMUP[0] * a_step / seconds
+    steps = pick("trainer.max_steps", int(seconds / a_step))
+    if "trainer.max_steps" not in given and steps < 2 * WARMUP[0]:
+        needed = (spent + 2 * WARMUP[0] * a_step) / (60 * share)
         raise UserError(f"minutes: expected at least {needed:.2g} for this model, got {minutes:g}")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, WARMUP[0]), WARMUP[1], steps))
     # 4. The learning rate by size, and QK-norm by the rate.
@@ -192,70 +209,174 @@ def choose(
     pick("trainer.precision", speed.precision)
     pick("trainer.checkpoint_minutes", max(minutes / 5, 0.1))
     pick("drop.effect_sequences", min(max(steps * batch // 20, 4), 64))
-    # 5. As many sequences of 1, 2, 4 and 8 times the length as the rest of the time evaluates.
     if evaluates:
-        lengths = pick("evaluation.tokens", [length, 2 * length, 4 * length, 8 * length])
-        forward = sum(forward_flops(config, layout, n) for n in lengths) / speed.operations
-        sequences = int((60 * minutes - seconds) / (5 * forward))  # five rows of the table
-        trials = min(sequences // (2 * len(DEPTHS)), 8)
-        pick("evaluation.training_length", C if max(lengths) > C else length)
-        pick("evaluation.methods", ["none", "yarn", "dynamic_ntk", "temperature"])
-        tasks = ["perplexity", "standard"] if trials and length >= SHORTEST else ["perplexity"]
-        pick("evaluation.tasks", tasks)
-        pick("evaluation.windows", min(max(sequences // 2, 2), 32))
-        pick("evaluation.fit_windows", 2)
-        pick("evaluation.needles.trials", max(trials, 1))
-        pick("evaluation.needles.depths", DEPTHS)
+        for key, value in evaluated(
+            config, layout, speed.operations, 60 * minutes * EVALUATION, length
+        ).items():
+            pick(key, value)
     return values
 
 
-def chosen(
-    model: str, minutes: float, given: Mapping[str, Any], run_dir: Path, overwrite: bool
+def evaluated(
+    config: ModelConfig, layout: Layout, operations: float, seconds: float, length: int
 ) -> dict[str, Any]:
-    """Return the keys that a run in ``run_dir`` began with, or measure this machine and choose."""
-    record = run_dir / RECORD
+    """Return the keys of an evaluation in this time: as far beyond ``length``, to 8 C, and on as
+    many windows and needles as it allows.
+
+    ``operations``: per second of training, which a forward pass is taken to reach, too.
+    """
+    C = layout.training_length
+    lengths = [length]
+    while 4 * lengths[-1] < C:
+        lengths.append(4 * lengths[-1])
+    lengths += [n * C for n in (1, 2, 4, 8) if n * C > lengths[-1]]
+
+    def time(rows: int) -> float:
+        """Return the seconds of a number of windows of each length, and of fitting a
+        temperature."""
+        cost = {n: forward_flops(config, layout, n) / operations for n in lengths}
+        return sum((rows + (FITS if n > C else 0)) * cost[n] for n in lengths)
+
+    while len(lengths) > 1 and time(2 * ROWS) > seconds:
+        lengths.pop()
+    windows = int((seconds - time(0)) / (time(ROWS) - time(0)))
+    trials = min(windows // (2 * len(DEPTHS)), 8)
+    beyond = ["yarn", "dynamic_ntk", "temperature"] if lengths[-1] > C else []
+    tasks = ["perplexity", "standard"] if trials and length >= SHORTEST else ["perplexity"]
+    return {
+        "evaluation.tokens": lengths,
+        "evaluation.training_length": C,
+        "evaluation.methods": ["none", *beyond],
+        "evaluation.tasks": tasks,
+        "evaluation.windows": min(max(windows // 2, 2), 32),
+        "evaluation.fit_windows": 2,
+        "evaluation.needles.trials": max(trials, 1),
+        "evaluation.needles.depths": DEPTHS,
+    }
+
+
+def chosen(
+    model: str,
+    minutes: float,
+    given: Mapping[str, Any],
+    run_dir: Path,
+    overwrite: bool,
+    began: float,
+) -> dict[str, Any]:
+    """Return the keys that a run in ``run_dir`` began with, or measure this machine and choose.
+
+    ``began``: when the minutes began, in seconds since the epoch.
+    """
+    record = run_dir / RECORD_OF_KEYS
     if record.is_file() and not overwrite:
         values: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
         return {key: value for key, value in values.items() if key not in given}
     config, layout = shape_of(model)
     accelerator, threads = given.get("trainer.accelerator", "auto"), given.get("trainer.threads")
     speed = measure(config, layout, accelerator, threads)
-    values = choose(config, layout, speed, minutes, given)
+    values = choose(config, layout, speed, minutes, given, time.time() - began)
     return {key: value for key, value in values.items() if key not in given}
 
 
 def recalibrate(
-    config: RunConfig, values: Mapping[str, Any], model: str, to: Path
-) -> tuple[Report, Path]:
-    """Drop and recalibrate, evaluate beside the model as it was, and export; resume what is begun.
+    config: RunConfig, values: Mapping[str, Any], model: str, minutes: float, began: float
+) -> Report:
+    """Drop, recalibrate, and evaluate beside the model as it was; resume what is begun.
 
-    ``values``: the chosen keys, which are recorded. ``to``: the directory of the export.
+    The minutes are a deadline for chosen steps: after half of the time for training the run is
+    planned again by its real speed, and at the end of this time it takes its last step.
 
-    Returns:
-        The report and its directory: of the evaluation, or of the run if that is disabled.
+    ``values``: the chosen keys, which are recorded. ``began``: when the minutes began.
+
+    Raises:
+        PreemptedError: the run was asked to stop.
     """
     run_dir = Path(config.run_dir)
-    is_exported = (to / "config.json").is_file() and not config.overwrite
-    if not is_exported and not to.is_relative_to(run_dir):
-        check_destination(to)
-    run = replace(config, evaluation=replace(config.evaluation, enabled=False))
-    if config.overwrite or not (run_dir / "report.json").is_file():
-        open_run_directory(run)
-        write_atomically(run_dir / RECORD, json.dumps(dict(values), indent=2) + "\n")
-    trained = run_experiment(replace(run, overwrite=False))
-    assert trained is not None, "recalibrate uses one process"
-    report, place = trained[0], run_dir
-    if config.evaluation.enabled:
-        before = model if source_of(model) == "from_run" else str(find_pretrained(model))
-        asked = EvaluationRequest(
-            checkpoint=config.run_dir,
-            compare=[before],
-            threads=config.trainer.threads,
-            evaluation=config.evaluation,
-        )
-        evaluated = evaluate_lengths(asked)
-        assert evaluated is not None
-        report, place = evaluated
-    if not is_exported:
-        export_checkpoint(ExportRequest(config.run_dir, str(to), threads=config.trainer.threads))
-    return report, place
+    before = [model if source_of(model) == "from_run" else str(find_pretrained(model))]
+    is_finished = (run_dir / "report.json").is_file() and not config.overwrite
+    is_resumed = (run_dir / "checkpoints").is_dir() and not config.overwrite
+    if not is_finished:
+        if not is_resumed:
+            corpus = open_corpus(config)
+            longest = min(corpus.validation.longest, corpus.test.longest)
+            fitting = [n for n in config.evaluation.tokens or () if n <= longest]
+            config, values = _changed(config, values, {"evaluation.tokens": fitting})
+        open_run_directory(config)
+        config = replace(config, overwrite=False)
+        _record(config, values)
+    if is_finished or config.trainer.max_time or "trainer.max_steps" not in values:
+        return _train(config, before)
+    share = TRAINING if config.evaluation.enabled else TRAINING + EVALUATION
+    start, end = time.time(), began + 60 * minutes * share
+    for stop in (end,) if is_resumed else (start + (end - start) / 2, end):
+        limit = str(timedelta(seconds=max(1, math.ceil(stop - time.time()))))
+        limited = replace(config, trainer=replace(config.trainer, max_time=limit))
+        try:
+            return _train(limited, before)
+        except PreemptedError:
+            if time.time() < stop:  # a signal
+                raise
+        changes = planned_again(config, end - time.time(), 60 * minutes * EVALUATION)
+        config, values = _changed(config, values, changes)
+        log.info("Planned again: %s steps", f"{config.trainer.max_steps:,}")
+        _record(config, values)
+    return _train(config, before)
+
+
+def _train(config: RunConfig, before: Sequence[str]) -> Report:
+    outcome = run_experiment(config, before)
+    assert outcome is not None, "recalibrate uses one process"
+    return outcome[0]
+
+
+def planned_again(config: RunConfig, seconds: float, evaluation_seconds: float) -> dict[str, Any]:
+    """Return the steps and the evaluation that fit the rest of the time at the speed until now.
+
+    ``seconds``: left for training; the run takes at least one more step, which ends it.
+    """
+    run_dir, length = Path(config.run_dir), config.data.sequence_length
+    state = read_state(find_checkpoint(str(run_dir)), hashed=False)
+    done, rate = state["step"], median_rate(run_dir) or 0.0
+    steps = done + max(1, int(seconds * rate / config.tokens_per_step))
+    start = starting_weights(config.model)
+    assert start is not None
+    operations = rate / length * training_flops(start.config, start.layout, length)
+    changes: dict[str, Any] = {"trainer.max_steps": steps}
+    if config.evaluation.enabled and rate:
+        changes |= evaluated(start.config, start.layout, operations, evaluation_seconds, length)
+        longest = max(config.evaluation.tokens or [length])
+        fitting = [n for n in changes["evaluation.tokens"] if n <= longest]
+        changes["evaluation.tokens"] = fitting
+    return changes
+
+
+def _changed(
+    config: RunConfig, values: Mapping[str, Any], changes: Mapping[str, Any]
+) -> tuple[RunConfig, dict[str, Any]]:
+    """Return the run and its chosen keys with changes of chosen keys."""
+    changes = {key: value for key, value in changes.items() if key in values}
+    made = plain(config)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        reduce(getitem, path, made)[last] = value
+    return parse(RunConfig, made), {**values, **changes}
+
+
+def _record(config: RunConfig, values: Mapping[str, Any]) -> None:
+    """Write the configuration of a run that was planned again, and its chosen keys."""
+    run_dir = Path(config.run_dir)
+    write_atomically(run_dir / RECORD, yaml.safe_dump(plain(config), sort_keys=False))
+    write_atomically(run_dir / RECORD_OF_KEYS, json.dumps(dict(values), indent=2) + "\n")
+
+
+def verdict(report: Report) -> str:
+    """Return in a sentence how much of the loss's rise at the drop recalibration won back."""
+    tokens = f"{report.arms[0].tokens:,} tokens"
+    expected = f"papers report 95% of the scores after {TOKENS:,} tokens (docs/guide.md)"
+    drop = report.drop
+    losses = (drop.loss_before, drop.loss_after, drop.loss_end) if drop else (None, None, None)
+    before, after, end = (loss if is_known(loss) else math.nan for loss in losses)
+    if math.isnan(end) or not after > before:
+        return f"Recalibrated for {tokens}; {expected}."
+    won = f"{(after - end) / (after - before):.0%} of the loss's rise of {after - before:.3g} nats"
+    return f"Recalibration for {tokens} won back {won}; {expected}."
