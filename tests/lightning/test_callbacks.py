@@ -13,7 +13,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.lightning.test_run import assert_same_state, checkpoint_of, rows_of
+from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
 from trainer.analysis.attention import MEASURES, probe
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import DivergedError, PreemptedError
@@ -23,19 +23,6 @@ from trainer.lightning import callbacks
 from trainer.lightning.callbacks import flops_per_token
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
-
-
-def during(monkeypatch, action, update):
-    """Call ``action`` in the middle of the forward pass of one update (from 0), once."""
-    original, done = LanguageModule.training_step, []
-
-    def step(module, batch, index):
-        if module.global_step == update and not done:
-            done.append(True)
-            action()
-        return original(module, batch, index)
-
-    monkeypatch.setattr(LanguageModule, "training_step", step)
 
 
 @pytest.mark.parametrize(

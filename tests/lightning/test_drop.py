@@ -5,11 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 
+from tests.program import run_ranks
+from trainer.config import DataConfig, TokenizerConfig
+from trainer.data.corpus import prepare_corpus
+from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
 from trainer.lightning.datamodule import Batches
 from trainer.lightning.drop import input_sizes, lost_factors
@@ -38,13 +43,13 @@ def decoder(seed=0):
 class Llama(L.LightningModule):
     """A module with a model of transformers."""
 
-    def __init__(self):
+    def __init__(self, vocab_size=64):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=64,
+            vocab_size=vocab_size,
             hidden_size=32,
             intermediate_size=48,
             num_hidden_layers=2,
@@ -69,13 +74,12 @@ def fit(module, *, steps=12, begin=None, save=None, callbacks=(), **options):
     mine = isinstance(module, LanguageModule)
     more = {"gain": "matched", "probe": probe} if mine else {}
     dropping = DropPositions(6, rewarm=3, optimizer_state="reset", **more)
-    options = {"limit_val_batches": 0, "logger": False, **options}
+    options = {"limit_val_batches": 0, "logger": False, "devices": 1, **options}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = L.Trainer(
             max_steps=steps,
             accelerator="cpu",
-            devices=1,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -111,6 +115,21 @@ def test_lightnings_checkpoints_resume_bitwise_on_either_side_of_the_drop(tmp_pa
         assert whole.model.config.rope_parameters["factor"] == 1e30
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one_and_resume_on_either_side_of_the_drop(tmp_path, strategy):
+    """With Lightning's own strategies; one step's samples are split among the ranks."""
+    script = Path(__file__).with_name("own_script.py")
+    for rank in run_ranks(2, script, strategy, cwd=tmp_path):
+        assert rank.returncode == 0, rank.stderr[-4000:]
+    for make, file in ((ours, "ours"), (Llama, "ShardedLlama")):
+        whole, *resumed = torch.load(tmp_path / f"{file}.pt")
+        for name, parameter in fit(make()).named_parameters():
+            torch.testing.assert_close(whole[name], parameter.detach(), rtol=0, atol=1e-6)
+            for other in resumed:
+                assert torch.equal(other[name], whole[name]), name
+
+
 def test_accumulation_trains_as_whole_batches():
     whole, parts = fit(ours()), fit(ours(), accumulate_grad_batches=4)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
@@ -126,6 +145,37 @@ def test_the_effect_is_logged_just_before_and_after(tmp_path):
     assert "drop/loss_before" in text
     assert "drop/loss_after" in text
     assert "lr: 0.001" in next(tmp_path.rglob("hparams.yaml")).read_text()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_scripts_of_the_page_run_on_a_directory_of_prepared_text(number, base, tmp_path):
+    """In small sizes; the model has lost its rotation."""
+    corpus = prepare_corpus(DataConfig(**base["data"]), TokenizerConfig(**base["tokenizer"]))
+    llama = Llama(vocab_size=vocabulary_size(corpus.tokenizer))
+    llama.model.save_pretrained(tmp_path)
+    shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3}
+    small = {
+        "32_768": f"{vocabulary_size(corpus.tokenizer)}, **{shape}, num_key_value_heads=3",
+        "layers=30": "layers=2",
+        "corpus/": corpus.parts[0].text.directory,
+        "HuggingFaceTB/SmolLM2-135M": tmp_path,
+        **{"length=2048": "length=32", "batch_size=32": "batch_size=4, workers=0"},
+        **{"10_000, warmup=500": "4, warmup=2", "10_000,\n": "4,\n", "8_500": "2", "2_000": "2"},
+        "Recalibration(),": "module := Recalibration(),",
+        "max_steps": f"logger=False, default_root_dir={str(tmp_path)!r}, max_steps",
+    }
+    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+    script = page.split("```python\n")[number + 1].split("```")[0]
+    for old, new in small.items():
+        script = script.replace(old, str(new))
+    variables = {"__name__": "script"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(script, variables)
+    if number == 0:
+        assert not variables["model"].layout.rotates
+    else:
+        assert variables["module"].model.config.rope_parameters["factor"] == 1e30
 
 
 @pytest.mark.slow

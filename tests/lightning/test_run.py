@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import shutil
-import time
+import signal
+import struct
 from pathlib import Path
 
 import pytest
@@ -13,20 +16,20 @@ import torch.nn.functional as F
 
 from tests.small_runs import decoder_of
 from trainer.checkpoint import BEFORE_DROP, Reader, load_decoder, read_state, step_name
-from trainer.common.errors import UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
 from trainer.evaluation.outcomes import Result
-from trainer.lightning import setup
+from trainer.lightning import loggers, setup
 from trainer.lightning.fit import train
 from trainer.lightning.loggers import log_results
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.phases import effect_probe
 from trainer.lightning.setup import make_decoder
 from trainer.positional.drop import drop
-from trainer.runs.metrics_file import TIMES, read_metrics
+from trainer.runs.metrics_file import TIMES, read_metrics, write_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 
@@ -83,6 +86,19 @@ def assert_resumes(run, whole, steps, directory, **changes):
         last = trained.config.trainer.max_steps
         assert_same_state(trained.checkpoint, checkpoint_of(whole, last))
         assert rows_of(resumed) == rows_of(whole)
+
+
+def during(monkeypatch, action, update):
+    """Call ``action`` in the middle of the forward pass of one update (from 0), once."""
+    original, done = LanguageModule.training_step, []
+
+    def step(module, batch, index):
+        if module.global_step == update and not done:
+            done.append(True)
+            action()
+        return original(module, batch, index)
+
+    monkeypatch.setattr(LanguageModule, "training_step", step)
 
 
 VARIANTS = {
@@ -227,24 +243,60 @@ def test_tensorboard_events_are_written(run):
     assert list(Path(config.run_dir).rglob("events.out.tfevents*"))
 
 
-def assert_holds(path, *parts):
-    """Soon: a process of wandb's own writes it, also after the run's end."""
-    end = time.monotonic() + 30
-    while missing := [part for part in parts if part not in path.read_bytes()]:
-        assert time.monotonic() < end, missing
-        time.sleep(0.05)
+def synced(record):
+    """The rows that ``wandb sync`` would upload of a file, without what wandb adds."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, begin, parts, rows = record.read_bytes(), 7, b"", []
+    while begin + 7 <= len(data):  # LevelDB's log format
+        if 32768 - begin % 32768 < 7:
+            begin += 32768 - begin % 32768
+        size, kind = struct.unpack("<HB", data[begin + 4 : begin + 7])
+        parts += data[begin + 7 : begin + 7 + size]
+        begin += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            items = Record.FromString(parts).history.item
+            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+            rows, parts = rows + [row] * bool(row), b""
+    return rows
+
+
+def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
+    from lightning.pytorch.loggers import WandbLogger
+
+    logged = []
+    monkeypatch.setattr(WandbLogger, "log_metrics", lambda _, row, step: logged.append((step, row)))
+    write_metrics(tmp_path / "metrics.csv", [{"step": 2, "loss": 3.5}, {"step": 4, "loss": 3.0}])
+    for offline in (True, False):
+        loggers._wandb.cache_clear()
+        loggers._wandb(tmp_path, "run", "run", "project", None, offline)
+        assert logged == [(2, {"loss": 3.5}), (4, {"loss": 3.0})]  # online the server has them
 
 
 @pytest.mark.slow
-def test_wandb_runs_offline_without_a_key_and_has_one_directory_with_the_report(
-    run, monkeypatch, tmp_path
-):
+def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, tmp_path):
+    """Without a key; the newest directory has all rows of metrics.csv, and the report."""
+    import wandb
+
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
+    with monkeypatch.context() as patch:
+        during(patch, lambda: os.kill(os.getpid(), signal.SIGTERM), 6)
+        with pytest.raises(PreemptedError):
+            run(logger={"wandb": True})
+    wandb.teardown()
+    loggers._wandb.cache_clear()  # another process
     config, _ = run(logger={"wandb": True})
     log_results(config, [Result("DroPE", 32, 1.0, None, 4.0)], {})
-    (record,) = Path(config.run_dir).rglob("*.wandb")
-    assert_holds(record, b"gradient_norm", b"evaluation/loss/DroPE")
+    wandb.teardown()
+    first, second = sorted(Path(config.run_dir).rglob("*.wandb"), key=lambda p: p.stat().st_mtime)
+    assert first.name == second.name
+    *rows, report = synced(second)
+    assert report["evaluation/loss/DroPE"] == 4.0
+    assert [row["_step"] for row in rows] == [0, 1, 2, 3, 4, 5]
+    for row, expected in zip(rows, rows_of(config), strict=True):
+        expected["trainer/global_step"] = expected.pop("step")
+        assert {key: row[key] for key in expected} == expected
 
 
 def test_compiled_run_agrees_with_the_eager_one(run):

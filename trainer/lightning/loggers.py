@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from trainer.common.files import write_atomically
 from trainer.config import RunConfig
 from trainer.evaluation.outcomes import Result
-from trainer.runs.metrics_file import LENGTH, append_metrics
+from trainer.runs.metrics_file import LENGTH, append_metrics, read_metrics
 
 
 class MetricsFile(Logger):
@@ -63,7 +63,11 @@ def _dashboards(config: RunConfig) -> list[Logger]:
 def _wandb(
     place: Path, name: str, group: str, project: str, entity: str | None, offline: bool
 ) -> Logger:
-    """Create a run's logger once: it stays open for results that are computed after training."""
+    """Create a run's logger once: it stays open for results that are computed after training.
+
+    Offline it begins with the rows of earlier processes: each process writes a directory of its own
+    under the run's id, and `wandb sync` of the newest uploads the whole series.
+    """
     from lightning.pytorch.loggers import WandbLogger
 
     path = place / "wandb_id"
@@ -82,6 +86,8 @@ def _wandb(
         reinit="create_new",  # the run's own stays open while its controls train
     )
     logger._wandb_init.pop("anonymous", None)  # wandb warns about it, whatever its value
+    for row in read_metrics(place / "metrics.csv") if offline else ():
+        logger.log_metrics(row, step=row.pop("step"))
     return logger
 
 

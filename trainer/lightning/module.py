@@ -9,12 +9,13 @@ from typing import Any, Literal
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from trainer.common.schedule import Schedule
 from trainer.lightning.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
-from trainer.lightning.strategy import reshard, synchronize_gradients
+from trainer.lightning.strategy import mesh_of_ranks, reshard, shard, synchronize_gradients
 from trainer.model.backends import Choice, cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -69,9 +70,15 @@ class LanguageModule(L.LightningModule):
         self.last_shape: tuple[int | None, bool] = (None, False)
 
     def configure_model(self) -> None:
-        """Distribute a model of the meta device; Lightning may call it repeatedly."""
-        if self.prepare is not None and self.model.norm.weight.is_meta:
-            self.prepare(self.model, self.trainer.strategy.root_device)
+        """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
+        Lightning may call it repeatedly."""
+        strategy = self.trainer.strategy
+        if self.prepare is not None:
+            if self.model.norm.weight.is_meta:
+                self.prepare(self.model, strategy.root_device)
+        elif isinstance(strategy, ModelParallelStrategy):
+            half = self.model.compute_dtype is not None
+            shard(self.model, mesh_of_ranks(strategy.root_device), half)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Create the optimizer, or return the one of earlier phases; learning rates are set at

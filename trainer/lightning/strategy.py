@@ -77,18 +77,24 @@ def parallelize(
         torch._dynamo.config.optimize_ddp = False
     home = device
     if strategy in ("fsdp2", "hsdp"):
-        ranks = dist.get_world_size()
-        size = (shard_size or ranks) if strategy == "hsdp" else ranks
-        shape = (ranks // size, size) if strategy == "hsdp" else (size,)
-        shard(model, _mesh(dist.group.WORLD, device.type, shape), half, cpu_offload)
+        group = shard_size if strategy == "hsdp" else None
+        shard(model, mesh_of_ranks(device, group), half, cpu_offload)
         home = torch.device("cpu") if cpu_offload else device
     model.to_empty(device=home)
     model.compute_dtype = torch.bfloat16 if half else None
 
 
+def mesh_of_ranks(device: torch.device, shard_size: int | None = None) -> DeviceMesh:
+    """Return the mesh of all ranks ``[shard]``, or ``[replicate, shard]`` with groups of
+    ``shard_size`` ranks."""
+    ranks = dist.get_world_size()
+    shape = (ranks,) if shard_size is None else (ranks // shard_size, shard_size)
+    return _mesh(dist.group.WORLD, device.type, shape)
+
+
 @lru_cache(maxsize=1)
 def _mesh(world: object, device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
-    """Create the mesh ``[replicate, shard]``, or ``[shard]``, once for all runs of a job.
+    """Create a mesh once for all runs of a job.
 
     Each mesh creates process groups with communicators that take memory. ``world`` distinguishes
     several jobs in one process.
