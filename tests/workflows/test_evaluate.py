@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.examples import report as reported
 from tests.small_runs import trained_in
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -28,38 +27,7 @@ from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows import evaluate
-from trainer.workflows.evaluate import _is_same, evaluate_lengths
-
-
-@pytest.mark.parametrize(
-    ("older", "same"),
-    [
-        (None, True),
-        ({}, True),
-        ({"name": "another"}, True),
-        ({"config": {"evaluation": {"seed": 1}}}, False),
-        ({"training_length": 7}, False),
-        ({"environment": {"corpus": "b", "models": {"A": "1"}}}, False),
-        ({"environment": {"corpus": "a", "models": {"A": "2"}}}, False),
-        ({"environment": {"corpus": "a", "models": {"B": "1"}}}, False),
-        ({"environment": {"corpus": "a"}}, False),
-        ({"environment": {"corpus": "a", "models": {"A": "1"}, "torch": "older"}}, True),
-        ({"cells": (), "notes": ("other",), "timing": {"a": 1.0}, "temperature": {}}, True),
-        ("damaged", False),
-    ],
-)
-def test_a_report_of_the_same_takes_the_place_of_an_older_one(tmp_path, older, same):
-    asked = {"corpus": "a", "models": {"A": "1"}}
-    report = reported(made={"Of": "x", "Made": "today"}, environment=asked)
-    if older is not None:
-        made = {"Of": "x", "Made": "before"}
-        path = tmp_path / "report.json"
-        if older == "damaged":
-            path.write_text("{}")
-        else:
-            reported(**{"made": made, "environment": asked, **older}).write(path)
-    assert _is_same(report, tmp_path) is same
-
+from trainer.workflows.evaluate import evaluate_lengths
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -110,20 +78,11 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     assert len(written["cells"]) == len(report.cells) == 20
 
 
-@pytest.mark.parametrize(
-    ("share", "why"), [(0.0, "carried none"), (None, "is not known to have carried any")]
-)
-def test_statements_are_left_out_of_a_model_that_saw_none_unless_they_were_asked_for(
-    runs, tmp_path, monkeypatch, share, why
-):
-    monkeypatch.setattr(evaluate.Text, "training_share", share)
-    asked = request(runs, tmp_path, methods=["none"])
-    with pytest.raises(UserError, match=f"evaluation.tasks: leave out 'statements': .* {why}"):
-        evaluate_lengths(asked, asks_for_statements=True)
-    assert list(tmp_path.iterdir()) == []
-    report, _ = evaluate_lengths(asked)
+def test_statements_are_left_out_of_a_model_that_saw_none(runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate.Text, "training_share", 0.0)
+    report, _ = evaluate_lengths(request(runs, tmp_path, methods=["none"]))
     assert {*report.tasks} == {"perplexity"}
-    assert [why in note for note in report.notes] == [True]
+    assert ["carried none" in note for note in report.notes] == [True]
 
 
 def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, tmp_path):
@@ -156,27 +115,26 @@ def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
 
 
-def test_an_evaluation_on_other_text_or_of_other_weights_leaves_the_first_where_it_is(
-    runs, base, tmp_path
-):
+def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, tmp_path):
     other = tmp_path / "b.jsonl"
     other.write_text(Path(base["data"]["files"][0]).read_text().replace("Sentence", "Phrase"))
     text = DataConfig(source="files", files=[str(other)], cache_dir=str(tmp_path / "cache"))
     asked = request(runs, tmp_path / "out", methods=["none"], tasks=["perplexity"], lengths=[1])
-    first, place = evaluate_lengths(asked)
-    second, beside = evaluate_lengths(replace(asked, text=text))
-    assert (place, beside) == (tmp_path / "out", tmp_path / "out-2")
+    cells = tmp_path / "out" / "cells"
+    first, place = evaluate_lengths(replace(asked, compare=[]))
+    second, beside = evaluate_lengths(replace(asked, compare=[], text=text))
+    assert place == beside == tmp_path / "out"
     assert first.cells[0].last_loss != second.cells[0].last_loss
-    assert evaluate_lengths(asked)[1] == place
-    assert Report.read(place / "report.json").cells == first.cells
-    # A run of the same name that was trained anew.
-    checkpoint = tmp_path / "again"
+    assert len([*cells.glob("part-*")]) == 2
+    again, _ = evaluate_lengths(replace(asked, compare=[]))
+    assert again.cells == first.cells == Report.read(place / "report.json").cells
+    assert len([*cells.glob("part-*")]) == 2
+    checkpoint = tmp_path / "again"  # trained anew
     shutil.copytree(runs, checkpoint)
-    moved = replace(asked, checkpoint=str(checkpoint), compare=[])
-    assert evaluate_lengths(moved)[1] == tmp_path / "out-3"
     manifest = find_candidate(str(checkpoint)).path / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
-    assert evaluate_lengths(moved)[1] == tmp_path / "out-4"
+    evaluate_lengths(replace(asked, checkpoint=str(checkpoint), compare=[]))
+    assert len([*cells.glob("part-*")]) == 3
 
 
 def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, monkeypatch):
@@ -203,17 +161,6 @@ def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
     assert place == tmp_path
     assert second == replace(first, made=second.made)
     assert any("logits times 1 + 0.3 ln s" in note for note in second.notes)
-
-
-def test_another_evaluation_goes_beside_the_one_that_is_there(runs, tmp_path):
-    _, output = evaluate_lengths(request(runs, tmp_path / "here"))
-    before = (output / "report.json").read_bytes()
-    places = [evaluate_lengths(request(runs, output, lengths=[1]))[1] for _ in range(2)]
-    assert places == [tmp_path / "here-2"] * 2
-    assert (output / "report.json").read_bytes() == before
-    assert (places[0] / "results.csv").is_file()
-    page = (places[0] / "report.html").read_text()
-    assert f"DroPE: {runs}/checkpoints/step-000012, step 12" in page
 
 
 @pytest.fixture
@@ -284,20 +231,18 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
 
 
 def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_path):
-    first, place = evaluate_lengths(request(runs, tmp_path / "out"))
-    again, beside = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64]))
-    assert beside == place
+    first, _ = evaluate_lengths(request(runs, tmp_path / "out"))
+    again, _ = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64]))
     assert (again.cells, again.config) == (first.cells, first.config)
 
 
 def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tmp_path):
     """Its cells are other cells: YaRN at 32 of 32 tokens does nothing, at 32 of 16 halves."""
     given = {"tokens": [16, 32], "methods": ["none", "yarn"], "tasks": ["perplexity"]}
-    of_run, place = evaluate_lengths(request(runs, tmp_path / "out", **given))
+    of_run, _ = evaluate_lengths(request(runs, tmp_path / "out", **given))
     asked = request(runs, tmp_path / "out", **given, training_length=16)
-    shorter, beside = evaluate_lengths(asked)
+    shorter, _ = evaluate_lengths(asked)
     assert (of_run.training_length, shorter.training_length) == (32, 16)
-    assert beside != place
     assert [cell.factor for cell in shorter.cells[:2]] == [1.0, 2.0]
 
     def rows(report):

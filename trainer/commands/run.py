@@ -126,8 +126,7 @@ def evaluate(composed: Composed) -> None:
         if isinstance(request, EvaluationRequest):
             from trainer.workflows.evaluate import evaluate_lengths
 
-            asked = any(re.match(r"evaluation\.tasks=.*statements", w) for w in composed.words)
-            if (outcome := evaluate_lengths(request, name, asked)) is not None:
+            if (outcome := evaluate_lengths(request, name)) is not None:
                 print_report(outcome[0], str(outcome[1]), existing=False)
         else:
             from trainer.workflows.benchmarks import run_benchmarks

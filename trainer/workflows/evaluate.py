@@ -32,7 +32,6 @@ from trainer.runs.descriptions import (
     reference_first,
     without_home,
 )
-from trainer.runs.directory import free_place
 from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.parsing import check_evaluation
@@ -52,17 +51,13 @@ DEFAULT = "default"
 """The option of the group that a run ends with."""
 
 
-def evaluate_lengths(
-    request: EvaluationRequest, name: str = DEFAULT, asks_for_statements: bool = False
-) -> tuple[Report, Path] | None:
+def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path] | None:
     """Measure every method on every model; write the report and return it with its directory.
 
     Several processes, started by torchrun or srun, share the work; all but the first return None.
-    An existing report of other settings, text or checkpoints is kept, and the new one is written
-    beside it.
+    The report takes the place of an older one, whose cells stay.
 
-    ``name``: name of the evaluation and of its directory in the run. ``asks_for_statements``:
-    whether the user named that task; otherwise it is left out for models that cannot know it.
+    ``name``: name of the evaluation and of its directory in the run.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -83,9 +78,6 @@ def evaluate_lengths(
     candidates = fitting_together([first, *others])
     check_evaluation(request.evaluation, first.layout.training_length)
     text = Text(held_out_corpus(request.text, first), first)
-    if asks_for_statements and not text.training_share:
-        why = text.held_out.without_statements
-        raise UserError(f"evaluation.tasks: leave out 'statements': {why}.")
     if name == DEFAULT:  # same order as a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
@@ -99,30 +91,10 @@ def evaluate_lengths(
         made=origin(candidates),
         environment={**report.environment, "models": models},
     )
-    place = free_place(output, lambda older: _is_same(report, older))
-    if place != output:
-        log.info("%s holds another evaluation, which stays; this one is in %s", output, place)
-    log.info("Writing the report")
-    write_renderings(report, place)
-    report.write(place / "report.json")
-    write_csv(place / "results.csv", rows(report))
-    return report, place
-
-
-def _is_same(report: Report, directory: Path) -> bool:
-    """Whether the directory holds no report, or one of the same settings, text and checkpoints."""
-    path = directory / "report.json"
-    if not path.exists():
-        return True
-    try:
-        older = Report.read(path)
-    except UserError:  # damaged, or of an earlier version
-        return False
-    asked, wanted = (
-        (r.config, r.training_length, r.environment.get("corpus"), r.environment.get("models"))
-        for r in (older, report)
-    )
-    return asked == wanted
+    write_renderings(report, output)
+    report.write(output / "report.json")
+    write_csv(output / "results.csv", rows(report))
+    return report, output
 
 
 @dataclass(frozen=True)
