@@ -133,26 +133,6 @@ def test_of_a_group_the_questions_of_all_its_tasks_are_known(models, task):
     assert len(by_task["both"].each) == 8
 
 
-def test_requests_that_are_spread_have_the_answers_of_one_process(models):
-    alone = models[0]
-
-    def spread(items, compute):
-        result = [None] * len(items)
-        for start in range(3):
-            result[start::3] = compute(items[start::3])
-        return result
-
-    many = HarnessModel(alone.model, alone.encoder, 64, spread, silent=True)
-    pairs = [asked(*pair) for pair in PAIRS]
-    expected, result = (model.loglikelihood(pairs) for model in (alone, many))
-    assert [greedy for _, greedy in result] == [greedy for _, greedy in expected]
-    assert [x for x, _ in result] == pytest.approx([x for x, _ in expected], abs=1e-5)
-    texts = [asked(text, {"until": [], "max_gen_toks": 5}) for text in TEXTS[:4]]
-    assert many.generate_until(texts) == alone.generate_until(texts)
-    whole = [asked(text) for text in TEXTS[:2]]
-    assert many.loglikelihood_rolling(whole) == pytest.approx(alone.loglikelihood_rolling(whole))
-
-
 @pytest.fixture
 def sized(tmp_path, monkeypatch):
     """The directory of a task that makes questions of the lengths it is given, as RULER's do."""

@@ -22,6 +22,7 @@ from trainer.evaluation.longbench import (
     classification,
     code_similarity,
     count,
+    label,
     longbench_tasks,
     longest_common_subsequence,
     middle_out,
@@ -29,7 +30,6 @@ from trainer.evaluation.longbench import (
     retrieval,
     rouge_l,
 )
-from trainer.evaluation.measurements import Prompted
 
 
 @pytest.mark.parametrize(
@@ -209,16 +209,14 @@ def test_metrics_and_line_ends_are_those_of_the_benchmark():
     assert [name for name, kind in KINDS.items() if kind.one_line] == ["samsum"]
 
 
-def test_the_default_is_every_category_but_the_synthetic_one():
-    """RoPE-ID, App. A.8: 3 + 3 + 3 + 3 + 2 tasks."""
-    categories = [KINDS[name].category for name in LongBenchSettings().tasks]
-    assert [categories.count(category) for category in dict.fromkeys(categories)] == [3, 3, 3, 3, 2]
+def test_the_default_is_all_but_the_synthetic_tasks():
+    """RoPE-ID, App. A.8."""
     assert set(KINDS) - set(LongBenchSettings().tasks) == {"passage_count", "passage_retrieval_en"}
 
 
 def task_of(name):
     classes = ["Date", "Price"] if name == "trec" else None
-    row = LongBenchRow("Who?", "A text.", ["Date"], 3, classes)
+    row = LongBenchRow("Who?", "A text.", ["Date"], classes)
     return LongBenchTask(name, KINDS[name], [row], None, None, 2048)
 
 
@@ -293,7 +291,7 @@ def make_tasks(tmp_path, byte_tokenizer):
 
 
 def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
-    write_rows("hotpotqa", {"context": "Passage 1: {x} é", "length": 4000})
+    write_rows("hotpotqa", {"context": "Passage 1: {x} é"})
     (task,) = make_tasks("hotpotqa", bos=5)
     (prompt,) = task.prompts(4096)
     instruction = (
@@ -307,7 +305,6 @@ def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
     )
     assert (prompt.answers, prompt.new_tokens) == (("Alice",), 32)
     assert task.name == "longbench_hotpotqa"
-    assert prompt.label == "4–8K words|0–4K tokens|0–2× ctx"
 
 
 @pytest.mark.parametrize("bos", [None, 5])
@@ -356,16 +353,17 @@ def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(
     assert others == [(), (), ()]
 
 
-@pytest.mark.parametrize(("name", "differ"), [("trec", True), ("qasper", False)])
-def test_a_stored_score_is_for_the_classes_that_it_was_computed_with(
-    write_rows, make_tasks, byte_tokenizer, name, differ
-):
-    fingerprints = []
-    for classes in (["Alice", "Bob"], ["Alice", "Carol"]):
-        write_rows(name, {"all_classes": classes})
-        (task,) = make_tasks(name)
-        fingerprints.append(Prompted(task, byte_tokenizer).fingerprint(2048))
-    assert (fingerprints[0] != fingerprints[1]) == differ
+def test_questions_are_labelled_by_their_length_in_contexts():
+    names = [label(n) for n in (0.1, 1.99, 2, 7.9, 8, 16, 99)]
+    assert [name.split("×")[0] for name in names] == [
+        "0–2",
+        "0–2",
+        "2–4",
+        "4–8",
+        "8–16",
+        "16",
+        "16",
+    ]
 
 
 def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):

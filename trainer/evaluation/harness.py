@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -24,15 +24,6 @@ from trainer.model.config import Sampling
 from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 
-Spread = Callable[[Sequence[Any], Callable[[Sequence[Any]], list[Any]]], list[Any]]
-"""Computes results for items, on one process or on several that all call it with the same items."""
-
-
-def alone(items: Sequence[Any], compute: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    """Compute all items in this process."""
-    return compute(items)
-
-
 NO_QUESTION = -1.0
 """Score of a question at other lengths than its own in lm-eval's tasks of RULER."""
 MAX_NEW_TOKENS = 256
@@ -42,22 +33,11 @@ MAX_NEW_TOKENS = 256
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
     """lm-eval model that answers its three kinds of requests.
 
-    ``batch_tokens``: tokens per forward pass, and in the cache during generation. ``spread``:
-    divides work among processes. ``silent``: show no progress.
+    ``batch_tokens``: tokens per forward pass, and in the cache during generation.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        encoder: Encoder,
-        batch_tokens: int = 4096,
-        spread: Spread = alone,
-        *,
-        silent: bool = False,
-    ) -> None:
+    def __init__(self, model: LanguageModel, encoder: Encoder, batch_tokens: int = 4096) -> None:
         super().__init__()
-        self.spread = spread
-        self.title = None if silent else "Scoring"
         self.model = model.eval()
         self.encoder = encoder
         self.batch_tokens = batch_tokens
@@ -76,10 +56,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return [sum(next(answers).log_likelihood for _ in text) for text in windows]
 
     def _likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
-        def compute(part: Sequence[Request]) -> list[Likelihood]:
-            return log_likelihoods(self.model, part, self.batch_tokens, self.title)
-
-        return self.spread(requests, compute)
+        return log_likelihoods(self.model, requests, self.batch_tokens, "Scoring")
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return a continuation of each context, up to the first of its stop strings."""
@@ -89,7 +66,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             alike[json.dumps(request.args[1], sort_keys=True)].append(index)
         for settings, indices in alike.items():
             contexts = [requests[i].args[0] for i in indices]
-            answers = self.spread(contexts, partial(self._continue, settings=json.loads(settings)))
+            answers = self._continue(contexts, json.loads(settings))
             for i, text in zip(indices, answers, strict=True):
                 texts[i] = text
         return texts
@@ -152,20 +129,10 @@ def check_tasks(config: HarnessConfig) -> None:
         raise UserError(f"evaluation.tasks: lm-eval cannot load {asked}: {error}") from error
 
 
-def score_tasks(
-    model: LanguageModel,
-    encoder: Encoder,
-    config: HarnessConfig,
-    spread: Spread = alone,
-    *,
-    silent: bool = False,
-) -> list[Score]:
-    """Score every task of a configuration with lm-eval.
-
-    ``spread``, ``silent``: see :class:`HarnessModel`.
-    """
+def score_tasks(model: LanguageModel, encoder: Encoder, config: HarnessConfig) -> list[Score]:
+    """Score every task of a configuration with lm-eval."""
     results = lm_eval.simple_evaluate(
-        model=HarnessModel(model, encoder, config.batch_tokens, spread, silent=silent),
+        model=HarnessModel(model, encoder, config.batch_tokens),
         tasks=config.tasks,
         num_fewshot=config.num_fewshot,
         limit=config.limit,

@@ -10,8 +10,8 @@ Metrics compare one continuation with one right answer, 0 to 1. Each equals the 
 ``metrics.py`` with the libraries in its ``requirements.txt``: ``rouge`` 1.0.1, and ``fuzzywuzzy``,
 which uses Python's difflib. Neither has had a release since 2021, and the parts needed are short.
 
-Questions have labels by the length of their text (DroPE, Tables 9 and 10), for averages in
-results.csv.
+Questions have labels by the length of their prompt in training lengths (DroPE, Tables 9 and 10),
+for averages in results.csv.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import json
 import re
 import string
 import zipfile
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,11 +145,6 @@ def retrieval(prediction: str, answer: str) -> float:
     return count(prediction, number[1]) if number else 0.0
 
 
-SINGLE, MULTI = "Single-Document QA", "Multi-Document QA"
-SUMMARY, FEW_SHOT = "Summarization", "Few-shot Learning"
-SYNTHETIC, CODE = "Synthetic", "Code Completion"
-
-
 @dataclass(frozen=True)
 class LongBenchKind:
     """One kind of task.
@@ -160,8 +155,6 @@ class LongBenchKind:
     a line break or the end of the text, as in the benchmark's ``pred.py`` for SAMSum alone.
     """
 
-    title: str
-    category: str
     template: str
     new_tokens: int
     metric: Callable[..., float]
@@ -244,42 +237,32 @@ _FILE = "Please complete the code given below. \n{context}Next line of code:\n"
 _FILES = "Please complete the code given below. \n{context}{input}Next line of code:\n"
 
 KINDS = {
-    "narrativeqa": LongBenchKind("NarrativeQA", SINGLE, _STORY, 128, qa_f1),
-    "qasper": LongBenchKind("Qasper", SINGLE, _ARTICLE, 128, qa_f1),
-    "multifieldqa_en": LongBenchKind("MultiFieldQA-en", SINGLE, _TEXT, 64, qa_f1),
-    "hotpotqa": LongBenchKind("HotpotQA", MULTI, _PASSAGES, 32, qa_f1),
-    "2wikimqa": LongBenchKind("2WikiMultihopQA", MULTI, _PASSAGES, 32, qa_f1),
-    "musique": LongBenchKind("MuSiQue", MULTI, _PASSAGES, 32, qa_f1),
-    "gov_report": LongBenchKind("GovReport", SUMMARY, _REPORT, 512, rouge_l),
-    "qmsum": LongBenchKind("QMSum", SUMMARY, _MEETING, 512, rouge_l),
-    "multi_news": LongBenchKind("MultiNews", SUMMARY, _NEWS, 512, rouge_l),
-    "trec": LongBenchKind("TREC", FEW_SHOT, _TYPE, 64, classification, first_line=True),
-    "triviaqa": LongBenchKind("TriviaQA", FEW_SHOT, _TRIVIA, 32, qa_f1, first_line=True),
-    "samsum": LongBenchKind("SAMSum", FEW_SHOT, _DIALOGUE, 128, rouge_l, True, one_line=True),
-    "passage_count": LongBenchKind("PassageCount", SYNTHETIC, _COUNT, 32, count),
-    "passage_retrieval_en": LongBenchKind(
-        "PassageRetrieval-en", SYNTHETIC, _ABSTRACT, 32, retrieval
-    ),
-    "lcc": LongBenchKind("LCC", CODE, _FILE, 64, code_similarity),
-    "repobench-p": LongBenchKind("RepoBench-P", CODE, _FILES, 64, code_similarity),
+    "narrativeqa": LongBenchKind(_STORY, 128, qa_f1),
+    "qasper": LongBenchKind(_ARTICLE, 128, qa_f1),
+    "multifieldqa_en": LongBenchKind(_TEXT, 64, qa_f1),
+    "hotpotqa": LongBenchKind(_PASSAGES, 32, qa_f1),
+    "2wikimqa": LongBenchKind(_PASSAGES, 32, qa_f1),
+    "musique": LongBenchKind(_PASSAGES, 32, qa_f1),
+    "gov_report": LongBenchKind(_REPORT, 512, rouge_l),
+    "qmsum": LongBenchKind(_MEETING, 512, rouge_l),
+    "multi_news": LongBenchKind(_NEWS, 512, rouge_l),
+    "trec": LongBenchKind(_TYPE, 64, classification, first_line=True),
+    "triviaqa": LongBenchKind(_TRIVIA, 32, qa_f1, first_line=True),
+    "samsum": LongBenchKind(_DIALOGUE, 128, rouge_l, first_line=True, one_line=True),
+    "passage_count": LongBenchKind(_COUNT, 32, count),
+    "passage_retrieval_en": LongBenchKind(_ABSTRACT, 32, retrieval),
+    "lcc": LongBenchKind(_FILE, 64, code_similarity),
+    "repobench-p": LongBenchKind(_FILES, 64, code_similarity),
 }
 
 
-@dataclass(frozen=True)
-class LongBenchRow:
-    """One question as the benchmark distributes it.
-
-    ``length``: number of words in total; ``all_classes``: classes of a classification task.
-    """
+class LongBenchRow(NamedTuple):
+    """One question as the benchmark distributes it; ``all_classes``: of a classification task."""
 
     input: str
     context: str
     answers: list[str]
-    length: int
     all_classes: list[str] | None = None
-
-
-KEYS = tuple(field.name for field in fields(LongBenchRow))
 
 
 def root(directory: str | None) -> Traversable:
@@ -329,9 +312,8 @@ class LongBenchTask:
                 tuple(middle_out(ids, room).tolist()),
                 tuple(row.answers),
                 kind.new_tokens,
-                label=label(row.length, len(ids), self.training_length),
+                label=label(len(ids) / self.training_length),
                 never_first=self._never_first,
-                classes=self._classes,
             )
             for row, ids in zip(self.rows, self._encoded, strict=True)
         ]
@@ -339,7 +321,7 @@ class LongBenchTask:
     @cached_property
     def _encoded(self) -> list[NDArray[np.int32]]:
         before = () if self.bos is None else (self.bos,)
-        texts = (self.kind.template.format(**vars(row)) for row in self.rows)
+        texts = (self.kind.template.format(**row._asdict()) for row in self.rows)
         encoded = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
         return [np.array([*before, *ids], dtype=np.int32) for ids in encoded]
 
@@ -350,18 +332,14 @@ class LongBenchTask:
         line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
         return (*line_break, *sorted(end_tokens(self.tokenizer)))
 
-    @property
-    def _classes(self) -> tuple[str, ...]:
-        if self.kind.metric is not classification:
-            return ()
-        return tuple(self.rows[0].all_classes or ())
-
     def score(self, text: str, answers: Iterable[str]) -> float:
         """Return the score for the answer that agrees best."""
         if self.kind.first_line:
             text = text.lstrip("\n").split("\n")[0]
-        classes = [self._classes] if self._classes else []
-        return max(self.kind.metric(text, answer, *classes) for answer in answers)
+        if self.kind.metric is classification:
+            classes = self.rows[0].all_classes or ()
+            return max(classification(text, answer, classes) for answer in answers)
+        return max(self.kind.metric(text, answer) for answer in answers)
 
     def stop(self, text: str, answers: Sequence[str]) -> bool:
         """Return whether further text cannot change the score."""
@@ -378,45 +356,23 @@ def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
     return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])
 
 
+def label(contexts: float) -> str:
+    """Return a prompt's bucket by its length in training lengths, before truncation.
+
+    DroPE heads its columns "0-4K (0-2x ctx)", for models with a context of 2,048 tokens.
+    """
+    low = max(edge for edge in (0, 2, 4, 8, 16) if edge <= contexts)
+    return "16×+ ctx" if low == 16 else f"{low}–{2 * low or 2}× ctx"
+
+
 SEED = 42
 """Seed of the choice of questions."""
-EDGES = (4, 8, 16, 32)
-"""Thousands of words; of tokens, in units of 1,024."""
-CONTEXTS = (2, 4, 8, 16)
-"""Training lengths."""
-
-
-def label(words: int, tokens: int, training_length: int) -> str:
-    """Return a question's label ``words|tokens|contexts``.
-
-    LongBench-E uses ``words``, the benchmark's own length of the text, so that its buckets do not
-    depend on the tokenizer. DroPE heads its columns "0-4K (0-2x ctx)" for models with a context of
-    2,048 tokens, so it uses ``tokens`` of the whole prompt before truncation.
-    """
-    return "|".join(
-        (
-            _bucket(words / 1000, EDGES, "K", "words"),
-            _bucket(tokens / 1024, EDGES, "K", "tokens"),
-            _bucket(tokens / training_length, CONTEXTS, "×", "ctx"),
-        )
-    )
-
-
-def _bucket(value: float, edges: tuple[int, ...], times: str, unit: str) -> str:
-    """Return the name of a value's bucket, from one edge (inclusive) to the next."""
-    place = bisect_right(edges, value)
-    if place == len(edges):
-        return f"{edges[-1]}{times}+ {unit}"
-    return f"{(0, *edges)[place]}–{edges[place]}{times} {unit}"
 
 
 def longbench_tasks(
     settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
 ) -> tuple[list[Task], list[str]]:
-    """Return the tasks whose files exist, and a sentence for each missing file.
-
-    ``training_length``: C in tokens, the unit of text lengths in reports.
-    """
+    """Return the tasks whose files exist, and a sentence for each missing file."""
     tasks: list[Task] = []
     notes: list[str] = []
     files = root(settings.directory)
@@ -429,7 +385,9 @@ def longbench_tasks(
         if settings.limit is not None and settings.limit < len(lines):
             sample = Random(f"{SEED} {name}").sample(range(len(lines)), settings.limit)
             lines = [lines[index] for index in sorted(sample)]
-        rows = [LongBenchRow(**{key: line.get(key) for key in KEYS}) for line in lines]
+        rows = [
+            LongBenchRow(**{key: line.get(key) for key in LongBenchRow._fields}) for line in lines
+        ]
         title = f"longbench_{name}"
         tasks.append(LongBenchTask(title, kind, rows, tokenizer, bos, training_length))
     return tasks, notes

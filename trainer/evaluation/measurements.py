@@ -299,8 +299,7 @@ class Prompted(Measurement):
             (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label, p.never_first)
             for p in prompts
         ]
-        classes = sorted({p.classes for p in prompts})
-        return len(prompts), fingerprint(inputs, classes), _numbered(prompts)
+        return len(prompts), fingerprint(inputs), _numbered(prompts)
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""

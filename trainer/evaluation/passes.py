@@ -13,7 +13,7 @@ from trainer.model.language_model import LanguageModel
 T = TypeVar("T")
 Done = Callable[[int], None]
 """Callback that receives the number of sequences read."""
-IN_CACHE = 2**19
+IN_CACHE = 2**18
 """Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 
 
