@@ -27,6 +27,7 @@ from trainer.model.generate import generate
 from trainer.positional.layout import Intervention, LayerEncoding
 from trainer.positional.rescaling import position_interpolation, yarn
 from trainer.positional.spectrum import Spectrum
+from trainer.runs.models import find_candidate
 
 IDS = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(3))
 T = IDS.shape[1]
@@ -164,12 +165,12 @@ def saved(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def both(saved):
-    return read_pretrained(str(saved)).decoder(), read_adapted(f"hf:{saved}").load()
+    return read_pretrained(str(saved)).decoder(), read_adapted(saved)
 
 
 def test_models_that_are_read_in_another_dtype_are_the_converted_ones(saved):
     half, ids = torch.bfloat16, torch.arange(24)[None]
-    for load in (read_pretrained(str(saved)).decoder, read_adapted(f"hf:{saved}").load):
+    for load in (read_pretrained(str(saved)).decoder, find_candidate(f"hf:{saved}").load):
         assert_same_model(load("cpu", half), load().to(half), ids)
 
 
@@ -212,6 +213,12 @@ CHANGES = {
     "no rotary channels": lambda layout: layout.map(lambda s: replace(s, rotary_scale=0.0)),
     "a temperature per query": lambda layout: replace(
         layout.map(lambda s: s.with_temperature(coefficient=0.5, per="query")), training_length=8
+    ),
+    "half of the heads": lambda layout: replace(
+        layout,
+        layers=tuple(
+            LayerEncoding.of_heads((Spectrum(), *layer.spectra[1:])) for layer in layout.layers
+        ),
     ),
     "a gain on heads": lambda layout: replace(
         layout, layers=tuple(replace(layer, intervention=GAIN) for layer in layout.layers)
@@ -288,9 +295,9 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
 
 def test_layouts_that_need_our_decoder_are_refused(both):
     layout = both[1].layout
-    heads = (Spectrum(), *layout.layers[0].spectra[1:])
-    for layer in (LayerEncoding.of_heads(heads), LayerEncoding(layout.layers[0].groups, window=4)):
-        with pytest.raises(UserError, match="cannot have heads that differ"):
+    first = layout.layers[0]
+    for layer in (first.expanded(2), LayerEncoding(first.groups, window=4)):
+        with pytest.raises(UserError, match="cannot have an encoding for each query head"):
             both[1].layout = type(layout)(64, (layer, *layout.layers[1:]))
 
 
@@ -382,7 +389,7 @@ def test_models_that_need_code_or_elsewhere_are_refused(saved):
     def refused(message, **changes):
         (saved / "config.json").write_text(json.dumps(values | changes))
         with pytest.raises(UserError, match=message):
-            read_adapted(f"hf:{saved}")
+            read_adapted(saved)
 
     refused("code of a model is never run", model_type="mine")
     refused("attn_implementation", attn_implementation="someone/kernel")

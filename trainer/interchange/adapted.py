@@ -1,12 +1,12 @@
 """Any decoder of transformers from a local directory (``hf:DIRECTORY``), computed by transformers.
 
 Nearly all models of transformers 5 call attention by a name registered with its
-``AttentionInterface``. A name of ours routes the call through :class:`Seam`, with queries and keys
-as they enter the scores, and then to the function that the model would have called. Layers get
+``AttentionInterface``. A name of ours shows queries and keys as they enter the scores. Layers get
 tables of cosines and sines, which differ in form and in the channels of a pair: halves of a head
 (Llama), of its first channels only (Phi), neighbours (Llama 4), or neighbours among the last
 channels (DeepSeek-V2). Each layer is run once with its tables and once with tables of no rotation;
-its arrangement is the one that transforms the second result into the first.
+its arrangement is the one that transforms the second result into the first. To observe a model or
+to change its encoding, layers get tables of no rotation, and the layout rotates in their place.
 
 No code of a model is run and no pickle is read: the architecture must be transformers' own, and the
 weights safetensors.
@@ -17,11 +17,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -38,9 +36,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.common.errors import UserError
-from trainer.interchange.hf_config import named_bos, trained_and_reach
-from trainer.interchange.pretrained import read_config, read_tokenizer
-from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
+from trainer.interchange.hf_config import trained_and_reach
+from trainer.interchange.pretrained import read_config
 from trainer.model.backends import Choice, Mask, allowed
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
@@ -48,14 +45,82 @@ from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
 from trainer.positional.intervention import Intervene
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rotation import Groups, head_groups, rotary_table, rotate
+from trainer.positional.rotation import (
+    encode_keys,
+    encode_queries,
+    head_groups,
+    rotary_table,
+    rotate,
+)
 from trainer.positional.spectrum import Spectrum
+
+IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
+"""Implementations of attention and experts that a configuration may ask for. For any other name,
+transformers may download a kernel from the hub and run it."""
+TRIED = 16
+"""Tokens that are read to see what the layers do."""
+CLOSE = 1e-4
+"""Of the largest entry: how far a rotation in float32 may be from the model's own."""
+CAUSAL = 1e-5
+"""Of the largest state: how far a later token may move those of earlier tokens."""
+APART = 0.05
+"""Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
+much at position 10^6."""
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+"""What families call the number that their norms add."""
 
 Tables = Tensor | tuple[Tensor, Tensor]
 """What a layer is given as ``position_embeddings``: complex numbers, or cosines and sines."""
 
-CLOSE = 1e-4
-"""Of the largest entry: how far a rotation in float32 may be from the model's own."""
+
+def read_adapted(directory: Path) -> AdaptedModel:
+    """Load a model in float32 and determine the behaviour of its layers.
+
+    Raises:
+        UserError: transformers cannot compute it by itself, or its attention cannot be observed.
+    """
+    values = read_config(directory)
+    if (kind := values.get("model_type")) not in CONFIG_MAPPING_NAMES:
+        raise UserError(
+            f"{directory}: model_type: {kind!r} needs code, and code of a model is never run"
+        )
+    elsewhere = (directory / "adapter_config.json").exists()
+    if elsewhere or values.get("transformers_weights") is not None:
+        raise UserError(
+            f"{directory}: adapter_config.json and transformers_weights are not supported"
+        )
+    for key, value in _implementations(values):
+        if value not in IMPLEMENTATIONS:
+            raise UserError(
+                f"{directory}: {key}: expected one of {IMPLEMENTATIONS[1:]}, got {value!r}"
+            )
+    ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if "dynamic" in (ropes.get("rope_type"), ropes.get("type")):
+        raise UserError(f"{directory}: rope_type: 'dynamic' depends on the texts read before")
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")
+    return AdaptedModel(model)
+
+
+def _implementations(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield every ``*_implementation`` key at any depth, with its value."""
+    for key, value in values.items():
+        if str(key).endswith("_implementation"):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _implementations(value)
+
+
+# ---------------------------------------------------------------- rotations of layers
 
 
 @dataclass(frozen=True)
@@ -63,13 +128,11 @@ class Rotation:
     """Rotation of one layer.
 
     ``spectrum``: of every head. ``order``: the layer's channels in spectrum order: pair m at m and
-    m + pairs, then the channels that do not rotate (None: unchanged). ``form``: form of its tables,
-    see :func:`complex_table` (None: it has none).
+    m + pairs, then the channels that do not rotate (None: unchanged).
     """
 
     spectrum: Spectrum
     order: tuple[int, ...] | None = None
-    form: str | None = None
 
     def ordered(self, x: Tensor) -> Tensor:
         """Reorder the channels of ``[..., D]``."""
@@ -83,272 +146,101 @@ def no_rotation(tables: Tables) -> Tables:
     return torch.ones_like(tables[0]), torch.zeros_like(tables[1])
 
 
-def complex_table(tables: Tables) -> tuple[str, Tensor]:
-    """Return the form of tables, and their values ``[B, T, pairs]`` as complex128.
+def complex_table(tables: Tables) -> Tensor:
+    """Return the values ``[B, T, pairs]`` of tables as complex128.
 
-    ``complex``: one number per pair; ``halves``, ``neighbours``: every cosine twice, in both halves
-    or side by side; ``single``: once.
+    Tables of cosines and sines have every number once, or twice: in both halves or side by side.
     """
     if isinstance(tables, Tensor):
-        return "complex", tables.to(torch.complex128)
-    cos, sin = (table.double() for table in tables)
-    pairs = cos.shape[-1] // 2
-    both = torch.complex(cos, sin)
+        return tables.to(torch.complex128)
+    both = torch.complex(*(table.double() for table in tables))
+    pairs = both.shape[-1] // 2
     if torch.equal(both[..., :pairs], both[..., pairs:]):
-        return "halves", both[..., :pairs]
-    if torch.equal(both[..., ::2], both[..., 1::2]):
-        return "neighbours", both[..., ::2]
-    return "single", both
-
-
-def tables_like(original: Tables, form: str | None, cos: Tensor, sin: Tensor) -> Tables:
-    """Convert ``[T, pairs]`` or ``[B, 1, T, pairs]`` to a form, with the dtypes of ``original``."""
-    if isinstance(original, Tensor):
-        return torch.complex(*_rows(cos, sin)).to(original.dtype).expand_as(original)
-    if form == "halves":
-        cos, sin = (x.repeat(*[1] * (x.dim() - 1), 2) for x in (cos, sin))
-    elif form == "neighbours":
-        cos, sin = (x.repeat_interleave(2, dim=-1) for x in (cos, sin))
-    cos, sin = _rows(cos, sin)
-    first, second = original
-    return cos.to(first.dtype).expand_as(first), sin.to(second.dtype).expand_as(second)
-
-
-def _rows(*tables: Tensor) -> tuple[Tensor, ...]:
-    """Return the rows of tables, ``[B or 1, T, n]``."""
-    return tuple(x.squeeze(1) if x.dim() == 4 else x[None] for x in tables)
+        return both[..., :pairs]
+    return both[..., ::2] if torch.equal(both[..., ::2], both[..., 1::2]) else both
 
 
 def found_rotation(
-    tables: Tables | None, plain: tuple[Tensor, Tensor] | None, encoded: tuple[Tensor, Tensor]
+    tables: Tables | None, plain: tuple[Tensor, Tensor], encoded: tuple[Tensor, Tensor]
 ) -> Rotation | None:
     """Determine the rotation from ``plain`` to ``encoded`` queries and keys, ``[B, H, T, D]``
     float32.
 
     Args:
         tables: tables for positions 0, 1, ..., T - 1, with T at least 2.
-        plain: result with the tables of no rotation (None: unknown).
+        plain: result with the tables of no rotation.
         encoded: result with ``tables``.
 
     Returns:
         None if no known arrangement fits.
     """
-    if plain is None:
-        return None
-    form, table = (None, None) if tables is None else complex_table(tables)
     if all(torch.equal(x, y) for x, y in zip(plain, encoded, strict=True)):
-        return Rotation(Spectrum(), None, form)
-    if table is None:
+        return Rotation(Spectrum())
+    if tables is None:
         return None
-    once = table[0, 1]
+    once = complex_table(tables)[0, 1]
     scale = once.abs().mean().item()
     spectrum = Spectrum(
         tuple(once.angle().tolist()), rotary_scale=1.0 if abs(scale - 1) < 1e-6 else scale
     )
-    size = encoded[0].shape[-1]
-    for order in _orders(size, spectrum.rotary_dim):
-        rotation = Rotation(spectrum, order, form)
-        if all(_leads(rotation, x, y) for x, y in zip(plain, encoded, strict=True)):
-            return rotation
+    size, rotated = encoded[0].shape[-1], spectrum.rotary_dim
+    cos, sin = rotary_table(spectrum, torch.arange(encoded[0].shape[2], device=once.device))
+    # The pairs are halves or neighbours of the first or the last channels.
+    for start in (0, size - rotated) if rotated <= size else ():
+        rotating = range(start, start + rotated)
+        still = [*range(start), *range(start + rotated, size)]
+        for pairs in (rotating, chain(rotating[::2], rotating[1::2])):
+            order = (*pairs, *still)
+            rotation = Rotation(spectrum, None if order == (*range(size),) else order)
+            if all(
+                (rotate(rotation.ordered(x), cos, sin) - rotation.ordered(y)).abs().amax()
+                <= CLOSE * y.abs().amax()
+                for x, y in zip(plain, encoded, strict=True)
+            ):
+                return rotation
     return None
 
 
-def _leads(rotation: Rotation, plain: Tensor, encoded: Tensor) -> bool:
-    positions = torch.arange(plain.shape[2], device=plain.device)
-    turned = rotate(rotation.ordered(plain), *rotary_table(rotation.spectrum, positions))
-    far = (turned - rotation.ordered(encoded)).abs().amax()
-    return bool(far <= CLOSE * encoded.abs().amax())
-
-
-def _orders(size: int, rotated: int) -> list[tuple[int, ...] | None]:
-    """List arrangements of the ``rotated`` channels of a head: halves and neighbours, first or
-    last."""
-    if rotated > size:
-        return []
-    orders: list[tuple[int, ...] | None] = []
-    for start in dict.fromkeys((0, size - rotated)):
-        rotating = range(start, start + rotated)
-        still = [*range(start), *range(start + rotated, size)]
-        orders.append(None if start == 0 else (*rotating, *still))
-        orders.append(tuple(chain(rotating[::2], rotating[1::2], still)))
-    return orders
-
-
-def in_one_order(rotations: list[Rotation]) -> list[Rotation]:
-    """Give layers without rotation the channel order of the rotating ones."""
-    order = next((r.order for r in rotations if r.spectrum.rotates), None)
-    return [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
-
-
-Result = tuple[Tensor, Tensor | None]
-_ATTEND: ContextVar[Callable[..., Result]] = ContextVar("attend")
-_MASKS: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
-
-
-def _attend(*args: Any, **options: Any) -> Result:
-    return _ATTEND.get()(*args, **options)
-
-
-for _usual, _mask in _MASKS.items():
-    AttentionInterface.register(f"unrope_{_usual}", _attend)
-    AttentionMaskInterface.register(f"unrope_{_usual}", _mask)
+# ---------------------------------------------------------------- attention and cache
 
 
 @dataclass(frozen=True)
 class Call:
     """Attention call of one layer, with queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]``.
 
-    ``tables``: tables given to the layer (None: none). ``plain``: queries and keys without rotation
-    (None: not requested). ``mask``: ``[B, 1, T, Tk]``, booleans or a bias on the scores (None:
-    causal). ``scaling``, ``softcap``, ``window``: of the scores; ``sinks``: ``[Hq]``, learned
-    logits beside them (None: none).
+    ``tables``: tables that the model meant for the layer (None: none). ``mask``: ``[B, 1, T, Tk]``,
+    booleans or a bias on the scores (None: causal). ``options``: of the scores: ``scaling``,
+    ``softcap``, ``sliding_window``, and ``s_aux``, ``[Hq]``, logits of learned sinks.
     """
 
     index: int
     q: Tensor
     k: Tensor
     tables: Tables | None
-    plain: tuple[Tensor, Tensor] | None
     mask: Tensor | None
-    scaling: float | None
-    softcap: float | None
-    window: int | None
-    sinks: Tensor | None
+    options: dict[str, Any]
 
 
-class Seam:
-    """Interception of the attention of every layer of ``model``.
-
-    ``modules``: its attention layers, in order. ``usual``: the implementation that the model uses
-    by itself.
-
-    Raises:
-        UserError: some layer's attention does not use the interface.
-    """
-
-    def __init__(self, model: PreTrainedModel, depth: int) -> None:
-        self.model = model
-        self.usual = model.config._attn_implementation
-        # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which omits the soft-cap.
-        capped = getattr(model.config, "attn_logit_softcapping", None) is not None
-        if self.usual not in _MASKS or capped:
-            self.usual = "eager"
-        self.modules: list[nn.Module] = []
-
-        def note(module: nn.Module, *args: Any, **options: Any) -> Result:
-            self.modules.append(module)
-            return self._usually(module)(module, *args, **options)
-
-        with self._through(note), torch.no_grad():
-            model(torch.zeros(1, 2, dtype=torch.long, device=model.device), use_cache=False)
-        if len(self.modules) != depth:
-            raise UserError(
-                f"{len(self.modules)} of its {depth} layers call attention through transformers' "
-                "AttentionInterface; expected all"
-            )
-
-    @contextmanager
-    def watching(
-        self,
-        see: Callable[[Call], tuple[Tensor, Tensor]],
-        *,
-        plain: bool = False,
-        tables: Callable[[int, Tables], Tables] | None = None,
-    ) -> Iterator[None]:
-        """Route every forward pass within the block through ``see``.
-
-        Args:
-            see: receives a layer's attention call; returns the queries and keys to continue with.
-            plain: whether to compute them without rotation, too: each layer then projects twice.
-            tables: receives a layer's index and tables; returns replacements.
-        """
-        used: Tables | None = None
-        seen: tuple[Tensor, Tensor] | None = None
-
-        def without_rotation(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Result:
-            nonlocal seen
-            seen = q, k
-            # The rest of this pass is discarded.
-            return v.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]), None
-
-        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
-            nonlocal used, seen
-            used, seen = options.get("position_embeddings"), None
-            if plain and used is not None:
-                changed = {"position_embeddings": no_rotation(used), cache_name(module): None}
-                token = _ATTEND.set(lambda *a, **_: without_rotation(*a))
-                try:
-                    module.forward(*args, **options | changed)
-                finally:
-                    _ATTEND.reset(token)
-            if tables is not None and used is not None:
-                used = tables(index, used)
-                options = options | {"position_embeddings": used}
-            return args, options
-
-        def attend(
-            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
-        ) -> Result:
-            call = Call(
-                self.modules.index(module),
-                q,
-                k,
-                used,
-                None if not plain else (q, k) if used is None else seen,
-                mask,
-                *(options.get(n) for n in ("scaling", "softcap", "sliding_window", "s_aux")),
-            )
-            q, k = see(call)
-            return self._usually(module)(module, q, k, v, mask, **options)
-
-        with self._hooked(before), self._through(attend):
-            yield
-
-    @contextmanager
-    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call ``on_input`` with each attention's input within the block."""
-
-        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
-            on_input(index, args[0] if args else options["hidden_states"])
-
-        with self._hooked(before):
-            yield
-
-    @contextmanager
-    def _hooked(self, before: Callable[..., Any]) -> Iterator[None]:
-        """Call ``before`` with each attention layer's index, module and arguments."""
-        hooks = [
-            module.register_forward_pre_hook(partial(before, index), with_kwargs=True)
-            for index, module in enumerate(self.modules)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _usually(self, module: nn.Module) -> Callable[..., Result]:
-        if self.usual == "eager":
-            return sys.modules[type(module).__module__].eager_attention_forward
-        return ALL_ATTENTION_FUNCTIONS[self.usual]
-
-    @contextmanager
-    def _through(self, attend: Callable[..., Result]) -> Iterator[None]:
-        token = _ATTEND.set(attend)
-        self.model.set_attn_implementation(f"unrope_{self.usual}")
-        try:
-            yield
-        finally:
-            self.model.set_attn_implementation(self.usual)
-            _ATTEND.reset(token)
+Watch = Callable[..., tuple[Tensor, Tensor]]
+_WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
+"""Gets the arguments of every attention call and returns its queries and keys."""
 
 
-def ordered(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
-    """Return a call with queries and keys changed alike."""
-    plain = call.plain
-    if plain is not None:
-        plain = change(plain[0]), change(plain[1])
-    return replace(call, q=change(call.q), k=change(call.k), plain=plain)
+def _attend(usual: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+    """Compute attention as the model does by itself, of the queries and keys that a watch gives."""
+    if (watch := _WATCH.get()) is not None:
+        q, k = watch(module, q, k, *args, **options)
+    if usual == "eager":
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+    else:
+        attend = ALL_ATTENTION_FUNCTIONS[usual]
+    return attend(module, q, k, *args, **options)
+
+
+_MASKS: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
+for _usual, _mask in _MASKS.items():
+    AttentionInterface.register(f"unrope_{_usual}", partial(_attend, _usual))
+    AttentionMaskInterface.register(f"unrope_{_usual}", _mask)
 
 
 class _Layer(CacheLayerMixin):
@@ -381,43 +273,26 @@ class _Layer(CacheLayerMixin):
         return self.cache.length + new, 0
 
     def get_max_length(self) -> int:
-        """Return None: transformers need not know the capacity."""
+        """Return -1: transformers need not know the capacity."""
         return -1
 
     get_max_cache_shape = get_max_length
 
 
 def cache_name(module: nn.Module) -> str:
-    """Return the name of a model's or layer's cache argument.
-
-    It is ``cache`` from transformers 5.24 on, ``past_key_values`` before.
-    """
+    """Return the name of a model's cache argument: ``cache`` from transformers 5.24 on,
+    ``past_key_values`` before."""
     return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
-def as_transformers_cache(cache: KVCache) -> Cache:
-    """Return a view: what transformers appends goes to ``cache``."""
-    return Cache(layers=[_Layer(layer) for layer in cache.layers])
-
-
-TRIED = 16
-"""Tokens that are read to see what the layers do."""
-CAUSAL = 1e-5
-"""Of the largest state: how far a later token may move those of earlier tokens."""
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-"""What families call the number that their norms add."""
-APART = 0.05
-"""Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
-much at position 10^6."""
+# ---------------------------------------------------------------- the model
 
 
 class AdaptedModel(LanguageModel):
     """A causal model of transformers, without gradients.
 
     Its layout is determined from the behaviour of its layers. Channels of queries and keys are
-    reordered to the order of spectra, which leaves dot products unchanged. A layout assigned later
-    must rotate the same pairs, at any frequency or not at all, and equally in all heads of a layer.
-    ``hf`` is in float32.
+    reordered to the order of spectra, which leaves dot products unchanged. ``hf`` is in float32.
 
     Raises:
         UserError: its attention cannot be observed, or rotates in an unknown way.
@@ -428,22 +303,25 @@ class AdaptedModel(LanguageModel):
         self.hf = hf.eval()
         text = hf.config.get_text_config()
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
-        self._seam = Seam(hf, text.num_hidden_layers)
-        calls = self._tried()
+        self._observe: OnLayer | None = None
+        self._route(text.num_hidden_layers)
+        plain, calls = self._tried()
         q, k = calls[0].q, calls[0].k
         if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
             raise UserError("expected layers with heads of one shape")
-        self.rotations = in_one_order([self._rotation(call) for call in calls])
+        rotations = [self._rotation(*pair) for pair in zip(plain, calls, strict=True)]
+        # Layers without rotation get the channel order of the others.
+        order = next((r.order for r in rotations if r.spectrum.rotates), None)
+        self.rotations = [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
         layers = (
-            LayerEncoding(((rotation.spectrum, k.shape[1]),), call.window)
-            for rotation, call in zip(self.rotations, calls, strict=True)
+            LayerEncoding(((r.spectrum, k.shape[1]),), call.options.get("sliding_window"))
+            for r, call in zip(rotations, calls, strict=True)
         )
         ropes = getattr(text, "rope_parameters", None) or {}
         by_type = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
         lengths = [trained_and_reach(rope, text.max_position_embeddings) for rope in by_type]
         self.own_layout = Layout(min(lengths)[0], tuple(layers), max(r for _, r in lengths))
         self._layout = self.own_layout
-        eps = next((e for name in EPSILONS if (e := getattr(text, name, None)) is not None), None)
         self.config = ModelConfig(
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
@@ -453,33 +331,61 @@ class AdaptedModel(LanguageModel):
             head_dim=q.shape[-1],
             vocab_size=text.vocab_size,
             tie_word_embeddings=bool(text.tie_word_embeddings),
-            **({} if eps is None else {"rms_norm_eps": eps}),
+            rms_norm_eps=next((e for n in EPSILONS if (e := getattr(text, n, None))), 1e-5),
         )
-        self._observe: OnLayer | None = None
-        self._checked: set[tuple[int, int, int]] = set()
 
     @torch.no_grad()
-    def _tried(self) -> list[Call]:
-        """Run a few tokens; return the attention call of every layer, and record the shapes in the
-        cache.
+    def _route(self, depth: int) -> None:
+        """Show all attention calls to ``_WATCH`` from now on, and list the attention layers."""
+        self._usual = self.hf.config._attn_implementation
+        # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which omits the soft-cap.
+        capped = getattr(self.hf.config, "attn_logit_softcapping", None) is not None
+        if self._usual not in _MASKS or capped:
+            self._usual = "eager"
+        self.hf.set_attn_implementation(f"unrope_{self._usual}")
+        self._attentions: list[nn.Module] = []
+
+        def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Any:
+            self._attentions.append(module)
+            return q, k
+
+        with _watching(note):
+            self.hf(torch.zeros(1, 2, dtype=torch.long, device=self.device), use_cache=False)
+        if len(self._attentions) != depth:
+            raise UserError(
+                f"{len(self._attentions)} of its {depth} layers call attention through "
+                "transformers' AttentionInterface; expected all"
+            )
+
+    @torch.no_grad()
+    def _tried(self) -> tuple[list[Call], list[Call]]:
+        """Run a few tokens; return the attention call of every layer without and with rotation, and
+        record the shapes in the cache.
 
         Raises:
             UserError: tokens see later ones.
         """
+        plain: list[Call] = []
         calls: list[Call] = []
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
-            calls.append(call)
+            (calls if len(calls) < len(plain) else plain).append(call)
             return call.q, call.k
 
-        vocab_size = self.hf.config.get_text_config().vocab_size
-        ids = torch.arange(TRIED, device=self.device)[None] % vocab_size
-        with self._seam.watching(see, plain=True):
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+            """Call the layer twice, the first time with tables of no rotation."""
+            tables = options.get("position_embeddings")
+            changed = {} if tables is None else {"position_embeddings": no_rotation(tables)}
+            module.forward(*args, **options | changed)
+
+        size = self.hf.config.get_text_config().vocab_size
+        ids = torch.arange(TRIED, device=self.device)[None] % size
+        with self._calls(see), self._before(before):
             self.hf(ids, use_cache=False)
         outputs = self._base(ids, use_cache=True)
         ids[:, -1] = ids[:, 0]
-        before, after = outputs.last_hidden_state, self._base(ids).last_hidden_state
-        if (after - before)[:, :-1].abs().amax() > CAUSAL * before.abs().amax():
+        states, after = outputs.last_hidden_state, self._base(ids).last_hidden_state
+        if (after - states)[:, :-1].abs().amax() > CAUSAL * states.abs().amax():
             raise UserError("expected a causal model, but its tokens see later ones")
         self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
@@ -487,15 +393,52 @@ class AdaptedModel(LanguageModel):
             (layer.keys.shape[1::2], layer.values.shape[1::2])
             for layer in outputs[cache_name(self._base)].layers
         ]
-        return calls
+        return plain, calls
 
-    def _rotation(self, call: Call) -> Rotation:
+    def _rotation(self, plain: Call, call: Call) -> Rotation:
         """Determine the rotation of one layer from its behaviour."""
         inside = call.tables is None and any("inv_freq" in n for n, _ in self.hf.named_buffers())
-        rotation = None if inside else found_rotation(call.tables, call.plain, (call.q, call.k))
-        if rotation is None:
+        rotation = found_rotation(call.tables, (plain.q, plain.k), (call.q, call.k))
+        if inside or rotation is None:
             raise UserError(f"layer {call.index} rotates queries and keys in an unknown way")
         return rotation
+
+    @contextmanager
+    def _calls(self, see: Callable[[Call], tuple[Tensor, Tensor]], *, plain: bool = False) -> Any:
+        """Show all attention calls within the block to ``see``, which returns the queries and keys
+        to use.
+
+        ``plain``: whether layers get tables of no rotation.
+        """
+        tables: Tables | None = None
+
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+            nonlocal tables
+            tables = options.get("position_embeddings")
+            if plain and tables is not None:
+                options = options | {"position_embeddings": no_rotation(tables)}
+            return args, options
+
+        def watch(
+            module: nn.Module, q: Tensor, k: Tensor, _: Any, mask: Any, **options: Any
+        ) -> Any:
+            return see(Call(self._attentions.index(module), q, k, tables, mask, options))
+
+        with self._before(before), _watching(watch):
+            yield
+
+    @contextmanager
+    def _before(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Call ``hook`` with each attention layer's index, module and arguments."""
+        hooks = [
+            module.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
+            for index, module in enumerate(self._attentions)
+        ]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
 
     def _apply(self, *args: Any, **options: Any) -> AdaptedModel:
         """Apply ``function`` to all tensors, as torch does to change device or dtype.
@@ -525,26 +468,21 @@ class AdaptedModel(LanguageModel):
 
     @layout.setter
     def layout(self, layout: Layout) -> None:
-        for new, trained, rotation in zip(
-            layout.layers, self.own_layout.layers, self.rotations, strict=True
-        ):
-            pairs = len(new.groups[0][0].inv_freq)
+        for new, trained in zip(layout.layers, self.own_layout.layers, strict=True):
             if (
-                len(new.groups) > 1
-                or len(new.spectra) != len(trained.spectra)
+                len(new.spectra) != len(trained.spectra)
                 or (new.window, new.qk_norm) != (trained.window, trained.qk_norm)
-                or any(s.alibi for s in new.spectra)
-                or (pairs and pairs != len(rotation.spectrum.inv_freq))
+                or any(spectrum.alibi for spectrum in new.spectra)
             ):
                 raise UserError(
-                    "hf: a model that transformers computes cannot have heads that differ, other "
-                    "windows, other pairs or a bias"
+                    "hf: a model that transformers computes cannot have an encoding for each query "
+                    "head, other windows, norms or a bias"
                 )
         self._layout = layout
 
     def use_backend(self, name: str, device: str, **needs: Any) -> Choice:
         """Report transformers' own backend, which is always used."""
-        return Choice(self._seam.usual, "chosen by transformers")
+        return Choice(self._usual, "chosen by transformers")
 
     @torch.no_grad()
     def hidden_states(
@@ -558,26 +496,64 @@ class AdaptedModel(LanguageModel):
         """Compute states ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
         past = cache.length if cache else 0
         end = past + ids.shape[1]
-        columns = torch.arange(end, device=ids.device)
-        positions, keys = columns[past:], columns
+        keys = torch.arange(end, device=ids.device)
         lengths: int | list[int] = length or end
         options: dict[str, Any] = {}
         if cache is not None:
-            options[cache_name(self._base)] = as_transformers_cache(cache)
+            layers: list[Any] = [_Layer(layer) for layer in cache.layers]
+            options[cache_name(self._base)] = Cache(layers=layers)
         if cache is not None and cache.begins:
             begins = torch.tensor(cache.begins, device=ids.device)[:, None]
             lengths = [(length or end) - begin for begin in cache.begins]
-            options["attention_mask"] = (columns >= begins).long()
-            positions, keys = positions - begins, keys - begins
-            options["position_ids"] = positions
-        if cache is not None and self.layout.frequencies_follow_length:
-            raise UserError(
-                "hf: transformers keeps rotated keys, so frequencies cannot follow the length"
-            )
-        with self._passing(positions, keys, lengths):
+            options["attention_mask"] = (keys >= begins).long()
+            keys = keys - begins
+            options["position_ids"] = keys[:, past:]
+        with self._encoding(keys[..., past:], keys, lengths):
             outputs = self._base(ids, use_cache=cache is not None, **options)
         states = outputs.last_hidden_state
         return states if last is None else states[:, -last:]
+
+    @contextmanager
+    def _encoding(
+        self, positions: Tensor, keys: Tensor, lengths: int | list[int]
+    ) -> Iterator[None]:
+        """Encode queries and keys by the layout and show them, if it was changed or somebody
+        observes.
+
+        ``positions``, ``keys``: ``[T]`` and ``[Tk]``, or with a first dimension for rows.
+        """
+        if self._observe is None and self.layout.layers == self.own_layout.layers:
+            yield
+            return
+        queries = of_keys = head_groups(self.layout, positions, lengths, self.hf.dtype)
+        if keys is not positions:
+            of_keys = head_groups(self.layout, keys, lengths, self.hf.dtype)
+        last = int(positions.reshape(-1, positions.shape[-1])[0, -1])
+        checked: list[Tables] = []
+
+        def see(call: Call) -> tuple[Tensor, Tensor]:
+            rotation, layer = self.rotations[call.index], self.layout.layers[call.index]
+            if call.tables is not None and not any(call.tables is tables for tables in checked):
+                check_tables(call.index, call.tables, rotation, last)
+                checked.append(call.tables)
+            plain_q, plain_k = rotation.ordered(call.q), rotation.ordered(call.k)
+            q = encode_queries(plain_q, queries[call.index])
+            k = encode_keys(plain_k, of_keys[call.index])
+            if layer.intervention is not None:
+                q, k = Intervene(layer.intervention)(q, k, positions, keys)
+            if self._observe is not None:
+                check_mask(call, layer.window)
+                self._observe(
+                    call.index,
+                    *(plain_q, plain_k, q, k),
+                    scaling=call.options.get("scaling"),
+                    softcap=call.options.get("softcap"),
+                    sinks=call.options.get("s_aux"),
+                )
+            return q, k
+
+        with self._calls(see, plain=True):
+            yield
 
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
@@ -626,66 +602,24 @@ class AdaptedModel(LanguageModel):
     @contextmanager
     def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
         """Call ``on_input`` with each attention's input within the block."""
-        with self._seam.feeding(on_input):
+
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+            on_input(index, args[0] if args else options["hidden_states"])
+
+        with self._before(before):
             yield
 
-    def _passing(self, positions: Tensor, keys: Tensor, lengths: int | list[int]) -> Any:
-        """Return the context of a forward pass, which observes or modifies it if necessary."""
-        changed = self.layout.layers != self.own_layout.layers
-        if not changed and self._observe is None:
-            return nullcontext()
-        groups = head_groups(self.layout, positions, lengths) if changed else []
-        last, longest = 0, 0
-        if changed:  # the last position of the first row, and the last of all
-            rows = positions.reshape(-1, positions.shape[-1])
-            last, longest = int(rows[0, -1]), int(rows[:, -1].max())
 
-        def see(call: Call) -> tuple[Tensor, Tensor]:
-            call = ordered(call, self.rotations[call.index].ordered)
-            if groups:
-                call = self._turned(call, groups[call.index], positions, keys)
-            if self._observe is not None:
-                self._show(self._observe, call, by_itself=not groups)
-            return call.q, call.k
-
-        def tables(index: int, original: Tables) -> Tables:
-            group, form = groups[index][0], self.rotations[index].form
-            # Otherwise the spectrum's frequencies would be taken for length-dependent ones.
-            if (index, last, longest) not in self._checked:
-                check_tables(index, original, self.rotations[index], last)
-                self._checked.add((index, last, longest))
-            if group.cos is None or group.sin is None:
-                return no_rotation(original)
-            return tables_like(original, form, group.cos, group.sin)
-
-        return self._seam.watching(
-            see,
-            plain=self._observe is not None,
-            tables=tables if groups else None,
-        )
-
-    def _turned(self, call: Call, groups: Groups, positions: Tensor, keys: Tensor) -> Call:
-        """Apply the layout's temperature and intervention; the tables have rotated queries and
-        keys."""
-        q, k, temperature = call.q, call.k, groups[0].temperature
-        if temperature is not None:
-            q = (q * temperature).to(q.dtype)
-        if (wanted := self.layout.layers[call.index].intervention) is not None:
-            q, k = Intervene(wanted)(q, k, positions, keys)
-        return replace(call, q=q, k=k)
-
-    def _show(self, observe: OnLayer, call: Call, *, by_itself: bool) -> None:
-        """Inform the observer after checking that the layer behaves as the layout says."""
-        check_scores(call, self.layout.layers[call.index].window)
-        if by_itself and call.tables is not None:
-            rotation, last = self.rotations[call.index], call.q.shape[2] - 1
-            check_tables(call.index, call.tables, rotation, last)
-        assert call.plain is not None  # requested whenever there is an observer
-        softmax = {name: getattr(call, name) for name in ("scaling", "softcap", "sinks")}
-        observe(call.index, *call.plain, call.q, call.k, **softmax)
+@contextmanager
+def _watching(watch: Watch) -> Iterator[None]:
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
 
 
-def check_scores(call: Call, window: int | None) -> None:
+def check_mask(call: Call, window: int | None) -> None:
     """Check that the mask is causal, within the layer's window."""
     if call.mask is None:
         return
@@ -704,7 +638,7 @@ def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) 
     """Check that one layer's tables are those of its spectrum at the last position."""
     if not rotation.spectrum.rotates:
         return
-    table = complex_table(tables)[1][0, -1]
+    table = complex_table(tables)[0, -1]
     positions = torch.tensor([position], device=table.device)
     cos, sin = (x[0] for x in rotary_table(rotation.spectrum, positions))
     if (table - torch.complex(cos, sin)).abs().amax() > APART:
@@ -712,99 +646,3 @@ def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) 
             f"hf: the rotation of layer {index} follows the length of the text; expected texts "
             "within the length it was trained at"
         )
-
-
-PREFIX = "hf:"
-"""Before the directory of a model that transformers is to compute."""
-IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
-"""Implementations of attention and experts that a configuration may ask for. For any other name,
-transformers may download a kernel from the hub and run it."""
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A model that was found and tried; ``load`` reads its weights again.
-
-    ``bos_token``: see :func:`~trainer.interchange.hf_config.named_bos`. ``eos`` and ``stops``: see
-    :func:`~trainer.interchange.token_files.eos_ids` and ``stop_ids`` there.
-    """
-
-    path: Path
-    tokenizer: Tokenizer
-    config: ModelConfig
-    layout: Layout
-    computed_by: str
-    bos_token: int | None
-    eos: tuple[int, ...]
-    stops: frozenset[int]
-
-    def load(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> LanguageModel:
-        """Load the model onto a device in ``dtype``; it is converted before it gets there."""
-        return _read(self.path).to(dtype).to(device)
-
-
-def read_adapted(name: str) -> Adapted:
-    """Find the model that ``hf:DIRECTORY`` names, and determine the behaviour of its layers.
-
-    Reads its weights without keeping them.
-
-    Raises:
-        UserError: transformers cannot compute it by itself, or its attention cannot be observed.
-    """
-    path = Path(name.removeprefix(PREFIX)).expanduser()
-    values = read_config(path)
-    _check_own(path, values)
-    if (tokenizer := read_tokenizer(path)) is None:
-        raise UserError(f"{name}: there is no tokenizer.json beside its weights")
-    settings, model = read_token_files(path), _read(path)
-    return Adapted(
-        path,
-        tokenizer,
-        model.config,
-        model.layout,
-        f"transformers {version('transformers')}",
-        named_bos(values),
-        eos_ids(settings, tokenizer),
-        stop_ids(settings, tokenizer),
-    )
-
-
-def _check_own(path: Path, values: dict[str, Any]) -> None:
-    """Refuse models for which transformers would read or run something outside their directory."""
-    kind = values.get("model_type")
-    if kind not in CONFIG_MAPPING_NAMES:
-        raise UserError(
-            f"{path}: model_type: {kind!r} needs code, and code of a model is never run"
-        )
-    if (path / "adapter_config.json").exists() or values.get("transformers_weights") is not None:
-        raise UserError(f"{path}: adapter_config.json and transformers_weights are not supported")
-    for key, value in _implementations(values):
-        if value not in IMPLEMENTATIONS:
-            raise UserError(f"{path}: {key}: expected one of {IMPLEMENTATIONS[1:]}, got {value!r}")
-    ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if "dynamic" in (ropes.get("rope_type"), ropes.get("type")):
-        raise UserError(f"{path}: rope_type: 'dynamic' depends on the texts read before")
-
-
-def _implementations(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every ``*_implementation`` key at any depth, with its value."""
-    for key, value in values.items():
-        if str(key).endswith("_implementation"):
-            yield key, value
-        elif isinstance(value, dict):
-            yield from _implementations(value)
-
-
-def _read(path: Path) -> AdaptedModel:
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.float32,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(f"{path}: tensors are missing: {', '.join(missing[:5])}")
-    return AdaptedModel(model)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from trainer.common.errors import UserError
 from trainer.common.files import checksum
 from trainer.config import RunConfig
 from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
+from trainer.interchange.hf_config import named_bos
 from trainer.interchange.hub import find_pretrained
-from trainer.interchange.pretrained import read_pretrained
-from trainer.interchange.token_files import stop_ids
+from trainer.interchange.pretrained import read_config, read_pretrained, read_tokenizer
+from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
@@ -173,23 +175,7 @@ def find_candidate(reference: str) -> Candidate:
         UserError: there is none, or it is damaged.
     """
     if reference.startswith("hf:"):
-        from trainer.interchange.adapted import read_adapted  # imports transformers
-
-        adapted = read_adapted(reference)
-        return Candidate(
-            reference,
-            f"{adapted.path.resolve().name}-hf",
-            adapted.path,
-            adapted.tokenizer,
-            adapted.config,
-            adapted.layout,
-            adapted.load,
-            f"{adapted.computed_by} {_files_fingerprint(adapted.path)}",
-            computed_by=adapted.computed_by,
-            named_bos=adapted.bos_token,
-            eos=adapted.eos,
-            stops=adapted.stops,
-        )
+        return _computed_by_transformers(reference)
     if (path := published_place(reference)) is not None:
         published = read_pretrained(reference)
         return Candidate(
@@ -225,6 +211,39 @@ def find_candidate(reference: str) -> Candidate:
     )
     length = training_length_at(config, state["step"]) if state["step"] else None
     return candidate.with_training_length(length)
+
+
+def _computed_by_transformers(reference: str) -> Candidate:
+    """Find the model that ``hf:DIRECTORY`` names; its weights are read and not kept.
+
+    Raises:
+        UserError: transformers cannot compute it by itself, or its attention cannot be observed.
+    """
+    from trainer.interchange.adapted import read_adapted  # imports transformers
+
+    path = Path(reference.removeprefix("hf:")).expanduser()
+    model, tokenizer, files = read_adapted(path), read_tokenizer(path), read_token_files(path)
+    if tokenizer is None:
+        raise UserError(f"{reference}: there is no tokenizer.json beside its weights")
+    program = f"transformers {version('transformers')}"
+
+    def load(device: str = "cpu", dtype: torch.dtype = torch.float32) -> LanguageModel:
+        return read_adapted(path).to(dtype).to(device)
+
+    return Candidate(
+        reference,
+        f"{path.resolve().name}-hf",
+        path,
+        tokenizer,
+        model.config,
+        model.layout,
+        load,
+        f"{program} {_files_fingerprint(path)}",
+        computed_by=program,
+        named_bos=named_bos(read_config(path)),
+        eos=eos_ids(files, tokenizer),
+        stops=stop_ids(files, tokenizer),
+    )
 
 
 def _files_fingerprint(path: Path) -> str:
