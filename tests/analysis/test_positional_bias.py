@@ -9,24 +9,21 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
-from trainer.analysis import positional_bias, rescaling_effects
+from trainer.analysis import positional_bias
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.positional_bias import (
+    attention_by_distance,
     bias_gradients,
-    encoded_layout,
     fresh_decoders,
+    highest_rotating,
+    needle_attention,
     positional_biases,
     prefix_spreads,
+    profiles,
+    scaling_factors,
 )
 from trainer.analysis.positional_bias_figures import PositionalBiasFigures
-from trainer.analysis.rescaling_effects import (
-    attention_around,
-    attention_by_distance,
-    needle_shift,
-    scaling_factors,
-    yarn_shift,
-)
 from trainer.analysis.topic import Target
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
@@ -216,13 +213,12 @@ def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
 
 
 def test_profile_by_distance(monkeypatch):
-    monkeypatch.setattr(rescaling_effects, "BLOCK", 16)
+    monkeypatch.setattr(positional_bias, "BLOCK", 16)
     heads = layer_of_heads(window=30)
-    measured = attention_by_distance(heads, 3, 35)
+    measured = attention_by_distance(heads, 3)
     maps = [attention_of(heads, text, 3)[0] for text in range(2)]
-    expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(35)]
+    expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(40)]
     np.testing.assert_allclose(measured, expected, rtol=1e-4, atol=1e-7)
-    assert len(attention_by_distance(heads, 0, 1000)) == 40
 
 
 def captured(model, ids, layout=None):
@@ -272,15 +268,10 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
             assert measured.spreads[version][seed, 0] == pytest.approx(widest, rel=1e-5)
 
 
-def test_the_version_with_positions(tiny_decoder):
-    """Its own encoding, or RoPE where it has none."""
-    rope, nope = tiny_decoder(layers=["rope"]), tiny_decoder(layers=["nope"])
-    assert encoded_layout(rope) == ("RoPE", rope.layout)
-    name, layout = encoded_layout(nope)
-    assert name == "RoPE, base 10,000"
-    assert layout.spectra == (by_name("rope", 8, 32),)
-    assert encoded_layout(tiny_decoder(layers=["half_rope"]))[0] == "own encoding"
-    assert encoded_layout(tiny_decoder(layers=["alibi"]))[0] == "own encoding"
+def test_a_model_without_encoding_is_compared_with_rope(tiny_decoder):
+    rope, nope = (fresh_decoders(tiny_decoder(layers=[name]), LONG) for name in ("rope", "nope"))
+    np.testing.assert_allclose(rope.gradients["encoded"], nope.gradients["encoded"])
+    np.testing.assert_allclose(rope.gradients["nope"], nope.gradients["nope"])
 
 
 @pytest.mark.parametrize(("when", "differ"), [("after_drop", False), ("always", True)])
@@ -295,90 +286,30 @@ def test_norms_are_on_as_they_are_when_a_run_begins(tiny_decoder, when, differ):
         assert (not np.allclose(measured.gradients[version], values)) is differ
 
 
-def test_attention_around_an_earlier_occurrence(rope):
-    text = torch.cat([LONG[:, :11], LONG[:, 1:11]], dim=1)
-    heads = captured(rope, text)[1]
-    measured = attention_around(heads, 2, 10, 3)
-    for index, offset in enumerate(range(-3, 4)):
-        expected = [
-            attention_of(heads, row, 2)[0][i, i - 10 + offset]
-            for row in range(2)
-            for i in range(11, 21)
-            if i - 10 + offset >= 0
-        ]
-        assert measured[index] == pytest.approx(np.mean(expected), rel=1e-4)
-
-
-def test_yarn_moves_attention_by_so_much(rope):
-    """Total variation between rows of plain attention under both layouts, on repeated text."""
-    bias = np.zeros((2, 4))
-    bias[1, 2] = 0.9
-    measured = yarn_shift(rope, LONG, bias)
-    half = 15
-    assert (measured.half, measured.positional) == (half, (1, 2))
-    text = torch.cat([LONG[:, : half + 1], LONG[:, 1 : half + 1]], dim=1)
-    scaled = rope.layout.rescaled(yarn_turns, 2.0)
-    recall = np.zeros((2, 4))
-    for layer in range(2):
-        readings = [captured(rope, text, layout)[layer] for layout in (rope.layout, scaled)]
-        for head in range(4):
-            plain, other = (
-                np.stack([attention_of(heads, row, head)[0] for row in range(2)])
-                for heads in readings
-            )
-            expected = np.abs(plain - other)[:, half + 1 :].sum(-1).mean() / 2
-            assert measured.shift[layer, head] == pytest.approx(expected, rel=1e-3)
-            second = range(half + 1, 2 * half + 1)
-            recall[layer, head] = np.mean(
-                [plain[:, i, i - half] + plain[:, i, i - half + 1] for i in second]
-            )
-            if (layer, head) == measured.positional:
-                distances = [np.mean(other.diagonal(-back, 1, 2)) for back in range(half)]
-                np.testing.assert_allclose(measured.profile["yarn"], distances, rtol=1e-3)
-    np.testing.assert_allclose(measured.recall, recall, rtol=1e-3)
-    recall[1, 2] = 0
-    assert measured.semantic == np.unravel_index(recall.argmax(), recall.shape)
-    layer, head = measured.semantic
-    for name, layout in (("trained", rope.layout), ("yarn", scaled)):
-        near = attention_around(captured(rope, text, layout)[layer], head, half, 8)
-        np.testing.assert_allclose(measured.near_repeat[name], near, rtol=1e-3)
-    assert measured.uniform == pytest.approx(np.mean([2 / (i + 1) for i in second]))
-
-
-def test_yarn_leaves_the_layout_alone_and_chooses_heads_that_rotate(tiny_decoder):
+def test_yarn_leaves_the_layout_alone_and_heads_rotate(tiny_decoder):
     model = tiny_decoder(layers=["rope", "nope"])
     layout = model.layout
-    bias = np.array([[0.1] * 4, [0.9] * 4])
-    measured = yarn_shift(model, LONG, bias)
+    place = highest_rotating(np.array([[0.1, 0.2, 0.1, 0.1], [0.9] * 4]), layout)
+    assert place == (0, 1)
+    profiles(model, LONG, place)
     assert model.layout is layout
-    assert (measured.positional[0], measured.semantic[0]) == (0, 0)
-    assert measured.positional != measured.semantic
-    assert yarn_shift(model, LONG[:, :18], bias) is None
 
 
-def test_the_last_token_of_a_needle_prompt_under_yarn(rope):
-    """Fig. 8: plain attention of the last query on the tokens around the needle, under both."""
+def test_attention_under_yarn(rope):
+    """Fig. 7 and 8: plain attention under both layouts, by distance, and of a prompt's last
+    query."""
     prompt = NeedlePrompt(LONG[:, :32], slice(5, 9))
-    measured = needle_shift(rope, prompt)
-    maps = {}
+    by_distance = profiles(rope, prompt.ids, (1, 2))
+    of_last = needle_attention(rope, prompt)
     for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
         layers = captured(rope, prompt.ids, layout)
-        maps[name] = np.array(
-            [
-                [
-                    np.mean([attention_of(h, row, head)[0][-1] for row in range(2)], axis=0)
-                    for head in range(4)
-                ]
-                for h in layers
-            ]
-        )
-    on_needle = maps["trained"][..., 5:9].sum(-1)
-    assert measured.head == np.unravel_index(on_needle.argmax(), on_needle.shape)
-    assert (measured.offsets[0], measured.tokens) == (-5, 32)
-    for name, values in maps.items():
-        expected = values[measured.head]
-        np.testing.assert_allclose(measured.curves[name], expected[:17], rtol=1e-3)
-        assert measured.on_needle[name] == pytest.approx(expected[5:9].sum(), rel=1e-3)
+        maps = np.array(
+            [[[attention_of(h, row, j)[0] for row in range(2)] for j in range(4)] for h in layers]
+        ).mean(axis=2)
+        np.testing.assert_allclose(of_last[name], maps[:, :, -1], rtol=1e-3)
+        expected = [maps[1, 2].diagonal(-back).mean() for back in range(32)]
+        np.testing.assert_allclose(by_distance[name], expected, rtol=1e-3)
+    assert not np.allclose(of_last["trained"], of_last["yarn"])
 
 
 def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):

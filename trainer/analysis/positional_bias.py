@@ -1,5 +1,5 @@
-"""Positional bias of attention heads, its gradients, prefix spreads, and the same for the model's
-shape before training (DroPE Sec. 3, App. B).
+"""Positional bias of attention heads, its gradients, prefix spreads, the same for the model's shape
+before training, and attention under rescaled frequencies (DroPE Sec. 3 and 4.1, App. B).
 
 A head is measured on the key s tokens back, s = 0 (diagonal) or 1 (previous token). The centred
 weights of Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that
@@ -10,25 +10,30 @@ A query that does not see such a key, or sees no other, counts as 0.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages
+from trainer.analysis.arrays import Array, Averages, Place
 from trainer.analysis.attention import Rows, head_attention, visible_keys
-from trainer.analysis.capture import Heads
+from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.drop import drop
 from trainer.positional.encodings import rope
 from trainer.positional.layout import Layout
+from trainer.positional.rescaling import (
+    Rescaling,
+    ntk_aware,
+    ntk_by_parts_turns,
+    position_interpolation,
+    yarn_turns,
+)
+from trainer.positional.spectrum import Spectrum
 
 BLOCK = 256
 
@@ -38,25 +43,16 @@ def _has_target(visible: Tensor, shift: int) -> Tensor:
     return (visible > max(shift, 1)).to(torch.float64)
 
 
-def positional_bias(
-    weight: Tensor, visible: Tensor, shift: int, learned: Tensor | float = 0.0
-) -> Tensor:
-    """Compute A^c ``[...]`` from the attention ``weight`` ``[..., T]`` on the key ``shift`` tokens
-    back.
-
-    ``visible``: ``[T]``, number of keys that each query sees. ``learned``: attention on a learned
-    sink.
-    """
-    bias = (weight.double() * visible - 1 + learned) / (visible - 1).clamp(min=1)
-    return (bias * _has_target(visible, shift)).mean(dim=-1)
-
-
 def positional_biases(rows: Rows) -> dict[str, Tensor]:
     """Compute A^c ``[B, query heads]`` towards the ``diagonal`` and the ``previous`` token."""
-    return {
-        "diagonal": positional_bias(rows.diagonal, rows.visible, 0, rows.learned),
-        "previous": positional_bias(rows.previous, rows.visible, 1, rows.learned),
-    }
+
+    def bias(weight: Tensor, shift: int) -> Tensor:
+        values = (weight.double() * rows.visible - 1 + rows.learned) / (rows.visible - 1).clamp(
+            min=1
+        )
+        return (values * _has_target(rows.visible, shift)).mean(dim=-1)
+
+    return {"diagonal": bias(rows.diagonal, 0), "previous": bias(rows.previous, 1)}
 
 
 def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Array]:
@@ -68,28 +64,32 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
     """
     averages = Averages()
 
-    def observe(
-        layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor, **softmax: Any
-    ) -> None:
+    def observe(layer: int, *tensors: Tensor) -> None:
         attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
-        heads = Heads.of_layer(model.layout, layer, q, k, rotated_q, rotated_k, **softmax)
+        heads, (rotated_q, rotated_k) = Heads.of_layer(model.layout, layer, *tensors), tensors[2:]
         norms = []
-        for head in range(q.shape[1]):
-            grad_q, grad_k = _score_gradients(heads, head, shift)
-            full_q, full_k = torch.zeros_like(rotated_q), torch.zeros_like(rotated_k)
-            full_q[:, head] = grad_q
-            full_k[:, head // heads.queries_per_key] = grad_k
+        for head in range(rotated_q.shape[1]):
+            grad_q, grad_k = torch.zeros_like(rotated_q), torch.zeros_like(rotated_k)
+            grads = _score_gradients(heads, head, shift)
+            grad_q[:, head], grad_k[:, head // heads.queries_per_key] = grads
             gradients = torch.autograd.grad(
-                (rotated_q, rotated_k), projections, (full_q, full_k), retain_graph=True
+                (rotated_q, rotated_k), projections, (grad_q, grad_k), retain_graph=True
             )
             norms.append(torch.stack([gradient.double().norm() for gradient in gradients]))
         query, key = torch.stack(norms, dim=-1)
         averages.add(layer, query=query[None], key=key[None])
 
-    with _graph_of_one_layer(model, observe):
+    # Detached inputs: no gradient crosses layers.
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+        for block in model.layers
+    ]
+    with torch.enable_grad(), model.observed(observe):
         for row in ids.to(model.device):
             model.hidden_states(row[None])
+    for hook in hooks:
+        hook.remove()
     return averages.stacked("query"), averages.stacked("key")
 
 
@@ -98,48 +98,25 @@ def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tenso
     """Compute dA^c/dq and dA^c/dk ``[1, T, D]`` of one head's rotated queries and keys.
 
     The gradient of sum_m c_im alpha_im with respect to the score of key j is alpha_ij times (c_ij
-    minus that sum), times 1 - (score / cap)^2 if scores are capped.
+    minus that sum).
     """
     q, k = heads.rotated_q[:, head], heads.rotated_k[:, head // heads.queries_per_key]
-    T, root = q.shape[1], math.sqrt(q.shape[-1])
+    T = q.shape[1]
     visible = visible_keys(T, heads.encoding.window, q.device)
-    share = _has_target(visible, shift) / (visible - 1).clamp(min=1) / T / root
+    share = _has_target(visible, shift) / (visible - 1).clamp(min=1) / T * heads.scale
     grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
     for start in range(0, T, BLOCK):
         stop = min(start + BLOCK, T)
         alpha = head_attention(heads, head, slice(start, stop))
         i = torch.arange(start, stop, device=q.device)
-        target = (i - shift).clamp(min=0)
-        a = alpha.gather(-1, target[None, :, None])
-        seen = a * visible[start:stop, None]
+        target = (i - shift).clamp(min=0)[None, :, None]
+        seen = alpha.gather(-1, target) * visible[start:stop, None]
         of_scores = alpha * (alpha.sum(dim=-1, keepdim=True) - 1 - seen)
-        of_scores.scatter_add_(-1, target[None, :, None], seen)
+        of_scores.scatter_add_(-1, target, seen)
         of_scores *= share[start:stop, None].to(q.dtype)
-        if heads.softcap is not None:
-            products = q[:, start:stop] @ k[:, :stop].mT / root
-            of_scores *= 1 - (products / heads.softcap).tanh().square()
         grad_q[:, start:stop] = of_scores @ k[:, :stop]
         grad_k[:, :stop] += of_scores.mT @ q[:, start:stop]
     return grad_q, grad_k
-
-
-@contextmanager
-def _graph_of_one_layer(model: Decoder, observe: Callable[..., None]) -> Iterator[None]:
-    """Call ``observe`` in every layer, with inputs detached so no gradient crosses layers."""
-    hooks = [
-        block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
-        for block in model.layers
-    ]
-    try:
-        for index, block in enumerate(model.layers):
-            block.self_attn.observe = partial(observe, index)
-        with torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for block in model.layers:
-            block.self_attn.observe = None
-        for hook in hooks:
-            hook.remove()
 
 
 @torch.no_grad()
@@ -184,18 +161,15 @@ BUDGET = 1e12
 """Largest number of floating-point operations in gradients, about a minute of one core."""
 
 
-@dataclass(frozen=True)
-class FreshResult:
+class FreshResult(NamedTuple):
     """Results for decoders of a model's shape before training, with positions (``encoded``) and
-    without (``nope``).
+    without (``nope``), on ``tokens`` tokens.
 
-    ``encoding``: name of the encoding of ``encoded``. ``tokens``: number of tokens read.
     ``gradients``: by version, norms of the gradients of A^c by W_Q and W_K together, means over
     heads, ``[seeds, 2, layers]`` for the diagonal and the previous token. ``spreads``: by version,
     prefix spreads ``[seeds, layers + 1]``.
     """
 
-    encoding: str
     tokens: int
     gradients: dict[str, Array]
     spreads: dict[str, Array]
@@ -205,70 +179,140 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     """Measure a model's shape before training, with an encoding and without (DroPE Sec. 3, Fig. 4,
     Thm. 3.4).
 
-    The decoders have the model's depth, width and heads. All matrices are drawn with a standard
-    deviation of 0.02, the paper's "fixed variance" (Table 5); if the matrices that write to the
-    residual stream were divided by depth, the versions would differ in late layers only. The
-    vocabulary is limited to the tokens of the text: embeddings are independent, so others change
-    nothing.
+    The decoders have the model's depth, width, heads, windows and encoding (RoPE of base 10,000 if
+    it has none). All matrices are drawn with a standard deviation of 0.02, the paper's "fixed
+    variance" (Table 5); if the matrices that write to the residual stream were divided by depth,
+    the versions would differ in late layers only. The vocabulary is limited to the tokens of the
+    text: embeddings are independent, so others change nothing.
 
-    ``model``: gives the shape, the windows and the encoding (without an encoding: RoPE of base
-    10,000). At most 512 tokens or the training length of the first text are read. Returns None if
-    the shape is too large to be measured on a useful number of tokens.
+    At most 512 tokens or the training length of the first text are read. Returns None if the shape
+    is too large to be measured on a useful number of tokens.
     """
-    wanted = min(TOKENS, ids.shape[1], model.layout.training_length)
-    cost = _cost_of_a_token(model)
+    config, layout = model.config, model.layout
+    wanted = min(TOKENS, ids.shape[1], layout.training_length)
+    # Of one token: the gradients of both biases in both versions, in every head.
+    projected = (config.num_attention_heads + config.num_key_value_heads) * config.head_size
+    heads = config.num_hidden_layers * config.num_attention_heads
+    cost = 4 * heads * 2.0 * config.hidden_size * projected
     tokens = min(wanted, int(BUDGET / cost))
     if tokens < min(FEWEST, wanted):
         return None
-    seeds = max(1, min(SEEDS, int(BUDGET / (cost * tokens))))
     words, text = torch.unique(ids[:1, :tokens], return_inverse=True)
-    name, layout = encoded_layout(model)
-    versions = {"encoded": layout, "nope": drop(layout)}
-    measured = [_measure(model, seed, versions, text, len(words)) for seed in range(seeds)]
-    gradients, spreads = (
-        {version: np.stack([seed[version][kind] for seed in measured]) for version in versions}
-        for kind in (0, 1)
-    )
-    return FreshResult(encoding=name, tokens=tokens, gradients=gradients, spreads=spreads)
-
-
-def encoded_layout(model: LanguageModel) -> tuple[str, Layout]:
-    """Return the name and the layout of the model's encoding, or of RoPE if it has none."""
-    layout = model.layout
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
-        return "RoPE, base 10,000", drop(layout, to=rope(model.config.head_size))
-    everywhere = len(layout.spectra) == 1
-    full = layout.spectra[0].rotary_dim == model.config.head_size
-    return "RoPE" if everywhere and full else "own encoding", layout
-
-
-def _cost_of_a_token(model: LanguageModel) -> float:
-    """Count the operations of one token's gradients: both biases, both versions."""
-    config = model.config
-    outputs = (config.num_attention_heads + config.num_key_value_heads) * config.head_size
-    gradient = 2 * config.hidden_size * outputs
-    return 4.0 * config.num_hidden_layers * config.num_attention_heads * gradient
-
-
-def _measure(
-    model: LanguageModel, seed: int, versions: dict[str, Layout], text: Tensor, vocab: int
-) -> dict[str, tuple[Array, Array]]:
-    """Return gradients ``[2, layers]`` and spreads ``[layers + 1]`` of one seed, by version."""
-    config = replace(
-        model.config,
-        vocab_size=vocab,
+        layout = drop(layout, to=rope(config.head_size))
+    normed = config.qk_norm.when == "always"
+    layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
+    layout = replace(layout, layers=tuple(layers))
+    versions = {"encoded": layout, "nope": drop(layout)}
+    fresh = replace(
+        config,
+        vocab_size=len(words),
         initializer="normal",
         initializer_by_depth=False,
         tie_word_embeddings=True,
         from_pretrained=None,
         from_run=None,
     )
-    normed = config.qk_norm.when == "always"
-    decoder = Decoder(config, drop(model.layout), seed).to(model.device)
-    measured = {}
-    for version, layout in versions.items():
-        layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
-        decoder.layout = replace(layout, layers=tuple(layers))
-        norms = [np.hypot(*bias_gradients(decoder, text, shift)).mean(axis=1) for shift in (0, 1)]
-        measured[version] = np.stack(norms), prefix_spreads(decoder, text)
-    return measured
+    gradients: dict[str, list[Array]] = {name: [] for name in versions}
+    spreads: dict[str, list[Array]] = {name: [] for name in versions}
+    for seed in range(max(1, min(SEEDS, int(BUDGET / (cost * tokens))))):
+        decoder = Decoder(fresh, versions["nope"], seed).to(model.device)
+        for name, decoder.layout in versions.items():
+            norms = [
+                np.hypot(*bias_gradients(decoder, text, shift)).mean(axis=1) for shift in (0, 1)
+            ]
+            gradients[name].append(np.stack(norms))
+            spreads[name].append(prefix_spreads(decoder, text))
+    gathered = ({k: np.stack(v) for k, v in seeds.items()} for seeds in (gradients, spreads))
+    return FreshResult(tokens, *gathered)
+
+
+RESCALINGS: dict[str, Rescaling] = {
+    "pi": position_interpolation,
+    "ntk": ntk_aware,
+    "yarn": ntk_by_parts_turns,
+}
+"""Rescalings in Fig. 6 and 11 (Eq. 9 to 11; the last has a ramp over the frequency)."""
+
+
+def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
+    """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency, for each of
+    :data:`RESCALINGS`.
+
+    Frequencies are taken at a length of C tokens. Pairs that do not rotate have the factor 1.
+    """
+    inv_freq = spectrum.at(training_length, training_length).inv_freq
+    moving = np.array(inv_freq) > 0
+    factors = {}
+    for name, rescaling in RESCALINGS.items():
+        scaled = rescaling(inv_freq, training_length).frequencies(inv_freq, factor)
+        factors[name] = np.divide(scaled, inv_freq, out=np.ones(len(moving)), where=moving)
+    return factors
+
+
+def attention_by_distance(heads: Heads, head: int) -> Array:
+    """Average attention ``[T]`` on the key 0, 1, 2, ... tokens back, over queries with such a key
+    (Fig. 7)."""
+    T = heads.q.shape[2]
+    total = torch.zeros(T, dtype=torch.float64)
+    back = torch.arange(T, device=heads.q.device)
+    for start in range(0, T, BLOCK):
+        stop = min(start + BLOCK, T)
+        attention = head_attention(heads, head, slice(start, stop))
+        j = torch.arange(start, stop, device=back.device)[:, None] - back
+        picked = attention.gather(-1, j.clamp(min=0).expand(len(attention), -1, -1))
+        total += (picked * (j >= 0)).double().sum(dim=(0, 1)).cpu()
+    return (total / (heads.q.shape[0] * torch.arange(T, 0, -1))).numpy()
+
+
+def highest_rotating(values: Array, layout: Layout) -> Place:
+    """Return the rotating head with the highest of ``values`` ``[layers, query heads]``."""
+    rotates = np.array([[s.rotates for s in layer.spectra] for layer in layout.layers])
+    among = rotates.repeat(values.shape[1] // rotates.shape[1], axis=1)
+    layer, head = np.unravel_index(np.where(among, values, -np.inf).argmax(), values.shape)
+    return int(layer), int(head)
+
+
+def under_yarn(model: LanguageModel, read: Callable[[], Array]) -> dict[str, Array]:
+    """Return what ``read`` measures as ``trained`` and under ``yarn`` with s = 2."""
+    trained = read()
+    with model.using(model.layout.rescaled(yarn_turns, 2.0, "all")):
+        return {"trained": trained, "yarn": read()}
+
+
+def profiles(model: LanguageModel, ids: Tensor, place: Place) -> dict[str, Array]:
+    """Read texts ``[B, T]`` as trained and under YaRN, for :func:`attention_by_distance` of one
+    head."""
+
+    def read() -> Array:
+        measured: list[Array] = []
+
+        def on_layer(heads: Heads) -> None:
+            if heads.layer == place[0]:
+                measured.append(attention_by_distance(heads, place[1]))
+
+        capture(model, ids, on_layer)
+        return measured[0]
+
+    return under_yarn(model, read)
+
+
+def needle_attention(model: LanguageModel, prompt: NeedlePrompt) -> dict[str, Array]:
+    """Return the attention ``[layers, query heads, T]`` of needle prompts' last token, mean over
+    the prompts, as trained and under YaRN (Fig. 8)."""
+
+    def read() -> Array:
+        attention: list[Array] = []
+
+        def on_layer(heads: Heads) -> None:
+            T = heads.q.shape[2]
+            rows = [
+                head_attention(heads, head, slice(T - 1, T))[:, 0].double().mean(dim=0)
+                for head in range(heads.q.shape[1])
+            ]
+            attention.append(torch.stack(rows).cpu().numpy())
+
+        capture(model, prompt.ids, on_layer)
+        return np.stack(attention)
+
+    return under_yarn(model, read)

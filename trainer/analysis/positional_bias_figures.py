@@ -10,28 +10,23 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from trainer.analysis.arrays import Array, Averages
+from trainer.analysis.arrays import Array, Averages, Place
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.positional_bias import (
     TOKENS,
     FreshResult,
     fresh_decoders,
+    highest_rotating,
+    needle_attention,
     positional_biases,
     prefix_spreads,
-)
-from trainer.analysis.rescaling_effects import (
-    REACH,
-    NeedleShift,
-    YarnShift,
-    needle_shift,
+    profiles,
     scaling_factors,
-    yarn_shift,
 )
 from trainer.analysis.topic import Plot, Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side, whole_x
 from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.points import Points, points
 from trainer.plotting.style import STYLE_NUMBERS
 from trainer.positional.spectrum import Spectrum
 
@@ -48,15 +43,16 @@ METHODS = {
     "pi": ("PI", STYLE_NUMBERS["RoPE + PI"]),
     "ntk": ("NTK-aware", STYLE_NUMBERS["RoPE + NTK-aware"]),
 }
-BESIDE = 32
-"""Number of distances that a profile shows."""
+BESIDE, REACH = 32, 8
+"""Distances that a profile shows, and tokens around a needle."""
 FACTORS = (2.0, 3.0, 4.0)
 
 
 class PositionalBiasFigures(Topic):
     """Aᶜ of every head within the training length, its causes, and what YaRN does to attention.
 
-    ``bias``: Aᶜ ``[layers, heads]`` by :data:`KINDS`.
+    ``bias``: Aᶜ ``[layers, heads]`` by :data:`KINDS`. ``yarn``: curves as trained and under YaRN by
+    metric, with the head that they are of and the place of their first entry.
     """
 
     key = "positional_bias"
@@ -68,8 +64,7 @@ class PositionalBiasFigures(Topic):
         self.bias: dict[str, Array] = {}
         self.fresh: FreshResult | None = None
         self.spreads: dict[str, Array] = {}
-        self.yarn: YarnShift | None = None
-        self.needle: NeedleShift | None = None
+        self.yarn: dict[str, tuple[Place, int, dict[str, Array]]] = {}
         self.spectrum: Spectrum | None = None
 
     @property
@@ -93,18 +88,25 @@ class PositionalBiasFigures(Topic):
 
     def finish(self) -> None:
         """Read the text for every measure; rescale the frequencies of a model that rotates."""
-        model, ids = self.target.model, self.target.ids
+        model, ids, prompt = self.target.model, self.target.ids, self.target.prompt
         self.bias = self.measured_bias()
         self.fresh = fresh_decoders(model, ids)
         spread = prefix_spreads(model, ids[:1, : min(TOKENS, self.length)])
         self.spreads = ({} if self.fresh is None else self.fresh.spreads) | {"model": spread[None]}
         rotating = [s for s in model.layout.spectra if s.rotates]
-        if rotating:
-            C = self.target.training_length
-            self.spectrum = rotating[0].at(C, C)
-            self.yarn = yarn_shift(model, ids, np.maximum(*self.bias.values()))
-            if self.target.prompt is not None:
-                self.needle = needle_shift(model, self.target.prompt)
+        if not rotating:
+            return
+        C = self.target.training_length
+        self.spectrum = rotating[0].at(C, C)
+        place = highest_rotating(np.maximum(*self.bias.values()), model.layout)
+        curves = profiles(model, ids[:, : self.length], place)
+        self.yarn["attention_by_distance"] = place, 0, curves
+        if prompt is not None:
+            maps, needle = needle_attention(model, prompt), prompt.needle
+            place = highest_rotating(maps["trained"][..., needle].sum(axis=-1), model.layout)
+            first = max(0, needle.start - REACH)
+            shown = {name: map_[place][first : needle.stop + REACH] for name, map_ in maps.items()}
+            self.yarn["attention_near_needle"] = place, first - needle.start, shown
 
     def plots(self) -> list[Plot]:
         """Draw heads, gradients before training, spreads, and the effects of rescaling."""
@@ -124,60 +126,60 @@ class PositionalBiasFigures(Topic):
             *([] if self.fresh is None else [gradients_plot(self.fresh)]),
             spread_plot(self.spreads),
         ]
-        if self.yarn is not None:
-            plots += yarn_plots(self.yarn, np.maximum(*self.bias.values()))
-        if self.needle is not None:
-            plots.append(needle_plot(self.needle))
+        if self.yarn:
+            plots.append(self._under_yarn())
         if self.spectrum is not None:
             plots.append(factors_plot(self.spectrum, self.target.training_length))
         return plots
 
     def rows(self) -> pd.DataFrame:
-        """Return biases, gradients, spreads, shifts under YaRN and factors of frequencies."""
+        """Return biases, gradients, spreads, attention under YaRN and factors of frequencies."""
         tables = [tidy({k: b}, "layer", "head", length=self.length) for k, b in self.bias.items()]
+        gradients = {} if self.fresh is None else self.fresh.gradients
         for version, spreads in self.spreads.items():
-            for seed, values in enumerate(spreads):
+            for seed, spread in enumerate(spreads):
+                values = {"prefix_spread": spread}
                 name = f"{VERSIONS[version][0]}, seed {seed}"
-                tables.append(tidy({"prefix_spread": values}, "layer", variant=name))
-        for version, gradients in ({} if self.fresh is None else self.fresh.gradients).items():
-            for seed, norms in enumerate(gradients):
-                name = f"{VERSIONS[version][0]}, seed {seed}"
-                values = {f"gradient_{k}": norm for k, norm in zip(KINDS, norms, strict=True)}
                 tables.append(tidy(values, "layer", variant=name))
-        return pd.concat([*tables, *self._yarn_rows(), *self._factor_rows()])
-
-    def _yarn_rows(self) -> list[pd.DataFrame]:
-        """Return attention under YaRN, of all heads and of those that figures show."""
-        tables, curves = [], []
-        if (yarn := self.yarn) is not None:
-            numbers = {"recall": yarn.recall, "yarn_shift": yarn.shift}
-            tables.append(tidy(numbers, "layer", "head", length=yarn.half))
-            tables.append(tidy({"recall": yarn.uniform}, variant="uniform", length=yarn.half))
-            around = range(-REACH, REACH + 1)
-            profile = range(len(yarn.profile["trained"]))
-            curves += [
-                ("attention_by_distance", yarn.positional, yarn.profile, profile),
-                ("attention_near_repeat", yarn.semantic, yarn.near_repeat, around),
-            ]
-        if (needle := self.needle) is not None:
-            curves.append(("attention_near_needle", needle.head, needle.curves, needle.offsets))
-        for metric, (layer, head), by_layout, offsets in curves:
-            for name, values in by_layout.items():
-                table = tidy({metric: values}, "length", places={"length": offsets}, variant=name)
+        for version, seeds in gradients.items():
+            for seed, norms in enumerate(seeds):
+                values = {f"gradient_{k}": norm for k, norm in zip(KINDS, norms, strict=True)}
+                name = f"{VERSIONS[version][0]}, seed {seed}"
+                tables.append(tidy(values, "layer", variant=name))
+        for metric, ((layer, head), first, curves) in self.yarn.items():
+            for name, curve in curves.items():
+                places = {"length": range(first, first + len(curve))}
+                table = tidy({metric: curve}, "length", places=places, variant=name)
                 tables.append(table.assign(layer=layer, head=head))
-        return tables
+        for s in FACTORS:
+            if self.spectrum is None:
+                break
+            factors = scaling_factors(self.spectrum, self.target.training_length, s)
+            for name, gamma in factors.items():
+                variant = f"{METHODS[name][0]}, s = {s:g}"
+                tables.append(tidy({"frequency_factor": gamma}, "pair", variant=variant))
+        return pd.concat(tables)
 
-    def _factor_rows(self) -> list[pd.DataFrame]:
-        if self.spectrum is None:
-            return []
-        by_factor = {
-            s: scaling_factors(self.spectrum, self.target.training_length, s) for s in FACTORS
+    def _under_yarn(self) -> Plot:
+        """Draw attention as trained and under YaRN (Fig. 7 and 8)."""
+        looks = {
+            "attention_by_distance": ("positional", "distance (tokens back)", BESIDE),
+            "attention_near_needle": ("needle", "key, tokens from the needle's first", None),
         }
-        return [
-            tidy({"frequency_factor": gamma}, "pair", variant=f"{METHODS[name][0]}, s = {s:g}")
-            for s, factors in by_factor.items()
-            for name, gamma in factors.items()
-        ]
+        panels = []
+        for metric, ((layer, head), first, curves) in self.yarn.items():
+            kind, x_label, most = looks[metric]
+            shown = {name: curve[:most] for name, curve in curves.items()}
+            x = range(first, first + len(shown["trained"]))
+            frame = Frame(x_label, "attention")
+            panels.append(Panel(f"{kind}: layer {layer} head {head}", _lines(shown, x), frame))
+        return Plot(
+            "attention_under_yarn",
+            side_by_side(panels),
+            "Attention as trained and under YaRN with s = 2: of the most positional head by "
+            "distance, and of a needle prompt's last token around the needle, in the head that "
+            "attends to it most (DroPE, Fig. 7, 8).",
+        )
 
 
 def gradients_plot(fresh: FreshResult) -> Plot:
@@ -195,24 +197,17 @@ def gradients_plot(fresh: FreshResult) -> Plot:
         "positional_bias_gradients",
         side_by_side(panels),
         f"Gradient of Aᶜ by W_Q and W_K before training, mean over heads, on {fresh.tokens} "
-        f"tokens, with {fresh.encoding} and without; bars: range of seeds (DroPE, Fig. 4).",
+        "tokens, with positions and without; bars: range of seeds (DroPE, Fig. 4).",
     )
 
 
 def spread_plot(spreads: Mapping[str, Array]) -> Plot:
     """Draw prefix spreads (Thm. 3.4)."""
-    growths = {version: norms / norms[:, :1] for version, norms in spreads.items()}
-    panels = [
-        Panel(
-            title,
-            [_over_layers(version, norms) for version, norms in shown.items()],
-            Frame("blocks passed", "spread", whole_x(log_if_wide)),
-        )
-        for title, shown in (("prefix spread", spreads), ("growth over the first", growths))
-    ]
+    lines = [_over_layers(version, norms) for version, norms in spreads.items()]
+    frame = Frame("blocks passed", "prefix spread", whole_x(log_if_wide))
     return Plot(
         "prefix_spread",
-        side_by_side(panels),
+        side_by_side([Panel("", lines, frame)]),
         "Prefix spread of the normalised states that enter attention after so many blocks (DroPE, "
         "Thm. 3.4).",
     )
@@ -225,57 +220,6 @@ def _over_layers(version: str, values: Array) -> Series:
     if len(values) > 1:
         low, high = values.min(axis=0).tolist(), values.max(axis=0).tolist()
     return Series(label, style, range(values.shape[1]), mean, low, high)
-
-
-def yarn_plots(measured: YarnShift, bias: Array) -> list[Plot]:
-    """Draw attention under YaRN (Fig. 7 and 8); ``bias``: ``[layers, heads]``."""
-    positional, semantic = (
-        f"layer {i} head {j}" for i, j in (measured.positional, measured.semantic)
-    )
-    beside = {name: curve[:BESIDE] for name, curve in measured.profile.items()}
-    near = Frame("key, tokens from the earlier occurrence", "mean attention")
-    panels = [
-        Panel(
-            f"positional: {positional}",
-            _lines(beside, range(BESIDE)),
-            Frame("distance (tokens back)", "mean attention"),
-        ),
-        Panel(
-            f"finds repeated tokens: {semantic}",
-            _lines(measured.near_repeat, range(-REACH, REACH + 1)),
-            near,
-        ),
-    ]
-    layer = np.repeat(np.arange(len(bias)), bias.shape[1]).reshape(bias.shape)
-    frame = Frame("Aᶜ, the larger of the two", "attention on other keys\n(total variation)")
-    cloud = Points.graded("", bias, measured.shift, layer, frame)
-    text = f"on a text whose first {measured.half} tokens are read twice"
-    return [
-        Plot(
-            "attention_under_yarn",
-            side_by_side(panels),
-            f"Mean attention as trained and under YaRN with s = 2, {text} (DroPE, Fig. 7).",
-        ),
-        Plot(
-            "shift_under_yarn",
-            points([cloud], size=14, index="layer"),
-            f"Attention that YaRN with s = 2 moves, by positional bias, a point a head, {text} "
-            "(DroPE, Fig. 8).",
-        ),
-    ]
-
-
-def needle_plot(measured: NeedleShift) -> Plot:
-    """Draw the attention of the last token around the needle (Fig. 8)."""
-    layer, head = measured.head
-    frame = Frame("key, tokens from the needle's first", "attention of the last token")
-    lines = _lines(measured.curves, measured.offsets)
-    return Plot(
-        "needle_under_yarn",
-        side_by_side([Panel(f"layer {layer} head {head}", lines, frame)]),
-        f"Attention of the last token of a needle prompt of {measured.tokens:,} tokens, as trained "
-        "and under YaRN with s = 2 (DroPE, Fig. 8).",
-    )
 
 
 def factors_plot(spectrum: Spectrum, training_length: int) -> Plot:
@@ -306,9 +250,6 @@ def factors_plot(spectrum: Spectrum, training_length: int) -> Plot:
 
 
 def _lines(curves: Mapping[str, Array], x: Iterable[float]) -> list[Series]:
-    """Return a line for each layout or method; a curve may end before ``x`` does."""
+    """Return a line for each layout or method."""
     places = list(x)
-    return [
-        Series(*METHODS[name], places[: len(curve)], curve.tolist())
-        for name, curve in curves.items()
-    ]
+    return [Series(*METHODS[name], places, curve.tolist()) for name, curve in curves.items()]
