@@ -12,12 +12,13 @@ from torch.func import functional_call
 
 from trainer.config import DataConfig
 from trainer.data.dataset import as_batch
-from trainer.model import forward_pass
+from trainer.model import decoder as decoder_module
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional import rotation
-from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.drop import drop
+from trainer.positional.rescaling import ntk_aware
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -151,14 +152,17 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
 @pytest.mark.parametrize(
     "positional",
     [
-        {"layers": ["rope"]},
         {"layers": ["rope", "nope"]},
         {"layers": ["rope", "alibi"], "windows": [4, None]},
+        {"layers": ["rope_id"], "encodings": {"rope_id": {"fastest_wavelength": 2}}},
+        {"temperature": TemperatureConfig(0.5, per="sequence", reference=1)},
+        {"temperature": TemperatureConfig(0.5, per="query", reference=3, steps=True)},
     ],
-    ids=["rope", "rope and nope", "alibi and a window"],
+    ids=["rope and nope", "alibi and a window", "RoPE-ID", "by document", "by query"],
 )
 def test_packed_documents_whose_positions_restart_are_documents_alone(tiny_decoder, positional):
-    model = tiny_decoder(**positional)
+    """The length that a temperature follows is the document's, also beyond the training length."""
+    model = tiny_decoder(**positional, training_length=8)
     model.use_backend("sdpa", "cpu", documents=True, half=False)
     config, end = DataConfig(document_mask=True, restart_positions=True), 0
     texts = [np.r_[IDS[0, :n].clamp(min=1).numpy(), end][None] for n in (5, 9, 1, 10)]
@@ -174,6 +178,13 @@ def test_packed_documents_whose_positions_restart_are_documents_alone(tiny_decod
 
     expected = [losses(batch) for batch in alone]
     torch.testing.assert_close(losses(packed), torch.cat(expected), rtol=0, atol=2e-6)
+
+
+def test_frequencies_by_length_are_refused_for_documents_whose_positions_restart(tiny_decoder):
+    model = tiny_decoder()
+    model.layout = model.layout.dynamically_rescaled(ntk_aware)
+    with pytest.raises(ValueError, match="cannot restart with documents"):
+        model(IDS, documents=torch.zeros_like(IDS), positions=torch.arange(40).expand(2, -1))
 
 
 def test_a_dropped_rope_decoder_is_a_nope_decoder(tiny_decoder):
@@ -207,7 +218,7 @@ def test_cosines_and_sines_are_rounded_once_a_pass_to_the_same_numbers(
     ours = numbers()
     assert {*dtypes} == {torch.bfloat16}
     monkeypatch.setattr(
-        forward_pass, "head_groups", lambda *args: rotation.head_groups(*args[:3], torch.float32)
+        decoder_module, "head_groups", lambda *args: rotation.head_groups(*args[:3], torch.float32)
     )
     dtypes.clear()
     assert all(map(torch.equal, ours, numbers()))

@@ -12,9 +12,9 @@ from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 
 from tests.reference import eager
+from trainer.model.attention import LayerPass
 from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import KVCache
-from trainer.model.forward_pass import Encoding, LayerPass
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
@@ -48,8 +48,7 @@ def test_attention_is_llama_4_s_of_a_layer_without_rotation(tiny_decoder):
     later = torch.full((50, 50), -math.inf).triu(1)[None, None]
     expected, _ = theirs(x, position_embeddings=torch.zeros(()), attention_mask=later)
     (groups, _) = head_groups(model.layout, positions, 50)
-    encoding = Encoding(groups, positions)
-    output = ours(x, LayerPass(encoding, encoding, Mask()))
+    output = ours(x, LayerPass(groups, groups, Mask()))
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
 
 

@@ -11,7 +11,7 @@ from tests.positional.examples import encoded, one_layer
 from trainer.model.cache import KVCache
 from trainer.model.generate import generate
 from trainer.positional.encodings import by_name
-from trainer.positional.intervention import Intervene
+from trainer.positional.intervention import intervene
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
@@ -53,7 +53,7 @@ def with_intervention(layout, intervention, layer=0):
 def with_seam(q, k, spectra, intervention, positions=None):
     positions = torch.arange(q.shape[2]) if positions is None else positions
     q, k = encoded(q, k, one_layer(C, *spectra), positions, C)
-    return (q, k) if intervention is None else Intervene(intervention)(q, k, positions, positions)
+    return (q, k) if intervention is None else intervene(intervention, q, k, positions, positions)
 
 
 def queries_and_keys(tokens=10, seed=0):

@@ -111,11 +111,9 @@ def test_channels_beyond_the_rotary_ones_pass_through():
 
 @pytest.fixture
 def computed(monkeypatch):
-    """The spectra whose tables were computed."""
-    calls, table = [], rotation.rotary_table
-    monkeypatch.setattr(
-        rotation, "rotary_table", lambda *args: calls.append(args[0]) or table(*args)
-    )
+    """The frequencies whose tables were computed."""
+    calls, table = [], rotation._table
+    monkeypatch.setattr(rotation, "_table", lambda *args: calls.append(args[0]) or table(*args))
     return calls
 
 

@@ -43,7 +43,7 @@ from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import chunk_size
-from trainer.positional.intervention import Intervene
+from trainer.positional.intervention import intervene
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import (
     encode_keys,
@@ -540,7 +540,7 @@ class AdaptedModel(LanguageModel):
             q = encode_queries(plain_q, queries[call.index])
             k = encode_keys(plain_k, of_keys[call.index])
             if layer.intervention is not None:
-                q, k = Intervene(layer.intervention)(q, k, positions, keys)
+                q, k = intervene(layer.intervention, q, k, positions, keys)
             if self._observe is not None:
                 check_mask(call, layer.window)
                 self._observe(

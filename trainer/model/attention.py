@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.backends import Attend, sdpa
+from trainer.model.backends import Attend, Mask, sdpa
+from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
-from trainer.model.forward_pass import LayerPass
-from trainer.positional.rotation import encode_keys, encode_queries
+from trainer.positional.rotation import Groups, encode_keys, encode_queries
 
 Observer = Callable[..., None]
 """Receives the queries and keys before and after their encoding, ``[B, H, T, D]`` each."""
@@ -43,6 +44,28 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+@dataclass(frozen=True)
+class LayerPass:
+    """Data that a block gets in one forward pass, besides its input.
+
+    ``queries``, ``keys``: tables of the new tokens; if ``caches_plain_keys``, the cache stores
+    unencoded keys, and ``keys`` are the tables of cached and new tokens together. ``qk_norm``:
+    whether the query and key norms are enabled. ``copies_keys``: whether every query head has its
+    own copy of its keys. ``intervene``: change of the encoded queries and keys. ``last``: number of
+    last positions to compute; None: all.
+    """
+
+    queries: Groups
+    keys: Groups
+    mask: Mask
+    cache: LayerCache | None = None
+    qk_norm: bool = False
+    copies_keys: bool = False
+    caches_plain_keys: bool = False
+    intervene: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    last: int | None = None
+
+
 class Attention(nn.Module):
     """Causal attention over ``[B, T, hidden_size]``.
 
@@ -50,8 +73,7 @@ class Attention(nn.Module):
     drop adds no parameters to a run. While disabled they take part with weight zero. Every
     parameter then has a gradient, which sharded and replicated training need.
 
-    After their encoding, the layout's intervention may replace queries and keys, and ``observe``,
-    if set, receives them.
+    ``observe``, if set, receives the queries and keys.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -78,8 +100,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""
-        queries, keys, cache = layer_pass.queries, layer_pass.keys, layer_pass.cache
-        qk_norm = layer_pass.qk_norm
+        cache, qk_norm = layer_pass.cache, layer_pass.qk_norm
         plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
         plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
@@ -88,9 +109,9 @@ class Attention(nn.Module):
         if layer_pass.copies_keys:
             copies = plain_q.shape[1] // plain_k.shape[1]
             plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
-        q, k = encode_queries(plain_q, queries.groups), encode_keys(plain_k, keys.groups)
-        if layer_pass.intervention is not None:
-            q, k = layer_pass.intervention(q, k, queries.positions, keys.positions)
+        q, k = encode_queries(plain_q, layer_pass.queries), encode_keys(plain_k, layer_pass.keys)
+        if layer_pass.intervene is not None:
+            q, k = layer_pass.intervene(q, k)
         if self.observe is not None:
             self.observe(plain_q, plain_k, q, k)
         if cache is not None and not layer_pass.caches_plain_keys:

@@ -2,8 +2,7 @@
 
 Modules are named as in Hugging Face's Llama, so that state dicts differ only by a prefix. The
 decoder knows no encoding method. It holds a :class:`Layout`, computes the tables of each distinct
-spectrum once per forward pass, and gives each block a :class:`LayerPass` with its mask, its cache
-and the tables of its heads, if they have any.
+spectrum once per forward pass, and gives each block a :class:`LayerPass`.
 """
 
 from __future__ import annotations
@@ -12,21 +11,24 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.model.attention import Attention, Linear, RMSNorm
-from trainer.model.backends import BACKENDS, Choice, choose_backend
+from trainer.model.attention import Attention, LayerPass, Linear, RMSNorm
+from trainer.model.backends import BACKENDS, Choice, Mask, choose_backend, prepared
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
-from trainer.model.forward_pass import ForwardPass, LayerPass
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import linear_cross_entropy, token_losses
-from trainer.positional.layout import Layout
+from trainer.positional.encodings import alibi_slopes
+from trainer.positional.intervention import intervene
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.rotation import Lengths, head_groups
 
 
 class MLP(nn.Module):
@@ -172,19 +174,116 @@ class Decoder(LanguageModel):
             block.self_attn.attend = BACKENDS[choice.name]
         return choice
 
-    def hidden_states(self, ids: Tensor, **options: Any) -> Tensor:
-        """Compute normalized states ``[B, T, hidden_size]`` before the head for ids ``[B, T]``.
+    def hidden_states(
+        self,
+        ids: Tensor,
+        *,
+        documents: Tensor | None = None,
+        bounds: Tensor | None = None,
+        longest: int | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        length: int | None = None,
+        last: int | None = None,
+    ) -> Tensor:
+        """Compute normalized states ``[B, T, hidden_size]`` before the head.
 
-        See :meth:`ForwardPass.over` for ``options``; with ``last``, only these positions.
+        Args:
+            ids: ``[B, T]`` token ids.
+            documents: ``[B, T]`` integers; attention stays within equal numbers.
+            bounds: starts of the documents, see :func:`trainer.model.backends.bounds_of`. If needed
+                and not given, computing them causes a host sync.
+            longest: upper bound of the documents' lengths; None: T.
+            positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache. With
+                documents, the length that an encoding may depend on is the document's.
+            cache: earlier tokens, extended in place.
+            length: tokens of the whole sequence if more will follow; encodings that depend on the
+                length use it.
+            last: number of last positions to return; None: all. For other positions the last block
+                computes only keys and values.
         """
-        attends = [block.self_attn.attend for block in self.layers]
         x = self.embed_tokens(ids)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        forward_pass = ForwardPass.over(ids, **options)
-        layer_passes = forward_pass.layers(self.layout, self.config, attends, x.dtype)
-        for block, layer_pass in zip(self.layers, layer_passes, strict=True):
+        past = cache.length if cache else 0
+        columns, begins = torch.arange(past + ids.shape[1], device=ids.device), None
+        lengths: Lengths = length or len(columns)
+        if cache and cache.begins:
+            begins = torch.tensor(cache.begins, device=ids.device)
+            lengths = [(length or len(columns)) - begin for begin in cache.begins]
+            columns = columns - begins[:, None]
+        if positions is None:
+            positions = columns[..., past:]
+        elif documents is not None and self.layout.follows_length:
+            lengths = document_lengths(documents)
+        mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
+        masks = self._masks(mask, ids, columns.shape[-1], last)
+        passes = self._layer_passes(positions, columns, lengths, masks, cache, last, x.dtype)
+        for block, layer_pass in zip(self.layers, passes, strict=True):
             x = block(x, layer_pass)
         return self.norm(x)
+
+    def _layer_passes(
+        self,
+        positions: Tensor,
+        columns: Tensor,
+        lengths: Lengths,
+        masks: list[Mask],
+        cache: KVCache | None,
+        last: int | None,
+        dtype: torch.dtype,
+    ) -> list[LayerPass]:
+        """Return the data of every layer; ``columns``: positions of cached and new tokens."""
+        layers, heads = self.layout.layers, self.config.num_key_value_heads
+        copies = [len(layer.spectra) != heads for layer in layers]
+        plain = [
+            cache is not None and (copies_keys or layer.frequencies_follow_length)
+            for layer, copies_keys in zip(layers, copies, strict=True)
+        ]
+        queries = keys = head_groups(self.layout, positions, lengths, dtype)
+        if any(plain) and columns.shape[-1] > positions.shape[-1]:
+            # These layers encode cached keys again in every forward pass.
+            keys = head_groups(self.layout, columns, lengths, dtype)
+        passes = []
+        for i, layer in enumerate(layers):
+            change = None
+            if layer.intervention is not None:
+                of_keys = columns if plain[i] else positions
+                change = partial(
+                    intervene, layer.intervention, q_positions=positions, k_positions=of_keys
+                )
+            passes.append(
+                LayerPass(
+                    queries[i],
+                    keys[i] if plain[i] else queries[i],
+                    masks[i],
+                    None if cache is None else cache.layers[i],
+                    layer.qk_norm,
+                    copies[i],
+                    plain[i],
+                    change,
+                    last if i == len(layers) - 1 else None,
+                )
+            )
+        return passes
+
+    def _masks(self, mask: Mask, ids: Tensor, keys: int, last: int | None) -> list[Mask]:
+        """Return the mask of every layer; equal ones share the backend's preparation."""
+        rows, tokens = ids.shape
+        distinct: dict[tuple[int | None, int, int], Mask] = {}
+        masks = []
+        for index, (block, layer) in enumerate(zip(self.layers, self.layout.layers, strict=True)):
+            queries = tokens
+            if last is not None and index == len(self.layers) - 1:
+                queries = min(last, tokens)
+            slopes = bias_slopes(layer, self.config.num_attention_heads, ids.device)
+            window = layer.window if layer.window and layer.window < keys else None
+            key = window, id(slopes), queries
+            if key not in distinct:
+                of_layer = replace(mask, window=window, slopes=slopes)
+                attend = block.self_attn.attend
+                distinct[key] = prepared(attend, of_layer, (rows, queries), keys, ids.device)
+            masks.append(distinct[key])
+        return masks
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute ``[..., vocab]`` from normalized states ``[..., hidden_size]``."""
@@ -202,7 +301,7 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Return the weighted mean cross-entropy in nats per token.
 
-        See :func:`linear_cross_entropy`, and :meth:`ForwardPass.over` for ``options``.
+        See :func:`linear_cross_entropy`, and :meth:`hidden_states` for ``options``.
         """
         x = self.hidden_states(ids, **options)
         return linear_cross_entropy(x, self.head, targets, weights, z_loss=z_loss, losses=losses)
@@ -246,6 +345,26 @@ class Decoder(LanguageModel):
         finally:
             for hook in hooks:
                 hook.remove()
+
+
+def document_lengths(documents: Tensor) -> Tensor:
+    """Return the number of tokens in each token's document, ``[B, T]``, without a host sync."""
+    ordinals = F.pad(documents.diff(dim=1).ne(0), (1, 0)).cumsum(dim=1)
+    counts = torch.zeros_like(ordinals).scatter_add_(1, ordinals, torch.ones_like(ordinals))
+    return counts.gather(1, ordinals)
+
+
+def bias_slopes(layer: LayerEncoding, heads: int, device: torch.device) -> Tensor | None:
+    """Return ALiBi's slopes ``[heads]``; None if no head of the layer has a bias."""
+    biased = tuple(spectrum.alibi for spectrum in layer.spectra)
+    return _slopes(heads, biased, device) if any(biased) else None
+
+
+@lru_cache
+def _slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
+    """Return slopes ``[heads]``, 0 for key-value heads without bias; cached to avoid a sync."""
+    slopes = torch.tensor(alibi_slopes(heads), device=device)
+    return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))
 
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:

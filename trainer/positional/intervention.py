@@ -1,12 +1,8 @@
-"""Apply the interventions of a layout to encoded queries and keys.
-
-Import this module lazily: it imports torch's compiler, which is slow.
-"""
+"""Apply the interventions of a layout to encoded queries and keys."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,21 +13,15 @@ from trainer.positional.layout import Factors, Intervention
 BITS = 32
 
 
-@dataclass(frozen=True)
-class Intervene:
-    """Applies an :class:`Intervention` to encoded queries and keys."""
-
-    intervention: Intervention
-
-    def __call__(
-        self, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Change queries and keys, ``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
-        intervention, seed = self.intervention, 2 * self.intervention.seed
-        return (
-            _changed(q, intervention.query, intervention.query_noise, seed, q_positions),
-            _changed(k, intervention.key, intervention.key_noise, seed + 1, k_positions),
-        )
+def intervene(
+    intervention: Intervention, q: Tensor, k: Tensor, q_positions: Tensor, k_positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Change queries and keys, ``[B, H, T, D]`` each, at positions ``[T]`` or ``[B, T]``."""
+    seed = 2 * intervention.seed
+    return (
+        _changed(q, intervention.query, intervention.query_noise, seed, q_positions),
+        _changed(k, intervention.key, intervention.key_noise, seed + 1, k_positions),
+    )
 
 
 def _changed(
@@ -69,15 +59,12 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-# Break the graph here; otherwise it would build the tensor in every call.
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 @lru_cache
 def _factors(rows: Factors, device: torch.device) -> Tensor:
     """Return factors ``[H, 1, D]``, float32."""
     return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 @lru_cache(maxsize=64)
 def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
     """Return random 32-bit integers ``[2, heads, 1, size]``."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.positional.layout import Layout
-from trainer.positional.spectrum import Frequencies, Spectrum
+from trainer.positional.spectrum import Spectrum, Temperature
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,37 @@ Groups = tuple[HeadGroup, ...]
 """Tables of all key-value heads of a layer."""
 
 
+Lengths = int | Sequence[int] | Tensor
+"""Tokens of the sequence: of all rows, of every row, or ``[B, T]`` for every token."""
+
+
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines of ``positions * inv_freq``, times the spectrum's ``rotary_scale``.
 
-    The phase is reduced to one turn in float64 and only then rounded: in float32 the product itself
-    is off by 0.06 rad at position 10^6. For ``[..., T]`` positions, in tokens, both tables are
-    ``[..., T, pairs]`` float32.
+    For ``[..., T]`` positions, in tokens, both tables are ``[..., T, pairs]`` float32.
     """
-    inv_freq = frequencies(spectrum.inv_freq, positions.device)
+    return _table(
+        frequencies(spectrum.inv_freq, positions.device), spectrum.rotary_scale, positions
+    )
+
+
+def _table(inv_freq: Tensor, scale: float | Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute a table for frequencies ``[pairs]``, or ``[B, 1, pairs]`` with a scale ``[B, 1, 1]``.
+
+    The phase is reduced to one turn in float64 and only then rounded: in float32 the product itself
+    is off by 0.06 rad at position 10^6.
+    """
     phase = positions.to(torch.float64)[..., None] * inv_freq
     phase = torch.remainder(phase, 2 * math.pi).to(torch.float32)
     cos, sin = phase.cos(), phase.sin()
-    if spectrum.rotary_scale != 1:
-        cos, sin = cos * spectrum.rotary_scale, sin * spectrum.rotary_scale
-    return cos, sin
+    return (cos, sin) if isinstance(scale, float) and scale == 1 else (cos * scale, sin * scale)
 
 
 @lru_cache
-def frequencies(inv_freq: Frequencies, device: torch.device) -> Tensor:
-    """Return frequencies on a device; cached.
+def frequencies(inv_freq: Any, device: torch.device) -> Tensor:
+    """Return frequencies (nested tuples) as float64 on a device; cached.
 
-    During an annealed drop they differ at every step. A copy from pinned memory does not block the
-    host until the GPU has them.
+    A copy from pinned memory does not block the host until the GPU has them.
     """
     tensor = torch.tensor(inv_freq, dtype=torch.float64, device="cpu")
     if device.type == "cuda":
@@ -110,46 +119,29 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def head_groups(
-    layout: Layout,
-    positions: Tensor,
-    lengths: int | Sequence[int],
-    dtype: torch.dtype = torch.float32,
+    layout: Layout, positions: Tensor, lengths: Lengths, dtype: torch.dtype = torch.float32
 ) -> list[Groups]:
     """Return the tables of every layer for one forward pass, computed once per distinct spectrum.
 
-    ``positions``: ``[T]`` or ``[B, T]``, of the tokens to encode. ``lengths``: tokens in the whole
-    sequence, one number for all rows or one per row. ``dtype``: of the cosines and sines; with the
-    queries' dtype, :func:`rotate` rounds nothing.
+    ``positions``: ``[T]`` or ``[B, T]``, of the tokens to encode. ``dtype``: of the cosines and
+    sines; with the queries' dtype, :func:`rotate` rounds nothing.
+
+    Raises:
+        ValueError: frequencies depend on the length, and each token has a length of its own.
     """
-    if isinstance(lengths, int):
-        return _groups_at(layout, positions, lengths, dtype)
-    if not layout.follows_length:
-        return _groups_at(layout, positions, max(lengths), dtype)
-    rows = [_groups_at(layout, p, n, dtype) for p, n in zip(positions, lengths, strict=True)]
-    by_layer: dict[int, Groups] = {}
-    for layer, of_rows in zip(layout.layers, zip(*rows, strict=True), strict=True):
-        if id(layer) not in by_layer:
-            by_layer[id(layer)] = tuple(
-                _stacked(groups, positions.device) for groups in zip(*of_rows, strict=True)
-            )
-    return [by_layer[id(layer)] for layer in layout.layers]
-
-
-def _groups_at(layout: Layout, positions: Tensor, length: int, dtype: torch.dtype) -> list[Groups]:
-    """Return the tables for sequences of one length, grouped like the heads of the layout."""
-    tables: dict[tuple[Frequencies, float], tuple[Tensor, Tensor]] = {}
+    tables: dict[Any, tuple[Tensor, Tensor]] = {}
+    C, device = layout.training_length, positions.device
 
     def group(spectrum: Spectrum, kv_heads: int, window: int | None) -> HeadGroup:
-        spectrum = spectrum.at(length, layout.training_length)
-        temperature = _temperature(spectrum, positions, window, layout.training_length)
-        if not spectrum.rotates and spectrum.rotary_scale == 1:
+        temperature = _temperature(spectrum.temperature, positions, window, lengths, C)
+        key = inv_freq, scale = _rotation(spectrum, lengths, C)
+        if not any(inv_freq) and scale == 1:
             return HeadGroup(kv_heads, temperature=temperature)
-        key = spectrum.inv_freq, spectrum.rotary_scale
         if key not in tables:
-            cos, sin = (table.to(dtype) for table in rotary_table(spectrum, positions))
-            if positions.dim() == 2:
-                cos, sin = cos[:, None], sin[:, None]
-            tables[key] = cos, sin
+            factor = scale if isinstance(scale, float) else frequencies(scale, device).float()
+            table = _table(frequencies(inv_freq, device), factor, positions)
+            cos, sin = (x.to(dtype) for x in table)
+            tables[key] = (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
         return HeadGroup(kv_heads, *tables[key], temperature)
 
     by_layer: dict[int, Groups] = {}
@@ -161,34 +153,43 @@ def _groups_at(layout: Layout, positions: Tensor, length: int, dtype: torch.dtyp
     return [by_layer[id(layer)] for layer in layout.layers]
 
 
+def _rotation(spectrum: Spectrum, lengths: Lengths, training_length: int) -> tuple[Any, Any]:
+    """Return frequencies and scale, ``[pairs]`` and a number, or ``[B, 1, pairs]`` and ``[B, 1,
+    1]`` where rows differ."""
+    if spectrum.long is None:
+        return spectrum.inv_freq, spectrum.rotary_scale
+    if isinstance(lengths, int):
+        spectrum = spectrum.at(lengths, training_length)
+        return spectrum.inv_freq, spectrum.rotary_scale
+    if isinstance(lengths, Tensor):
+        raise ValueError("frequencies that depend on the length cannot restart with documents")
+    rows = [spectrum.at(length, training_length) for length in lengths]
+    return tuple((row.inv_freq,) for row in rows), tuple(((row.rotary_scale,),) for row in rows)
+
+
 def _temperature(
-    spectrum: Spectrum, positions: Tensor, window: int | None, training_length: int
+    temperature: Temperature,
+    positions: Tensor,
+    window: int | None,
+    lengths: Lengths,
+    training_length: int,
 ) -> float | Tensor | None:
-    temperature = spectrum.temperature
+    """Return the factor on the queries; see :class:`HeadGroup`."""
+    if temperature.follows_length and isinstance(lengths, int):
+        temperature = temperature.at(lengths, training_length)
     if temperature.is_constant:
-        return None if temperature.scale == 1.0 else temperature.scale
-    reference, seen = temperature.reference or training_length, positions + 1
-    if window is not None:
-        seen = seen.clamp(max=window)
+        return None if temperature.scale == 1 else temperature.scale
+    if temperature.per == "query":
+        seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
+    elif isinstance(lengths, Tensor):
+        seen = lengths
+    else:
+        seen = torch.tensor(lengths, device=positions.device)[:, None]
+    reference = temperature.reference or training_length
     stretch = 1 + seen // reference if temperature.steps else seen.clamp(min=reference) / reference
     tempered = 1 + temperature.coefficient * stretch.log()
     factor = (temperature.scale * tempered**temperature.exponent)[..., None]
-    return factor[:, None] if positions.dim() == 2 else factor
-
-
-def _stacked(rows: Sequence[HeadGroup], device: torch.device) -> HeadGroup:
-    """Join the tables of a batch's rows into one group."""
-    first = rows[0]
-    cos = sin = temperature = None
-    if first.cos is not None and first.sin is not None:
-        cos, sin = (torch.stack([getattr(row, name) for row in rows]) for name in ("cos", "sin"))
-        cos, sin = cos[:, None], sin[:, None]
-    if any(row.temperature is not None for row in rows):
-        # Per row, a number for all queries, or [T, 1].
-        factors = [1.0 if row.temperature is None else row.temperature for row in rows]
-        of_rows = [torch.as_tensor(factor, device=device).view(1, -1, 1) for factor in factors]
-        temperature = torch.stack(of_rows)
-    return HeadGroup(first.kv_heads, cos, sin, temperature)
+    return factor[:, None] if factor.dim() == 3 else factor
 
 
 def encode_queries(q: Tensor, groups: Groups) -> Tensor:
