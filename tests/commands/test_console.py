@@ -16,7 +16,7 @@ from tests.report.examples import cell, report, statements
 from trainer.commands import console
 from trainer.commands.console import show
 from trainer.evaluation.results import STATEMENTS, Arm, Change, Drop, Observation
-from trainer.report.tables import terminal_tables
+from trainer.report.tables import tables, terminal_tables
 
 LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
 DROPPED = Change(500, "dropped", 64, 3.0, 5.0, 3.5)
@@ -107,7 +107,7 @@ def test_the_tables_of_what_was_measured_come_first(terminal):
     measured = report(cell([0.25, 0.75]), cell([0.5, 1.0], model="NoPE"))
     console.print_report(measured, "runs/x", existing=False)
     expected = StringIO()
-    Console(file=expected, width=80, color_system=None).print(terminal_tables(measured, 80))
+    Console(file=expected, width=80, color_system=None).print(terminal_tables(tables(measured), 80))
     assert "NoPE" in expected.getvalue()
     assert shown.getvalue().startswith(expected.getvalue())
 

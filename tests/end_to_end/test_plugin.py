@@ -9,6 +9,7 @@ import math
 import re
 import shlex
 
+import pandas as pd
 import pytest
 
 from tests.program import ROOT, run
@@ -76,7 +77,7 @@ def test_an_encoding_trains_drops_and_evaluates(place):
     slowest = 2 * math.pi / 64
     expected = [slowest * (16 - 15 * m / 15) for m in range(16)]
     assert all(math.isclose(a, b) for a, b in zip(spectrum["inv_freq"], expected, strict=True))
-    assert json.loads((run / "report.json").read_text())["drop"]["step"] == 10
+    assert json.loads((run / "facts.json").read_text())["drop"]["step"] == 10
 
 
 def test_a_callback_is_called_at_every_batch(place):
@@ -85,10 +86,8 @@ def test_a_callback_is_called_at_every_batch(place):
 
 def test_a_task_has_cells_in_the_table(command, place):
     command("evaluate", "evaluation.needles.trials=3", "threads=1")
-    report = json.loads((place / "runs/linear/lengths/niah/report.json").read_text())
-    scores = [cell["scores"] for cell in report["cells"] if cell["task"] == "colour"]
-    assert len(scores) == 1
-    assert len(scores[0]) == 3
+    trials = pd.read_parquet(place / "runs/linear/lengths/niah/trials.parquet")
+    assert (trials.task == "colour").sum() == 3
 
 
 def test_a_source_is_prepared(command, capsys):

@@ -202,7 +202,7 @@ class TestEvaluations:
     def test_every_method_is_measured(self, line, tmp_path):
         request = asked("evaluate", line, tmp_path)
         report, _ = evaluate.evaluate_lengths(request, "page")
-        assert {cell.method for cell in report.cells} == set(request.evaluation.names)
+        assert {*report.rows.method} == set(request.evaluation.names)
 
     @pytest.mark.parametrize(
         "line", different(c for c in commands_with("evaluate") if "multiple_choice" in c)

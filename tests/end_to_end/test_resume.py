@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.program import Started, run, run_ranks
+from trainer.evaluation.results import COLUMNS, FACTS, Report
 from trainer.runs.metrics_file import read_metrics
 
 WORDS = [
@@ -33,10 +34,10 @@ def start(run_dir: Path, *changes: str) -> Started:
     return Started("-m", "trainer", *words, cwd=run_dir.parent)
 
 
-def finish(run_dir: Path) -> dict:
+def finish(run_dir: Path) -> Report:
     ended = start(run_dir).finish()
     assert ended.returncode == 0, ended.stderr
-    return json.loads((run_dir / "report.json").read_text())
+    return Report.read(run_dir)
 
 
 def refusal(run_dir: Path, *changes: str) -> str:
@@ -58,12 +59,12 @@ def kill_after(run_dir: Path, metrics: Path, step: int) -> None:
         assert process.running()
 
 
-def without_times(run_dir: Path, report: dict) -> dict:
-    report = json.loads(json.dumps(report).replace(str(run_dir), "RUN"))
-    del report["timing"], report["made"]["Made"]
-    for cell in report["cells"]:
-        del cell["seconds"]
-    return report
+def without_times(run_dir: Path, report: Report) -> tuple[dict, str, str]:
+    """Return facts, rows and trials."""
+    facts = json.loads((run_dir / FACTS).read_text().replace(str(run_dir), "RUN"))
+    del facts["timing"], facts["made"]["Made"]
+    rows = report.rows.drop(columns="seconds").to_csv()
+    return facts, rows, report.trials.to_csv()
 
 
 def metrics_without_speed(path: Path) -> list[dict]:
@@ -90,7 +91,7 @@ def test_run_killed_before_and_after_the_drop_and_in_a_control_ends_with_the_sam
         ("controls/nope/metrics.csv", 14),
     ):
         kill_after(run_dir, run_dir / metrics, step)
-    assert not (run_dir / "report.json").exists()
+    assert not (run_dir / FACTS).exists()
     report = finish(run_dir)
     assert without_times(run_dir, report) == without_times(whole_dir, whole)
     for metrics in ("metrics.csv", "controls/rope/metrics.csv", "controls/nope/metrics.csv"):
@@ -111,12 +112,11 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
     run_dir, report = uninterrupted
     names = {path.name for path in run_dir.iterdir()}
     assert names >= {
-        "config.yaml", "metrics.csv", "checkpoints", "report.json", "report.html", "figures",
-        "log.txt",
+        "config.yaml", "metrics.csv", "checkpoints", "report.html", "figures", "log.txt",
+        "evaluation", "results.csv", "trials.parquet", FACTS,
     }  # fmt: skip
-    assert names >= {"evaluation", "table.md", "results.csv"}
-    assert set(report["drop"]) == {"step", "loss_before", "loss_after", "loss_end", "sequences"}
-    assert set(report["cells"][0]) >= {"model", "method", "task", "length", "factor", "scores"}
+    assert report.drop.loss_end > 0
+    assert tuple(report.rows.columns) == COLUMNS
     assert not list(run_dir.rglob("*.partial"))
 
 
@@ -154,10 +154,10 @@ def evaluation(run_dir: Path, output: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def cells_of(output: Path) -> list[dict]:
-    """Return the cells without their times."""
-    cells = json.loads((output / "report.json").read_text())["cells"]
-    return [{k: v for k, v in cell.items() if k != "seconds"} for cell in cells]
+def cells_of(output: Path) -> str:
+    """Return rows and trials without their times."""
+    report = Report.read(output)
+    return report.rows.drop(columns="seconds").to_csv() + report.trials.to_csv()
 
 
 @pytest.mark.slow

@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 
-from tests.report.examples import report, statements
-from trainer.evaluation.outcomes import Outcomes
 from trainer.evaluation.statistics import EffectiveLength, Estimate, effective_length, estimate
 
 C = 64
@@ -58,15 +56,3 @@ def test_rounding_does_not_lose_a_length():
     base, longer = Estimate(0.3, 0.2, 0.4), Estimate(0.255, 0.2, 0.3)
     assert longer.mean < 0.85 * base.mean + 1e-9
     assert effective_length({64: base, 128: longer}, C).text == "≥128"
-
-
-def test_statements_are_at_chance_if_any_of_them_is_named():
-    """64 of 256 trials is what naming any of four statements reaches."""
-    cells = [*statements("A", (25, 25, 25, 25)), *statements("B", (40, 40, 20, 40))]
-    task = {"needles": 4, "chance": 1 / 90, "chance_listed": 1 / 4}
-    outcomes = Outcomes(report(*cells, training_length=64, task=task))
-    result = [outcomes.effective_length((name, "none"), ["statements"]).text for name in "AB"]
-    assert result == ["none", "128"]
-    alone = {**task, "needles": 1, "chance_listed": 1.0}
-    outcomes = Outcomes(report(*cells, training_length=64, task=alone))
-    assert outcomes.effective_length(("A", "none"), ["statements"]).text == "≥512"

@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -34,7 +33,7 @@ def perplexity(corpus, lengths=LENGTHS):
 
 @pytest.fixture
 def evaluation(model, corpus, tmp_path):
-    """A function that evaluates into one store; returns cells and how often weights were read."""
+    """A function that evaluates into one store; returns results and how often weights were read."""
     loads = []
 
     def load():
@@ -60,52 +59,52 @@ def evaluation(model, corpus, tmp_path):
         text = FitText({}, end, "text")
         plans = plan_cells([subject], recipes, tasks, lengths, text, tokens)
         go.plans = plans
-        measured = measure_cells(plans, text, Store(tmp_path / folder), tokens)
-        return measured.cells, len(loads)
+        return measure_cells(plans, text, Store(tmp_path / folder), tokens), len(loads)
 
     return go
 
 
 def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation, model):
     before = model.layout
-    cells, _ = evaluation()
-    assert [(c.method, c.length, c.task) for c in cells] == [
+    measured, _ = evaluation()
+    places = [(row["method"], row["length"], row["task"]) for row in measured.rows]
+    assert list(dict.fromkeys(places)) == [
         (method, length, task)
         for method in ("none", "crop", "yarn")
         for length in LENGTHS
         for task in ("perplexity", "statements")
     ]
     assert model.layout == before
-    by_key = {(c.method, c.length, c.task): c for c in cells}
-    for task in ("perplexity", "statements"):
-        unchanged, rescaled = by_key["none", 32, task], by_key["yarn", 32, task]
-        assert (unchanged.scores, unchanged.losses) == (rescaled.scores, rescaled.losses)
+    trials = measured.trials[measured.trials.length == 32]
+    unchanged, rescaled = (trials.value[trials.method == m].tolist() for m in ("none", "yarn"))
+    assert unchanged == rescaled
 
 
 @torch.no_grad()
 def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corpus):
     """At 64 tokens, 32 of them read: the last 16 tokens behind the 16 before, those before them
     behind the 16 before these."""
-    cells, _ = evaluation(["crop"])
-    (cell,) = [c for c in cells if c.task == "perplexity" and c.length == 64]
+    measured, _ = evaluation(["crop"])
+    (loss,) = [r["value"] for r in measured.rows if r["metric"] == "loss" and r["length"] == 64]
     losses = []
     for window in perplexity(corpus).windows[64]:
         for first in (16, 32):
             ids = torch.tensor([corpus.end_of_text, *window[first : first + 32]])
             logits = model(ids[None, :-1])[0].double()
             losses.append(F.cross_entropy(logits, ids[1:], reduction="none")[16:])
-    assert cell.last_loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_stored_cells_are_not_measured_again(evaluation):
     first, loads = evaluation(["none"])
     again, still = evaluation(["none"])
-    assert (again, still) == (first, loads)
+    assert (again.rows, still) == (first.rows, loads)
     more, once_more = evaluation(["none", "pi"])
-    assert more[: len(first)] == first
+    assert more.rows[: len(first.rows)] == first.rows
     assert once_more == loads + 1
     # Other trials are another measurement.
-    assert len(evaluation(["none"], trials=4)[0][1].scores) == 4
+    fewer, _ = evaluation(["none"], trials=4)
+    assert (fewer.trials.task == "statements").sum() == 4 * len(LENGTHS)
 
 
 @pytest.mark.slow
@@ -208,9 +207,8 @@ def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluat
         return read(task, reading)
 
     monkeypatch.setattr(Statements, "read", counting)
-    cells, _ = evaluation(["none", "yarn", "crop"])
+    evaluation(["none", "yarn", "crop"])
     assert lengths == [32, 64, 64, 64]
-    assert len(cells) == 12
 
 
 def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
@@ -228,7 +226,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     def go(folder):
         plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 4096)
         measured = measure_cells(plans, text, Store(tmp_path / folder), 4096)
-        return measured.notes, measured.temperature, without_seconds(measured.cells)
+        return measured.notes, measured.temperature, without_seconds(measured)
 
     whole = go("whole")
 
@@ -254,8 +252,9 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(passes, "IN_CACHE", 64 * 32)
 
 
-def without_seconds(cells):
-    return [replace(cell, seconds=0.0) for cell in cells]
+def without_seconds(measured):
+    rows = [{**row, "seconds": 0.0} for row in measured.rows]
+    return rows, measured.trials.fillna(-1.0).to_dict("records")
 
 
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
@@ -263,7 +262,7 @@ def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, t
     monkeypatch.setitem(PART, "cpu", 1.0)
     cells, _ = evaluation(folder="parts", tokens=64)
     assert without_seconds(cells) == without_seconds(whole)
-    assert len(list((tmp_path / "parts").glob("part-*"))) > len(cells)
+    assert len(list((tmp_path / "parts").glob("part-*"))) > 12
 
 
 def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
@@ -319,21 +318,10 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
     go = partial(measure_cells, plans, text, Store(tmp_path / "shared"), 64)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(go, 0, 2)
-        assert go(1, 2).cells == []
+        assert go(1, 2).rows == []
         together = first.result()
     assert (together.temperature, together.notes) == (alone.temperature, alone.notes)
-    assert without_seconds(together.cells) == without_seconds(alone.cells)
-
-
-def test_a_cell_says_where_its_method_changes_nothing(evaluation):
-    methods = ("none", "crop", "yarn", "dynamic_ntk", "window", "drop")
-    cells, _ = evaluation(methods, lengths=[16, 32, 64])
-    unchanged = {
-        method: [c.length for c in cells if c.method == method and c.unchanged and c.scores]
-        for method in methods
-    }
-    within = [16, 32]
-    assert unchanged == dict.fromkeys(methods, within) | {"none": [], "drop": []}
+    assert without_seconds(together) == without_seconds(alone)
 
 
 @pytest.mark.parametrize(
@@ -343,6 +331,8 @@ def test_a_cell_says_where_its_method_changes_nothing(evaluation):
         ("yarn+temperature", [16, 32]),
         ("longrope", [16, 32]),
         ("drop+temperature", []),
+        *((name, [16, 32]) for name in ("crop", "yarn", "dynamic_ntk", "window")),
+        ("drop", []),
         ("dope", []),
     ],
 )

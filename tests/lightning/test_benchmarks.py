@@ -20,6 +20,7 @@ from tests.lightning.test_run import (
     rows_of,
 )
 from trainer.checkpoint import load_decoder, read_state
+from trainer.common.fields import adapter
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Encoder
@@ -63,10 +64,8 @@ def asked(tmp_path_factory):
 
 
 def milestones(config, step=None):
-    return [
-        Milestone.from_dict(values)
-        for values in read_state(checkpoint_of(config, step))["benchmarks"]
-    ]
+    saved = read_state(checkpoint_of(config, step))["benchmarks"]
+    return [*adapter(tuple[Milestone, ...]).validate_python(saved)]
 
 
 def without_benchmarks(rows):

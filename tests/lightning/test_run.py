@@ -21,7 +21,6 @@ from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
-from trainer.evaluation.outcomes import Result
 from trainer.lightning import loggers, setup
 from trainer.lightning.fit import train
 from trainer.lightning.loggers import log_results
@@ -287,7 +286,7 @@ def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, 
     wandb.teardown()
     loggers._wandb.cache_clear()  # another process
     config, _ = run(logger={"wandb": True})
-    log_results(config, [Result("DroPE", 32, 1.0, None, 4.0)], {})
+    log_results(config, {32: {"evaluation/loss/DroPE": 4.0}}, {})
     wandb.teardown()
     first, second = sorted(Path(config.run_dir).rglob("*.wandb"), key=lambda p: p.stat().st_mtime)
     assert first.name == second.name

@@ -6,8 +6,20 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Drop, Observation, Report
+from trainer.evaluation.results import (
+    MEAN,
+    PERPLEXITY,
+    STATEMENTS,
+    TRIAL_COLUMNS,
+    Arm,
+    Drop,
+    Observation,
+    Report,
+    table,
+)
+from trainer.evaluation.rows import all_rows, averaged, rows_of, trials_of
 
 TRAINED = 1024
 FACTORS = (1, 2, 4, 8)
@@ -37,47 +49,52 @@ _HELP = {"pi": 0.1, "ntk": 0.8, "dynamic_ntk": 0.7, "yarn": 0.6, "longrope": 0.7
 _FREE = ("none", "crop", "temperature")  # what can be done to a model without rotations
 
 
-def example(models=MODELS, methods=METHODS, factors=FACTORS, trials=100, longbench=False):
+def example(models=MODELS, methods=tuple(METHODS), factors=FACTORS, trials=100):
     """A report over what is asked for; models without rotations skip what rescales them."""
-    methods = dict.fromkeys(methods) if not isinstance(methods, dict) else methods
     cells = [
-        cell
+        made
         for model in models
         for method in methods
         if model not in ("DroPE", "NoPE", "ALiBi") or method in _FREE
         for factor in factors
-        for cell in _cells(model, method, factor, trials, longbench)
+        for made in _cells(model, method, factor, trials)
     ]
-    return Report(
-        name="Length generalisation of small decoders",
-        training_length=TRAINED,
-        cells=tuple(cells),
-        methods={key: METHODS[key] for key in methods},
-        tasks={**TASKS, **({"longbench": "LongBench"} if longbench else {})},
-        notes=(
-            "The softmax temperature of DroPE was fitted on validation text: c = 0.214.",
-            "PI, NTK-aware and YaRN were not run on models without rotations.",
-        ),
-        config={"evaluation": {"lengths": list(factors), "seed": 0, "dtype": "fp32"}},
-        environment={"torch": "2.13", "device": "cpu"},
-    )
+    return report(*cells, config={"evaluation": {"lengths": list(factors), "dtype": "fp32"}})
 
 
 def cell(scores, model="RoPE", method="none", task="multi_key", length=2048, **fields):
-    """A cell of plain scores."""
-    return Cell(model, method, task, length, length / TRAINED, tuple(scores), **fields)
+    """Scores or, as ``by_window``, losses, as an evaluation measures them."""
+    about = {"model": model, "method": method, "task": task, "length": length}
+    if "by_window" not in fields:
+        fields["scores"] = scores
+    return about, {"edges": (), "losses": (), **fields}
 
 
-def report(*cells, **fields):
+def loss(value, model="RoPE", method="none", length=2048, **fields):
+    """The loss of one window or, from a sequence, of several."""
+    values = (value,) if isinstance(value, float) else tuple(value)
+    return cell((), model, method, PERPLEXITY, length, by_window=values, **fields)
+
+
+def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
     """A report of nothing but cells."""
+    rows, trials = [], [table([], TRIAL_COLUMNS)]
+    for place, measured in cells:
+        about = {**place, "factor": place["length"] / training_length}
+        trials.append(trials_of(about, measured, measured.get("groups", ())))
+        about["seconds"] = measured.get("seconds", 1.0)
+        rows += rows_of(trials[-1], measured, about)
+    trials = pd.concat([part for part in trials if len(part)] or trials, ignore_index=True)
+    over = {task: tasks.get(task, task) for task in trials.task.unique()}
+    over |= {MEAN: "Mean over tasks"} if averaged(trials) else {}
     return Report(
         **{
             "name": "r",
-            "training_length": TRAINED,
-            "cells": cells,
+            "training_length": training_length,
+            "rows": all_rows(rows, trials, run="r", seed=0),
+            "trials": trials,
             "methods": METHODS,
-            "tasks": TASKS,
-            "notes": (),
+            "tasks": {**tasks, **over},
             "config": {},
             "environment": {},
             **fields,
@@ -107,51 +124,29 @@ def statements(name, rates, losses=(4.0,) * 4, trials=256):
     """Cells of a model as it is at 1, 2, 4 and 8 times a training length of 64; rates in %, None
     for not measured."""
     made = []
-    for length, rate, loss in zip((64, 128, 256, 512), rates, losses, strict=True):
-        where = {"model": name, "method": "none", "length": length, "factor": length / 64}
+    for length, rate, value in zip((64, 128, 256, 512), rates, losses, strict=True):
         if rate is not None:
             hits = round(rate * trials / 100)
             scores = (1.0,) * hits + (0.0,) * (trials - hits)
-            made.append(Cell(task=STATEMENTS, scores=scores, **where))
-        made.append(Cell(task=PERPLEXITY, last_loss=loss, **where))
+            made.append(cell(scores, name, task=STATEMENTS, length=length))
+        if value is not None:
+            made.append(loss((float(value),) * 4, name, length=length))
     return made
 
 
-def _cells(model, method, factor, trials, longbench):
+def _cells(model, method, factor, trials):
     length = factor * TRAINED
-    seed = [*model.encode(), 0, *method.encode(), factor]
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng([*model.encode(), 0, *method.encode(), factor])
     depths = np.resize(DEPTHS, trials)
     chances = np.array([_success(model, method, factor, depth) for depth in depths])
     hits = generator.random((4, trials)) < chances
-    where = {"model": model, "method": method, "length": length, "factor": float(factor)}
-    seconds = 0.01 * trials * factor
-    floats = tuple(depths.tolist())
-    yield Cell(
-        task="multi_key",
-        scores=tuple(hits[0].astype(float).tolist()),
-        depths=floats,
-        seconds=seconds,
-        **where,
-    )
-    yield Cell(task="multi_value", scores=tuple(hits.mean(0).tolist()), depths=floats, **where)
-    half = TRAINED // 2
-    edges = tuple(range(0, length + 1, half))
+    floats, where = depths.tolist(), {"model": model, "method": method, "length": length}
+    yield cell(hits[0].astype(float).tolist(), task="multi_key", depths=floats, **where)
+    yield cell(hits.mean(0).tolist(), task="multi_value", depths=floats, **where)
+    edges = tuple(range(0, length + 1, TRAINED // 2))
     losses = [_loss(model, method, factor, end) for end in edges[1:]]
-    yield Cell(
-        task=PERPLEXITY,
-        edges=edges,
-        losses=tuple(losses),
-        last_loss=_loss(model, method, factor, length) - 0.01 * math.log2(factor),
-        seconds=seconds / 4,
-        **where,
-    )
-    if longbench and factor == max(FACTORS):
-        kinds = ("single-document QA", "multi-document QA", "summarisation")
-        buckets = ("0–4K", "4–8K", "8–16K")
-        labels = tuple(f"{kinds[i % 3]}|{buckets[i // 3 % 3]}" for i in range(trials))
-        scores = np.round(generator.beta(0.4, 2.0, trials), 3)
-        yield Cell(task="longbench", scores=tuple(scores.tolist()), labels=labels, **where)
+    last = _loss(model, method, factor, length) - 0.01 * math.log2(factor)
+    yield loss(last, edges=edges, losses=losses, **where)
 
 
 def _success(model, method, factor, depth):

@@ -6,18 +6,18 @@ from statistics import fmean
 
 import pytest
 
-from tests.report.examples import report, statements
-from trainer.evaluation.outcomes import Outcomes, Result
-from trainer.evaluation.results import PERPLEXITY, Arm, Cell, Drop
+from tests.report.examples import loss, report, statements
+from trainer.evaluation.results import Arm, Drop
 from trainer.evaluation.statistics import estimate
-from trainer.report.claims import ROLES, Run, certainly_exceeds, observe
+from trainer.report.claims import ROLES, Evidence, certainly_exceeds, observe
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
 ASTRAY = (30, 20, 15, 10)  # never learned the task
 
 
-def results(*cells):
-    return Outcomes(report(*cells, training_length=64)).results()
+def evidence(*cells, roles=(), arms=(), one_text=True, **facts):
+    made = report(*cells, training_length=64, **facts)
+    return Evidence(made, {r: (ROLES[r], "none") for r in roles}, dict(arms), one_text)
 
 
 def observed(roles, **others):
@@ -26,7 +26,7 @@ def observed(roles, **others):
     for role, numbers in roles.items():
         rates, losses = numbers if isinstance(numbers[0], tuple) else (numbers, (4.0,) * 4)
         table += statements(ROLES[role], rates, losses)
-    return observe(Run(results(*table), {role: ROLES[role] for role in roles}, **others))
+    return observe(evidence(*table, roles=roles, **others))
 
 
 def judge(claim, roles, **others):
@@ -162,7 +162,7 @@ def test_an_extension_not_measured_at_the_training_length_counts_as_its_base():
 
 
 def test_claims_about_absent_methods_and_lengths_are_left_out():
-    assert observe(Run((), {})) == ()
+    assert observe(evidence()) == ()
     assert observed({"alibi": GOOD}) == ()
     assert all(o.claim.startswith("RoPE") for o in observed({"rope": GOOD}))
     alone = dict.fromkeys(ROLES, ((100, None, None, None), (4.0, None, None, None)))
@@ -193,7 +193,7 @@ def test_losses_of_models_with_different_text_are_not_judged():
     ],
 )
 def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message):
-    (observation,) = observe(Run((), {}, drop))
+    (observation,) = observe(evidence(drop=drop))
     assert observation.shown is shown
     assert message in observation.evidence
 
@@ -213,7 +213,7 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
     remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
     sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
     means = [fmean(sequences[name]) for name in ("before", "after", "end")]
-    (observation,) = observe(Run((), {}, Drop(800, *means, sequences)))
+    (observation,) = observe(evidence(drop=Drop(800, *means, sequences)))
     assert observation.shown is shown
 
 
@@ -223,11 +223,8 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
 def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
     """+12.5% in the mean: everywhere, or by one window that most resamples have once or never."""
     far = (4.5 - spread, 4.5 + spread, 4.5 - spread, 4.5 + spread)
-    cells = [
-        Cell("RoPE", "none", PERPLEXITY, 64, 1.0, last_loss=4.0, by_window=(4.0,) * 4),
-        Cell("RoPE", "none", PERPLEXITY, 512, 8.0, last_loss=4.5, by_window=far),
-    ]
-    (observation,) = observe(Run(results(*cells), {"rope": "RoPE"}))
+    cells = [loss((4.0,) * 4, length=64), loss(far, length=512)]
+    (observation,) = observe(evidence(*cells, roles=["rope"]))
     assert observation.shown is shown
     assert "+12.5% (" in observation.evidence
 
@@ -236,11 +233,8 @@ def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
 def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown):
     """Half a percent above RoPE's, where at most one is within the margin."""
     windows_of_drope = (4.02 - spread, 4.02 + spread) * 2 if spread >= 0 else (4.4, 4.6) * 2
-    cells = [
-        Cell(name, "none", PERPLEXITY, 64, 1.0, last_loss=sum(windows) / 4, by_window=windows)
-        for name, windows in (("RoPE", (4.0,) * 4), ("DroPE", windows_of_drope))
-    ]
-    observations = observe(Run(results(*cells), {"rope": "RoPE", "drope": "DroPE"}))
+    cells = [loss((4.0,) * 4, length=64), loss(windows_of_drope, "DroPE", length=64)]
+    observations = observe(evidence(*cells, roles=["rope", "drope"]))
     (observation,) = (o for o in observations if "matches RoPE's" in o.claim)
     assert observation.shown is shown
 
@@ -253,7 +247,7 @@ def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
         "rope": Arm("RoPE", "rope", 1, 2, 3, None, rope),
         "nope": Arm("NoPE", "nope", 1, 2, 3, None, nope),
     }
-    (observation,) = observe(Run((), {}, arms=arms))
+    (observation,) = observe(evidence(arms=arms))
     assert observation.shown is shown
     assert f"NoPE {slow:.3f}, RoPE 4.000" in observation.evidence
 
@@ -276,7 +270,29 @@ def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     ],
 )
 def test_exceeding_is_newcombes_lower_limit_above_0(a, b, exceeds):
-    def result(hits, trials):
-        return Result("m", 64, 1.0, estimate([1.0] * hits + [0.0] * (trials - hits)))
+    p, q = (estimate([1.0] * hits + [0.0] * (trials - hits)) for hits, trials in (a, b))
+    assert certainly_exceeds(p, q, 1) == exceeds
 
-    assert certainly_exceeds(result(*a), result(*b), 1) == exceeds
+
+ALL_CLAIMS = {
+    "rope": (BAD, (4.0, 5.0, 6.0, 7.0)),
+    "drope": (GOOD, (4.0,) * 4),
+    "nope": (ASTRAY, (4.5,) * 4),
+}
+
+
+def test_nothing_is_judged_of_models_that_have_not_learned_their_text():
+    """Perplexities of 264 to 273 where the frequencies of tokens alone give 270."""
+    assert {o.shown for o in observed(ALL_CLAIMS, unigram_loss=5.6)} >= {True}
+    untrained = observed(ALL_CLAIMS, unigram_loss=4.4)
+    assert {o.shown for o in untrained} == {None}
+    assert all("No model has learned its text" in o.evidence for o in untrained)
+
+
+@pytest.mark.parametrize(("after", "judged"), [(4.5, True), (4.03, False)])
+def test_claims_about_a_drop_need_one_that_changed_the_loss(after, judged):
+    observations = observed(ALL_CLAIMS, drop=Drop(800, 4.0, after, 4.0))
+    about_drop = [o for o in observations if "DroPE" in o.claim]
+    others = [o for o in observations if o.claim.startswith("RoPE")]
+    assert all((o.shown is not None) == judged for o in about_drop if "NoPE" not in o.claim)
+    assert all(o.shown is not None for o in others)

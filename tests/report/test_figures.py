@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 from tests.report.described import check, described
-from tests.report.examples import cell, report
-from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Cell, Drop, Milestone, Reach
+from tests.report.examples import cell, loss, report
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Drop, Milestone, Reach
 from trainer.plotting.lines import Series
-from trainer.report.figures import Depths, _plots, apart, perplexity_axis, write_figures
-from trainer.report.training_figures import (
-    reach_figures,
-    recoveries,
-    recovery_figure,
-    training_figure,
-)
+from trainer.report.figures import apart, depths_of, perplexity_axis, write_figures
+from trainer.report.figures import plots as plots_of
+from trainer.report.training_figures import milestones_figure, reach_figure, training_figure
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
 SCORES = {
@@ -37,17 +32,12 @@ def cells():
         for factor, scores in zip((1.0, 4.0), both, strict=True):
             if scores is None:
                 continue
-            where = {"model": model, "method": method, "length": int(64 * factor), "factor": factor}
-            yield Cell(task=STATEMENTS, scores=scores, depths=(0.0, 0.0, 1.0, 1.0), **where)
+            where = {"model": model, "method": method, "length": int(64 * factor)}
+            yield cell(scores, task=STATEMENTS, depths=(0.0, 0.0, 1.0, 1.0), **where)
             if method != "yarn":
                 first = math.log(10 * factor)
-                yield Cell(
-                    task=PERPLEXITY,
-                    edges=(0, 32, where["length"]),
-                    losses=(first, None if model == "DroPE" else first + math.log(2)),
-                    last_loss=first,
-                    **where,
-                )
+                second = None if model == "DroPE" else first + math.log(2)
+                yield loss(first, edges=(0, 32, where["length"]), losses=(first, second), **where)
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +50,13 @@ def plots():
         training_length=64,
         task={"chance": 0.015, "chance_listed": 0.25},
     )
-    return {plot.name: plot for plot in _plots(Outcomes(small))}
+    return {plot.name: plot for plot in plots_of(small)}
 
 
 def test_figures_come_in_the_order_of_the_page(plots):
     assert list(plots) == [
-        "perplexity_and_retrieval",
         "success_statements",
+        "perplexity_and_retrieval",
         "perplexity_by_position",
         "depth_statements",
     ]
@@ -142,9 +132,8 @@ def test_success_by_depth(plots):
 
 
 def test_loss_by_position_needs_two_positions(tmp_path):
-    text = {"task": "perplexity", "length": 1024, "last_loss": 4.0}
-    single = report(cell((), edges=(0, 1024), losses=(4.0,), **text))
-    two = report(cell((), edges=(0, 512, 1024), losses=(4.0, 4.1), **text))
+    single = report(loss(4.0, length=1024, edges=(0, 1024), losses=(4.0,)))
+    two = report(loss(4.0, length=1024, edges=(0, 512, 1024), losses=(4.0, 4.1)))
     assert write_figures(single, tmp_path / "one") == []
     (figure,) = write_figures(two, tmp_path / "two")
     assert figure.path.with_suffix(".png").is_file()
@@ -171,27 +160,18 @@ def test_the_axis_of_perplexities_holds_them_all(values, scale, limits):
 
 def test_a_depth_is_a_row_until_there_are_more_than_eleven():
     ends = [n / 10 for n in range(11)]
-    few = Depths.from_cells([cell([1.0] * 5, depths=ends[:5]), cell([1.0] * 6, depths=ends[5:])])
-    assert few == Depths((*ends, math.inf), tuple(str(10 * n) for n in range(11)))
-    many = Depths.from_cells([cell([1.0] * 12, depths=[*ends, 0.55])])
-    tenths = tuple(f"{10 * n}–{10 * n + 10}" for n in range(10))
-    assert many == Depths((*ends[:10], math.inf), tenths)
-
-
-def test_a_row_is_the_mean_of_its_trials():
-    depths = Depths((0.0, 0.5, 1.0, math.inf), ("0", "50", "100"))
-    made = cell([1.0, 0.5, 0.0, 0.25], depths=(0.0, 0.49, 0.5, 0.9))
-    assert depths.means(made)[:2] == [0.75, 0.125]
-    assert math.isnan(depths.means(made)[2])  # a row without trials is not zero
-    tenths = Depths.from_cells([cell([1.0] * 31, depths=np.linspace(0, 1, 31).tolist())])
-    assert tenths.means(cell([0.5], depths=(1.0,)))[-1] == 0.5  # the end belongs to the last
+    names, places = depths_of(pd.Series([1.0, *ends]))
+    assert names == [str(10 * n) for n in range(11)]
+    assert places.tolist() == [10, *range(11)]
+    names, places = depths_of(pd.Series([*ends, 0.55]))
+    assert names == [f"{10 * n}–{10 * n + 10}" for n in range(10)]
+    assert places.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 5]  # the end belongs to the last
 
 
 def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
     lines = [Series(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
-    lines.append(Series("none", 0, [64], [1]))
-    for line, octaves in zip(apart(lines), (-0.045, -0.015, 0.015, 0), strict=True):
-        assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)[: len(line.x)]])
+    for line, octaves in zip(apart(lines), (-0.03, 0, 0.03), strict=True):
+        assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)])
 
 
 def test_losses_over_steps_with_the_drop():
@@ -213,8 +193,7 @@ def test_losses_over_steps_with_the_drop():
           line: x 1 2; y 6 5.5
           line: x 1 2; y 6 5.5
           line: upright at 2
-        legend 'DroPE', 'RoPE', 'encoding dropped at step 2: loss 4.00 before, 8.50 after, ?
-            at the end'
+        legend 'DroPE', 'RoPE', 'encoding dropped at step 2'
         """,
     )
 
@@ -231,15 +210,15 @@ def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
 
 def test_reach_has_the_run_at_every_length_and_others_at_their_longest():
     history = (
-        Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5), (0, 64, 128), (4.0, 5.0)),
-        Reach(8, True, 64, (64, 128), (4.5, None), (0.75,), (0, 64, 128), (4.5, None)),
+        Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5)),
+        Reach(8, True, 64, (64, 128), (4.5, None), (0.75,)),
     )
     rates = (0.75, 0.5, 0.25)
-    other = (Reach(4, False, 64, (64, 128, 192), (3.0, 3.5, 4.0), rates, (0, 192), (3.0,)),)
+    other = (Reach(4, False, 64, (64, 128, 192), (3.0, 3.5, 4.0), rates),)
     made = report(drop=Drop(6, 4.0, 5.0), reach={"Mine": history, "RoPE": other})
-    both, by_position = reach_figures(made, {"Mine": 1, "RoPE": 0})
+    (plot,) = reach_figure(made, {"Mine": 1, "RoPE": 0})
     check(
-        both.figure,
+        plot.figure,
         """
         panel 1,1 of 1x1
           x linear 'training step'
@@ -251,48 +230,6 @@ def test_reach_has_the_run_at_every_length_and_others_at_their_longest():
         legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 3×', 'encoding dropped at step 6'
         """,
     )
-    check(
-        by_position.figure,
-        """
-        panel 1,1 of 1x1
-          x linear 'training step of the measurement'
-          y linear 'position (tokens)'
-          cells CenteredNorm -1..1: x 0 1 2; y 0 64 128; 0 0 / 1 nan
-          line: level at 64
-          line: upright at 1
-        bar 'excess loss (nats/token)' CenteredNorm -1..1
-        """,
-    )
-
-
-def history(*scores, dropped_at=2, key="piqa/acc"):
-    """A measurement every 100 tokens; the one at the drop is there before it and after it."""
-    milestones = []
-    for place, value in enumerate(scores):
-        tokens = 100 * (place if place < dropped_at else place - 1)
-        milestones.append(Milestone(tokens // 10, tokens, place >= dropped_at, {key: value}))
-    return tuple(milestones)
-
-
-@pytest.mark.parametrize(
-    ("scores", "message"),
-    [
-        ((0.1, 0.8, 0.2, 0.75, 0.77), "piqa/acc 200 tokens"),
-        ((0.1, 0.8, 0.2, 0.76, 0.1), "piqa/acc 100 tokens"),
-        ((0.1, 0.8, 0.77, 0.1), "piqa/acc 0 tokens"),
-        ((0.1, 0.8, 0.2, None, 0.7), "piqa/acc not within the run"),
-    ],
-)
-def test_when_95_percent_of_the_score_before_the_drop_was_back(scores, message):
-    (line,) = recoveries({"DroPE": history(*scores)})
-    assert line == f"DroPE: 95% recovered after the drop: {message}."
-
-
-def test_a_perplexity_is_recovered_when_it_has_fallen():
-    """20 / 0.95 = 21.05."""
-    (line,) = recoveries({"DroPE": history(30.0, 20.0, 90.0, 21.1, 21.0, key="perplexity/2x")})
-    assert line.endswith("perplexity/2x 200 tokens.")
-    assert recoveries({"RoPE": history(0.1, 0.2, 0.3, dropped_at=9), "NoPE": ()}) == []
 
 
 def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
@@ -300,7 +237,7 @@ def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
     run = tuple(
         Milestone(n, 1000 * n, n > 1, measured) for n, measured in enumerate((*scores, scores[0]))
     )
-    (plot,) = recovery_figure(report(milestones={"DroPE": run, "RoPE": run[:1], "NoPE": ()}))
+    (plot,) = milestones_figure(report(milestones={"DroPE": run, "RoPE": run[:1], "NoPE": ()}))
     check(
         plot.figure,
         """

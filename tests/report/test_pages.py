@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.report.examples import EXPERIMENT, cell, example, report
+from tests.report.examples import EXPERIMENT, cell, example, loss, report
 from trainer.evaluation.results import Arm, Change, Drop
 from trainer.report.pages import lead, measured, write_html, write_renderings
 
@@ -46,7 +46,7 @@ def test_the_page_of_an_experiment_needs_nothing_else(tmp_path):
     small = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=20)
     notes = ("<script>alert(1)</script>", "A note.")
     figures = write_renderings(replace(small, notes=notes, **EXPERIMENT), tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "table.md", "figures"}
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "figures"}
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page()
     page.feed(text)
@@ -59,7 +59,7 @@ def test_the_page_of_an_experiment_needs_nothing_else(tmp_path):
     words = " ".join(" ".join(page.words).split())
     for part in ("<script>alert(1)</script>", "Figure 5 of", "first claim", "not judged"):
         assert part in words
-    assert "Of 3 claims of the papers: 1 shown, 1 not shown, 1 not judged." in words
+    assert "Claims of the papers: 1 shown, 1 not shown, 1 not judged" in words
 
 
 def test_the_page_has_the_rows_of_the_tables(tmp_path):
@@ -101,7 +101,7 @@ def test_the_lead_is_made_of_the_numbers():
 
 
 def test_measured_lists_models_methods_lengths_tasks_and_time():
-    made = report(cell([1.0] * 3, seconds=90.0), cell([], task="perplexity", last_loss=3.0))
+    made = report(cell([1.0] * 3, seconds=90.0), loss(3.0, seconds=0.0))
     assert measured(made) == [
         ("Models", "RoPE"),
         ("Methods", "as is"),

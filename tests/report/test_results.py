@@ -1,165 +1,115 @@
-"""report.json: what is written is read back, strictly, or refused with a reason."""
+"""Results: rows made of trials, and files that are read back."""
 
-import json
+from __future__ import annotations
+
 import math
+from statistics import fmean
 
+import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.report.examples import EXPERIMENT, cell, report
-from trainer.common.errors import UserError
-from trainer.evaluation.results import Arm, Cell, Drop, Observation, Reach, Report
-
-fractions = st.floats(0, 1)
-numbers = st.none() | st.floats(allow_nan=False, allow_infinity=False)
-counts = st.integers(0, 10**12)
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.floats(-1e9, 1e9),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-objects = st.dictionaries(st.text(), plain, max_size=3)
-cells = st.builds(
-    Cell,
-    st.text(),
-    st.text(),
-    st.text(),
-    st.integers(1, 10**6),
-    st.floats(0.1, 100),
-    st.lists(fractions, max_size=3).map(tuple),
-    last_loss=numbers,
-)
-arms = st.builds(
-    Arm,
-    st.text(),
-    st.text(),
-    counts,
-    counts,
-    counts,
-    numbers,
-    st.lists(st.tuples(counts, numbers), max_size=3).map(tuple),
-)
-reaches = st.builds(
-    Reach,
-    counts,
-    st.booleans(),
-    counts,
-    st.lists(counts, max_size=2).map(tuple),
-    st.lists(numbers, max_size=2).map(tuple),
-    st.lists(fractions, max_size=2).map(tuple),
-    st.lists(counts, max_size=2).map(tuple),
-    st.lists(numbers, max_size=2).map(tuple),
-)
-names = st.dictionaries(st.text(), st.text(), max_size=2)
-reports = st.builds(
-    Report,
-    st.text(),
-    counts,
-    st.lists(cells, max_size=3, unique_by=lambda c: (c.model, c.method, c.task, c.length)).map(
-        tuple
-    ),
-    names,
-    names,
-    st.lists(st.text(), max_size=2).map(tuple),
-    objects,
-    objects,
-    st.lists(arms, max_size=3, unique_by=lambda arm: arm.name).map(tuple),
-    st.none() | st.builds(Drop, counts, numbers, numbers, numbers),
-    st.lists(
-        st.builds(Observation, st.text(), st.text(), st.none() | st.booleans(), st.text()),
-        max_size=2,
-    ).map(tuple),
-    objects,
-    st.dictionaries(st.text(), fractions, max_size=2),
-    objects,
-    st.dictionaries(st.text(), st.lists(reaches, max_size=2).map(tuple), max_size=2),
-)
+from tests.report.examples import EXPERIMENT, cell, example, loss, report, statements
+from trainer.evaluation.results import FACTS, PERPLEXITY, STATEMENTS, Report, estimates
+from trainer.evaluation.rows import averaged, by_text
+from trainer.evaluation.statistics import estimate, wilson_interval
 
 
-@given(reports)
-def test_a_report_survives_writing_and_reading(tmp_path_factory, report):
-    path = tmp_path_factory.mktemp("report") / "report.json"
-    report.write(path)
-    assert Report.read(path) == report
+def values(made, task, metric="score"):
+    """Value, interval and count of the only row."""
+    rows = made.rows[(made.rows.task == task) & (made.rows.metric == metric)]
+    ((_, row),) = rows.iterrows()
+    return row["value"], row["low"], row["high"], row["n"]
 
 
-def test_numbers_that_are_not_finite_become_null(tmp_path):
-    made = report(cell([], last_loss=math.nan), config={"x": math.inf})
-    made.write(tmp_path / "r.json")
-    back = Report.read(tmp_path / "r.json")
-    assert (back.cells[0].last_loss, back.config) == (None, {"x": None})
+def test_a_report_survives_writing_and_reading(tmp_path):
+    made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=5)
+    made = Report(**{**vars(made), **EXPERIMENT, "notes": ("one",), "unigram_loss": 6.5})
+    made.write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "trials.parquet", FACTS}
+    back = Report.read(tmp_path)
+    facts, same = (
+        {k: v for k, v in vars(r).items() if k not in ("rows", "trials")} for r in (made, back)
+    )
+    assert facts == same
+    pd.testing.assert_frame_equal(back.rows, made.rows, check_dtype=False, rtol=1e-9)
+    pd.testing.assert_frame_equal(back.trials, made.trials, check_dtype=False)
+    report().write(tmp_path)
+    assert Report.read(tmp_path).rows.empty
 
 
-def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path):
-    path = tmp_path / "report.json"
-    report().write(path)
-    before = path.read_bytes()
-    with pytest.raises(TypeError):
-        report(config={"not json": object()}).write(path)
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_report_that_cannot_be_written_leaves_no_facts(tmp_path):
+    with pytest.raises(ValueError, match="serialize"):
+        report(config={"not json": object()}).write(tmp_path)
+    assert not (tmp_path / FACTS).exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (lambda d: d.pop("cells"), "cells"),
-        (lambda d: d["cells"][0].pop("method"), r"cells\.0\.method"),
-        (lambda d: d["cells"][0].update(last_loss="high"), r"cells\.0\.last_loss"),
-        (lambda d: d["cells"][0].update(scores=[97.3]), "between 0 and 1"),
-        (lambda d: d["drop"].update(step=None), r"drop\.step"),
-    ],
-)
-def test_a_malformed_report_names_the_fault(tmp_path, change, complaint):
-    data = report(cell([1.0]), **EXPERIMENT).to_dict()
-    change(data)
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=complaint):
-        Report.read(path)
+def test_numbers_that_are_not_finite_are_empty(tmp_path):
+    made = report(loss(math.nan), config={"x": math.inf})
+    made.write(tmp_path)
+    back = Report.read(tmp_path)
+    assert back.rows.value.isna().all()
+    assert back.config == {"x": None}
+    assert estimates(back.rows, PERPLEXITY, "loss") == {}
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '"text"', "null"])
-def test_only_a_json_object_is_a_report(tmp_path, text):
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(UserError, match="expected a report"):
-        Report.read(tmp_path / "report.json")
+def test_a_score_is_the_mean_with_wilsons_interval():
+    made = report(cell([1.0] * 9 + [0.0] * 11))
+    assert values(made, "multi_key") == (0.45, *wilson_interval(9, 20), 20)
 
 
-def test_names_that_would_hide_each_other_are_refused():
-    arm = Arm("a", "rope", 1, 1, 1)
-    with pytest.raises(ValueError, match="2 arms are called a"):
-        report(arms=(arm, arm))
-    with pytest.raises(ValueError, match="2 cells are of RoPE / none / multi_key / 2048"):
-        report(cell([1.0]), cell([0.0]))
+def test_trials_of_one_text_are_one_score():
+    scores, groups = [1.0, 0.0, 1.0, 1.0, 0.0, 0.5], (0, 0, 1, 1, 2, 2)
+    of_texts = [0.5, 1.0, 0.25]
+    expected = estimate(of_texts, 6)
+    result = values(report(cell(scores, groups=groups)), "multi_key")
+    assert result == (pytest.approx(fmean(of_texts)), expected.low, expected.high, 3)
+
+
+def test_labels_have_rows_of_their_own():
+    made = report(cell([1.0, 0.0, 1.0], labels=("qa|short", "qa|long", "code|long")))
+    rows = made.rows.set_index("task").value.to_dict()
+    assert rows == {
+        "multi_key": pytest.approx(2 / 3), "multi_key|qa": 0.5, "multi_key|short": 1.0,
+        "multi_key|long": 0.5, "multi_key|code": 1.0,
+    }  # fmt: skip
+
+
+def test_losses_have_students_interval_and_rows_of_positions():
+    made = report(loss((4.0, 4.2, 4.4), edges=(0, 512, 2048), losses=(5.0, 4.1)))
+    value, low, high, n = values(made, PERPLEXITY, "loss")
+    half = 4.302652729911275 * 0.2 / math.sqrt(3)  # t with two degrees of freedom
+    assert (value, low, high, n) == (*map(pytest.approx, (4.2, 4.2 - half, 4.2 + half)), 3)
+    assert values(made, PERPLEXITY, "loss 0-512")[0] == 5.0
+    assert values(made, PERPLEXITY, "loss 512-2048")[0] == 4.1
+
+
+def test_the_mean_is_over_tasks_with_the_same_lengths_and_pairs_their_texts():
+    """Two tasks of four texts, which may be the same ones, and one of two others."""
+    lengths = (1024, 2048)
+    cells = [
+        cell(scores, task=task, length=length)
+        for length in lengths
+        for task, scores in (
+            ("a", [1.0, 1.0, 0.0, 0.0]), ("b", [1.0, 0.0, 0.0, 0.0]), ("c", [1.0, 1.0]),
+        )
+    ] + [cell([0.0], task="d")]  # fmt: skip
+    made = report(*cells, tasks={key: key for key in "abcd"})
+    assert averaged(made.trials) == ["a", "b", "c"]
+    texts = by_text(made.trials, "abc")
+    assert texts[texts.length == 1024].value.tolist() == [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
+    mean = estimates(made.rows, "mean")["RoPE", "none"]
+    assert [mean[n].mean for n in lengths] == [pytest.approx((0.5 + 0.25 + 1.0) / 3)] * 2
 
 
 def test_the_last_tokens_default_to_the_shortest_length():
-    perplexity = cell([], task="perplexity", length=32)
-    assert report(perplexity, config={"evaluation": {"last": 16}}).last == 16
-    assert report(perplexity, config={"evaluation": {"last": None}}).last == 32
+    assert report(loss(4.0, length=32), config={"evaluation": {"last": 16}}).last == 16
+    assert report(loss(4.0, length=32), config={"evaluation": {"last": None}}).last == 32
     assert report(cell([1.0], length=32)).last == 1024
-    assert report(cell([], task="perplexity", length=2048)).last == 1024
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"depths": (0.5,)}, "has 2 scores but 1 depths"),
-        ({"labels": ("a", "b", "c")}, "has 2 scores but 3 labels"),
-        ({"groups": (0,)}, "has 2 scores but 1 groups"),
-        ({"losses": (4.0,), "edges": (0,)}, "has 1 losses but 1 edges"),
-        ({"losses": (4.0,), "edges": (0, 1, 2)}, "has 1 losses but 3 edges"),
-    ],
-)
-def test_fields_of_a_trial_have_one_length(fields, message):
-    with pytest.raises(ValueError, match=message):
-        cell([0.0, 1.0], **fields)
-    cell([0.0, 1.0], depths=(0.0, 1.0), labels=("a", "b"), losses=(4.0,), edges=(0, 1))
-
-
-@pytest.mark.parametrize("score", [-0.01, 1.01, math.nan])
-def test_scores_are_fractions(score):
-    with pytest.raises(ValueError, match="not between 0 and 1"):
-        cell([0.5, score])
+def test_statements_are_at_chance_if_any_of_them_is_named():
+    task = {"needles": 4, "chance": 1 / 90, "chance_listed": 1 / 4}
+    made = report(*statements("A", (25, 25, 25, 25)), training_length=64, task=task)
+    assert (made.chance(STATEMENTS), made.chance("multi_key")) == (1 / 4, 0.0)
+    alone = report(task={**task, "needles": 1, "chance_listed": 1.0})
+    assert alone.chance(STATEMENTS) == 1 / 90

@@ -1,4 +1,4 @@
-"""What stands in the tables of a report, in the terminal and in Markdown."""
+"""What stands in the tables of a report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from tests.report.described import check_text
-from tests.report.examples import METHODS, cell, example, report, statements
-from trainer.evaluation.results import PERPLEXITY, Cell
-from trainer.report.tables import markdown_tables, perplexity, tables, terminal_tables
+from tests.report.examples import METHODS, cell, example, loss, report, statements
+from trainer.report.tables import perplexity, tables, terminal_tables
 
 
 def by_title(made):
@@ -23,17 +21,16 @@ def by_title(made):
 def lines(made, width=100, color=None):
     console = Console(width=width, color_system=color, force_terminal=color is not None)
     with console.capture() as capture:
-        console.print(terminal_tables(made, width))
+        console.print(terminal_tables(tables(made), width))
     return capture.get().splitlines()
 
 
 def test_the_mean_comes_first_and_perplexity_last():
-    made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=18, longbench=True)
+    made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=18)
     assert list(by_title(made)) == [
         "Mean over tasks",
         "Multi-key needles",
         "Multi-value needles",
-        "LongBench",
         "Held-out perplexity",
     ]
     assert tables(report()) == []
@@ -42,7 +39,8 @@ def test_the_mean_comes_first_and_perplexity_last():
 def test_a_cell_is_a_mean_its_interval_and_a_mark():
     better = cell([1.0] * 9 + [0.0] * 11, method="yarn")
     (table,) = tables(report(cell([0.0] * 20), better))
-    (_, _, (plain,)), (_, _, (yarn,)) = table.rows
+    (_, first, (plain,)), (_, second, (yarn,)) = table.rows
+    assert (first, second) == ("RoPE", "+ YaRN")
     assert (plain.value, plain.interval, plain.mark, plain.best) == ("0.0", "0.0–16.1", "", False)
     # Wilson: 9 of 20 is 25.8 to 65.8; nine discordant pairs in one direction: p = 2 / 2^9.
     assert (yarn.value, yarn.interval, yarn.mark, yarn.best) == ("45.0", "25.8–65.8", "↑", True)
@@ -61,24 +59,24 @@ def test_unmeasured_cells_are_empty_and_unmeasured_rows_left_out():
     made = report(
         cell([1.0], length=1024),
         cell([1.0], "DroPE", length=2048),
-        cell([], "NoPE", task=PERPLEXITY, last_loss=3.0),
+        loss(3.0, "NoPE"),
     )
     scores, losses = tables(made)
-    assert [(model, [e is None for e in entries]) for model, _, entries in scores.rows] == [
+    assert [(name, [e is None for e in entries]) for _, name, entries in scores.rows] == [
         ("RoPE", [False, True]),
         ("DroPE", [True, False]),
     ]
-    assert [row[0] for row in losses.rows] == ["NoPE"]
+    assert [row[1] for row in losses.rows] == ["NoPE"]
 
 
 def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     losses = {"RoPE": math.log(20), "DroPE": math.log(12.345), "NoPE": math.log(123.4)}
-    made = report(*(cell([], m, task=PERPLEXITY, last_loss=loss) for m, loss in losses.items()))
+    made = report(*(loss(value, model) for model, value in losses.items()))
     (table,) = tables(made)
     entries = [(e.value, e.best) for _, _, (e,) in table.rows]
     assert entries == [("20.00", False), ("12.35", True), ("123", False)]
     assert perplexity(1e4) == math.inf
-    equal = [cell((), model, task=PERPLEXITY, last_loss=6.0) for model in ("RoPE", "DroPE")]
+    equal = [loss(6.0, model) for model in ("RoPE", "DroPE")]
     (table,) = tables(report(*equal))
     assert [entry.best for _, _, (entry,) in table.rows] == [False, False]
 
@@ -93,23 +91,13 @@ def test_rows_of_equal_means_are_all_best():
 
     (table,) = tables(report(made("none", 0, 4, 5), made("yarn", 1, 4, 4), made("pi", 0, 0, 0)))
     assert [(entry.value, entry.best) for *_, (entry,) in table.rows] == [
-        *(("27.3", True), ("0.0", False), ("27.3", True)),
+        *(("27.3", True), ("27.3", True), ("0.0", False)),
     ]
-
-
-def test_a_method_that_changes_nothing_is_marked_and_explained():
-    made = report(
-        cell([1.0], length=1024), cell([1.0], method="yarn", length=1024, unchanged=True),
-        cell([0.0], length=2048), cell([1.0], method="yarn", length=2048),
-    )  # fmt: skip
-    (table,) = tables(made)
-    assert [entry.mark for entry in table.rows[1][2]] == ["=", "", ""]  # the last: effective length
-    assert table.legend.endswith("= the method changes nothing at this length.")
 
 
 def test_notes_tell_trials_from_texts():
     (table,) = tables(report(cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))))
-    assert table.note == "4 trials on 2 texts a cell. Arrows count each text once."
+    assert table.note == "4 trials on 2 texts a cell."
     (table,) = tables(report(cell([1.0])))
     assert table.note == "1 trial a cell."
     assert "sign test" not in table.legend  # nothing is compared
@@ -126,7 +114,7 @@ def test_a_unit_below_the_training_length_is_not_called_trained():
 def test_a_table_has_as_many_lengths_as_fit_and_continues_below(width, together):
     names = {key: title * 4 for key, title in METHODS.items()}
     made = example(models=("RoPE",), factors=(1, 2, 4, 8, 16, 32, 64, 128), trials=4)
-    shown = [line.rstrip() for line in lines(report(*made.cells, methods=names), width)]
+    shown = [line.rstrip() for line in lines(replace(made, methods=names), width)]
     assert max(map(len, shown)) <= width
     heads = [line for line in shown if "tokens  " in line]
     assert {line.count("tokens") for line in heads} <= {together, 8 - together}
@@ -135,7 +123,7 @@ def test_a_table_has_as_many_lengths_as_fit_and_continues_below(width, together)
 
 def test_the_only_task_has_the_losses_beside_its_scores():
     cells = statements("RoPE", (100, 90, 50, 10), (4.0, 4.1, 4.2, 10.534))
-    cells += [replace(c, method="yarn") for c in cells]
+    cells += [({**about, "method": "yarn"}, measured) for about, measured in cells]
     made = report(*cells, statements("DroPE", (90, 80, 70, 60))[0], training_length=64)
     shown = lines(made)
     rows = [p for p in pairwise(shown) if re.search(r"\d–\d", p[1])]
@@ -146,51 +134,17 @@ def test_the_only_task_has_the_losses_beside_its_scores():
     assert rows[1][0].startswith("  + YaRN ")
     assert rows[2][0].split() == ["DroPE", "89.8↓", "·", "·", "·", "·", "·"]
     assert "perplexity" not in " ".join(shown)  # a detail
-    assert "| **89.8** (85.5–93.0) / 4.100 |" in markdown_tables(made)
 
 
-BOLD = {
-    "terminal": (r"\x1b\[1m *(\d+\.\d+)", lambda made: "\n".join(lines(made, color="standard"))),
-    "Markdown": (r"\*\*([\d.]+)\*\*", markdown_tables),
-}
-
-
-@pytest.mark.parametrize("kind", BOLD)
-def test_the_best_of_a_column_is_bold_and_nothing_else(kind):
+def test_the_best_of_a_column_is_bold_and_nothing_else():
     rates = {("RoPE", 2048): 18, ("RoPE", 4096): 5, ("DroPE", 2048): 6, ("DroPE", 4096): 5}
     cells = [
         cell([1.0] * hits + [0.0] * (20 - hits), model, length=length)
         for (model, length), hits in rates.items()
     ]
-    pattern, made = BOLD[kind]
-    assert re.findall(pattern, made(report(*cells))) == ["90.0", "25.0", "25.0"]
+    shown = "\n".join(lines(report(*cells), color="standard"))
+    assert re.findall(r"\x1b\[1m *(\d+\.\d+)", shown) == ["90.0", "25.0", "25.0"]
 
 
 def test_names_are_text_not_markup():
     assert any("[red]x[/red]" in line for line in lines(report(cell([1.0], "[red]x[/red]"))))
-
-
-def test_markdown_has_every_number_with_its_interval_and_mark():
-    scores = {"RoPE": (12, 2), "Dro|PE_": (12, None)}
-    cells = [
-        Cell(model, "none", "keys", n, n / 64, (1.0,) * hits + (0.0,) * (12 - hits))
-        for model, both in scores.items()
-        for n, hits in zip((64, 256), both, strict=True)
-        if hits is not None
-    ]
-    titles = {"methods": {"none": "as is"}, "tasks": {"keys": "Keys"}, "training_length": 64}
-    text = markdown_tables(report(*cells, **titles))
-    check_text(
-        text[: text.index("Success in %")],
-        """
-        ## Keys
-
-        12 trials a cell.
-
-        | model | method | 64 tokens, 1× (trained) | 256 tokens, 4× | effective, ≥85% of 1× |
-        | --- | --- | ---: | ---: | ---: |
-        | RoPE | as is | **100.0** (75.8–100.0) | **16.7** (4.7–44.8) | **64** |
-        | Dro\\|PE_ | as is | **100.0** (75.8–100.0) | · | · |
-        """,
-    )
-    assert markdown_tables(report()) == "Nothing was evaluated.\n"

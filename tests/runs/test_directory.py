@@ -55,7 +55,7 @@ def test_a_run_is_read_as_it_was_written(place):
 
 def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(place):
     opened(place)
-    for name in ("metrics.csv", "notes.md", "checkpoints/step-000003/x", "evaluation-2/report.json",
+    for name in ("metrics.csv", "notes.md", "checkpoints/step-000003/x", "evaluation-2/facts.json",
                  "controls/nope/config.yaml", "paper/thesis.tex"):  # fmt: skip
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("x")

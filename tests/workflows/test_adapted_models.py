@@ -140,19 +140,19 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
         str(directory), [f"hf:{directory}"], str(tmp_path), 1, text, evaluation=config
     )
     report, _ = evaluate_lengths(request)
-    cells = {(c.model, c.method, c.task, c.length): c for c in report.cells}
-    ours = {key[1:]: cell for key, cell in cells.items() if key[0] == "llama"}
-    theirs = {key[1:]: cell for key, cell in cells.items() if key[0] == "llama-hf"}
+    keys = ["method", "task", "length", "metric"]
+    of_model = {
+        name: {key: part.value.tolist() for key, part in trials.groupby(keys)}
+        for name, trials in report.trials.groupby("model")
+    }
+    ours, theirs = of_model["llama"], of_model["llama-hf"]
     assert set(ours) - set(theirs) == {key for key in ours if key[0] == "window"}
     assert len(theirs) == 4 * 2 * 2
-    of_methods = {cell.last_loss for cell in theirs.values() if cell.length == 2 * C}
-    assert len(of_methods) == 4 + 1  # a loss of each, and none of the needles
-    for key, cell in theirs.items():
-        if cell.task == "perplexity":
-            assert cell.losses == pytest.approx(ours[key].losses, abs=1e-4)
-        else:
-            assert cell.scores == ours[key].scores
-            assert len(cell.scores) == 2
+    losses = {tuple(x) for (*_, n, metric), x in theirs.items() if (n, metric) == (2 * C, "loss")}
+    assert len(losses) == 4
+    for key, values in theirs.items():
+        assert values == pytest.approx(ours[key], abs=1e-4)
+        assert len(values) == 2
 
 
 def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):

@@ -9,7 +9,8 @@ import yaml
 from rich.console import Console
 
 from trainer.common.errors import UserError
-from trainer.evaluation.results import write_csv
+from trainer.evaluation.results import table, write_csv
+from trainer.report.tables import terminal_tables
 from trainer.workflows.compare import compare, names_of
 
 ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "length": 64,
@@ -20,9 +21,9 @@ def run(place, rate, *rows, evaluation=False):
     place.mkdir()
     values = {"name": place.name, "optimizer": {"lr": rate, "betas": [0.9, 0.95]}}
     (place / "config.yaml").write_text(yaml.safe_dump(values))
-    table = place / "evaluation" if evaluation else place
-    table.mkdir(exist_ok=True)
-    write_csv(table / "results.csv", [ROW | row for row in rows])
+    results = place / "evaluation" if evaluation else place
+    results.mkdir(exist_ok=True)
+    write_csv(results / "results.csv", table([ROW | row for row in rows]))
     return str(place)
 
 
@@ -30,18 +31,18 @@ def test_runs_are_named_by_what_differs_and_have_a_column_for_each_length(tmp_pa
     loss = {"task": "perplexity", "metric": "loss", "value": 3.25, "low": None, "high": None}
     a = run(tmp_path / "a", 1e-3, {}, {"length": 128, "factor": 2.0, "value": 0.125})
     b = run(tmp_path / "b", 3e-3, {"value": 1.0, "high": 1.0}, loss, evaluation=True)
-    out = Console(file=io.StringIO(), width=200)
-    out.print(compare([a, b]))
-    head, *lines = (line for line in out.file.getvalue().splitlines() if line.strip(" ─"))
-    assert "128 (2×)" in out.file.getvalue()
-    assert [line.split()[0] for line in lines[-3:] if "optimizer" in line] == [
-        "optimizer.lr=0.001",
-        "optimizer.lr=0.003",
+    scores, losses = compare([a, b])
+    assert (scores.title, losses.title) == ("statements, score", "perplexity, loss")
+    assert scores.columns == (("64 tokens", "1×"), ("128 tokens", "2×"))
+    assert [(name, [e and e.value for e in entries]) for _, name, entries in scores.rows] == [
+        ("optimizer.lr=0.001: RoPE", ["50.0", "12.5"]),
+        ("optimizer.lr=0.003: RoPE", ["100.0", None]),
     ]
-    assert "50.0 (25.0–75.0)" in lines[-2]
-    assert "12.5 (25.0–75.0)" in lines[-2]
-    assert "3.250" in lines[-1]
-    assert head
+    assert scores.rows[0][2][0].interval == "25.0–75.0"
+    assert losses.rows[0][2] == (("3.250", "", "", False, ""),)
+    out = Console(file=io.StringIO(), width=100)
+    out.print(terminal_tables([scores, losses]))
+    assert max(map(len, out.file.getvalue().splitlines())) <= 100
 
 
 def test_runs_that_differ_in_nothing_or_much_have_their_paths(tmp_path):

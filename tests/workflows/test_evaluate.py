@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from tests.small_runs import trained_in
@@ -22,7 +23,7 @@ from trainer.config import (
     RulerSettings,
     TemperatureSettings,
 )
-from trainer.evaluation.results import Report
+from trainer.evaluation.results import Report, estimates
 from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import find_candidate
@@ -59,10 +60,20 @@ def request(runs, output, **changes):
     )
 
 
+def assert_same(first, second):
+    """Hold rows and trials of two reports against each other, without seconds."""
+    for one, other in ((first.rows, second.rows), (first.trials, second.trials)):
+        pd.testing.assert_frame_equal(
+            one.drop(columns="seconds", errors="ignore"),
+            other.drop(columns="seconds", errors="ignore"),
+            check_dtype=False,
+            rtol=1e-9,
+        )
+
+
 def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     report, output = evaluate_lengths(request(runs, tmp_path))
-    cells = {(c.model, c.method) for c in report.cells}
-    assert cells == {
+    assert set(zip(report.rows.model, report.rows.method, strict=True)) == {
         ("RoPE (before-drop)", "none"),
         ("RoPE (before-drop)", "yarn"),
         ("RoPE (before-drop)", "temperature"),
@@ -72,10 +83,14 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     assert report.task["training_share"] == 0.5
     assert report.methods == {"none": "as is", "yarn": "YaRN", "temperature": "temperature"}
     assert {p.name for p in output.iterdir()} >= {
-        "cells", "figures", "report.html", "report.json", "results.csv",
+        "cells", "figures", "report.html", "facts.json", "results.csv", "trials.parquet",
     }  # fmt: skip
-    written = json.loads((output / "report.json").read_text())
-    assert len(written["cells"]) == len(report.cells) == 20
+    written = Report.read(output)
+    assert (written.config, written.tasks) == (report.config, report.tasks)
+    headline = written.rows[written.rows.metric.isin(["score", "loss"])]
+    assert len(headline) == 20
+    assert set(headline.seed) == {CONFIG.needles.seed}
+    assert 4 < report.unigram_loss < 6
 
 
 def test_statements_are_left_out_of_a_model_that_saw_none(runs, tmp_path, monkeypatch):
@@ -96,23 +111,21 @@ def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, t
         needles=NeedleTaskSettings(trials=2, depths=(0.0, 1.0)),
     )
     report, output = evaluate_lengths(asked)
-    (cell,) = report.cells
-    assert (cell.task, cell.depths) == ("sentence", (0.0, 1.0, 0.0, 1.0))
-    assert cell.groups == (0, 0, 1, 1)
-    assert all(0 <= score <= 1 for score in cell.scores)
+    trials = report.trials
+    assert set(trials.task) == {"sentence"}
+    assert trials.depth.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert trials.text.tolist() == [0, 0, 1, 1]
+    assert trials.value.between(0, 1).all()
     (chosen,) = (output / "cells").glob("longrope-*")
     assert "needles" in json.loads(chosen.read_text())["key"]["settings"][1].values()
 
 
 def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     first, output = evaluate_lengths(request(runs, tmp_path))
-    written = (output / "report.json").read_bytes()
     for cell in sorted((output / "cells").glob("part-*"))[:3]:
         cell.unlink()
     second, _ = evaluate_lengths(request(runs, tmp_path))
-    timeless = [replace(c, seconds=0.0) for c in second.cells]
-    assert timeless == [replace(c, seconds=0.0) for c in first.cells]
-    assert len((output / "report.json").read_bytes()) == pytest.approx(len(written), abs=200)
+    assert_same(first, second)
 
 
 def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, tmp_path):
@@ -124,10 +137,11 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     first, place = evaluate_lengths(replace(asked, compare=[]))
     second, beside = evaluate_lengths(replace(asked, compare=[], text=text))
     assert place == beside == tmp_path / "out"
-    assert first.cells[0].last_loss != second.cells[0].last_loss
+    assert first.rows.value[0] != second.rows.value[0]
     assert len([*cells.glob("part-*")]) == 2
     again, _ = evaluate_lengths(replace(asked, compare=[]))
-    assert again.cells == first.cells == Report.read(place / "report.json").cells
+    assert_same(again, first)
+    assert_same(Report.read(place), first)
     assert len([*cells.glob("part-*")]) == 2
     checkpoint = tmp_path / "again"  # trained anew
     shutil.copytree(runs, checkpoint)
@@ -150,8 +164,7 @@ def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, mo
     monkeypatch.setattr(Decoder, "hidden_states", looking)
     chunked, _ = evaluate_lengths(request(runs, tmp_path / "chunks", prefill_chunk=24, **asked))
     assert widths == {24, 16}
-    for one, other in zip(whole.cells, chunked.cells, strict=True):
-        assert other.losses == pytest.approx(one.losses, rel=1e-5)
+    assert chunked.rows.value.tolist() == pytest.approx(whole.rows.value.tolist(), rel=1e-5)
     assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"
 
 
@@ -159,7 +172,8 @@ def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path))
     second, place = evaluate_lengths(request(runs, tmp_path))
     assert place == tmp_path
-    assert second == replace(first, made=second.made)
+    assert_same(first, second)
+    assert second.notes == first.notes
     assert any("logits times 1 + 0.3 ln s" in note for note in second.notes)
 
 
@@ -233,7 +247,8 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
 def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path / "out"))
     again, _ = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64]))
-    assert (again.cells, again.config) == (first.cells, first.config)
+    assert_same(again, first)
+    assert again.config == first.config
 
 
 def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tmp_path):
@@ -243,20 +258,12 @@ def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tm
     asked = request(runs, tmp_path / "out", **given, training_length=16)
     shorter, _ = evaluate_lengths(asked)
     assert (of_run.training_length, shorter.training_length) == (32, 16)
-    assert [cell.factor for cell in shorter.cells[:2]] == [1.0, 2.0]
-
-    def rows(report):
-        found = {(c.model, c.method): [] for c in report.cells}
-        for c in report.cells:
-            found[c.model, c.method].append((c.unchanged, c.last_loss))
-        return found
-
-    one, other = rows(of_run), rows(shorter)
+    one, other = (estimates(r.rows, "perplexity", "loss") for r in (of_run, shorter))
     before = "RoPE (before-drop)"
-    assert [unchanged for unchanged, _ in one[before, "yarn"]] == [True, True]
-    assert [unchanged for unchanged, _ in other[before, "yarn"]] == [True, False]
-    assert other[before, "none"] == one[before, "none"]
-    assert other[before, "yarn"][1] != one[before, "yarn"][1]
+    assert sorted(set(shorter.rows.factor)) == [1.0, 2.0]
+    assert one[before, "yarn"] == one[before, "none"] == other[before, "none"]
+    assert other[before, "yarn"][16] == one[before, "none"][16]
+    assert other[before, "yarn"][32] != one[before, "none"][32]
     # Without a length of its own, its cells are those of earlier versions.
     (own,) = {find_candidate(str(runs)).with_training_length(n).fingerprint for n in (None, 32)}
     back = find_candidate(str(runs)).with_training_length(16).with_training_length(32)
@@ -273,7 +280,7 @@ def test_models_of_other_training_lengths_need_one_to_be_named(runs, tmp_path, m
         evaluate_lengths(request(runs, tmp_path / "out"))
     given = {"methods": ["none"], "tasks": ["statements"], "training_length": 64}
     report, _ = evaluate_lengths(request(runs, tmp_path / "out", **given))
-    assert {cell.length for cell in report.cells} == {64, 128}
+    assert set(report.rows.length) == {64, 128}
 
 
 def test_a_run_that_ends_in_shorter_sequences_counts_from_these(base, tmp_path):

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from trainer.common.errors import UserError
@@ -120,7 +121,7 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     measured.limit = 3
     with pytest.raises(KeyboardInterrupt):
         run_experiment(config)
-    assert not (run_dir / "report.json").exists()
+    assert not (run_dir / "facts.json").exists()
     trained = (run_dir / "metrics.csv").read_text()
 
     measured.limit = None
@@ -128,21 +129,24 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     assert not existed
     assert (run_dir / "metrics.csv").read_text() == trained
     # As it is and with its temperature, which changes nothing at the training length.
-    assert (len(measured), len(report.cells)) == (6, 8)
+    cells = report.rows.drop_duplicates(["method", "task", "length"])
+    assert (len(measured), len(cells)) == (6, 8)
     kept = json.loads(find_candidate(str(run_dir)).path.joinpath(FILE).read_text())
     assert report.temperature == {"DroPE + temperature": kept["coefficient"]}
     (arm,) = report.arms
     assert (arm.name, arm.encoding) == ("DroPE", "rope, dropped at step 6")
-    assert arm.final_loss == report.cells[0].last_loss
+    assert arm.final_loss == report.rows.value[0]
     assert report.drop.step == 6
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 
     # `evaluate` has nothing left to measure, and a finished run is shown as it was.
     again, output = evaluate_lengths(EvaluationRequest(str(run_dir), evaluation=config.evaluation))
     assert output == run_dir / "evaluation"
-    assert again.cells == report.cells
+    pd.testing.assert_frame_equal(again.trials, report.trials)
     assert len(measured) == 6
-    assert run_experiment(config) == (report, True)
+    same, existed = run_experiment(config)
+    assert existed
+    assert same.observations == report.observations
 
 
 @pytest.mark.slow
@@ -161,7 +165,8 @@ def test_a_diverged_run_is_reported_as_one(base, tmp_path):
 def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     changes = {"run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
     report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
-    assert (measured, report.cells) == ([], ())
+    assert measured == []
+    assert report.rows.empty
     assert report.arms[0].final_loss is None
     assert (tmp_path / "run" / "report.html").is_file()
     assert (report.config["name"], report.drop.step) == (base["name"], 6)
@@ -222,10 +227,3 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
 def test_a_run_whose_weights_are_not_finite_is_marked(tmp_path):
     assert made(tmp_path, []).finite
     assert not made(tmp_path, [{"step": 1, "parameter_norm": math.nan}]).finite
-
-
-def test_a_report_of_an_earlier_version_is_not_shown_as_finished(base, tmp_path):
-    config = parse(RunConfig, {**base, "run_dir": str(tmp_path)})
-    (tmp_path / "report.json").write_text('{"name": "tiny", "table": []}')
-    with pytest.raises((UserError, ValueError, KeyError)):
-        run_experiment(config)

@@ -92,9 +92,8 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     dropped = [phase.start for phase in phases if phase.drop]
     assert {change.step for change in arm.changes} >= {*dropped}
     assert all(change.loss_end is not None for change in arm.changes)
-    lengths = {cell.length for cell in report.cells}
-    assert lengths == {config.training_length, 2 * config.training_length}
-    assert (run_dir / "report.json").is_file()
+    assert set(report.rows.length) == {config.training_length, 2 * config.training_length}
+    assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
         assert layouts(saved)[-1] == Layout.from_dict(state["layout"])  # as was foreseen

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.report.examples import report
+from tests.report.examples import cell, report
 from trainer.config import DataConfig
-from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import STATEMENTS, Cell
+from trainer.evaluation.results import STATEMENTS
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import with_observations
 
@@ -26,25 +25,24 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
         ("first", "none"), ("first", "yarn"), ("first", "crop"), ("second", "none"),
         ("third", "none"), ("again", "none"), ("again", "yarn"),
     ]  # fmt: skip
-    cells = (
-        Cell(model, method, STATEMENTS, 64, 1.0, scores=(1.0, 0.0)) for model, method in measured
-    )
-    told = report(*cells, training_length=64, temperature={"x": 0.5})
+    cells = (cell((1.0, 0.0), model, method, STATEMENTS, 64) for model, method in measured)
+    told = report(*cells, training_length=64)
     roles = {"first": "rope", "second": "drope", "third": None, "again": "rope"}
     runs = {name: SimpleNamespace(data=DataConfig()) for name in roles}
     candidates = [
         SimpleNamespace(name=name, role=role, run=runs[name]) for name, role in roles.items()
     ]
     arms = {name: f"arm of {name}" for name in roles}
-    found = with_observations(told, candidates, drop="a drop", arms=arms)
+    found = with_observations(told, candidates, arms=arms)
     assert found.observations == ("seen",)
     (run,) = asked
-    assert run.roles == {"rope": "first", "rope_yarn": "first + YaRN", "drope": "second"}
-    assert [result.name for result in run.results] == [r.name for r in Outcomes(told).results()]
-    assert (run.drop, run.fitted, run.one_text) == ("a drop", {"x": 0.5}, True)
+    assert run.roles == {
+        "rope": ("first", "none"), "rope_yarn": ("first", "yarn"), "drope": ("second", "none")
+    }  # fmt: skip
+    assert (run.report, run.one_text) == (told, True)
     assert run.arms == {"rope": "arm of first", "drope": "arm of second"}
     with_observations(told, candidates)
-    assert (asked[-1].drop, asked[-1].arms) == (None, {})
+    assert asked[-1].arms == {}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_losses_compare_between_models_of_one_text(monkeypatch, other, is_same):
     """None: published weights, whose text nobody knows."""
     asked = []
     monkeypatch.setattr(evaluate, "observe", lambda run: asked.append(run) or ())
-    told = report(Cell("a", "none", STATEMENTS, 64, 1.0, scores=(1.0,)), training_length=64)
+    told = report(cell((1.0,), "a", task=STATEMENTS, length=64), training_length=64)
     texts = DataConfig(), other
     candidates = [
         SimpleNamespace(name=name, role="rope", run=text and SimpleNamespace(data=text))

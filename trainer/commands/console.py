@@ -18,9 +18,8 @@ from rich.text import Text
 
 from trainer.common.progress import console
 from trainer.common.words import remedy, without_controls
-from trainer.evaluation.outcomes import AS_IS, Outcomes
-from trainer.evaluation.results import STATEMENTS, Drop, Report, is_known, troubles
-from trainer.report.tables import terminal_tables
+from trainer.evaluation.results import AS_IS, STATEMENTS, Drop, Report, is_known, troubles
+from trainer.report.tables import tables, terminal_tables
 
 WIDTH = 100
 
@@ -61,16 +60,9 @@ def _about_drop(drop: Drop | None) -> Iterator[str]:
 
 def _at_chance(report: Report) -> list[str]:
     """Return the models whose retrieval at the training length is at chance without a method."""
-    outcomes = Outcomes(report)
-    if STATEMENTS not in outcomes.scored:
-        return []
-    rows = [(model, AS_IS) for model in outcomes.models]
-    lengths = {row: outcomes.effective_length(row, [STATEMENTS]) for row in rows}
-    return [
-        model
-        for (model, _), effective in lengths.items()
-        if effective is not None and not effective.length
-    ]
+    rows = report.rows[(report.rows.task == STATEMENTS) & (report.rows.metric == "score")]
+    trained = rows[(rows.method == AS_IS) & (rows.length == report.training_length)]
+    return list(trained.model[trained.low <= report.chance(STATEMENTS)])
 
 
 def report_console() -> Console:
@@ -84,8 +76,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """Print the tables, the observations in words, and the path of the page."""
     out = report_console()
     say = partial(out.print, highlight=False, markup=False)
-    if report.cells:
-        out.print(terminal_tables(report, out.width))
+    if not report.rows.empty:
+        out.print(terminal_tables(tables(report), out.width))
     drop = report.drop
     for text in _about_drop(drop):
         say(text)

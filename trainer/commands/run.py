@@ -146,9 +146,11 @@ def compare(composed: Composed) -> None:
     """Print the table of several runs."""
     request = parse(CompareRequest, composed.values)
     from trainer.commands.console import report_console
-    from trainer.workflows.compare import compare as table_of
+    from trainer.report.tables import terminal_tables
+    from trainer.workflows.compare import compare as tables_of
 
-    report_console().print(table_of(request.runs))
+    out = report_console()
+    out.print(terminal_tables(tables_of(request.runs), out.width))
 
 
 def analyze(composed: Composed) -> None:

@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
+import pandas as pd
+
 from trainer.common.progress import Progress
 from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Measurement, Reading
 from trainer.evaluation.methods import CHOICE, Method, Recipe
-from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import Piece
-from trainer.evaluation.results import Cell
+from trainer.evaluation.results import AS_IS, TRIAL_COLUMNS, table
+from trainer.evaluation.rows import rows_of, trials_of
 from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops
@@ -139,11 +141,13 @@ def is_unchanged(subject: Subject, recipe: Recipe, length: int) -> bool:
 class Measured:
     """Results of an evaluation.
 
-    ``notes``: descriptions of the fitted parameters. ``temperature``: the fitted temperatures, by
-    model name.
+    ``rows``: values of columns of results.csv, all but run and seed. ``trials``: see
+    :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. ``notes``: descriptions of the fitted
+    parameters. ``temperature``: the fitted temperatures, by model name.
     """
 
-    cells: list[Cell] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -156,9 +160,9 @@ def measure_cells(
     rank: int = 0,
     ranks: int = 1,
 ) -> Measured:
-    """Measure what is not stored yet, and return all cells in the order of ``plans``.
+    """Measure what is not stored yet, and return all results in the order of ``plans``.
 
-    Processes ``rank`` of ``ranks`` share the work; only the first one returns cells.
+    Processes ``rank`` of ``ranks`` share the work; only the first one returns results.
     """
     parts = {str(key): (plan, key) for plan in plans for _, key in plan.parts}
     missing = [plan for plan, key in parts.values() if not store.has("part", key)]
@@ -182,7 +186,13 @@ def measure_cells(
     if rank:
         return Measured()
     store.wait_for(("part", key) for _, key in parts.values())
-    measured = Measured([_cell(plan, store) for plan in plans])
+    measured = Measured()
+    trials = []
+    for plan in plans:
+        of_cell, rows = _cell(plan, store)
+        trials.append(of_cell)
+        measured.rows += rows
+    measured.trials = pd.concat(trials, ignore_index=True)
     for (name, method), fit in fits.items():
         measured.notes += fit["notes"]
         if fit["temperature"] is not None and method == "temperature":
@@ -263,17 +273,17 @@ def _measure_model(
     return {(subject.name, name): store.get("fit", key, dict) for name, key in keys.items()}
 
 
-def _cell(plan: PlannedCell, store: Store) -> Cell:
-    """Return a cell from its stored parts."""
+def _cell(plan: PlannedCell, store: Store) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """Return trials and rows of a cell from its stored parts."""
     parts = [store.get("part", key, dict) for _, key in plan.parts]
-    return Cell(
-        plan.subject.name,
-        plan.recipe.key,
-        plan.task.key,
-        plan.length,
-        plan.factor,
-        **plan.task.cell(plan.length, parts),
-        groups=plan.task.groups(plan.length),
-        seconds=round(sum(part["seconds"] for part in parts), 3),
-        unchanged=plan.recipe.key != AS_IS and is_unchanged(plan.subject, plan.recipe, plan.length),
-    )
+    about: dict[str, Any] = {
+        "model": plan.subject.name,
+        "method": plan.recipe.key,
+        "task": plan.task.key,
+        "length": plan.length,
+        "factor": plan.factor,
+    }
+    cell = plan.task.cell(plan.length, parts)
+    trials = trials_of(about, cell, plan.task.groups(plan.length))
+    seconds = round(sum(part["seconds"] for part in parts), 3)
+    return trials, list(rows_of(trials, cell, {**about, "seconds": seconds}))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.common.errors import UserError
@@ -22,6 +23,9 @@ from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
 from trainer.model.language_model import LanguageModel
+
+UNIGRAM_TOKENS = 2**20
+"""Tokens of a text whose frequencies are counted."""
 
 
 def windows_with_common_ends(
@@ -73,6 +77,22 @@ def mean_loss(
     """Return the mean loss over windows and positions, in nats; see :func:`losses_of_batches`."""
     batches = losses_of_batches(model, windows, first_token, batch_tokens)
     return sum(losses.double().sum().item() for losses in batches) / windows.size
+
+
+def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> float:
+    """Return the loss on ``text``, in nats, of a model that knows only how frequent the tokens of
+    ``counted`` are, each of the ``vocabulary`` counted once more."""
+
+    def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
+        """Return the share of each token, over the parts by their weights."""
+        total = np.zeros(vocabulary)
+        for part in split.parts:
+            counts = np.bincount(part.stream.ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
+            total += part.weight * counts / max(1, counts.sum())
+        return total / total.sum()
+
+    known, wanted = shares(counted, 1), shares(text, 0)
+    return float(-(wanted * np.log(known)).sum())
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ from trainer.evaluation.layouts import (
 )
 from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.loss import mean_loss
-from trainer.evaluation.outcomes import AS_IS, AS_IS_TITLE
+from trainer.evaluation.results import AS_IS, AS_IS_TITLE
 from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum

@@ -1,29 +1,56 @@
-"""Results of an evaluation and a run as plain data: ``report.json`` and the types in it.
+"""Results of an evaluation and a run: tables of rows and trials, and facts that are no rows.
 
-Lengths are in tokens, losses in nats per token, scores are fractions from 0 to 1. A number that
-was not measured or is not finite is ``None`` (``null`` in the file), so every file is strict JSON.
-Everything but ``timing`` and the seconds of cells depends only on what was trained and evaluated,
-so repetitions give the same file.
+A directory of results holds ``results.csv`` (a row for each model, method, task, length and
+metric), ``trials.parquet`` (single scores and losses, for paired tests) and ``facts.json``. Lengths
+are in tokens, losses in nats per token, scores are fractions from 0 to 1. A number that was not
+measured or is not finite is empty or ``null``. Everything but ``timing`` and seconds depends only
+on what was trained and evaluated.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
-from typing import Any, Self, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
-from trainer.common.errors import UserError
+import pandas as pd
+from pydantic import ConfigDict
+
 from trainer.common.fields import adapter
-from trainer.common.files import csv_text, write_atomically
+from trainer.common.files import write_atomically
+from trainer.evaluation.statistics import Estimate
 
 PERPLEXITY = "perplexity"
-"""Task whose cells have losses by position instead of scores."""
+"""Task whose trials are losses of windows instead of scores."""
 STATEMENTS = "statements"
-"""Task that training sequences can contain; reports call its score retrieval."""
+"""Task that training sequences can contain; its score is called retrieval."""
+AS_IS = "none"
+AS_IS_TITLE = "as is"
+"""Key and title of the method that leaves a model as it was trained."""
+MEAN = "mean"
+"""Task of rows with the mean over all scored tasks."""
+
+COLUMNS = (
+    *("run", "model", "method", "task", "length", "factor"),
+    *("metric", "value", "low", "high", "n", "seed", "seconds"),
+)
+"""Columns of every results.csv. ``metric``: ``score``; ``loss``, on the last tokens of windows,
+which are the same at every length; or ``loss A-B``, at positions A to B (excluded). ``low``,
+``high``: 95% interval; ``n``: independent texts; ``factor``: length over training length."""
+TRIAL_COLUMNS = (
+    *("model", "method", "task", "length", "factor"),
+    *("metric", "text", "value", "depth", "label"),
+)
+"""Columns of trials.parquet: a row for each trial, or window of text, in the same order for all
+models and methods. ``text``: number of its text, from 0; trials of one text are not independent.
+``depth``: position of the needle, 0 at the beginning of the text. ``label``: kinds of the trial,
+joined by ``|``."""
+
+Row = tuple[str, str]
+"""Model name and method key."""
 
 
 def is_known(value: float | None) -> TypeGuard[float]:
@@ -31,72 +58,43 @@ def is_known(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 
 
-class Json:
-    """Dataclass that converts to and from the dictionaries and lists of JSON."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields, with lists for tuples and ``None`` for numbers that are not finite."""
-        return _plain(asdict(self))  # type: ignore[call-overload]  # its subclasses are dataclasses
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Invert ``to_dict``.
-
-        Raises pydantic's ``ValidationError``, which names each missing or mistyped field.
-        """
-        return adapter(cls).validate_python(data)
+def table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
+    """Return rows under ``columns``; missing values are NaN."""
+    return pd.DataFrame(list(rows), columns=list(columns))
 
 
-@dataclass(frozen=True)
-class Cell(Json):
-    """Result of one method on one model in one task at one length.
+def write_csv(path: Path, rows: pd.DataFrame) -> None:
+    """Write a table atomically; numbers have ten digits."""
+    write_atomically(path, rows.to_csv(index=False, float_format="%.10g"))
 
-    ``factor``: length over training length. ``scores``: one for each trial, in the order of the
-    task's prompts, which are the same for all methods and models. ``depths``, ``labels``: one for
-    each trial, or empty. ``groups``: number of each trial's text, from 0; empty if every trial has
-    its own. Trials of one text are not independent. ``losses[i]``: mean held-out loss over
-    positions ``edges[i]`` (included) to ``edges[i + 1]`` (excluded). ``last_loss``: mean loss on
-    the last tokens, which are the same at every length. ``by_window``: this loss for each window,
-    or empty. ``seconds``: duration.
-    ``unchanged``: whether the method leaves the model as it is at this length.
-    """
 
-    model: str
-    method: str
-    task: str
-    length: int
-    factor: float
-    scores: tuple[float, ...] = ()
-    depths: tuple[float, ...] = ()
-    labels: tuple[str, ...] = ()
-    groups: tuple[int, ...] = ()
-    edges: tuple[int, ...] = ()
-    losses: tuple[float | None, ...] = ()
-    last_loss: float | None = None
-    by_window: tuple[float | None, ...] = ()
-    seconds: float = 0.0
-    unchanged: bool = False
+def read_csv(path: Path) -> pd.DataFrame:
+    """Read what :func:`write_csv` wrote."""
+    text = dict.fromkeys(("run", "model", "method", "task", "metric"), str)
+    return pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
 
-    @property
-    def texts(self) -> int:
-        """Number of texts with scores, which are independent of each other."""
-        return len(set(self.groups)) or len(self.scores)
 
-    def __post_init__(self) -> None:
-        where = f"{self.task!r} of {self.model!r} with {self.method!r} at {self.length}"
-        for name in ("depths", "labels", "groups"):
-            if getattr(self, name) and len(getattr(self, name)) != len(self.scores):
-                raise ValueError(
-                    f"{where} has {len(self.scores)} scores but {len(getattr(self, name))} {name}"
-                )
-        if self.losses and len(self.edges) != len(self.losses) + 1:
-            raise ValueError(f"{where} has {len(self.losses)} losses but {len(self.edges)} edges")
-        if not all(0 <= score <= 1 for score in self.scores):
-            raise ValueError(f"{where} has a score that is not between 0 and 1")
+def estimates(
+    rows: pd.DataFrame, task: str, metric: str = "score"
+) -> dict[Row, dict[int, Estimate]]:
+    """Return value and interval by model and method, in the order of rows, and by length."""
+    chosen = rows[(rows.task == task) & (rows.metric == metric)].dropna(subset="value")
+    made: dict[Row, dict[int, Estimate]] = {}
+    for row in chosen.sort_values("length", kind="stable").itertuples():
+        made.setdefault((row.model, row.method), {})[row.length] = Estimate(
+            row.value, row.low, row.high
+        )
+    order = dict.fromkeys(zip(rows.model, rows.method, strict=True))
+    return {row: made[row] for row in order if row in made}
+
+
+def lengths_of(rows: pd.DataFrame) -> dict[int, float]:
+    """Return length to factor, ascending."""
+    return dict(sorted(zip(rows.length.tolist(), rows.factor.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
-class Change(Json):
+class Change:
     """Change of a run at the start of a phase, with the held-out loss around it.
 
     The losses are measured just before the change, just after it, and at the end of the phase.
@@ -112,13 +110,12 @@ class Change(Json):
 
 
 @dataclass(frozen=True)
-class Arm(Json):
+class Arm:
     """One training run of the experiment.
 
     ``final_loss``: held-out text loss at the training length. ``curve``: (step, training loss).
     ``changes``: one for each phase, in order. ``skipped``: updates left out because their loss or
-    gradient was not finite. ``finite``:
-    whether all weights are finite.
+    gradient was not finite. ``finite``: whether all weights are finite.
     """
 
     name: str
@@ -134,7 +131,7 @@ class Arm(Json):
 
 
 @dataclass(frozen=True)
-class Drop(Json):
+class Drop:
     """Drop of the positional encoding: its step, and the loss around it.
 
     The losses are measured just before the drop, just after it, and at the end of recalibration.
@@ -149,13 +146,12 @@ class Drop(Json):
 
 
 @dataclass(frozen=True)
-class Reach(Json):
+class Reach:
     """Loss and retrieval of a model in training, on validation text at several lengths.
 
     ``dropped``: whether its encoding was dropped by ``step``. ``loss``: mean on the last
     ``training_length`` tokens, which are the same at every length. ``retrieval``: empty if it was
-    not measured. ``losses[i]``: mean over positions ``edges[i]`` to ``edges[i + 1]`` of the longest
-    sequences.
+    not measured.
     """
 
     step: int
@@ -164,16 +160,10 @@ class Reach(Json):
     lengths: tuple[int, ...]
     loss: tuple[float | None, ...]
     retrieval: tuple[float, ...]
-    edges: tuple[int, ...]
-    losses: tuple[float | None, ...]
-
-
-Reaches = dict[str, tuple[Reach, ...]]
-"""Measurements by arm, the run itself first."""
 
 
 @dataclass(frozen=True)
-class Milestone(Json):
+class Milestone:
     """Scores of a model in training after ``step`` updates and ``tokens``, by task.
 
     ``dropped``: whether its encoding was dropped by then.
@@ -186,7 +176,7 @@ class Milestone(Json):
 
 
 @dataclass(frozen=True)
-class Observation(Json):
+class Observation:
     """One claim of a paper, judged by this run's numbers.
 
     ``shown``: True (shown), False (not shown) or None (not judged; ``evidence`` says why).
@@ -198,35 +188,40 @@ class Observation(Json):
     evidence: str
 
 
-@dataclass(frozen=True)
-class Report(Json):
-    """All cells of an evaluation and, where it ended an experiment, what its runs did.
+@dataclass(frozen=True, eq=False)
+class Report:
+    """All rows and trials of an evaluation and, where it ended an experiment, what its runs did.
 
-    ``training_length``: C, the unit of lengths. ``longest_context``: the longest context that any
-    of the models was trained with; None: C. ``methods``: titles by key, in the order of
-    tables, for instance ``{"none": "as is", "yarn": "YaRN"}``. ``tasks``: titles by key.
+    ``training_length``: C, the unit of lengths. ``rows``: under :data:`COLUMNS`, models and methods
+    in the order of tables. ``trials``: under :data:`TRIAL_COLUMNS`. ``methods``, ``tasks``: titles
+    by key, in the order of tables, for instance ``{"none": "as is", "yarn": "YaRN"}``.
+    ``longest_context``: the longest context that any of the models was trained with; None: C.
+    ``unigram_loss``: loss on held-out text of a model that knows only how frequent tokens are.
     ``notes``: a sentence each, for what was not run and why, and for values that were fitted.
     ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
     ``task`` describes :data:`STATEMENTS` where they were measured: ``needles`` (statements per
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
-    of the training sequences carried such statements).
-    ``reach`` and ``milestones``: measurements during training by arm, the run itself first.
-    ``temperature``: the fitted coefficient c of 1 + c ln s by row, such as ``DroPE + temperature``.
-    ``made``: date, command, program and inputs, as text by term. ``timing`` is free-form;
-    ``timing["tokens_per_second"]``, a number by arm, becomes a column of the table of arms. Raises
-    ``ValueError`` if two arms share a name, or two cells have the same model, method, task and
-    length.
+    of the training sequences carried such statements). ``reach`` and ``milestones``: measurements
+    during training by arm, the run itself first. ``temperature``: the fitted coefficient c of
+    1 + c ln s by row name, such as ``DroPE + temperature``. ``made``: date, command, program and
+    inputs, as text by term. ``timing["tokens_per_second"]``, a number by arm, becomes a column of
+    the table of arms.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
 
     name: str
     training_length: int
-    cells: tuple[Cell, ...]
-    methods: dict[str, str]
-    tasks: dict[str, str]
-    notes: tuple[str, ...]
     config: dict[str, Any]
     environment: dict[str, Any]
+    rows: pd.DataFrame = field(default_factory=lambda: table([]))
+    trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
+    methods: dict[str, str] = field(default_factory=dict)
+    tasks: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    longest_context: int | None = None
+    unigram_loss: float | None = None
     arms: tuple[Arm, ...] = ()
     drop: Drop | None = None
     observations: tuple[Observation, ...] = ()
@@ -236,16 +231,6 @@ class Report(Json):
     reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
     milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
-    longest_context: int | None = None
-
-    def __post_init__(self) -> None:
-        places = Counter((cell.model, cell.method, cell.task, cell.length) for cell in self.cells)
-        for place, times in places.items():
-            if times > 1:
-                raise ValueError(f"{times} cells are of {' / '.join(map(str, place))}")
-        for name, times in Counter(arm.name for arm in self.arms).items():
-            if times > 1:
-                raise ValueError(f"{times} arms are called {name}")
 
     @property
     def trained(self) -> int:
@@ -261,54 +246,54 @@ class Report(Json):
 
     @property
     def last(self) -> int:
-        """Number of tokens at the end of every window over which ``last_loss`` is the mean."""
+        """Number of tokens at the end of every window over which losses are means."""
         asked = self.config.get("evaluation", {}).get("last")
-        lengths = [cell.length for cell in self.cells if cell.task == PERPLEXITY]
-        return asked if isinstance(asked, int) else min([self.training_length, *lengths])
+        lengths = self.rows.length[self.rows.task == PERPLEXITY]
+        return asked if isinstance(asked, int) else int(min([self.training_length, *lengths]))
 
-    def write(self, path: Path) -> None:
-        """Write ``report.json`` atomically, with one key or cell a line for diff and grep.
+    @property
+    def scored(self) -> list[str]:
+        """Keys of the tasks with scores, the mean over all of them first."""
+        measured = {*self.rows.task[self.rows.metric == "score"]}
+        return [key for key in (MEAN, *self.tasks) if key in measured]
 
-        Raises ``TypeError`` if a free-form dictionary holds something that JSON cannot.
-        """
-        data = self.to_dict()
-        cells = data.pop("cells")
-        lines = [f"{json.dumps(key)}: {_line(value)}" for key, value in data.items()]
-        lines.append('"cells": [\n' + ",\n".join(map(_line, cells)) + "\n]")
-        write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    def row_name(self, row: Row) -> str:
+        """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""
+        model, method = row
+        return model if method == AS_IS else f"{model} + {self.methods.get(method, method)}"
+
+    def chance(self, task: str) -> float:
+        """Return the score of naming any of several statements; 0 for tasks in words."""
+        about = self.task if task == STATEMENTS else {}
+        listed = float(about.get("chance_listed", 0.0))
+        # One statement leaves nothing to choose: then only guessing its number is chance.
+        return listed if listed < 1 else float(about.get("chance", 0.0))
+
+    def write(self, directory: Path) -> None:
+        """Write ``results.csv``, ``trials.parquet`` and last ``facts.json``, each atomically."""
+        buffer = BytesIO()
+        self.trials.to_parquet(buffer, index=False)
+        write_csv(directory / "results.csv", self.rows)
+        write_atomically(directory / "trials.parquet", buffer.getvalue())
+        facts = adapter(Report).dump_json(self, indent=1, exclude={"rows", "trials"})
+        write_atomically(directory / FACTS, facts + b"\n")
 
     @classmethod
-    def read(cls, path: Path) -> Self:
-        """Read what :meth:`write` wrote. Raises ``UserError`` if it is malformed."""
-        try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}: expected a report, got {error}") from error
+    def read(cls, directory: Path) -> Report:
+        """Read what :meth:`write` wrote.
+
+        Raises:
+            OSError: a file is missing.
+            ValueError: a file is malformed.
+        """
+        facts = adapter(dict[str, Any]).validate_json((directory / FACTS).read_bytes())
+        rows = read_csv(directory / "results.csv")
+        trials = pd.read_parquet(directory / "trials.parquet")
+        return adapter(Report).validate_python({**facts, "rows": rows, "trials": trials})
 
 
-def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-COLUMNS = (
-    *("run", "model", "method", "task", "length", "factor"),
-    *("metric", "value", "low", "high", "n", "seed", "seconds"),
-)
-"""Columns of every results.csv: 95% intervals, n independent texts, lengths in tokens."""
-
-
-def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write rows under :data:`COLUMNS`; missing values are empty."""
-    lines = [[row.get(column) for column in COLUMNS] for row in rows]
-    write_atomically(path, csv_text(COLUMNS, lines))
+FACTS = "facts.json"
+"""Name of the file that marks results as complete."""
 
 
 def troubles(arms: Sequence[Arm]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import netrc
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.common.files import write_atomically
 from trainer.config import RunConfig
-from trainer.evaluation.outcomes import Result
 from trainer.runs.metrics_file import LENGTH, append_metrics, read_metrics
 
 
@@ -101,26 +100,21 @@ def has_wandb_key() -> bool:
         return False
 
 
-def log_results(config: RunConfig, results: Sequence[Result], images: Mapping[str, Path]) -> None:
-    """Log an evaluation to the dashboards, against the length in tokens.
+def log_results(
+    config: RunConfig, values: Mapping[int, Mapping[str, float]], images: Mapping[str, Path]
+) -> None:
+    """Log an evaluation's ``values``, by length in tokens and name, to the dashboards.
 
     Weights & Biases also gets ``images`` (PNG files).
     """
-    rows: dict[int, dict[str, float]] = {}
-    for result in sorted(results, key=lambda result: result.length):
-        row = rows.setdefault(result.length, {LENGTH: result.length})
-        if result.retrieval is not None:
-            row[f"evaluation/retrieval/{result.name}"] = result.retrieval.mean
-        if result.loss is not None:
-            row[f"evaluation/loss/{result.name}"] = result.loss
     for logger in _dashboards(config):
         dashboard: Any = logger
         is_wandb = type(logger).__name__ == "WandbLogger"
-        for length, row in rows.items():
-            for name in row.keys() - {LENGTH} if is_wandb else ():
+        for length, row in values.items():
+            for name in row if is_wandb else ():
                 # by its name: Lightning's `*` takes precedence over `evaluation/*`
                 dashboard.experiment.define_metric(name, step_metric=LENGTH)
-            dashboard.log_metrics(row, step=None if is_wandb else length)
+            dashboard.log_metrics({LENGTH: length, **row}, step=None if is_wandb else length)
         for name, path in images.items() if is_wandb else ():
             dashboard.log_image(f"length/{name}", [str(path)])
         logger.finalize("success")

@@ -150,13 +150,12 @@ class Lengths:
 
     def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
         """Read this rank's part; afterwards all ranks have the same values."""
-        loss, retrieval, cell = [], [], {}
+        loss, retrieval = [], []
         with evaluating(module) as model, gathered(module.model):
             for length in self.lengths:
                 reading = Reading(model, length, None, self.batch_tokens)
                 parts = all_gather(self.perplexity.read(reading))
-                cell = self.perplexity.cell(length, parts)
-                loss.append(cell["last_loss"])
+                loss.append(self.perplexity.cell(length, parts)["last_loss"])
                 if self.statements is not None:
                     scores = all_gather(self.statements.read(reading)["scores"])
                     retrieval.append(_mean([x for of_rank in scores for x in of_rank]))
@@ -167,8 +166,6 @@ class Lengths:
             tuple(self.lengths),
             tuple(loss),
             tuple(retrieval),
-            cell["edges"],  # of the longest length
-            cell["losses"],
         )
         self.results.append(asdict(reach))
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,36 +110,32 @@ def heat_maps(
 
 def numbered_maps(
     panels: Mapping[str, Array],
-    scale: Scale | None,
+    scale: Scale,
     *,
     names: tuple[Sequence[str], Sequence[str]],
     labels: tuple[str, str],
-    text: Callable[[str, float], str],
     columns: int,
-    row_height: float,
 ) -> Figure:
-    """Draw maps with a number in every cell and named rows and columns.
+    """Draw maps with a whole number in every cell and named rows and columns.
 
-    ``panels``: ``[rows, columns]`` by title; NaN, for no number, is drawn as a dot. ``scale``: of
-    all panels, with a colour bar; None: each panel spans its own values. ``names``, ``labels``: of
-    the columns and of the rows. ``text``: the number in a cell, from its panel's title and its
-    value. ``columns``: largest number of panels in a row. ``row_height``: inches of a row of cells.
+    ``panels``: ``[rows, columns]`` by title; NaN, for no number, is drawn as a dot. ``names``,
+    ``labels``: of the columns and of the rows. ``columns``: largest number of panels in a row.
     """
     columns = min(columns, len(panels))
-    tall = min(2.2, 0.45 + row_height * len(names[1]))
+    tall = min(2.2, 0.45 + 0.17 * len(names[1]))
     x, y = labels
     with paper_style():
         figure = blank(0.5 + tall * math.ceil(len(panels) / columns))
         grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=True, share_y=True)
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
-            norm = (scale or Scale("")).norm([values])
-            image = axes.imshow(values, cmap=(scale or Scale("")).colours, norm=norm, aspect="auto")
+            norm = scale.norm([values])
+            image = axes.imshow(values, cmap=scale.colours, norm=norm, aspect="auto")
             for (row, column), value in np.ndenumerate(values):
                 known = math.isfinite(value)
                 axes.text(
                     column,
                     row,
-                    text(title, value) if known else "·",
+                    f"{value:.0f}" if known else "·",
                     color=ON_BRIGHT if not known or norm(value) > _BRIGHT else "white",
                     ha="center",
                     va="center",
@@ -151,8 +147,7 @@ def numbered_maps(
             axes.tick_params(length=0)
             axes.grid(visible=False)
             axes.spines[:].set_visible(False)
-        if scale is not None:
-            bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.02, fraction=0.03)
-            bar.set_label(scale.label)
-            bar.outline.set_visible(False)
+        bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.02, fraction=0.03)
+        bar.set_label(scale.label)
+        bar.outline.set_visible(False)
     return figure

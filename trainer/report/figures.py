@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from trainer.common.words import factor_label, percent
-from trainer.evaluation.outcomes import AS_IS, Outcomes, Row
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Cell, Report
+from trainer.evaluation.results import AS_IS, PERPLEXITY, Report, Row, estimates, lengths_of
+from trainer.evaluation.statistics import Estimate
 from trainer.plotting.lines import (
     OVERLAY,
     Frame,
@@ -33,7 +32,7 @@ from trainer.plotting.maps import Scale, numbered_maps
 from trainer.plotting.style import style_numbers
 from trainer.report.files import Drawn, Plot
 from trainer.report.tables import perplexity
-from trainer.report.training_figures import reach_figures, recovery_figure, training_figure
+from trainer.report.training_figures import milestones_figure, reach_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
@@ -50,95 +49,80 @@ AxisScale = Callable[[Axes], None]
 
 def write_figures(report: Report, directory: Path) -> list[Drawn]:
     """Draw what the report has numbers for, and return the figures in the order of the page."""
-    drawn: dict[str, Drawn] = {}
-    for plot in _plots(Outcomes(report)):
-        name = plot.name
-        while name in drawn:  # names that differ only in punctuation must not share a file
-            name += "~"
-        drawn[name] = plot.write(directory / name)
-    return list(drawn.values())
+    return [plot.write(directory / plot.name) for plot in plots(report)]
 
 
-def styles_of(outcomes: Outcomes) -> dict[str, int]:
-    """Return the style number of every row and arm by its name."""
-    report = outcomes.report
-    arms = (*(arm.name for arm in report.arms), *report.reach)
-    return style_numbers((*map(outcomes.name, outcomes.rows), *arms))
+def plots(report: Report) -> Iterator[Plot]:
+    """Draw what the report has numbers for, the most important figure first."""
+    names = (*map(report.row_name, _rows(report)), *(arm.name for arm in report.arms))
+    styles = style_numbers((*names, *report.reach))
+    for task in report.scored:
+        if len(lengths_of(report.rows[report.rows.task == task])) > 1:
+            yield _success(report, task, styles)
+    yield from _contrast(report, styles)
+    yield from training_figure(report, styles)
+    yield from _by_position(report, styles)
+    yield from reach_figure(report, styles)
+    yield from milestones_figure(report)
+    for task in report.scored:
+        yield from _by_depth(report, task)
 
 
-def _plots(outcomes: Outcomes) -> Iterator[Plot]:
-    styles = styles_of(outcomes)
-    if len(outcomes.lengths(outcomes.averaged)) > 1:
-        titles = ", ".join(map(outcomes.task, outcomes.averaged))
-        yield _success(outcomes, "mean", f"the mean over {titles}", outcomes.averaged)
-    yield from _contrast(outcomes)
-    for task in (task for task in outcomes.scored if len(outcomes.lengths([task])) > 1):
-        yield _success(outcomes, task, outcomes.task(task), [task])
-    yield from training_figure(outcomes.report, styles)
-    yield from _by_position(outcomes)
-    yield from reach_figures(outcomes.report, styles)
-    yield from recovery_figure(outcomes.report)
-    for task in outcomes.scored:
-        yield from _by_depth(outcomes, task)
+def _rows(report: Report) -> list[Row]:
+    return list(dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True)))
 
 
-def _success(outcomes: Outcomes, name: str, title: str, tasks: list[str]) -> Plot:
-    lengths = outcomes.lengths(tasks)
-    lines = [_success_line(outcomes, row, tasks, lengths) for row in outcomes.rows]
-    chances = _chances(outcomes.report) if tasks == [STATEMENTS] else ()
-    frame = lengths_frame(outcomes.report, lengths, "success (%)", success, chances)
+def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
+    title, scores = report.tasks[task], estimates(report.rows, task)
+    lines = [_success_line(report, row, scores[row], styles) for row in scores]
+    lengths = lengths_of(report.rows[report.rows.task == task])
+    chances = tuple(
+        (100 * report.task[key], f"{text} ({percent(report.task[key])}%)")
+        for key, text in (("chance", "chance"), ("chance_listed", "any listed value"))
+        if report.chance(task) and key in report.task
+    )
+    frame = lengths_frame(report, lengths, "success (%)", success, chances)
     return Plot(
-        f"success_{_slug(name)}",
+        f"success_{_slug(task)}",
         f"Success over length: {title}",
         f"Mean score of the trials over sequence length (logarithmic axis): {title}. {_INTERVALS} "
         f"After Figure 1 and Table 1 of “{_DROPE}”.",
         f"Line chart of success over sequence length, {title}; the same numbers are in the tables.",
-        draw_lines([line for line in lines if len(line.x)], frame),
+        draw(lines if len(lines) > OVERLAY else apart(lines), frame),
     )
 
 
-def _chances(report: Report) -> tuple[tuple[float, str], ...]:
-    chances = (("chance", "chance"), ("chance_listed", "any listed value"))
-    return tuple(
-        (100 * report.task[key], f"{text} ({percent(report.task[key])}%)")
-        for key, text in chances
-        if key in report.task
-    )
+def _success_line(
+    report: Report, row: Row, scores: Mapping[int, Estimate], styles: Mapping[str, int]
+) -> Series:
+    y, low, high = ([100 * getattr(e, k) for e in scores.values()] for k in ("mean", "low", "high"))
+    name = report.row_name(row)
+    return Series(name, styles[name], list(scores), y, low, high)
 
 
-def _success_line(outcomes: Outcomes, row: Row, tasks: list[str], lengths: Iterable[int]) -> Series:
-    estimates = [(n, e) for n in lengths if (e := outcomes.estimate(row, tasks, n)) is not None]
-    y, low, high = ([100 * getattr(e, k) for _, e in estimates] for k in ("mean", "low", "high"))
-    name = outcomes.name(row)
-    return Series(name, styles_of(outcomes)[name], [n for n, _ in estimates], y, low, high)
-
-
-def _contrast(outcomes: Outcomes) -> Iterator[Plot]:
+def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
     """Draw perplexity beside retrieval of all models as is, and the first with some methods."""
-    lengths = outcomes.lengths([PERPLEXITY], losses=True)
-    chosen = [
-        row
-        for row in outcomes.rows
-        if row[1] in (CONTRASTED if row[0] == outcomes.models[0] else (AS_IS,))
-    ]
-    if not (lengths and outcomes.scored and chosen):
+    losses = estimates(report.rows, PERPLEXITY, "loss")
+    if not (losses and report.scored):
         return
-    task, styles, report = outcomes.scored[0], styles_of(outcomes), outcomes.report
-    perplexities = []
-    for row in chosen:
-        cells = [(n, outcomes.cell(row, PERPLEXITY, n)) for n in lengths]
-        known = {n: perplexity(c.last_loss) for n, c in cells if c and c.last_loss is not None}
-        name = outcomes.name(row)
-        perplexities.append(Series(name, styles[name], list(known), list(known.values())))
-    tested = outcomes.lengths([task])
-    successes = [_success_line(outcomes, row, [task], tested) for row in chosen]
+    task = report.scored[0]
+    scores, first = estimates(report.rows, task), next(iter(losses))[0]
+    perplexities, successes = [], []
+    for row in _rows(report):
+        if row[1] in (CONTRASTED if row[0] == first else (AS_IS,)):
+            known = {n: perplexity(loss.mean) for n, loss in losses.get(row, {}).items()}
+            name = report.row_name(row)
+            perplexities.append(Series(name, styles[name], list(known), list(known.values())))
+            successes.append(_success_line(report, row, scores.get(row, {}), styles))
     scale = perplexity_axis([y for line in perplexities for y in line.y])
+    by_loss, by_score = (
+        lengths_of(report.rows[report.rows.task == key]) for key in (PERPLEXITY, task)
+    )
     panels = [
-        Panel("", apart(perplexities), lengths_frame(report, lengths, "perplexity", scale)),
-        Panel("", apart(successes), lengths_frame(report, tested, "success (%)", success)),
+        Panel("", perplexities, lengths_frame(report, by_loss, "perplexity", scale)),
+        Panel("", apart(successes), lengths_frame(report, by_score, "success (%)", success)),
     ]
-    title = outcomes.task(task)
-    label = panels[0].frame.x_label
+    title = report.tasks[task]
     yield Plot(
         "perplexity_and_retrieval",
         "Perplexity against retrieval",
@@ -146,57 +130,53 @@ def _contrast(outcomes: Outcomes) -> Iterator[Plot]:
         f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
         f"read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
-        side_by_side(panels, height=2.6, x_label=label, balanced=True),
+        side_by_side(panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
     )
 
 
-def _by_position(outcomes: Outcomes) -> Iterator[Plot]:
-    cells = [cell for cell in outcomes.report.cells if cell.losses]
-    longest = max((cell.length for cell in cells), default=0)
-    by_row = {(c.model, c.method): c for c in cells if c.length == longest}
-    if all(len(cell.losses) == 1 for cell in by_row.values()):
-        return  # a line of one point shows nothing
+def _by_position(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
+    losses = report.rows[report.rows.metric.str.startswith("loss ")]
+    if losses.empty:
+        return
+    longest = int(losses.length.max())
+    places = losses.metric.str.removeprefix("loss ").str.split("-", expand=True).astype(int)
+    losses = losses.assign(middle=places.mean(axis=1))[losses.length == longest]
     lines = []
-    for row in (row for row in outcomes.rows if row in by_row):
-        cell, name = by_row[row], outcomes.name(row)
-        middles = [(a + b) / 2 for a, b in pairwise(cell.edges)]
-        values = [math.nan if loss is None else perplexity(loss) for loss in cell.losses]
-        lines.append(Series(name, styles_of(outcomes)[name], middles, values, marked=False))
+    for row, of_row in losses.groupby(["model", "method"], sort=False):
+        values = [perplexity(loss) for loss in of_row.value]
+        name = report.row_name(row)
+        lines.append(Series(name, styles[name], of_row.middle.tolist(), values, marked=False))
     scale = perplexity_axis([y for line in lines for y in line.y])
     beyond = " Right of the dashed line no position was ever trained on."
     yield Plot(
         "perplexity_by_position",
         f"Perplexity by position at {longest} tokens",
         "exp of the mean held-out loss over the positions of a bucket, drawn at its middle, in "
-        f"sequences of {longest} tokens.{beyond if longest > outcomes.report.trained else ''} "
+        f"sequences of {longest} tokens.{beyond if longest > report.trained else ''} "
         f"After Figure 5 of “{_DROPE}”, by position instead of length.",
         "Line chart of perplexity over the position in the sequence.",
-        draw_lines(lines, positions_frame(outcomes.report, longest, scale)),
+        draw(lines, positions_frame(report, longest, scale)),
     )
 
 
-def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plot]:
-    cells = [cell for cell in outcomes.report.cells if cell.task == task and cell.depths]
-    if not cells:
+def _by_depth(report: Report, task: str) -> Iterator[Plot]:
+    trials = report.trials[(report.trials.task == task) & report.trials.depth.notna()]
+    if trials.empty:
         return
-    depths = Depths.from_cells(cells)
-    lengths = {
-        length: factor_label(f) for length, f in sorted({(c.length, c.factor) for c in cells})
+    names, places = depths_of(trials.depth)
+    means = 100 * trials.assign(place=places).groupby(["model", "method", "place", "length"])[
+        "value"
+    ].mean().unstack("length").reindex(columns=[*(lengths := lengths_of(trials))])
+    maps = {
+        row: means.loc[row].reindex(range(len(names))).to_numpy()
+        for row in _rows(report)
+        if row in means.index.droplevel("place")
     }
-    means = {((c.model, c.method), c.length): depths.means(c) for c in cells}
-    missing = [math.nan] * len(depths.names)
-    rows = [row for row in outcomes.rows if any(row == there for there, _ in means)]
-    groups = {"": rows}
-    if len(rows) > _TOGETHER:
-        groups = {m: [row for row in rows if row[0] == m] for m in dict(rows)}
+    groups = {"": list(maps)}
+    if len(maps) > _TOGETHER:
+        groups = {model: [row for row in maps if row[0] == model] for model in dict(maps)}
     for model, group in groups.items():
-        panels = {
-            textwrap.fill(outcomes.name(row), 24): np.array(
-                [means.get((row, n), missing) for n in lengths]
-            ).T
-            for row in group
-        }
-        name = f"{outcomes.task(task)}{', ' if model else ''}{model}"
+        name = f"{report.tasks[task]}{', ' if model else ''}{model}"
         yield Plot(
             "_".join(("depth", *map(_slug, filter(None, (task, model))))),
             f"Success by depth and length: {name}",
@@ -205,19 +185,28 @@ def _by_depth(outcomes: Outcomes, task: str) -> Iterator[Plot]:
             "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
             f"Heat maps of success by depth and sequence length, {name}.",
             numbered_maps(
-                {title: 100 * values for title, values in panels.items()},
+                {textwrap.fill(report.row_name(row), 24): maps[row] for row in group},
                 Scale("success (%)", 0, 100),
-                names=(list(lengths.values()), depths.names),
+                names=(list(map(factor_label, lengths.values())), names),
                 labels=(
-                    f"sequence length (multiple of {outcomes.report.unit})",
+                    f"sequence length (multiple of {report.unit})",
                     "depth (% of the text)",
                 ),
-                text=lambda _, value: f"{value:.0f}",
                 columns=5,
-                row_height=0.17,
             ),
-            detail=bool(model),
         )
+
+
+def depths_of(depths: pd.Series) -> tuple[list[str], np.ndarray]:
+    """Return names of the rows of a heat map, and the row of each depth.
+
+    There is a row for each depth that occurs, or for each tenth if there are many depths.
+    """
+    known = np.sort(depths.unique())
+    if len(known) <= _MOST:
+        return [f"{100 * depth:.0f}" for depth in known], np.searchsorted(known, depths)
+    names = [f"{100 * i // _BINS}–{100 * (i + 1) // _BINS}" for i in range(_BINS)]
+    return names, np.minimum((depths * _BINS).astype(int), _BINS - 1).to_numpy()
 
 
 def _slug(text: str) -> str:
@@ -247,7 +236,7 @@ def perplexity_axis(values: Iterable[float]) -> AxisScale:
 
 def lengths_frame(
     report: Report,
-    lengths: dict[int, float],
+    lengths: Mapping[int, float],
     y_label: str,
     scale: AxisScale,
     lines: tuple[tuple[float, str], ...] = (),
@@ -286,42 +275,10 @@ def positions_frame(report: Report, longest: int, scale: AxisScale) -> Frame:
     return Frame(label, "perplexity", prepare, training_length_mark(report.trained, (0, longest)))
 
 
-def draw_lines(lines: Sequence[Series], frame: Frame) -> Figure:
-    """Draw lines in one panel, or each over the others in grey if there are many."""
-    return draw(lines if len(lines) > OVERLAY else apart(lines), frame)
-
-
 def apart(lines: Sequence[Series]) -> list[Series]:
-    """Shift lines with intervals slightly along a logarithmic axis, so that these stay apart."""
+    """Shift lines slightly along a logarithmic axis, so that their intervals stay apart."""
     middle = (len(lines) - 1) / 2
     return [
-        line
-        if line.low is None
-        else replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
+        replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
         for index, line in enumerate(lines)
     ]
-
-
-@dataclass(frozen=True)
-class Depths:
-    """Rows of a heat map: row i, called ``names[i]``, holds depths from ``edges[i]`` (included) to
-    ``edges[i + 1]`` (excluded)."""
-
-    edges: tuple[float, ...]
-    names: tuple[str, ...]
-
-    @classmethod
-    def from_cells(cls, cells: Sequence[Cell]) -> Depths:
-        """Return a row for each depth that occurs, or for each tenth if there are many depths."""
-        depths = sorted({depth for cell in cells for depth in cell.depths})
-        if len(depths) <= _MOST:
-            return cls((*depths, math.inf), tuple(f"{100 * depth:.0f}" for depth in depths))
-        names = (f"{100 * i // _BINS}–{100 * (i + 1) // _BINS}" for i in range(_BINS))
-        return cls((*(i / _BINS for i in range(_BINS)), math.inf), tuple(names))
-
-    def means(self, cell: Cell) -> list[float]:
-        """Return the mean score of every row, NaN for rows without trials."""
-        index = np.searchsorted(self.edges, cell.depths, side="right") - 1
-        counts = np.bincount(index, minlength=len(self.names))
-        sums = np.bincount(index, weights=cell.scores, minlength=len(self.names))
-        return [s / n if n else math.nan for s, n in zip(sums, counts, strict=True)]

@@ -47,14 +47,13 @@ class Drawn:
     """A written figure.
 
     ``path``: its SVG. ``caption``: what is plotted, by which formula, and the figure it follows.
-    ``alt``: text for readers who cannot see it. ``detail``: whether it is of minor interest.
+    ``alt``: text for readers who cannot see it.
     """
 
     path: Path
     title: str
     caption: str
     alt: str
-    detail: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,8 @@ class Plot:
     caption: str
     alt: str
     figure: Figure
-    detail: bool = False
 
     def write(self, stem: Path) -> Drawn:
         """Write ``stem.svg`` and ``stem.png``."""
         path = save(self.figure, stem.with_name(f"{stem.name}.svg"))
-        return Drawn(path, self.title, self.caption, self.alt, self.detail)
+        return Drawn(path, self.title, self.caption, self.alt)

@@ -1,27 +1,39 @@
-"""The tables of a report, and their forms for a terminal and Markdown."""
+"""The tables of a report, for pages and for the terminal."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from textwrap import wrap
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import pandas as pd
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.outcomes import Outcomes, Row, row_name
-from trainer.evaluation.results import PERPLEXITY, Cell, Report
-from trainer.evaluation.statistics import KEPT, ROUNDING, Estimate
+from trainer.evaluation.results import (
+    AS_IS,
+    MEAN,
+    PERPLEXITY,
+    Report,
+    Row,
+    estimates,
+    lengths_of,
+)
+from trainer.evaluation.rows import averaged, by_text
+from trainer.evaluation.statistics import (
+    KEPT,
+    ROUNDING,
+    Estimate,
+    effective_length,
+    sign_test,
+)
 
 MISSING = "·"
-UNCHANGED = "="
-"""Mark of a cell whose method leaves the model as it is."""
 EFFECTIVE_LEGEND = (
     f"Effective: the longest length, in tokens, up to which the score is at least {KEPT:.0%} of "
     "its value at the training length (≥: at every length measured; none: at the training length "
@@ -33,12 +45,11 @@ _NAME = 19
 K = TypeVar("K", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """Content of a cell: a value such as ``97.3`` and what is shown with it.
 
-    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant, or
-    :data:`UNCHANGED`. ``best``: whether it is the best of its column. ``loss``: the loss beside it.
+    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant. ``best``:
+    whether it is the best of its column. ``loss``: the loss beside it.
     """
 
     value: str
@@ -48,48 +59,41 @@ class Entry:
     loss: str = ""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """Table of a report, independent of the output format.
 
     ``note``: remarks on this table. ``legend``: meaning of the cells. ``columns``: two lines each,
-    for a length and last the effective length. ``rows``: model, method and an entry for every
-    column, None if not measured. ``detail``: whether it is of minor interest.
+    for a length and last the effective length. ``rows``: whether it is the first row of its model,
+    its name, and an entry for every column, None if not measured.
     """
 
     title: str
     note: str
     legend: str
     columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[str, str, tuple[Entry | None, ...]], ...]
-    detail: bool = False
+    rows: tuple[tuple[bool, str, tuple[Entry | None, ...]], ...]
 
 
 def tables(report: Report) -> list[Table]:
     """Return the mean over tasks if there are several, a table for each task, and perplexity.
 
     A single task has the held-out losses beside its scores if both were measured at the same
-    lengths; perplexity is then a detail.
+    lengths, and then no table of perplexities follows.
     """
-    outcomes = Outcomes(report)
-    made = []
-    if outcomes.averaged:
-        made.append(_scores(outcomes, "Mean over tasks", outcomes.averaged))
-    lengths = outcomes.lengths([PERPLEXITY], losses=True)
-    beside = len(outcomes.scored) == 1 and outcomes.lengths(outcomes.scored) == lengths
-    for task in outcomes.scored:
-        made.append(_scores(outcomes, outcomes.task(task), [task], with_losses=beside))
-    return made + ([_perplexities(outcomes, lengths, beside)] if lengths else [])
+    losses = estimates(report.rows, PERPLEXITY, "loss")
+    lengths = lengths_of(report.rows[report.rows.metric == "loss"])
+    beside = len(report.scored) == 1 and lengths == _lengths(report, report.scored[0])
+    made = [_scores(report, task, losses if beside else {}) for task in report.scored]
+    return made + ([_perplexities(report, losses, lengths)] if lengths and not beside else [])
 
 
 def perplexity(loss: float) -> float:
     """Return exp of a mean loss in nats per token, or infinity if it overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
+    return math.inf if loss >= 700 else math.exp(loss)
 
 
-def highest(estimates: Mapping[K, Estimate | None]) -> list[K]:
+def highest(means: Mapping[K, float]) -> list[K]:
     """Return the keys of the highest mean; equal means may differ by rounding."""
-    means = {key: e.mean for key, e in estimates.items() if e is not None}
     best = max(means.values(), default=0.0)
     return [key for key, mean in means.items() if best - mean <= ROUNDING]
 
@@ -99,11 +103,12 @@ def interval(rate: Estimate) -> str:
     return f"{percent(rate.low)}–{percent(rate.high)}"
 
 
-def trials_of(cells: Sequence[Cell]) -> str:
+def trials_of(report: Report, task: str) -> str:
     """Return ``256 trials``, ``2 to 4 trials`` or ``2,816 trials on 256 texts``."""
-    trials = _range((len(cell.scores) for cell in cells), "trial")
-    texts = f" on {_range((cell.texts for cell in cells), 'text')}"
-    return trials + (texts if any(cell.groups for cell in cells) else "")
+    trials = report.trials[(report.trials.task == task) & (report.trials.metric == "score")]
+    sizes = trials.groupby(["model", "method", "length"]).text.agg(["size", "nunique"])
+    texts = f" on {_range(sizes['nunique'], 'text')}"
+    return _range(sizes["size"], "trial") + texts * bool((sizes["size"] != sizes["nunique"]).any())
 
 
 def _range(counts: Iterable[int], noun: str) -> str:
@@ -111,74 +116,108 @@ def _range(counts: Iterable[int], noun: str) -> str:
     return f"{least:,} to {counted(more[-1], noun)}" if more else counted(least, noun)
 
 
-def _scores(
-    outcomes: Outcomes, title: str, tasks: list[str], *, with_losses: bool = False
-) -> Table:
-    lengths = outcomes.lengths(tasks)
-    columns = []
+def _lengths(report: Report, task: str) -> dict[int, float]:
+    scores = report.rows[(report.rows.task == task) & (report.rows.metric == "score")]
+    return lengths_of(scores)
+
+
+def _scores(report: Report, task: str, losses: Mapping[Row, Mapping[int, Estimate]]) -> Table:
+    """Return the table of a task's scores, with ``losses`` beside them."""
+    scores, lengths = estimates(report.rows, task), _lengths(report, task)
+    marks = _marks(report, task)
+    legend = "Success in %, with its 95% interval."
+    if marks is not None:
+        legend += (
+            " ↑ ↓ better or worse than the same model as it is, or as it is than the first model, "
+            "on the same trials (exact sign test, p < 0.05, not corrected for the number of tests)."
+        )
+    legend += " Bold: the highest of a column."
+    if losses:
+        legend += f" Then the held-out loss in nats per token, on the last {report.last} tokens"
+        legend += " of each window."
+    columns: list[dict[Row, Entry]] = []
     for length in lengths:
-        column = _column(outcomes, tasks, length)
-        if with_losses:
-            losses = _losses(outcomes, length)
-            column = {
-                row: replace(entry, loss=f"{losses[row]:.3f}" if row in losses else MISSING)
-                for row, entry in column.items()
-            }
-        columns.append(column)
-    legend = _legend(outcomes)
-    if with_losses:
-        last = outcomes.report.last
-        legend += f" Then the held-out loss in nats per token, on the last {last} tokens of each"
-        legend += " window."
-    heads = _heads(outcomes.report, lengths)
-    reached = {row: outcomes.effective_length(row, tasks) for row in outcomes.rows}
-    known = {row: effective for row, effective in reached.items() if effective is not None}
-    if known:
-        longest = max(effective.length for effective in known.values())
+        rates = {row: of_row[length] for row, of_row in scores.items() if length in of_row}
+        best = highest({row: rate.mean for row, rate in rates.items()})
+        columns.append({})
+        for row, rate in rates.items():
+            beside = losses.get(row, {}).get(length)
+            columns[-1][row] = Entry(
+                percent(rate.mean),
+                interval(rate),
+                (marks or {}).get((row, length), ""),
+                row in best and rate.mean > 0,
+                f"{beside.mean:.3f}" if beside else MISSING * bool(losses),
+            )
+    heads = _heads(report, lengths)
+    C, chance = report.training_length, report.chance(task)
+    reached = {
+        row: effective
+        for row, of_row in scores.items()
+        if (effective := effective_length({n: of_row.get(n) for n in lengths}, C, chance))
+    }
+    if reached:
+        longest = max(effective.length for effective in reached.values())
         heads.append(("effective", f"≥{KEPT:.0%} of 1×"))
         columns.append(
-            {row: Entry(e.text, best=0 < e.length == longest) for row, e in known.items()}
+            {row: Entry(e.text, best=0 < e.length == longest) for row, e in reached.items()}
         )
         legend += f" {EFFECTIVE_LEGEND}"
-    return _table(outcomes, title, _trials(outcomes, tasks), legend, heads, columns)
+    return _table(report, report.tasks[task], _note(report, task), legend, heads, columns)
 
 
-def _column(outcomes: Outcomes, tasks: list[str], length: int) -> dict[Row, Entry]:
-    """Return the entries of the rows that have an estimate, marked by their comparisons."""
-    estimates = {row: outcomes.estimate(row, tasks, length) for row in outcomes.rows}
-    best, column = highest(estimates), {}
-    for row, rate in estimates.items():
-        if rate is not None:
-            comparison = outcomes.comparison(row, tasks, length)
-            mark = "" if comparison is None else comparison.mark
-            mark = UNCHANGED if outcomes.is_unchanged(row, tasks, length) else mark
-            is_best = row in best and rate.mean > 0
-            column[row] = Entry(percent(rate.mean), interval(rate), mark, is_best)
-    return column
+def _marks(report: Report, task: str) -> dict[tuple[Row, int], str] | None:
+    """Return ``↑`` or ``↓`` of each row and length by the sign test; None if nothing is compared.
+
+    A row is compared with the same model as is or, for a model as is, with the first model as is.
+    """
+    tasks = averaged(report.trials) if task == MEAN else [task]
+    texts = by_text(report.trials, tasks)
+    cells = {
+        ((model, method), length): part.set_index(["texts", "text"]).value
+        for (model, method, length), part in texts.groupby(
+            ["model", "method", "length"], sort=False
+        )
+    }
+    first = next(iter(report.rows.model), "")
+    marks: dict[tuple[Row, int], str] = {}
+    for ((model, method), length), scores in cells.items():
+        reference = cells.get(((model if method != AS_IS else first, AS_IS), length))
+        if reference is not None and reference is not scores and len(reference) == len(scores):
+            paired = pd.concat([scores, reference], axis=1, join="inner")
+            mark = sign_test(paired.iloc[:, 0].tolist(), paired.iloc[:, 1].tolist()).mark
+            marks[(model, method), length] = mark
+    return marks or None
 
 
-def _perplexities(outcomes: Outcomes, lengths: dict[int, float], detail: bool) -> Table:
+def _note(report: Report, task: str) -> str:
+    """Return the number of trials in a cell, and which of them are independent, as text."""
+    if task != MEAN:
+        return f"{trials_of(report, task)} a cell."
+    return (
+        "Unweighted mean. Differences are tested on one score per text, its mean over the tasks "
+        "with equally many texts."
+    )
+
+
+def _perplexities(
+    report: Report,
+    losses: Mapping[Row, Mapping[int, Estimate]],
+    lengths: Mapping[int, float],
+) -> Table:
     columns = []
     for length in lengths:
-        losses = _losses(outcomes, length)
-        least = min(losses.values()) if len({*losses.values()}) > 1 or len(losses) == 1 else None
+        known = {row: of_row[length].mean for row, of_row in losses.items() if length in of_row}
+        least = min(known.values()) if len({*known.values()}) > 1 or len(known) == 1 else None
         columns.append(
-            {
-                row: Entry(
-                    _number(perplexity(loss)),
-                    mark=UNCHANGED if outcomes.is_unchanged(row, [PERPLEXITY], length) else "",
-                    best=loss == least,
-                )
-                for row, loss in losses.items()
-            }
+            {row: Entry(_number(perplexity(x)), best=x == least) for row, x in known.items()}
         )
     note = (
-        f"exp of the mean loss on the last {outcomes.report.last} tokens of held-out sequences, "
+        f"exp of the mean loss on the last {report.last} tokens of held-out sequences, "
         "the same at every length, so that more context only adds what lies before them."
     )
-    heads = _heads(outcomes.report, lengths)
-    legend = "Bold: the lowest of a column."
-    return _table(outcomes, outcomes.task(PERPLEXITY), note, legend, heads, columns, detail)
+    heads, legend = _heads(report, lengths), "Bold: the lowest of a column."
+    return _table(report, report.tasks[PERPLEXITY], note, legend, heads, columns)
 
 
 def _number(value: float) -> str:
@@ -188,12 +227,7 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
 
 
-def _losses(outcomes: Outcomes, length: int) -> dict[Row, float]:
-    cells = {row: outcomes.cell(row, PERPLEXITY, length) for row in outcomes.rows}
-    return {row: c.last_loss for row, c in cells.items() if c and c.last_loss is not None}
-
-
-def _heads(report: Report, lengths: dict[int, float]) -> list[tuple[str, str]]:
+def _heads(report: Report, lengths: Mapping[int, float]) -> list[tuple[str, str]]:
     """Return two lines for each length: ``2048 tokens`` and ``2×``."""
     trained = {report.trained: " (trained)"}
     return [
@@ -203,71 +237,47 @@ def _heads(report: Report, lengths: dict[int, float]) -> list[tuple[str, str]]:
 
 
 def _table(
-    outcomes: Outcomes,
+    report: Report,
     title: str,
     note: str,
     legend: str,
-    columns: Iterable[tuple[str, str]],
-    entries: list[dict[Row, Entry]],
-    detail: bool = False,
+    heads: Iterable[tuple[str, str]],
+    columns: Sequence[Mapping[Row, Entry]],
 ) -> Table:
-    """Return a table without the rows in which nothing was measured."""
-    rows = tuple(
-        (row[0], outcomes.method(row[1]), tuple(column.get(row) for column in entries))
-        for row in outcomes.rows
-        if any(row in column for column in entries)
-    )
-    if any(None in cells for *_, cells in rows):
+    """Return a table with the rows in which something was measured.
+
+    The rows of a model after its first are named by their method alone.
+    """
+    order = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
+    shown, before = [], None
+    for row in order:
+        if any(row in column for column in columns):
+            is_first = row[0] != before
+            name = report.row_name(row)
+            name = name if is_first else name.removeprefix(f"{row[0]} ")
+            shown.append((is_first, name, tuple(column.get(row) for column in columns)))
+            before = row[0]
+    if any(None in entries for *_, entries in shown):
         legend += f" {MISSING} not measured."
-    if any(entry is not None and entry.mark == UNCHANGED for *_, cells in rows for entry in cells):
-        legend += f" {UNCHANGED} the method changes nothing at this length."
-    return Table(title, note, legend, tuple(columns), rows, detail)
+    return Table(title, note, legend, tuple(heads), tuple(shown))
 
 
-def _trials(outcomes: Outcomes, tasks: list[str]) -> str:
-    """Return the number of trials in a cell, and which of them are independent, as text."""
-    cells = [c for c in outcomes.report.cells if c.task in tasks and c.scores]
-    shared = " Arrows count each text once." if any(c.groups for c in cells) else ""
-    if len(tasks) == 1:
-        return f"{trials_of(cells)} a cell.{shared}"
-    titles = ", ".join(outcomes.task(task) for task in tasks)
-    return (
-        f"Unweighted mean over {titles}; {trials_of(cells)} of each.{shared} Differences are "
-        "tested on one score per text, its mean over the tasks with equally many texts."
-    )
-
-
-def _legend(outcomes: Outcomes) -> str:
-    first = outcomes.name(outcomes.rows[0])
-    others = f"; of other models as they are: {first}" if len(outcomes.models) > 1 else ""
-    arrows = (
-        " ↑ ↓ better or worse than the reference on the same trials (exact sign test, p < 0.05, "
-        f"not corrected for the number of tests). Reference: the same model as it is{others}."
-    )
-    compared = any(outcomes.reference(row) in outcomes.rows for row in outcomes.rows)
-    return (
-        f"Success in %, with its 95% interval.{arrows if compared else ''} "
-        "Bold: the highest of a column."
-    )
-
-
-def terminal_tables(report: Report, width: int = WIDTH) -> RenderableType:
-    """Return every table but the details, at most ``width`` characters wide.
+def terminal_tables(shown: Sequence[Table], width: int = WIDTH) -> RenderableType:
+    """Return tables at most ``width`` characters wide.
 
     A table with more lengths than fit continues below. A legend stands below the last of the tables
     that share it.
     """
     fitting = max(1, (width - _NAME) // (_CELL + 1))
-    shown: list[RenderableType] = []
-    made = [table for table in tables(report) if not table.detail]
-    for table, following in pairwise([*made, None]):
+    lines: list[RenderableType] = []
+    for table, following in pairwise([*shown, None]):
         assert table is not None
         for start in range(0, len(table.columns), fitting):
-            shown.append(_terminal(table, start, fitting))
-        shown.append(Text(f"{table.note}\n", style="dim"))
+            lines.append(_terminal(table, start, fitting))
+        lines.append(Text(f"{table.note}\n", style="dim"))
         if following is None or following.legend != table.legend:
-            shown.append(Text(f"{table.legend}\n", style="dim"))
-    return Group(*shown)
+            lines.append(Text(f"{table.legend}\n", style="dim"))
+    return Group(*lines)
 
 
 def _terminal(table: Table, start: int, count: int) -> RichTable:
@@ -283,16 +293,13 @@ def _terminal(table: Table, start: int, count: int) -> RichTable:
     drawn.add_column("\nmodel", overflow="fold", width=_NAME)
     for head in table.columns[chosen]:
         drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
-    before = None
-    for model, method, entries in table.rows:
-        if before not in (None, model):
+    for number, (is_first, name, entries) in enumerate(table.rows):
+        if is_first and number:
             drawn.add_section()
-        name = row_name(model, method, first=model != before)
         # Methods are indented below their model's name.
-        indent = ("", "") if model != before else ("  ", "    ")
-        shown = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
-        drawn.add_row(Text("\n".join(shown)), *map(_terminal_cell, entries[chosen]))
-        before = model
+        indent = ("", "") if is_first else ("  ", "    ")
+        lines = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
+        drawn.add_row(Text("\n".join(lines)), *map(_terminal_cell, entries[chosen]))
     return drawn
 
 
@@ -308,27 +315,3 @@ def _terminal_cell(entry: Entry | None) -> Text:
     if entry.interval:
         text.append(f"\n{entry.interval}", style="dim")
     return text
-
-
-def markdown_tables(report: Report) -> str:
-    """Return every table as Markdown under a heading; ends with a newline."""
-    return "\n".join(map(_markdown, tables(report))) or "Nothing was evaluated.\n"
-
-
-def _markdown(table: Table) -> str:
-    lines = [
-        ["model", "method", *(", ".join(column) for column in table.columns)],
-        ["---", "---", *["---:"] * len(table.columns)],
-        *([model, method, *map(_markdown_cell, entries)] for model, method, entries in table.rows),
-    ]
-    rows = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
-    body = "\n".join(f"| {row} |" for row in rows)
-    return f"## {table.title}\n\n{table.note}\n\n{body}\n\n{table.legend}\n"
-
-
-def _markdown_cell(entry: Entry | None) -> str:
-    if entry is None:
-        return MISSING
-    value = f"**{entry.value}**" if entry.best else entry.value
-    parts = (value, entry.interval and f"({entry.interval})", entry.mark)
-    return " ".join(part for part in (*parts, entry.loss and f"/ {entry.loss}") if part)

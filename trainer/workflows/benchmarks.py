@@ -28,9 +28,8 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.methods import Method, Recipe, applicable
 from trainer.evaluation.multiple_choice import check_files, score_tasks
-from trainer.evaluation.outcomes import AS_IS
 from trainer.evaluation.passes import precision_of
-from trainer.evaluation.results import write_csv
+from trainer.evaluation.results import AS_IS, table, write_csv
 from trainer.evaluation.statistics import sign_test
 from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
@@ -99,7 +98,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
     facts = json.loads(json.dumps(asked)) | {"notes": notes}  # lists for tuples
     place = free_place(output / name, lambda older: _is_same(facts, older / "facts.json"))
     place.mkdir(parents=True, exist_ok=True)
-    write_csv(place / "results.csv", _rows(name, config, scored))
+    write_csv(place / "results.csv", table(_rows(name, config, scored)))
     write_atomically(place / "facts.json", json.dumps(facts, indent=2) + "\n")
     return _table(scored), place
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
-from rich import box
-from rich.table import Table
 
 from trainer.common.errors import UserError
 from trainer.common.words import factor_label, percent
+from trainer.evaluation.results import AS_IS, lengths_of, read_csv
+from trainer.report.tables import Entry, Table
 
 TABLE = "results.csv"
 NOT_COMPARED = ("name", "run_dir", "label", "overwrite", "controls", "evaluation", "logger")
 """Keys and groups of a run whose values do not name it in a comparison."""
 
 
-def compare(runs: Sequence[str]) -> Table:
-    """Return a table with a row for each run, model and method, and a column for each task and
-    length; runs are named by the settings in which they differ.
+def compare(runs: Sequence[str]) -> list[Table]:
+    """Return a table for each task and metric with a row for each run, model and method, and a
+    column for each length; runs are named by the settings in which they differ.
 
     ``runs``: directories that hold ``results.csv``, or whose ``evaluation`` does.
 
@@ -30,37 +30,42 @@ def compare(runs: Sequence[str]) -> Table:
     """
     if not runs:
         raise UserError("runs: expected one or more directories")
-    names = names_of(runs)
-    rows = [(name, row) for name, run in zip(names, runs, strict=True) for row in results(run)]
-    places = sorted({_place(row) for _, row in rows}, key=lambda place: (place[0], place[2]))
-    cells: dict[tuple[str, str, str], dict[Any, str]] = {}
-    for name, row in rows:
-        cells.setdefault((name, row["model"], row["method"]), {})[_place(row)] = cell_text(row)
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for title in ("run", "model", "method"):
-        table.add_column(title)
-    for task, metric, length, factor in places:
-        head = f"{task}\n{length:,} ({factor_label(factor)})\n{metric}"
-        table.add_column(head, justify="right")
-    for row_name, values in cells.items():
-        table.add_row(*row_name, *(values.get(place, "") for place in places))
-    return table
+    named = zip(names_of(runs), runs, strict=True)
+    rows = pd.concat([results(run).assign(run=name) for name, run in named], ignore_index=True)
+    rows = rows[~rows.metric.str.startswith("loss ")]  # losses at positions
+    return [
+        _table(f"{task}, {metric}", part)
+        for (task, metric), part in rows.groupby(["task", "metric"], sort=False)
+    ]
 
 
-def results(run: str) -> list[dict[str, str]]:
+def _table(title: str, rows: pd.DataFrame) -> Table:
+    lengths = lengths_of(rows)
+    shown, before = [], None
+    for (run, model, method), part in rows.groupby(["run", "model", "method"], sort=False):
+        by_length = {row["length"]: cell(row) for row in part.to_dict("records")}
+        is_first = before != (run, model)
+        suffix = "" if method == AS_IS else f"+ {method}"
+        name = f"{run}: {model} {suffix}".rstrip() if is_first else suffix
+        shown.append((is_first, name, tuple(by_length.get(length) for length in lengths)))
+        before = run, model
+    heads = [(f"{length:,} tokens", factor_label(f)) for length, f in lengths.items()]
+    return Table(title, "", "With 95% intervals.", tuple(heads), tuple(shown))
+
+
+def results(run: str) -> pd.DataFrame:
     """Read the result table of a run, or of its evaluation."""
     for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
         if path.is_file():
-            with path.open(encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file))
+            return read_csv(path)
     raise UserError(f"runs: expected directories with {TABLE}, got {run!r}")
 
 
-def cell_text(row: Mapping[str, str]) -> str:
+def cell(row: Mapping[str, Any]) -> Entry:
     """Return a score in percent, or a loss, with its 95% interval."""
     show = percent if row["metric"] == "score" else "{:.3f}".format
-    value, low, high = (show(float(row[k])) if row[k] else "" for k in ("value", "low", "high"))
-    return f"{value} ({low}–{high})" if low and high else value
+    limits = "" if pd.isna(row["low"]) else f"{show(row['low'])}–{show(row['high'])}"
+    return Entry(show(row["value"]), limits)
 
 
 def names_of(runs: Sequence[str]) -> list[str]:
@@ -86,7 +91,3 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _place(row: Mapping[str, str]) -> tuple[str, str, int, float]:
-    return row["task"], row["metric"], int(row["length"]), float(row["factor"])

@@ -18,13 +18,14 @@ from trainer.config import EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Measured, measure_cells, plan_cells
+from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.outcomes import AS_IS, Outcomes, rows
 from trainer.evaluation.passes import precision_of, prefill_chunk
-from trainer.evaluation.results import STATEMENTS, Arm, Drop, Report, write_csv
+from trainer.evaluation.results import AS_IS, MEAN, STATEMENTS, Arm, Report, Row
+from trainer.evaluation.rows import all_rows, averaged
 from trainer.evaluation.store import Store, all_fields, fingerprint
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
-from trainer.report.claims import ROLES, Run, observe
+from trainer.report.claims import ROLES, Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import (
     describe_task,
@@ -92,8 +93,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         environment={**report.environment, "models": models},
     )
     write_renderings(report, output)
-    report.write(output / "report.json")
-    write_csv(output / "results.csv", rows(report))
+    report.write(output)
     return report, output
 
 
@@ -140,7 +140,7 @@ def measure_models(
         text: text in the first candidate's tokens.
         cells: directory of finished cells.
         accelerator: cpu, or a GPU if there is one.
-        ranks: this process among those that share the work; only the first one returns cells.
+        ranks: this process among those that share the work; only the first one returns results.
         tf32: as for :func:`multiplying`.
 
     Raises:
@@ -172,33 +172,37 @@ def measure_models(
         return unmeasured(name, C, text.corpus)
     _keep_temperatures(candidates, measured, config)
     titles = {recipe.key: recipe.title for recipe in used}
+    task_titles = {task.key: task.title for task in tasks}
+    if mean_of := averaged(measured.trials):
+        task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     longest = max(candidate.longest_context for candidate in candidates)
-    report = Report(
+    coefficients = {
+        f"{name} + {titles['temperature']}": fitted["coefficient"]
+        for name, fitted in measured.temperature.items()
+    }
+    corpus = text.corpus
+    return Report(
         name=name,
         training_length=C,
+        rows=all_rows(measured.rows, measured.trials, run=name, seed=config.needles.seed),
+        trials=measured.trials,
         longest_context=None if longest == C else longest,
-        cells=tuple(measured.cells),
-        methods={key: titles[key] for key in config.names if key in titles},
-        tasks={task.key: task.title for task in tasks},
-        notes=(
-            *notes,
-            *task_notes,
-            *measured.notes,
+        unigram_loss=unigram_loss(
+            corpus.test, corpus.validation, 1 + max(corpus.tokenizer.get_vocab().values())
         ),
+        methods={key: titles[key] for key in config.names if key in titles},
+        tasks=task_titles,
+        notes=(*notes, *task_notes, *measured.notes),
         config={"evaluation": _stated(config)},
         environment={
-            **environment(text.corpus),
+            **environment(corpus),
             "precision": multiplied_in(dtype, device, tf32),
         },
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if any(task.key == STATEMENTS for task in tasks)
         else {},
+        temperature=coefficients,
     )
-    outcomes = Outcomes(report)
-    coefficients = {
-        outcomes.name((m, "temperature")): c["coefficient"] for m, c in measured.temperature.items()
-    }
-    return replace(report, temperature=coefficients)
 
 
 def _stated(config: EvaluationConfig) -> dict[str, Any]:
@@ -229,32 +233,28 @@ def _keep_temperatures(
 
 
 def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
-    """Return a report without cells."""
-    return Report(name, training_length, (), {}, {}, (), {}, environment(corpus))
+    """Return a report without rows."""
+    return Report(name, training_length, {}, environment(corpus))
 
 
 def with_observations(
-    report: Report,
-    candidates: Sequence[Candidate],
-    drop: Drop | None = None,
-    arms: Mapping[str, Arm] | None = None,
+    report: Report, candidates: Sequence[Candidate], arms: Mapping[str, Arm] | None = None
 ) -> Report:
     """Return the report with the papers' observations judged; ``arms``: by names of models."""
-    outcomes = Outcomes(report)
-    named: dict[str, str] = {}
+    measured = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
+    roles: dict[str, Row] = {}
     trained: dict[str, Arm] = {}
     for candidate in candidates:
         role, name = candidate.role or "", candidate.name
-        for method in outcomes.methods:
+        for model, method in measured:
             key = role if method == AS_IS else f"{role}_{method}"
-            if key in ROLES and (name, method) in outcomes.rows:
-                named.setdefault(key, outcomes.name((name, method)))
+            if model == name and key in ROLES:
+                roles.setdefault(key, (model, method))
         if role in ROLES and arms and name in arms:
             trained.setdefault(role, arms[name])
     texts = [candidate.run and candidate.run.data for candidate in candidates if candidate.role]
     one_text = all(text == texts[0] for text in texts)
-    run = Run(outcomes.results(), named, drop, trained, report.temperature, one_text)
-    return replace(report, observations=observe(run))
+    return replace(report, observations=observe(Evidence(report, roles, trained, one_text)))
 
 
 def fitting_together(candidates: Sequence[Candidate]) -> list[Candidate]:

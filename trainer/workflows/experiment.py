@@ -12,8 +12,7 @@ from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.ranks import Ranks, all_gather, on_rank_zero
 from trainer.config import MAIN, RunConfig
 from trainer.data.corpus import corpus_at
-from trainer.evaluation.outcomes import Outcomes, rows
-from trainer.evaluation.results import Report, write_csv
+from trainer.evaluation.results import FACTS, PERPLEXITY, STATEMENTS, Report, estimates
 from trainer.lightning.devices import check_device, set_environment, set_threads
 from trainer.lightning.fit import train
 from trainer.lightning.loggers import log_results
@@ -82,23 +81,33 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     figures = write_renderings(report, directory)
     shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
     images = {path.stem: path.with_suffix(".png") for path in shown}
-    report.write(directory / "report.json")
-    write_csv(directory / "results.csv", rows(report))
-    log_results(config, Outcomes(report).results(), images)
+    report.write(directory)
+    log_results(config, _by_length(report), images)
     return report, False
+
+
+def _by_length(report: Report) -> dict[int, dict[str, float]]:
+    """Return retrieval and loss by length in tokens, under the names of dashboards."""
+    values: dict[int, dict[str, float]] = {}
+    for name, task, metric in (("retrieval", STATEMENTS, "score"), ("loss", PERPLEXITY, "loss")):
+        for row, by_length in estimates(report.rows, task, metric).items():
+            for length, value in by_length.items():
+                key = f"evaluation/{name}/{report.row_name(row)}"
+                values.setdefault(length, {})[key] = value.mean
+    return dict(sorted(values.items()))
 
 
 def _finished_report(config: RunConfig) -> Report | None:
     """Return the report of a finished run; nothing is written.
 
     Raises:
-        UserError: it cannot be read, or the finished run is another one.
+        UserError: the finished run is another one.
     """
-    path = Path(config.run_dir) / "report.json"
-    if config.overwrite or not path.exists():
+    directory = Path(config.run_dir)
+    if config.overwrite or not (directory / FACTS).exists():
         return None
     check_run_directory(config, finished=True)
-    return Report.read(path)
+    return Report.read(directory)
 
 
 def _open(

@@ -10,13 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
 
+from trainer.common.fields import adapter
 from trainer.common.ranks import Ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
-from trainer.evaluation.outcomes import Outcomes
-from trainer.evaluation.results import Arm, Change, Drop, Milestone, Reach, Report, troubles
+from trainer.evaluation.results import (
+    AS_IS,
+    PERPLEXITY,
+    Arm,
+    Change,
+    Drop,
+    Milestone,
+    Reach,
+    Report,
+    estimates,
+    troubles,
+)
 from trainer.lightning.fit import TrainedRun
-from trainer.report.training_figures import recoveries
 from trainer.runs.descriptions import encodings, label, reference_first, without_home
 from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
@@ -83,25 +93,24 @@ def make_report(
         else unmeasured(config.name, config.training_length, corpus)
     )
     seconds = round(time.perf_counter() - began, 1)
-    losses = {
-        result.name: result.loss for result in Outcomes(report).results() if result.factor == 1
-    }
-    effect = runs["main"].effect_of_drop
-    drop = Drop.from_dict(effect) if effect else None
+    losses = estimates(report.rows, PERPLEXITY, "loss")
     states = {arm.name: arm.state for arm in arms.values()}
-    reach = {n: tuple(map(Reach.from_dict, s.get("lengths", ()))) for n, s in states.items()}
-    milestones = {
-        n: tuple(map(Milestone.from_dict, s.get("benchmarks", ()))) for n, s in states.items()
-    }
+    reaches, milestones = adapter(tuple[Reach, ...]), adapter(tuple[Milestone, ...])
+    effect = runs["main"].effect_of_drop
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
-        arms=tuple(replace(arm, final_loss=losses.get(arm.name)) for arm in trained.values()),
-        drop=drop,
-        reach=reach,
-        milestones=milestones,
-        notes=(*report.notes, *recoveries(milestones)),
+        arms=tuple(
+            replace(arm, final_loss=None if loss is None else loss.mean)
+            for arm in trained.values()
+            for loss in [losses.get((arm.name, AS_IS), {}).get(report.training_length)]
+        ),
+        drop=adapter(Drop).validate_python(effect) if effect else None,
+        reach={n: reaches.validate_python(s.get("lengths", ())) for n, s in states.items()},
+        milestones={
+            n: milestones.validate_python(s.get("benchmarks", ())) for n, s in states.items()
+        },
         timing={
             "tokens_per_second": {
                 label(arm): median_rate(Path(arm.run_dir)) for arm in configs.values()
@@ -114,7 +123,7 @@ def make_report(
             },
         },
     )
-    return with_observations(report, ordered, drop, {arm.name: arm for arm in report.arms})
+    return with_observations(report, ordered, {arm.name: arm for arm in report.arms})
 
 
 def arm_of(config: RunConfig, candidate: Candidate, run: TrainedRun) -> Arm:

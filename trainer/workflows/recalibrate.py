@@ -25,7 +25,7 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
 from trainer.config import OptimizerConfig, RunConfig
-from trainer.evaluation.results import Report, is_known
+from trainer.evaluation.results import FACTS, Report, is_known
 from trainer.interchange.hub import find_pretrained
 from trainer.lightning.speed import Times, measure_step, product_peak
 from trainer.model.config import ModelConfig
@@ -293,7 +293,7 @@ def recalibrate(
     """
     run_dir = Path(config.run_dir)
     before = [model if source_of(model) == "from_run" else str(find_pretrained(model))]
-    is_finished = (run_dir / "report.json").is_file() and not config.overwrite
+    is_finished = (run_dir / FACTS).is_file() and not config.overwrite
     is_resumed = (run_dir / "checkpoints").is_dir() and not config.overwrite
     if not is_finished:
         if not is_resumed:
