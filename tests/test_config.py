@@ -78,8 +78,6 @@ BROKEN = {
     "model.num_key_value_heads": {"model": {"num_key_value_heads": 2}},
     "model.qk_norm.when": {"model": {"qk_norm": {"when": "after_drop"}}},
     "trainer.micro_batch_size": {"trainer": {"batch_size": 4, "micro_batch_size": 3}},
-    "trainer.fp8": {"trainer": {"fp8": True}},
-    "strategy.cpu_offload": {"strategy": {"cpu_offload": True}},
     "name": {"name": "a/b"},
     "data.restart_positions": {"data": {"restart_positions": True}},
     "data.validation": {"data": {"validation": 0.5, "test": 0.5}},

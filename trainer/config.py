@@ -340,9 +340,6 @@ class TrainerConfig:
     """Sequences per forward pass of one rank; null: all that the rank has."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """fp32, or bf16 (computes in bfloat16 and keeps float32 weights)."""
-    fp8: bool = False
-    """Multiply in float8 within blocks; with precision=bf16, on Ada, Hopper and later GPUs, and the
-    extra fp8 (torchao)."""
     tf32: bool = True
     """Multiply float32 matrices in TF32 on GPUs."""
     deterministic: bool = False
@@ -371,12 +368,10 @@ class TrainerConfig:
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
     end of its SLURM job, if it has one."""
-    profile_steps: list[Count] = field(default_factory=list)
-    """First and last step to profile, such as [10, 13]."""
 
     @property
     def products(self) -> Products:
-        """The precision in which a GPU multiplies matrices, apart from float8."""
+        """The precision in which a GPU multiplies matrices."""
         return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
 
     def accumulation(self, ranks: int = 1) -> int:
@@ -393,11 +388,6 @@ class StrategyConfig:
     optimizer sharded over all ranks), hsdp (sharded in groups of ranks, copied between them)."""
     shard_size: Count | None = None
     """Ranks that share one copy of the parameters, for hsdp; null: those of a node."""
-    cpu_offload: bool = False
-    """Keep sharded parameters and optimizer on the CPU."""
-    reduce_gradients: Literal["step", "micro_batch"] = "micro_batch"
-    """When gradients of shards are reduced: at every micro_batch, or once a step (keeps whole
-    gradients, 4 bytes a parameter)."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes: none, selective (all but matrix products and attention), full
     (whole blocks)."""

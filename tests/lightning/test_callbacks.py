@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import signal
 import time
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -114,17 +111,6 @@ def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
     states = [read_state(checkpoint_of(c))["user_callbacks"] for c in (whole, stopped)]
     assert states[0] == states[1]
     assert states[0]["Shrink"]["steps"] == 12
-
-
-@pytest.mark.slow
-def test_a_profiled_run_is_the_run_without(run, finished):
-    config, trained = run(trainer={"profile_steps": [3, 4]})
-    assert_same_state(trained.checkpoint, checkpoint_of(finished[0]))
-    trace = Path(config.run_dir) / "profile" / "steps-3-4-rank-0.json.gz"
-    with gzip.open(trace) as file:
-        names = {event.get("name") for event in json.load(file)["traceEvents"]}
-    assert "aten::mm" in names
-    assert "aten::mm" in trace.with_name("steps-3-4-rank-0.txt").read_text()
 
 
 @pytest.mark.slow

@@ -44,7 +44,6 @@ VARIANTS = {
         strategy={
             "shard_size": 1,
             "activation_checkpointing": "selective",
-            "reduce_gradients": "micro_batch",
         },
         trainer={"micro_batch_size": 1},
     ),

@@ -163,29 +163,6 @@ def test_bf16_is_the_same_computation_under_every_strategy(alone):
         torch.testing.assert_close(gradient, value, rtol=1e-2, atol=1e-4)
 
 
-def test_gradients_of_a_step_are_reduced_once(alone, monkeypatch):
-    """Three micro-batches, one reduction a sharded module."""
-    model = make_decoder(tiny(), 50)
-    parallelize(model, torch.device("cpu"), "fsdp2")
-    fill(model, partial(initial, model))
-    count, original = [], dist.reduce_scatter_tensor
-
-    def counted(*args, **kwargs):
-        count.append(1)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", counted)
-    ids = torch.randint(50, (2, 16))
-    for index in range(3):
-        strategy.synchronize_gradients(model, index == 2, index == 2)
-        model.loss(ids, ids).backward()
-    reductions = len(count)
-    strategy.synchronize_gradients(model, True, True)
-    model.loss(ids, ids).backward()
-    assert reductions == len(count) - reductions  # as many as one micro-batch alone needs
-    assert all(p.grad is not None for p in model.parameters())
-
-
 def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch):
     """torch would cut each where DDP's buckets end, here after every parameter or two."""
     counter = CompileCounterWithBackend("eager")

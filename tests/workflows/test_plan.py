@@ -76,15 +76,14 @@ def test_hours_follow_from_operations_peak_and_mfu():
     assert rows["4 x H100 80GB HBM3"] == f"{hours / 4:,.3g} hours, {hours:,.0f} GPU-hours"
 
 
-def test_sharding_and_offloading_take_the_state_off_a_gpu():
-    def memory(name, **strategy):
-        values = {"model": NANO, "strategy": {"name": name, **strategy}}
+def test_sharding_takes_the_state_off_a_gpu():
+    def memory(name):
+        values = {"model": NANO, "strategy": {"name": name}}
         return plan(parse(RunConfig, values), 8, 0.4)["Memory of each of 8 GPUs, about"]
 
     state = "weights, gradients, optimizer"
     whole, shard = (float(memory(name)[state].split()[0]) for name in ("ddp", "fsdp2"))
     assert shard <= whole / 8 + 0.1
-    assert state not in memory("fsdp2", cpu_offload=True)
 
 
 @pytest.mark.slow

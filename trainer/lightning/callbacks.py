@@ -1,4 +1,4 @@
-"""Callbacks of a run: metrics, checkpoints, stopping, profiling.
+"""Callbacks of a run: metrics, checkpoints, stopping.
 
 They live through all phases of a run. Those with state give it to ``state.json``.
 """
@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.profiler import profile
 
 from trainer.checkpoint import BEFORE_DROP, Writer, regular_checkpoints, step_name
 from trainer.common.errors import DivergedError, PreemptedError
@@ -331,34 +330,3 @@ class Stopping(StepCallback):
             margin = max(MARGIN, 1.5 * (2 * step + self.saving.writer.seconds))
             limit = min(limit, float(end) - margin)
         return limit
-
-
-class Profiling(StepCallback):
-    """Profiles the steps ``first`` to ``last`` into ``directory``.
-
-    Writes a trace (``steps-10-13-rank-0.json.gz``, for Perfetto) and a table of the most expensive
-    operators (``.txt``).
-    """
-
-    def __init__(self, first: int, last: int, directory: Path) -> None:
-        self.first, self.last, self.directory = first, last, directory
-        self._profile: profile | None = None
-
-    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Start at the first step."""
-        if trainer.global_step + 1 == self.first:
-            self._profile = profile(record_shapes=True)
-            self._profile.start()
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Stop after the last step, and write."""
-        if self._profile is None or trainer.global_step < min(self.last, trainer.max_steps):
-            return
-        finished, self._profile = self._profile, None
-        finished.stop()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        name = f"steps-{self.first}-{trainer.global_step}-rank-{trainer.global_rank}"
-        order = "self_device_time_total" if module.device.type == "cuda" else "self_cpu_time_total"
-        table = finished.key_averages().table(sort_by=order, row_limit=40)
-        (self.directory / f"{name}.txt").write_text(table)
-        finished.export_chrome_trace(str(self.directory / f"{name}.json.gz"))

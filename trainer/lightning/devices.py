@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from trainer.runs.ranks import device_type
 log = logging.getLogger(__name__)
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
-RECORD_FILE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Variables that torch reads, by its present and its older names."""
 
 
@@ -36,8 +34,6 @@ def check_device(config: RunConfig) -> None:
         raise UserError("trainer.accelerator: expected a GPU, and torch sees none")
     if device == "cuda" and run.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
         raise UserError(f"trainer.precision: {torch.cuda.get_device_name()} has no bf16; use fp32")
-    if run.fp8 and (device == "cpu" or torch.cuda.get_device_capability() < (8, 9)):
-        raise UserError("trainer.fp8: expected an NVIDIA GPU of capability 8.9 or later")
 
 
 def set_threads(config: RunConfig, ranks: Ranks) -> None:
@@ -64,10 +60,6 @@ def set_environment(config: RunConfig) -> None:
     _set("expandable_segments:True", *ALLOCATOR)
     if config.trainer.deterministic:
         _set(":4096:8", "CUBLAS_WORKSPACE_CONFIG")
-    if config.strategy.name != "single":
-        _set("2000", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-        _set("1", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-        _set(f"{Path(config.run_dir).absolute()}/flight_recorder/rank_", *RECORD_FILE)
 
 
 def _set(value: str, *names: str) -> None:

@@ -1,8 +1,7 @@
 """One training run from start or checkpoint to its last step, phase by phase.
 
 The callbacks of a step, in their order: change the model and measure the effect (PhaseChange), the
-user's own, measure (Monitors), write a row (Metrics), save (Saving), stop (Stopping, Divergence),
-profile.
+user's own, measure (Monitors), write a row (Metrics), save (Saving), stop (Stopping, Divergence).
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from trainer.lightning.callbacks import (
     SIGNALS,
     Divergence,
     Metrics,
-    Profiling,
     Saving,
     Stopping,
     check_divergence,
@@ -227,9 +225,6 @@ class _Run:
         ]
         if not is_control:
             self.callbacks.append(Divergence(phases, directory / "checkpoints"))
-        if run.profile_steps:
-            first, last = run.profile_steps
-            self.callbacks.append(Profiling(first, last, directory / "profile"))
 
     @contextmanager
     def saving_and_listening(self) -> Iterator[None]:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.common.schedule import Schedule
 from trainer.lightning.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
-from trainer.lightning.strategy import mesh_of_ranks, reshard, shard, synchronize_gradients
+from trainer.lightning.strategy import mesh_of_ranks, reshard, shard
 from trainer.model.backends import Choice, cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -40,7 +41,6 @@ class LanguageModule(L.LightningModule):
         attention: a backend, or auto.
         prepare: distributes a model of the meta device and sets its weights, given model and
             device.
-        reduce_once: sharded gradients are reduced once a step, at its last micro-batch.
         optimizer_options: other arguments of :func:`~trainer.lightning.optimizers.make_optimizer`.
     """
 
@@ -55,7 +55,6 @@ class LanguageModule(L.LightningModule):
         z_loss: float = 0.0,
         attention: str = "auto",
         prepare: Callable[[Decoder, torch.device], None] | None = None,
-        reduce_once: bool = True,
         **optimizer_options: Any,
     ) -> None:
         super().__init__()
@@ -64,7 +63,7 @@ class LanguageModule(L.LightningModule):
         self.schedule = schedule
         self.optimizer_options: dict[str, Any] = {"name": optimizer, "lr": lr, **optimizer_options}
         self.gradient_clip, self.z_loss = gradient_clip, z_loss
-        self.attention, self.prepare, self.reduce_once = attention, prepare, reduce_once
+        self.attention, self.prepare = attention, prepare
         self.tally = Tally()
         self._optimizer: torch.optim.Optimizer | None = None
         self.last_shape: tuple[int | None, bool] = (None, False)
@@ -109,8 +108,9 @@ class LanguageModule(L.LightningModule):
         Dividing by the sum of the weights happens once per step. A token thus counts equally
         whatever micro-batch and rank it is read on.
         """
-        last = (index + 1) % self.trainer.accumulate_grad_batches == 0
-        synchronize_gradients(self.model, last or not self.reduce_once, last)
+        if isinstance(self.model, FSDPModule):  # hsdp adds up the shards of all groups once a step
+            is_last = (index + 1) % self.trainer.accumulate_grad_batches == 0
+            self.model.set_requires_all_reduce(is_last)
         weights = batch.get("weights")
         if weights is None:
             weights = torch.ones_like(batch["labels"], dtype=torch.float32)
@@ -157,8 +157,7 @@ class LanguageModule(L.LightningModule):
         """Clip gradients by global norm and skip non-finite steps, without a host sync."""
         loss, weight = self.tally.end_step()
         gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
-        # Gradients of offloaded parameters are on the CPU.
-        norm = global_norm(gradients).to(loss.device) / weight
+        norm = global_norm(gradients) / weight
         limit = gradient_clip_val or self.gradient_clip or float("inf")
         factor = (limit / (norm + 1e-6)).clamp(max=1.0) / weight
         skip = ~(norm.isfinite() & loss.isfinite())

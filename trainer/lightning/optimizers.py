@@ -74,10 +74,8 @@ def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, sk
     Both are scalars on the device. torch's fused kernels read them as in gradient scaling, so that
     neither clipping nor skipping causes a host sync.
     """
-    # Offloaded parameters are on the CPU, which must wait for the copy.
-    device = optimizer.param_groups[0]["params"][0].device
-    optimizer.grad_scale = factor.reciprocal().to(device)  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
-    optimizer.found_inf = skip.float().to(device)  # type: ignore[attr-defined]  # as grad_scale
+    optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
+    optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as grad_scale
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

@@ -64,10 +64,8 @@ def make_module(
             strategy.name,
             half=run.precision == "bf16",
             shard_size=size,
-            cpu_offload=strategy.cpu_offload,
             activation_checkpointing=strategy.activation_checkpointing,
             compile=run.compile,
-            float8=run.fp8,
         )
         if draws:
             fill(model, value)
@@ -82,7 +80,6 @@ def make_module(
         z_loss=run.z_loss,
         attention=config.model.attention_backend,
         prepare=prepare,
-        reduce_once=strategy.reduce_gradients == "step",
         **optimizer,
     )
 

@@ -1,6 +1,6 @@
 """Distribution of a decoder over devices, applied from outside, and Lightning's strategies for it.
 
-Order: float8 products, activation checkpointing, compilation of each block, sharding.
+Order: activation checkpointing, compilation of each block, sharding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from lightning.pytorch.strategies import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -48,10 +46,8 @@ def parallelize(
     *,
     half: bool = False,
     shard_size: int | None = None,
-    cpu_offload: bool = False,
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     compile: bool = False,
-    float8: bool = False,
 ) -> None:
     """Distribute a decoder from the meta device and allocate its weights, which :func:`fill` sets.
 
@@ -61,13 +57,9 @@ def parallelize(
         strategy: ``fsdp2`` shards over all ranks, ``hsdp`` within groups of ``shard_size`` ranks.
         half: compute in bfloat16; weights, reductions and optimizer state are float32.
         shard_size: ranks that share one copy of the parameters, for ``hsdp``.
-        cpu_offload: keep sharded parameters and optimizer on the CPU.
         activation_checkpointing: what backward recomputes: nothing, all but products, whole blocks.
         compile: compile every block.
-        float8: multiply in float8 within blocks, by torchao.
     """
-    if float8:
-        multiply_in_float8(model)
     for block in model.layers:
         checkpoint_activations(block, activation_checkpointing)
         if compile:
@@ -75,12 +67,10 @@ def parallelize(
     if compile:
         # torch would cut blocks where DDP's buckets end; reductions overlap between blocks anyway.
         torch._dynamo.config.optimize_ddp = False
-    home = device
     if strategy in ("fsdp2", "hsdp"):
         group = shard_size if strategy == "hsdp" else None
-        shard(model, mesh_of_ranks(device, group), half, cpu_offload)
-        home = torch.device("cpu") if cpu_offload else device
-    model.to_empty(device=home)
+        shard(model, mesh_of_ranks(device, group), half)
+    model.to_empty(device=device)
     model.compute_dtype = torch.bfloat16 if half else None
 
 
@@ -103,7 +93,7 @@ def _mesh(world: object, device_type: str, shape: tuple[int, ...]) -> DeviceMesh
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-def shard(model: Decoder, mesh: DeviceMesh, half: bool, cpu_offload: bool = False) -> None:
+def shard(model: Decoder, mesh: DeviceMesh, half: bool) -> None:
     """Apply FSDP2 to every block, then to the whole model; weights are gathered in bf16 if
     ``half``."""
     options: dict[str, Any] = {
@@ -114,9 +104,6 @@ def shard(model: Decoder, mesh: DeviceMesh, half: bool, cpu_offload: bool = Fals
             reduce_dtype=torch.float32 if half else None,
             cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        if cpu_offload
-        else OffloadPolicy(),
     }
     for block in model.layers:
         # Keep it unsharded: backward needs it first.
@@ -137,19 +124,8 @@ def fill(model: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> Non
             # Every rank has the same values, so none need to be sent.
             value = distribute_tensor(
                 value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
-            ).to(parameter.to_local().device)
+            )
         parameter.copy_(value)
-
-
-def synchronize_gradients(model: nn.Module, scatter: bool, last: bool) -> None:
-    """Set whether the next backward pass of a sharded model reduces gradients to shards.
-
-    ``last``: whether it is the last one of the step, after which ``hsdp`` adds up shards of all
-    groups.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(scatter)
-        model.set_requires_all_reduce(last)
 
 
 def reshard(model: nn.Module) -> None:
@@ -181,18 +157,6 @@ def gathered(model: Decoder) -> Iterator[None]:
             if isinstance(block, FSDPModule):
                 block.set_reshard_after_forward(block is not model.layers[-1], recurse=False)
         reshard(model)
-
-
-def multiply_in_float8(model: Decoder) -> None:
-    """Replace the linear layers of all blocks by torchao's; parameters and their names stay.
-
-    Every row of an operand has its own scale. With one scale for all, the loss of a token would
-    depend on the rest of its batch.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
-    convert_to_float8_training(model.layers, config=recipe)
 
 
 def checkpoint_activations(block: nn.Module, kind: str) -> None:
@@ -247,14 +211,11 @@ class Replicated(InPlace, DDPStrategy):
 
 
 class Sharded(InPlace, ModelParallelStrategy):
-    """FSDP2; the model is already distributed when Lightning sees it."""
+    """FSDP2."""
 
     def setup_environment(self) -> None:
         """Join the process group without Lightning's mesh, whose groups nothing destroys."""
         self._setup_distributed()
-
-    def model_to_device(self) -> None:
-        """Do nothing: offloaded parameters stay on the CPU."""
 
 
 def lightning_strategy(name: StrategyName, device: torch.device, local_ranks: int) -> Strategy:

@@ -67,8 +67,6 @@ def check_spread(config: RunConfig, processes: int, on_a_node: int) -> None:
             f"trainer.batch_size: {run.batch_size} sequences do not divide into micro-batches of "
             f"{micro} on {processes} ranks"
         )
-    if run.fp8 and (tokens := micro * config.data.sequence_length) % 16:
-        raise UserError(f"trainer.fp8: expected micro-batches of 16 n tokens, got {tokens}")
     size = shard_size(config.strategy, processes, on_a_node)
     if config.strategy.name == "hsdp" and processes % size:
         raise UserError(f"strategy.shard_size: {size} does not divide {processes} ranks")

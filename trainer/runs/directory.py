@@ -40,8 +40,6 @@ WRITTEN = (
     "lengths",
     "analysis",
     "export",
-    "profile",
-    "flight_recorder",
     "tensorboard",
     "wandb",
 )
@@ -63,7 +61,6 @@ FREE_TO_CHANGE = (
     "trainer.keep_checkpoints",
     "trainer.keep_every",
     "trainer.max_time",
-    "trainer.profile_steps",
     "trainer.deterministic",
     "trainer.micro_batch_size",
     "trainer.accelerator",

@@ -118,22 +118,11 @@ def check_run(config: RunConfig) -> None:
 
 def _trainer_rules(config: RunConfig) -> Rules:
     run, model = config.trainer, config.model
-    sizes = model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_size
     yield _uneven(run)
-    yield run.fp8 and run.precision != "bf16", "trainer.fp8: needs trainer.precision=bf16"
     yield (
         config.optimizer.name == "muon" and config.strategy.name in ("fsdp2", "hsdp"),
         "optimizer.name: muon needs whole matrices: strategy single or ddp, got "
         f"{config.strategy.name}",
-    )
-    yield (
-        run.fp8 and any(size % 16 for size in sizes),
-        "trainer.fp8: model.hidden_size, intermediate_size and num_key_value_heads * head_dim must "
-        f"be multiples of 16, got {sizes}",
-    )
-    yield (
-        config.strategy.cpu_offload and config.strategy.name not in ("fsdp2", "hsdp"),
-        f"strategy.cpu_offload: strategy={config.strategy.name} does not shard",
     )
     has_drop = config.drop.at is not None or config.drop.at_tokens is not None
     yield (

@@ -153,9 +153,10 @@ def _memory(config: RunConfig, gpus: int) -> Rows:
     shards = shard_size(strategy, gpus, min(gpus, ON_A_NODE)) if "sdp" in strategy.name else 1
     size = 2 if config.trainer.precision == "bf16" else 4
     kept = activation_bytes(config.model, size, strategy.activation_checkpointing)
-    sizes = {"activations": float(rows * length * kept)}
-    if not strategy.cpu_offload:
-        sizes["weights, gradients, optimizer"] = STATE * count / shards
+    sizes = {
+        "activations": float(rows * length * kept),
+        "weights, gradients, optimizer": STATE * count / shards,
+    }
     yield "micro-batch", f"{rows:,} x {length:,} tokens, strategy {strategy.name}"
     for name, number in {**sizes, "in all": sum(sizes.values())}.items():
         yield name, f"{number / GIB:,.1f} GiB"
