@@ -110,6 +110,17 @@ def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):
     assert sizes[0] < sizes[2]
 
 
+def test_weights_are_drawn_on_the_cpu_whatever_the_default_device_is():
+    """Lightning configures a model with its GPU as the default device."""
+    config = tiny(seed=3)
+    model, expected = (make_decoder(config, 50).to_empty(device="cpu") for _ in range(2))
+    with torch.device("meta"):
+        fill(model, lambda name, shape: initial_value(model.config, name, shape, 3))
+    expected.reset_parameters(3)
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+
+
 def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
     config = tiny(strategy=StrategyConfig(name="fsdp2"), seed=3)
     model, plain = make_decoder(config, 50), make_decoder(config, 50)

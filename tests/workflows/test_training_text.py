@@ -18,7 +18,6 @@ from trainer.runs.parsing import parse
 from trainer.workflows import training_text
 from trainer.workflows.training_text import (
     check_vocabularies,
-    check_vocabulary,
     data_of_arms,
     tokenizer_of_weights,
 )
@@ -62,20 +61,6 @@ def test_weights_bring_their_tokenizer_where_no_other_is_given(
     config = RunConfig()
     config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     assert tokenizer_of_weights(config) == found
-
-
-@pytest.mark.parametrize(
-    ("embeddings", "fits"),
-    [(256, False), (257, True), (None, True), (2400, True), (2401, False)],
-)
-def test_a_tokenizer_that_is_trained_fills_the_embeddings(embeddings, fits):
-    config = RunConfig()
-    tokenizer = replace(config.tokenizer, vocab_size=300)
-    model = replace(config.model, vocab_size=embeddings)
-    config = replace(config, model=model, tokenizer=tokenizer)
-    with nullcontext() if fits else pytest.raises(UserError, match="257 to 2400"):
-        check_vocabulary(config)
-    check_vocabulary(replace(config, tokenizer=replace(config.tokenizer, path="a.json")))
 
 
 def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypatch):

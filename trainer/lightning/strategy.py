@@ -118,7 +118,8 @@ def fill(model: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> Non
     """Fill every parameter, or its shard, with the whole value that ``value_of`` gives by name and
     shape, on the CPU and the same on every rank."""
     for name, parameter in model.named_parameters():
-        value = value_of(name, parameter.shape)
+        with torch.device("cpu"):  # Lightning calls this with the GPU as the default device
+            value = value_of(name, parameter.shape)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             # Every rank has the same values, so none need to be sent.

@@ -30,7 +30,6 @@ from trainer.workflows.experiment_report import make_report
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
-    check_vocabulary,
     open_corpus,
 )
 
@@ -140,7 +139,6 @@ def check_start(arms: dict[str, RunConfig], ranks: Ranks) -> None:
     """
     for arm in arms.values():
         check_device(arm)
-        check_vocabulary(arm)
         for phase in phases_of(arm):
             check_spread(phase.config, ranks.world_size, ranks.local_size)
     check_arms(arms)

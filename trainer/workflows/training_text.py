@@ -12,7 +12,7 @@ from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import SMALLEST_VOCABULARY, TextTokenizer, same_tokens, vocabulary_size
+from trainer.data.tokenizer import TextTokenizer, same_tokens, vocabulary_size
 from trainer.evaluation.engine import Subject
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
@@ -23,9 +23,6 @@ from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.parsing import own_checkpoint
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
-
-MOST_UNREAD = 8
-"""Embeddings for each token of a tokenizer that is trained here, at most."""
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -118,22 +115,6 @@ def data_of_arms(config: RunConfig) -> DataConfig:
     arms = arms_of(config, weights=False)
     longest = max(arm.longest_sequence for arm in arms.values())
     return replace(config.data, sequence_length=longest)
-
-
-def check_vocabulary(config: RunConfig) -> None:
-    """Check the vocabulary as far as possible without a tokenizer.
-
-    Raises:
-        UserError: most embeddings would never be read, or there are too few for a tokenizer.
-    """
-    embeddings, tokens = config.model.vocab_size, config.tokenizer.vocab_size
-    if config.tokenizer.path or config.model.is_trained or embeddings is None:
-        return
-    if not SMALLEST_VOCABULARY <= embeddings <= MOST_UNREAD * tokens:
-        raise UserError(
-            f"model.vocab_size: expected {SMALLEST_VOCABULARY} to {MOST_UNREAD * tokens}, as "
-            f"tokenizer.vocab_size={tokens}, or null; got {embeddings}"
-        )
 
 
 def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
