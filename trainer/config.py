@@ -246,6 +246,10 @@ class ScheduleConfig:
         )
 
 
+SAME = "same"
+"""The value of ``drop.to`` that drops nothing."""
+
+
 @configuration
 class ChangeConfig:
     """Choice of the encodings to drop, and their replacement."""
@@ -255,7 +259,8 @@ class ChangeConfig:
     heads: list[int] | None = None
     """Indices of the key-value heads of these layers; null: all."""
     to: str = "nope"
-    """Encoding that takes the place, named as in positional."""
+    """Encoding that takes the place, named as in positional; same (with drop.at): nothing is
+    dropped, but schedule and optimizer are those of a drop, as a control of one."""
     windows: list[Count | None] | None = None
     """Sliding windows of all layers from the drop on, in tokens, repeated over the depth; null:
     those before."""
@@ -944,6 +949,8 @@ class RunConfig:
             steps = [phase.steps or 0 for phase in self.phases.values()]
             drops = [bool(phase.drop) for phase in self.phases.values()]
             return sum(steps[: drops.index(True)]) if any(drops) else None
+        if self.drop.to == SAME:
+            return None
         return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
 
 

@@ -22,6 +22,7 @@ from trainer.runs.fitted_temperature import FILE
 from trainer.runs.metrics_file import write_metrics
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import branch_checkpoint, check_start, run_experiment
 from trainer.workflows.experiment_report import arm_of, median_rate
@@ -74,6 +75,29 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
         "early": checkpoints / "step-000003",
         "nope": None,
     }
+
+
+def test_an_encoding_without_rotation_has_nothing_to_drop():
+    for name, step in (("rope", 850), ("alibi", 850), ("nope", None)):
+        values = {"positional": {"layers": [name]}, "drop": {"at": 0.85}}
+        config = parse(RunConfig, values)
+        assert config.drop_step == step
+        assert len(phases_of(config)) == (1 if step is None else 2)
+    assert label(config) == "NoPE"
+
+
+def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
+    drop = {"at": 0.85, "schedule": {"peak": 0.5, "warmup_steps": 20}}
+    controls = {"same": {"branch": "drop", "drop": {"to": "same"}}}
+    config = parse(RunConfig, {"run_dir": "x", "drop": drop, "controls": controls})
+    run, control = arms_of(config).values()
+    of_run, of_control = phases_of(run), phases_of(control)
+    rates = [[phase.factor(step) for step in range(phase.start, 1000)] for phase in of_run]
+    assert rates == [[p.factor(step) for step in range(p.start, 1000)] for p in of_control]
+    assert of_control[1].optimizer_state == of_run[1].optimizer_state == "reset"
+    assert of_run[1].drop is not None
+    assert of_control[1].drop is None
+    assert [label(arm) for arm in (run, control)] == ["DroPE", "RoPE, schedule of a drop"]
 
 
 def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tmp_path):

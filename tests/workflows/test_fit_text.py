@@ -46,11 +46,7 @@ def haystack():
 
 def texts(haystack, length, *, config=CONFIG, **choice):
     config = replace(config, choice=ChoiceSettings(**choice))
-    return choice_texts(config, lambda: haystack, [length])[length]
-
-
-def test_validation_text_is_that_of_all_that_is_fitted(haystack):
-    assert choice_texts(CONFIG, lambda: haystack, [600]) is None
+    return choice_texts(config, haystack, [length])[length]
 
 
 def test_prompts_with_needles_end_with_their_question(haystack):

@@ -172,7 +172,6 @@ def llama(tmp_path, monkeypatch):
     text = "".join(f"Sentence {i} of a text that is {i * i} long.\n\n" for i in range(1500))
     (tmp_path / "a.txt").write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recalibrate, "product_peak", lambda *_: 1.0)
     monkeypatch.setattr(recalibrate, "measure_step", lambda *_, **__: Times(1e-4, 0.0))
     return tmp_path / "llama"
 

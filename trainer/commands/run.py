@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import sys
@@ -29,6 +30,8 @@ from trainer.config import (
     RunConfig,
 )
 from trainer.runs.parsing import parse
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 REQUESTS: dict[str, Any] = {
@@ -81,6 +84,8 @@ def train(composed: Composed) -> None:
     from trainer.commands.console import print_report, set_up_console
 
     set_up_console()
+    if composed.values["drop"]["at"] is not None and config.drop.at is None:
+        log.warning("drop: the encoding has nothing to drop, so the run has no drop")
     from trainer.workflows.experiment import run_experiment
 
     if (outcome := run_experiment(config)) is not None:

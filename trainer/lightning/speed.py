@@ -68,25 +68,6 @@ def measure_step(
     return Times(median(times), timed(updates.step, device))
 
 
-def product_peak(threads: int, dtype: torch.dtype = torch.float32) -> float:
-    """Return the most operations per second of a product on this CPU.
-
-    Measures for 0.2 seconds on matrices that fit its caches. The number of torch's threads stays as
-    it was.
-    """
-    size, before = 768, torch.get_num_threads()
-    a = torch.ones(size, size, dtype=dtype)
-    best, spent = float("inf"), 0.0
-    torch.set_num_threads(threads)
-    try:
-        while spent < 0.2:
-            took = timed(lambda: a @ a, "cpu")
-            best, spent = min(best, took), spent + took
-    finally:
-        torch.set_num_threads(before)
-    return 2 * size**3 / best
-
-
 def timed(work: Callable[[], object], device: str) -> float:
     """Return the seconds of one call, including the GPU work that it starts."""
     if device == "cuda":

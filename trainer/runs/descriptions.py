@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.common.processes import cores
-from trainer.config import RunConfig
+from trainer.config import SAME, RunConfig
 from trainer.data.needles import NAMES, WORDS
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ ENCODING_TITLES = {
     "nope": "NoPE",
     "alibi": "ALiBi",
 }
+RESCHEDULED = "_rescheduled"
+"""End of the role of a run with the schedule of a drop and no drop."""
 
 
 def reference_first(role: str | None) -> int:
@@ -54,8 +56,12 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
     used = dict.fromkeys([*_of_layers(config), *positional.heads])
     kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
     name = "_".join(kinds) + ("_heads" if positional.heads else "")
-    windows = positional.windows[: config.model.num_hidden_layers]
-    return f"{name}_window" if any(windows) else name
+    name += "_window" if any(positional.windows[: config.model.num_hidden_layers]) else ""
+    return f"{name}{RESCHEDULED}" if _is_rescheduled(config) else name
+
+
+def _is_rescheduled(config: RunConfig) -> bool:
+    return config.drop.to == SAME and config.drop.at is not None
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
@@ -66,7 +72,8 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
         return config.label
     if name == "drope":
         return "DroPE"
-    return ENCODING_TITLES.get(name) or encodings(config)
+    title = ENCODING_TITLES.get(name.removesuffix(RESCHEDULED)) or encodings(config)
+    return f"{title}, schedule of a drop" if _is_rescheduled(config) else title
 
 
 def encodings(config: RunConfig) -> str:

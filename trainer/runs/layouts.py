@@ -109,7 +109,7 @@ def rescaled_layout(layout: Layout, phase: Phase) -> Layout:
 
 
 def check_layouts(config: RunConfig) -> None:
-    """Check that the layouts of a run can be made, and that each drop and rescaling changes one.
+    """Check that the layouts of a run can be made, and that those of phases change one.
 
     Published weights bring their layout, which is known only once they are read: the phases of such
     a run are not checked.
@@ -127,7 +127,18 @@ def check_layouts(config: RunConfig) -> None:
         by_length = phase.rescale and phase.rescale.factor is None and phase.rescale.base is None
         if by_length and not longer:
             raise UserError(f"{key}.rescale: its sequences are no longer than those before")
-        if phase.drop is not None and replace(before, training_length=1) == replace(
-            after, training_length=1
-        ):
+        if config.phases and phase.drop and _changes_nothing(before, after):
             raise UserError(f"{key}: the layers to drop have {phase.drop.to!r} already")
+
+
+def drops_nothing(config: RunConfig) -> bool:
+    """Whether the drop of a run without named phases would change no encoding and no window."""
+    if config.phases or config.drop_step is None or config.model.from_pretrained is not None:
+        return False
+    layout = configured_layout(config)
+    after = dropped_layout(layout, config.positional, config.drop, config.model.head_size)
+    return _changes_nothing(layout, after)
+
+
+def _changes_nothing(before: Layout, after: Layout) -> bool:
+    return replace(before, training_length=1) == replace(after, training_length=1)

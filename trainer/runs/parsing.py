@@ -38,7 +38,7 @@ from trainer.config import (
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.model.config import check_shape
 from trainer.runs.directory import saved_run
-from trainer.runs.layouts import check_layouts
+from trainer.runs.layouts import check_layouts, drops_nothing
 from trainer.runs.phases import branch_problem, phases_of, with_lengths
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
@@ -54,9 +54,9 @@ Rules = Iterable[tuple[object, str]]
 def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T:
     """Return plain values as a checked and completed dataclass.
 
-    ``plugins`` are run first, so that the configuration can name what they register. ``weights``:
-    whether the weights that a run begins with are available; otherwise the shape in ``values`` is
-    used.
+    A run whose ``drop`` would change nothing, such as one of NoPE, has none. ``plugins`` are run
+    first, so that the configuration can name what they register. ``weights``: whether the weights
+    that a run begins with are available; otherwise the shape in ``values`` is used.
 
     Raises:
         UserError: unknown keys, wrong types, or a broken rule.
@@ -68,6 +68,8 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
         completed = with_lengths(config)
         completed = with_trained_shape(completed) if weights else completed
         check_run(completed)
+        if drops_nothing(completed):
+            completed = replace(completed, drop=replace(completed.drop, at=None))
         for name, changes in completed.controls.items() if weights else ():
             _check_control(values, completed, name, changes)
         return completed  # type: ignore[return-value]  # T is RunConfig
@@ -198,7 +200,8 @@ def _drop_rules(config: RunConfig) -> Rules:
         config.phases and (drop.at is not None or drop.at_tokens is not None),
         "drop: with phases it is one of them that drops; expected phases.NAME.drop",
     )
-    step, first = config.drop_step, 0 if config.model.is_trained else 1
+    step = drop.step(last, config.tokens_per_step)
+    first = 0 if config.model.is_trained else 1
     yield (
         step is not None and not first <= step < last,
         f"drop.at: step {step}, but steps {first} to {last - 1} are possible: a drop needs trained "

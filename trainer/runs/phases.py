@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Literal
 
 from trainer.config import (
+    SAME,
     ChangeConfig,
     DataConfig,
     PhaseConfig,
@@ -81,7 +82,8 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     """Return the configured phases; by default pretraining and, with a drop, recalibration."""
     steps = config.trainer.max_steps
     if not config.phases:
-        drop, change = config.drop_step, config.drop
+        change = config.drop
+        drop = change.step(steps, config.tokens_per_step)
         whole = Phase("pretrain", 0, steps, config, config.schedule, 0, steps)
         if drop is None:
             return (whole,)
@@ -94,7 +96,7 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
             horizon=steps - drop,
             tokens=drop * config.tokens_per_step,
             samples=drop * config.trainer.batch_size,
-            drop=change,
+            drop=None if change.to == SAME else change,
             optimizer_state=change.optimizer_state,
         )
         return (replace(whole, end=drop), recalibrate)

@@ -5,14 +5,13 @@ Source: DoPE, Sec. 5.1, Tables 3 and 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from trainer.config import EvaluationConfig, MethodsConfig
 from trainer.data.corpus import Corpus
-from trainer.data.held_out import HeldOutText
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.haystack import Haystack
@@ -22,8 +21,6 @@ from trainer.evaluation.methods import CHOICE, Recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import Task
 from trainer.evaluation.tasks import HAYSTACK
-
-KEY = "evaluation.choice"
 
 
 def fit_text(
@@ -42,60 +39,49 @@ def fit_text(
     Raises:
         UserError: as for :func:`choice_texts`, or the text is too short.
     """
-    C, longrope = training_length, config.longrope
+    C, longrope, text = training_length, config.longrope, corpus.validation
     fitted = sorted({round(s * C) for n in lengths for r in recipes for s in r.fits(n / C)})
-    chosen = [] if config.choice.length is None else [round(config.choice.length * C)]
-    chooses = any(CHOICE in recipe.settings for recipe in recipes)
-    searches = any("longrope" in recipe.key.split("+") for recipe in recipes)
-    by_needles = searches and longrope.search == "needles"
-    text = corpus.validation
-
-    def haystack() -> Haystack:
-        documents = corpus.documents("validation", HAYSTACK)
-        return Haystack(corpus.tokenizer, documents, () if bos_token is None else (bos_token,))
-
-    straw = haystack() if by_needles else None
-    return FitText(
-        windows_with_common_ends(text, config.fit_windows, fitted, name="validation"),
-        corpus.first_token,
-        corpus.fingerprint,
-        {
-            n: answered_texts(straw, longrope.windows, n, seed=0)
-            for n in fitted
-            if straw is not None and n > C
-        },
-        choice_texts(config, haystack, (chosen or fitted) if chooses else ()),
-        _parts(text, config.fit_windows, max(fitted, default=0)),
-    )
-
-
-def _parts(text: HeldOutText, count: int, length: int) -> tuple[int, ...]:
-    """Return the text of a mixture that each window is from; empty without windows or mixture."""
-    if not length or len(text.parts) == 1:
-        return ()
-    return tuple(text.parts_of_windows(text.shares(count, length)).tolist())
+    searched = [
+        n
+        for n in fitted
+        if n > C
+        and longrope.search == "needles"
+        and any("longrope" in recipe.key.split("+") for recipe in recipes)
+    ]
+    choice = config.choice
+    chosen = fitted if choice.length is None else [round(choice.length * C)]
+    if choice.text == "validation" or not any(CHOICE in recipe.settings for recipe in recipes):
+        chosen = []
+    needles, prompts = {}, None
+    if searched or chosen:
+        bos = () if bos_token is None else (bos_token,)
+        straw = Haystack(corpus.tokenizer, corpus.documents("validation", HAYSTACK), bos)
+        needles = {n: answered_texts(straw, longrope.windows, n, seed=0) for n in searched}
+        prompts = choice_texts(config, straw, chosen) if chosen else None
+    longest, parts = max(fitted, default=0), ()
+    if longest and len(text.parts) > 1:  # the text of a mixture that each window is from
+        shares = text.shares(config.fit_windows, longest)
+        parts = tuple(text.parts_of_windows(shares).tolist())
+    windows = windows_with_common_ends(text, config.fit_windows, fitted, name="validation")
+    return FitText(windows, corpus.first_token, corpus.fingerprint, needles, prompts, parts)
 
 
 def choice_texts(
-    config: MethodsConfig, haystack: Callable[[], Haystack], lengths: Sequence[int]
-) -> dict[int, Integers] | None:
-    """Return ``[texts, tokens]`` for every length, or None to choose on validation text.
+    config: MethodsConfig, straw: Haystack, lengths: Sequence[int]
+) -> dict[int, Integers]:
+    """Return ``[texts, tokens]`` of the task's prompts on which methods choose, for every length.
 
     Args:
         config: source, number and length of the texts, and the settings of tasks.
-        haystack: makes the haystack of validation text, with the model's tokenizer.
+        straw: the haystack of validation text, with the model's tokenizer.
         lengths: tokens of a text. A prompt is shorter: it leaves room for its answer, and ends
             where no further example fits.
 
     Raises:
         UserError: a file cannot be read, or a length does not fit the file or the task.
     """
-    settings = config.choice
-    if settings.text == "validation" or not lengths:
-        return None
-    straw = haystack()
     task = _task(config, straw)
-    return {n: _task_prompts(task, n, settings.texts, len(straw.bos)) for n in lengths}
+    return {n: _task_prompts(task, n, config.choice.texts, len(straw.bos)) for n in lengths}
 
 
 def _task(config: MethodsConfig, straw: Haystack) -> Task:

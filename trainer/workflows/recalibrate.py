@@ -27,7 +27,7 @@ from trainer.common.processes import usual_threads
 from trainer.config import OptimizerConfig, RunConfig
 from trainer.evaluation.results import FACTS, Report, is_known
 from trainer.interchange.hub import find_pretrained
-from trainer.lightning.speed import Times, measure_step, product_peak
+from trainer.lightning.speed import measure_step
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
@@ -107,44 +107,32 @@ def measure(config: ModelConfig, layout: Layout, accelerator: str, threads: int 
     Raises:
         UserError: not even one sequence fits the GPU.
     """
-    device: Literal["cpu", "cuda"] = "cpu"
     torch.set_num_threads(threads or usual_threads())
+    device: Literal["cpu", "cuda"] = "cpu"
     if torch.cuda.is_available() and accelerator != "cpu":
-        device, has_bf16 = "cuda", torch.cuda.is_bf16_supported(False)
-    else:
-        cores = torch.get_num_threads()
-        has_bf16 = product_peak(cores, torch.bfloat16) > product_peak(cores)
+        device = "cuda"
+    has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(False)
     precision = "bf16" if has_bf16 else "fp32"
     tokens = PASS_TOKENS[device]
     while tokens >= 256:
         length = min(layout.training_length, tokens, 2048 if device == "cuda" else 512)
         rows = max(1, (tokens if device == "cuda" else 512) // length)
         try:
-            times = _step(config, layout, (rows, length), device, precision)
+            times = measure_step(
+                config,
+                layout,
+                (rows, length),
+                device=device,
+                precision=precision,
+                optimizer=OptimizerConfig(),
+                seconds=5.0,
+            )
         except torch.OutOfMemoryError:
             tokens //= 2
             continue
         operations = rows * training_flops(config, layout, length) / times.micro_batch
         return Speed(operations, times.update, tokens, precision)
     raise UserError("MODEL: expected a model of which a training step fits the GPU")
-
-
-def _step(
-    config: ModelConfig,
-    layout: Layout,
-    shape: tuple[int, int],
-    device: Literal["cpu", "cuda"],
-    precision: str,
-) -> Times:
-    return measure_step(
-        config,
-        layout,
-        shape,
-        device=device,
-        precision=precision,
-        optimizer=OptimizerConfig(),
-        seconds=5.0,
-    )
 
 
 def choose(
