@@ -791,9 +791,6 @@ class MultipleChoiceConfig(BenchmarkConfig):
     """Kind of evaluation, which decides the keys."""
     directory: str | None = None
     """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
-    unconditional: bool = True
-    """Also score answers by how much the question makes them likelier, where the files can;
-    doubles the work."""
 
 
 @configuration

@@ -83,7 +83,7 @@ def test_generation_up_to_a_stop_string(models):
 
 
 def test_a_prompt_needs_room(models):
-    with pytest.raises(UserError, match="32 tokens leave no room"):
+    with pytest.raises(UserError, match="more than the 40 tokens that the task generates, got 32"):
         models[0].generate_until([asked("a", {"max_gen_toks": 40})])
 
 

@@ -17,9 +17,9 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import with_factors
 from trainer.evaluation.longrope import (
     CRITICAL,
-    EveryPair,
-    FromCriticalPair,
+    Space,
     critical_pair,
+    factors_of,
     fitted_factors,
     search_longrope,
 )
@@ -49,11 +49,11 @@ def generations(space, count=40, seed=0):
     return individuals
 
 
-@pytest.mark.parametrize("make", [EveryPair, FromCriticalPair])
-def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(make):
-    space = make(mixed(), EXTENSION)
+@pytest.mark.parametrize("by_needles", [False, True])
+def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(by_needles):
+    space = Space(mixed(), EXTENSION, by_needles)
     for individual in generations(space):
-        for spectrum, factors in zip(mixed().spectra, space.factors(individual), strict=True):
+        for spectrum, factors in zip(mixed().spectra, factors_of(individual), strict=True):
             assert len(factors) == len(spectrum.inv_freq)
             assert list(factors) == sorted(factors)
             assert all(1 <= f <= 1.25 * EXTENSION * (1 + 1e-12) for f in factors)
@@ -63,7 +63,7 @@ def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(make)
 def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
     spectrum = by_name("rope", head_dim, LENGTH, base=base)
     layout = one_layer(LENGTH, spectrum)
-    start = [with_factors(layout, f).spectra[0] for f in EveryPair(layout, factor).starts()]
+    start = [with_factors(layout, factors_of(c)).spectra[0] for c in Space(layout, factor).starts()]
     for name in ("pi", "ntk", "ntk_by_parts"):
         known = slowed(RESCALINGS[name], spectrum, factor, LENGTH).inv_freq
         assert any(
@@ -85,7 +85,7 @@ def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
     spectrum = by_name("rope", 64, LENGTH, base=1e4)
     layout = one_layer(LENGTH, spectrum)
     critical = critical_pair(spectrum, LENGTH)
-    (factors,) = EveryPair(layout, EXTENSION).starts()[4]
+    (factors,) = factors_of(Space(layout, EXTENSION).starts()[4])
     assert factors[critical:] == pytest.approx([EXTENSION] * (32 - critical))
     assert factors[critical - 1] < EXTENSION
     assert factors[0] == 1
@@ -98,7 +98,7 @@ def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
     latest = critical_pair(spectrum, LENGTH)
     pairs = set()
     for ((pair, factors),) in generations(
-        FromCriticalPair(one_layer(LENGTH, spectrum), EXTENSION), 200
+        Space(one_layer(LENGTH, spectrum), EXTENSION, by_needles=True), 200
     ):
         assert round(0.7 * latest) <= pair <= latest
         base = 1e4 * factors[pair] ** (32 / pair)
@@ -112,7 +112,7 @@ def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
 def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
     layout = one_layer(LENGTH, by_name("rope_id", 32, LENGTH))
     pairs = len(layout.spectra[0].inv_freq)
-    ((pair, factors),) = FromCriticalPair(layout, EXTENSION).starts()[0]
+    ((pair, factors),) = Space(layout, EXTENSION, by_needles=True).starts()[0]
     assert pair == pairs
     assert factors == pytest.approx([EXTENSION ** (i / pairs) for i in range(pairs)])
 
@@ -120,9 +120,9 @@ def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
 def test_the_first_pair_may_be_critical_and_is_slowed_by_the_whole_extension_after_it():
     """A base so large that the second pair takes 10^6 tokens to turn a radian."""
     layout = one_layer(LENGTH, by_name("rope", 4, LENGTH, base=1e12))
-    starts = FromCriticalPair(layout, EXTENSION).starts()
+    starts = Space(layout, EXTENSION, by_needles=True).starts()
     assert starts == [((1, (1.0, EXTENSION)),), ((1, (1.0, 1.125 * EXTENSION)),)]
-    assert EveryPair(layout, EXTENSION).starts()[-1] == ((1.0, EXTENSION),)
+    assert Space(layout, EXTENSION).starts()[-1] == ((0, (1.0, EXTENSION)),)
 
 
 C, S = 8, 4.0
@@ -157,7 +157,7 @@ def test_the_result_is_better_than_every_starting_point(model):
     layout = model.layout
     result = search_longrope(model, lambda: text_loss(model), S, budget=30)
     assert model.layout is layout
-    start = min(loss_with(model, f, text_loss) for f in EveryPair(layout, S).starts())
+    start = min(loss_with(model, factors_of(c), text_loss) for c in Space(layout, S).starts())
     assert loss_with(model, result, text_loss) < start
 
 

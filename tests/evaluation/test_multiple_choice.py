@@ -11,26 +11,19 @@ from trainer.evaluation.benchmarks import mean_score
 from trainer.evaluation.likelihood import Likelihood
 from trainer.evaluation.multiple_choice import (
     UNCONDITIONAL,
-    Question,
     read_questions,
     score_questions,
     score_tasks,
 )
 
 KNOWN = {
-    # The short answer is likeliest, the long one per character, and the odd one is the one that
-    # the question makes likelier.
+    # The short answer is likeliest, the long one per character.
     ("Q1", " ab"): -4.0,
     ("Q1", " abcdefgh"): -8.0,
     ("Q1", " xyz"): -9.0,
-    ("A", " ab"): -3.0,
-    ("A", " abcdefgh"): -9.0,
-    ("A", " xyz"): -20.0,
-    # Here all agree.
+    # Here both agree.
     ("Q2", " yes"): -1.0,
     ("Q2", " no!"): -3.0,
-    ("A", " yes"): -5.0,
-    ("A", " no!"): -5.0,
 }
 CHOICES = [["Q1", [" ab", " abcdefgh", " xyz"]], ["Q2", [" yes", " no!"]]]
 
@@ -53,10 +46,10 @@ def known(monkeypatch):
     )
 
 
-def write(path, labels, free=True):
-    """The questions as request files have them, the rows without a question at the end."""
+def write(path, labels):
+    """The questions as request files have them, rows without a question at the end."""
     rows = []
-    for first, context in [(0, None), *([(UNCONDITIONAL, "A")] if free else [])]:
+    for first, context in [(0, None), (UNCONDITIONAL, "A")]:
         for number, (question, answers) in enumerate(CHOICES):
             rows += [
                 {
@@ -74,27 +67,20 @@ def write(path, labels, free=True):
 
 
 @pytest.mark.parametrize(
-    ("label", "right"), [(0, (1, 0, 0)), (1, (0, 1, 0)), (2, (0, 0, 1))], ids=["ab", "long", "xyz"]
+    ("label", "right"), [(0, (1, 0)), (1, (0, 1)), (2, (0, 0))], ids=["ab", "long", "xyz"]
 )
 def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     questions = read_questions(write(tmp_path / "t.jsonl.gz", [label, 0]))
     scores = score_questions(None, KnownEncoder(), "t", questions, 100)
-    assert [score.metric for score in scores] == ["acc", "acc_norm", "acc_uncond"]
+    assert [score.metric for score in scores] == ["acc", "acc_norm"]
     assert [score.value for score in scores] == [(hit + 1) / 2 for hit in right]
     assert {(score.task, score.questions) for score in scores} == {("t", 2)}
 
 
-def test_files_without_unconditional_rows_have_two_metrics(tmp_path):
-    questions = read_questions(write(tmp_path / "t.jsonl.gz", [0, 0], free=False))
-    assert questions[1] == Question((("Q2", " yes"), ("Q2", " no!")), 0)
-    scores = score_questions(None, KnownEncoder(), "t", questions, 100)
-    assert {score.metric: score.value for score in scores} == {"acc": 1.0, "acc_norm": 0.5}
-
-
-def test_tasks_limits_and_unconditional_rows_are_chosen(tmp_path):
+def test_tasks_and_limits_are_chosen(tmp_path):
     write(tmp_path / "a.jsonl.gz", [0, 0])
     write(tmp_path / "b.jsonl.gz", [1, 1])
-    config = MultipleChoiceConfig(["b", "a"], directory=str(tmp_path), unconditional=False)
+    config = MultipleChoiceConfig(["b", "a"], directory=str(tmp_path))
     scores = score_tasks(None, KnownEncoder(), config)
     assert [(s.task, s.metric, s.value) for s in scores] == [
         ("b", "acc", 0.0),

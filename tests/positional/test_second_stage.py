@@ -19,7 +19,7 @@ from trainer.config import (
     RunConfig,
 )
 from trainer.evaluation.layouts import tempered, with_factors
-from trainer.evaluation.longrope import EveryPair, FromCriticalPair, critical_pair
+from trainer.evaluation.longrope import Space, critical_pair, factors_of
 from trainer.model.config import ModelConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.encodings import by_name
@@ -218,21 +218,19 @@ def test_a_longrope_model_is_rescaled_by_the_frequencies_it_has_in_long_sequence
     assert rescaled.at(C, LAST).inv_freq == pytest.approx(short.inv_freq, rel=1e-12)
 
 
-@pytest.mark.parametrize("space", [EveryPair, FromCriticalPair])
-def test_searched_factors_divide_the_frequencies_of_long_sequences(space):
+@pytest.mark.parametrize("by_needles", [False, True])
+def test_searched_factors_divide_the_frequencies_of_long_sequences(by_needles):
     layout = one_layer(LATER, PHI)
     slow = PHI.at(LATER, LATER).inv_freq
-    search = space(layout, SECOND)
-    for individual in search.starts():
-        factors = search.factors(individual)
+    starts = [factors_of(start) for start in Space(layout, SECOND, by_needles).starts()]
+    for factors in starts:
         (spectrum,) = with_factors(layout, factors).at(LAST).spectra
         expected = [f / factor for f, factor in zip(slow, factors[0], strict=True)]
         assert spectrum.inv_freq == pytest.approx(expected, rel=1e-12)
         assert with_factors(layout, factors).at(C) == layout.at(C)
     rates = [f / SECOND for f in slow]
-    starts = [with_factors(layout, search.factors(start)).at(LAST) for start in search.starts()]
-    is_pi = [start.spectra[0].inv_freq == pytest.approx(rates, rel=1e-12) for start in starts]
-    assert any(is_pi) == (space is EveryPair)
+    changed = [with_factors(layout, start).at(LAST).spectra[0].inv_freq for start in starts]
+    assert any(f == pytest.approx(rates, rel=1e-12) for f in changed) != by_needles
 
 
 def test_the_critical_pair_is_the_first_that_does_not_turn_once():

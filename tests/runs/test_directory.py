@@ -21,7 +21,6 @@ from trainer.model.config import ModelConfig
 from trainer.runs.directory import (
     check_run_directory,
     differences,
-    free_place,
     locked,
     log_to_file,
     open_run_directory,
@@ -131,9 +130,3 @@ def test_the_program_s_log_goes_into_one_file_at_a_time(tmp_path):
     assert len((tmp_path / "a" / "log.txt").read_text("utf-8").splitlines()) == 1
     lines = (tmp_path / "b" / "log.txt").read_text("utf-8").splitlines()
     assert [line.partition(" WARNING ")[2] for line in lines] == ["ä b", "ä b"]
-
-
-def test_a_name_that_is_taken_gets_the_first_free_number():
-    taken = {"a", "a-2", "a-3"}
-    assert free_place(Path("x", "a"), lambda path: path.name not in taken) == Path("x", "a-4")
-    assert free_place(Path("x", "b"), lambda path: path.name not in taken) == Path("x", "b")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 import random
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,6 @@ import torch
 from tests.model.test_decoder import published
 from trainer.common.errors import UserError
 from trainer.config import (
-    ChoiceSettings,
     DataConfig,
     DopeSettings,
     MultipleChoiceConfig,
@@ -173,23 +170,6 @@ def test_heads_are_chosen_at_the_factor_and_under_the_rescaling_before(publish, 
     found, (rescaled, changed) = run(publish("plain"), methods=methods, factor=2, dope=settings)
     assert (changed - rescaled).abs().max() > 0.01
     assert any("YaRN + DoPE: L" in note and "of 64 tokens" in note for note in found.notes)
-
-
-def test_the_same_benchmark_takes_its_own_place_and_of_other_weights_another(
-    publish, run, place, tmp_path
-):
-    def files():
-        return sorted(path.parent.name for path in (tmp_path / "out").glob("*/results.csv"))
-
-    model = publish("written")
-    choice = ChoiceSettings(texts=2)
-    for _ in range(2):
-        run(model, methods=["dope"], choice=choice)
-        assert files() == ["multiple_choice"]
-    weights = Path(model, "model.safetensors")
-    os.utime(weights, ns=(1, 1))
-    run(model, methods=["dope"], choice=choice)
-    assert files() == ["multiple_choice", "multiple_choice-2"]
 
 
 def test_cropping_reads_the_last_tokens_alone_where_more_may_be_read(publish, run):

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +35,8 @@ from trainer.positional.rescaling import (
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[float, ...]
-PairsAndFactors = tuple[tuple[int, Factors], ...]
-"""A critical pair and the factors of all pairs, for every distinct spectrum."""
+Candidate = tuple[tuple[int, Factors], ...]
+"""A critical pair (0: none) and the factors of all pairs, for every distinct spectrum."""
 PARENTS = 8
 """Number of best candidates from which new ones descend."""
 HIGHEST = 1.25
@@ -47,110 +48,89 @@ CRITICAL = (1.0, 0.9, 0.8, 0.7)
 
 
 @dataclass(frozen=True)
-class EveryPair:
-    """LongRoPE's space: factors from 1 to :data:`HIGHEST` s, non-decreasing from fast to slow
-    pairs.
+class Space:
+    """Candidates for ``factor``, s; factors are non-decreasing from fast to slow pairs.
 
-    Starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and NTK-aware scaling
-    up to a critical pair.
+    LongRoPE's space has factors from 1 to :data:`HIGHEST` s and no critical pair. LongRoPE2's, with
+    ``by_needles``, has a critical pair between 0.7 of the theoretical one and that one, and factors
+    from s to :data:`HIGHEST` s from it on. Faster pairs have NTK-aware scaling that reaches the
+    critical pair's factor there.
     """
 
     layout: Layout
     factor: float
+    by_needles: bool = False
 
-    def starts(self) -> list[LongRopeFactors]:
-        """Return the starting points of the search."""
-        C, spectra = self.layout.training_length, self.layout.spectra
+    def starts(self) -> list[Candidate]:
+        """Return the starting points of the search.
 
-        def by(rescaling: Rescaling) -> Callable[[Spectrum], Factors]:
-            def ratios(spectrum: Spectrum) -> Factors:
-                inv_freq = longest(spectrum, C)
-                return _ratios(inv_freq, rescaling(inv_freq, C).frequencies(inv_freq, self.factor))
+        LongRoPE starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and
+        NTK-aware scaling up to a critical pair. LongRoPE2 starts from s, or the middle of its
+        factors, from a critical pair on.
+        """
+        known: list[Callable[[Spectrum], tuple[int, Factors]]]
+        if self.by_needles:
+            known = [
+                partial(self._from_critical, part=part, height=height)
+                for height in (1.0, (1 + HIGHEST) / 2)
+                for part in CRITICAL
+            ]
+        else:
+            rescalings = (position_interpolation, ntk_aware, ntk_by_parts)
+            known = [
+                lambda s: (0, _ratios(s.inv_freq, s.inv_freq)),
+                *(partial(self._rescaled, by=rescaling) for rescaling in rescalings),
+                *(partial(self._from_critical, part=part) for part in CRITICAL),
+            ]
+        return list(dict.fromkeys(tuple(map(make, self.layout.spectra)) for make in known))
 
-            return ratios
+    def _rescaled(self, spectrum: Spectrum, by: Rescaling) -> tuple[int, Factors]:
+        C = self.layout.training_length
+        inv_freq = longest(spectrum, C)
+        return 0, _ratios(inv_freq, by(inv_freq, C).frequencies(inv_freq, self.factor))
 
-        known = [
-            lambda s: _ratios(s.inv_freq, s.inv_freq),
-            *map(by, (position_interpolation, ntk_aware, ntk_by_parts)),
-            *(lambda s, part=part: self._up_to_critical(s, part) for part in CRITICAL),
-        ]
-        return list(dict.fromkeys(tuple(make(s) for s in spectra) for make in known))
-
-    def _up_to_critical(self, spectrum: Spectrum, part: float) -> Factors:
+    def _from_critical(
+        self, spectrum: Spectrum, part: float, height: float = 1.0
+    ) -> tuple[int, Factors]:
         pair = _near(critical_pair(spectrum, self.layout.training_length), part)
-        whole = np.full(len(spectrum.inv_freq), self.factor)
-        return _monotone(_ntk_below(pair, whole, self.factor))
+        factors = self._complete(pair, np.full(len(spectrum.inv_freq), height * self.factor))
+        return (pair if self.by_needles else 0), factors
 
     def child(
-        self, first: LongRopeFactors, second: LongRopeFactors, generator: np.random.Generator
-    ) -> LongRopeFactors:
+        self, first: Candidate, second: Candidate, generator: np.random.Generator
+    ) -> Candidate:
         """Return a mutation of a crossing of two parents."""
-        # Small steps refine, large ones explore; the whole range is ln s.
-        width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
-        highest = HIGHEST * self.factor
-        return tuple(
-            _monotone(np.clip(_varied(mine, theirs, width, generator), 1, highest))
-            for mine, theirs in zip(first, second, strict=True)
-        )
-
-    def factors(self, individual: LongRopeFactors) -> LongRopeFactors:
-        """Return factors for each distinct spectrum of the layout, in its order."""
-        return individual
-
-
-@dataclass(frozen=True)
-class FromCriticalPair:
-    """LongRoPE2's space: a critical pair, and non-decreasing factors from it on.
-
-    The critical pair lies between 0.7 of the theoretical one and that one; factors range from s to
-    :data:`HIGHEST` s. Faster pairs have NTK-aware scaling that reaches the critical pair's factor
-    there.
-    """
-
-    layout: Layout
-    factor: float
-
-    def starts(self) -> list[PairsAndFactors]:
-        """Return the starting points of the search."""
-        heights = (1.0, (1 + HIGHEST) / 2)
-        starts = [
-            tuple(
-                self._whole(_near(self._critical(s), part), np.full(len(s.inv_freq), height), s)
-                for s in self.layout.spectra
-            )
-            for height in heights
-            for part in CRITICAL
-        ]
-        return list(dict.fromkeys(starts))
-
-    def child(
-        self, first: PairsAndFactors, second: PairsAndFactors, generator: np.random.Generator
-    ) -> PairsAndFactors:
-        """Return a mutation of a crossing of two parents."""
-        width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
+        # Small steps refine, large ones explore the range of the factors.
+        if self.by_needles:
+            width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
+        else:
+            width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
         child = []
         for spectrum, mine, theirs in zip(self.layout.spectra, first, second, strict=True):
-            latest = self._critical(spectrum)
-            moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
-            pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
+            pair = 0
+            if self.by_needles:
+                latest = critical_pair(spectrum, self.layout.training_length)
+                moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
+                pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
             varied = _varied(mine[1], theirs[1], width, generator)
-            child.append(self._whole(pair, varied / self.factor, spectrum))
+            child.append((pair, self._complete(pair, varied)))
         return tuple(child)
 
-    def factors(self, individual: PairsAndFactors) -> LongRopeFactors:
-        """Return factors for each distinct spectrum of the layout, in its order."""
-        return tuple(factors for _, factors in individual)
+    def _complete(self, pair: int, factors: NDArray[np.float64]) -> Factors:
+        """Keep factors from ``pair`` on within their limits, and derive those before it.
 
-    def _critical(self, spectrum: Spectrum) -> int:
-        return critical_pair(spectrum, self.layout.training_length)
+        Before it, NTK-aware scaling reaches the pair's factor; if no pair is as slow, it reaches s.
+        """
+        least = self.factor if self.by_needles else 1.0
+        slow = np.clip(factors[pair:], least, HIGHEST * self.factor)
+        reached = slow[0] if len(slow) else self.factor
+        fast = reached ** (np.arange(min(pair, len(factors))) / max(pair, 1))
+        return _monotone(np.concatenate([fast, slow]))
 
-    def _whole(
-        self, pair: int, heights: NDArray[np.float64], spectrum: Spectrum
-    ) -> tuple[int, Factors]:
-        """Complete ``heights`` (in units of s), given from the critical pair on."""
-        slow = np.maximum.accumulate(np.clip(heights[pair:], 1, HIGHEST)) * self.factor
-        factors = np.concatenate([np.ones(min(pair, len(heights))), slow])
-        return pair, tuple(_ntk_below(pair, factors, self.factor).tolist())
+
+def factors_of(candidate: Candidate) -> LongRopeFactors:
+    """Return factors for each distinct spectrum of the layout, in its order."""
+    return tuple(factors for _, factors in candidate)
 
 
 def critical_pair(spectrum: Spectrum, training_length: int) -> int:
@@ -166,16 +146,6 @@ def critical_pair(spectrum: Spectrum, training_length: int) -> int:
 
 def _near(pair: int, part: float) -> int:
     return max(1, round(part * pair))
-
-
-def _ntk_below(pair: int, factors: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
-    """Apply NTK-aware scaling to the pairs before ``pair`` such that it reaches that pair's factor.
-
-    If no pair is as slow, it reaches s.
-    """
-    reached = factors[pair] if pair < len(factors) else factor
-    places = np.arange(len(factors))
-    return np.where(places < pair, reached ** (places / pair), factors)
 
 
 def _ratios(before: Factors, after: Factors) -> Factors:
@@ -213,18 +183,17 @@ def search_longrope(
     :mod:`trainer.evaluation.longrope`. ``budget``: number of candidates, starting points first.
     """
     layout = model.layout
-    make_space = FromCriticalPair if search == "needles" else EveryPair
-    space: Any = make_space(layout.of_layers(layers), factor)
+    space = Space(layout.of_layers(layers), factor, search == "needles")
     generator = np.random.default_rng(seed)
-    tried: dict[Any, float] = {}
+    tried: dict[Candidate, float] = {}
 
-    def measure(individual: Any) -> None:
-        with model.using(with_factors(layout, space.factors(individual), layers)):
+    def measure(candidate: Candidate) -> None:
+        with model.using(with_factors(layout, factors_of(candidate), layers)):
             result = loss()
-        tried[individual] = result if math.isfinite(result) else math.inf
+        tried[candidate] = result if math.isfinite(result) else math.inf
 
-    for individual in space.starts()[:budget]:
-        measure(individual)
+    for start in space.starts()[:budget]:
+        measure(start)
     misses = 0
     while len(tried) < budget and misses < budget:
         parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
@@ -234,8 +203,7 @@ def search_longrope(
             misses += 1
         else:
             measure(child)
-    best: LongRopeFactors = space.factors(min(tried, key=tried.__getitem__))
-    return best
+    return factors_of(min(tried, key=tried.__getitem__))
 
 
 def fitted_factors(

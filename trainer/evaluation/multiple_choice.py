@@ -6,7 +6,7 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -18,21 +18,16 @@ from trainer.evaluation.likelihood import Encoder, Pair, log_likelihoods
 from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000
-"""Offset of a question's number in rows whose context lacks the question."""
-
+"""First number of rows whose context lacks the question; they are not read."""
 SUFFIX = ".jsonl.gz"
 
 
 @dataclass(frozen=True)
 class Question:
-    """Choices, each a context and a continuation, and the index of the right one.
-
-    ``unconditional``: the same continuations without the question, or empty.
-    """
+    """Choices, each a context and a continuation, and the index of the right one."""
 
     choices: tuple[Pair, ...]
     label: int
-    unconditional: tuple[Pair, ...] = ()
 
 
 def benchmark_directory(config: MultipleChoiceConfig) -> Path:
@@ -64,20 +59,16 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             question, request = int(row["doc_id"]), row["request"]
-            choices[question][int(row["idx"])] = request["context"], request["continuation"]
-            labels[question] = int(row["label"])
+            if question < UNCONDITIONAL:
+                choices[question][int(row["idx"])] = request["context"], request["continuation"]
+                labels[question] = int(row["label"])
     for question, pairs in choices.items():
         if sorted(pairs) != list(range(len(pairs))) or labels[question] not in pairs:
             raise UserError(f"{path}: a choice of doc_id {question} is missing")
-    asked = islice((n for n in choices if n < UNCONDITIONAL), limit)
     return [
-        Question(_in_order(choices[n]), labels[n], _in_order(choices.get(n + UNCONDITIONAL, {})))
-        for n in asked
+        Question(tuple(pair for _, pair in sorted(pairs.items())), labels[question])
+        for question, pairs in islice(choices.items(), limit)
     ]
-
-
-def _in_order(choices: dict[int, Pair]) -> tuple[Pair, ...]:
-    return tuple(choices[index] for index in sorted(choices))
 
 
 def score_questions(
@@ -92,28 +83,20 @@ def score_questions(
     """Return how often the right choice is the most likely one.
 
     ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
-    lm-eval does, without the space before it). ``acc_uncond`` subtracts log-likelihoods without the
-    question (Brown et al. 2020, Sec. 2.4), if all questions have them. ``silent``: show no
-    progress.
+    lm-eval does, without the space before it). ``silent``: show no progress.
     """
-    free = all(question.unconditional for question in questions)
     pairs = [pair for question in questions for pair in question.choices]
-    extra = [pair for question in questions for pair in question.unconditional] if free else []
     title = None if silent else f"Scoring {task}"
-    answers = log_likelihoods(model, encoder.requests(pairs + extra), batch_tokens, title)
-    likelihoods = [answer.log_likelihood for answer in answers]
-    asked, unasked = iter(likelihoods), iter(likelihoods[len(pairs) :])
-    hits: dict[str, list[bool]] = defaultdict(list)
+    answers = log_likelihoods(model, encoder.requests(pairs), batch_tokens, title)
+    likelihoods = iter([answer.log_likelihood for answer in answers])
+    acc, acc_norm = [], []
     for question in questions:
-        scores = list(islice(asked, len(question.choices)))
+        scores = list(islice(likelihoods, len(question.choices)))
         sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
-        ways = {"acc": scores, "acc_norm": [s / n for s, n in zip(scores, sizes, strict=True)]}
-        if free:
-            without = islice(unasked, len(scores))
-            ways["acc_uncond"] = [s - u for s, u in zip(scores, without, strict=True)]
-        for metric, values in ways.items():
-            hits[metric].append(values.index(max(values)) == question.label)
-    return [mean_score(task, metric, values) for metric, values in hits.items()]
+        per_character = [score / size for score, size in zip(scores, sizes, strict=True)]
+        acc.append(scores.index(max(scores)) == question.label)
+        acc_norm.append(per_character.index(max(per_character)) == question.label)
+    return [mean_score(task, "acc", acc), mean_score(task, "acc_norm", acc_norm)]
 
 
 def score_tasks(
@@ -123,7 +106,5 @@ def score_tasks(
     scores = []
     for task in config.tasks:
         questions = read_questions(benchmark_directory(config) / f"{task}{SUFFIX}", config.limit)
-        if not config.unconditional:
-            questions = [replace(question, unconditional=()) for question in questions]
         scores += score_questions(model, encoder, task, questions, config.batch_tokens)
     return scores

@@ -248,8 +248,7 @@ class Benchmarks:
         )
         for task in asked.multiple_choice:
             whole = read_questions(directory / f"{task}{SUFFIX}", asked.limit)
-            share = whole[self.ranks.rank :: self.ranks.world_size]
-            questions[task] = [replace(question, unconditional=()) for question in share]
+            questions[task] = whole[self.ranks.rank :: self.ranks.world_size]
         return questions
 
     def is_due(self, step: int) -> bool:

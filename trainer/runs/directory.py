@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +174,3 @@ def log_to_file(directory: Path) -> None:
     handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
-
-
-def free_place(wanted: Path, may_replace: Callable[[Path], bool]) -> Path:
-    """Return ``wanted``, or the first of ``NAME-2``, ``NAME-3``, ... that may be replaced.
-
-    The file's suffix is kept.
-    """
-    if may_replace(wanted):
-        return wanted
-    numbered = (wanted.with_name(f"{wanted.stem}-{n}{wanted.suffix}") for n in count(2))
-    return next(filter(may_replace, numbered))

@@ -33,7 +33,6 @@ from trainer.evaluation.results import AS_IS, table, write_csv
 from trainer.evaluation.statistics import sign_test
 from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
-from trainer.runs.directory import free_place
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import held_out_corpus, multiplying, subject_of
@@ -48,7 +47,6 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
     """Score every model with every method; return a table, and the directory of the results.
 
     The directory holds ``results.csv``, and ``facts.json`` with settings, weights and notes.
-    Results of other settings or weights are kept, and these are written beside them.
 
     Raises:
         UserError: a checkpoint, the data or the text that methods choose on cannot be read, no
@@ -90,25 +88,17 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
             scored.append((candidate, recipe, scores, time.perf_counter() - began))
             notes += [f"{candidate.name}, {recipe.title}: {note}" for note in fitting.notes]
         del model  # frees memory for the next one
-    asked = {
+    facts = {
         "config": asdict(config),
         "text": None if request.text is None else asdict(request.text),
         "weights": {c.name: fingerprint(c.fingerprint) for c in candidates},
+        "notes": notes,
     }
-    facts = json.loads(json.dumps(asked)) | {"notes": notes}  # lists for tuples
-    place = free_place(output / name, lambda older: _is_same(facts, older / "facts.json"))
+    place = output / name
     place.mkdir(parents=True, exist_ok=True)
     write_csv(place / "results.csv", table(_rows(name, config, scored)))
     write_atomically(place / "facts.json", json.dumps(facts, indent=2) + "\n")
     return _table(scored), place
-
-
-def _is_same(facts: dict[str, Any], path: Path) -> bool:
-    """Whether the file is missing or has the same settings, text and weights."""
-    if not path.exists():
-        return True
-    older = json.loads(path.read_text(encoding="utf-8"))
-    return all(older.get(key) == facts[key] for key in ("config", "text", "weights"))
 
 
 def _scores(
