@@ -18,7 +18,7 @@ from trainer.analysis.arrays import (
 
 
 def test_batches_of_any_size_count_their_texts():
-    values = torch.randn(5, 3, 2)
+    values = torch.randn(5, 3, 2, dtype=torch.float64)
     averages = Averages()
     for layer in (1, 0):
         averages.add(layer, x=values[:2] + layer)

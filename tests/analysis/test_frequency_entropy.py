@@ -19,14 +19,15 @@ from trainer.analysis.capture import capture
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
-    attenuated,
+    Gate,
+    attenuation,
     frequency_entropies,
+    rules,
     sequence_fe,
     spectrum_fe,
     sweep,
 )
 from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures, in_words
-from trainer.analysis.settings import Gate, rules
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
 from trainer.config import AttenuationSettings, ShortTime, WeightedRopeSettings
@@ -182,14 +183,10 @@ def test_the_pairs_beyond_the_threshold_are_multiplied(tiny_decoder):
     for side in ("below", "above"):
         settings = [WeightedRopeSettings("sequence", side, tau, 0.3)]
         weights = select(model, ATTENUATED_TEXT, settings)
-        changed, pairs = attenuated(
-            model.layout, entropies, (Gate("sequence", side, tau),), 0.3, model.config.head_size
-        )
-        expected = apply(model.layout, weights)
+        gate, size = Gate("sequence", side, tau), model.config.head_size
+        changed, pairs = attenuation(model.layout, entropies, [gate], [0.3], size)
         assert pairs == sum(chosen(w.query) + chosen(w.key) for w in weights) > 0
-        for ours, theirs in zip(changed.layers, expected.layers, strict=True):
-            assert ours.intervention.query == theirs.intervention.query
-            assert ours.intervention.key == theirs.intervention.key
+        assert changed == weights
 
 
 def test_the_sweep_is_the_perplexity_of_these_layouts(tiny_decoder):
@@ -220,9 +217,10 @@ def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
     still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
     model.layout = model.layout.map(lambda _: still)
     entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
-    changed, pairs = attenuated(model.layout, entropies, (Gate("sequence", "below", 1.1),), 0.0, 8)
+    gate = Gate("sequence", "below", 1.1)
+    changed, pairs = attenuation(model.layout, entropies, [gate], [0.0], 8)
     assert pairs == 2 * (4 + 2) * 2
-    assert changed.layers[1].intervention.key[1] == (0.0, 1.0) * 4
+    assert changed[1].key[1] == (0.0, 1.0) * 4
 
 
 def text(length, texts=1):

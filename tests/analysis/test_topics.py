@@ -10,7 +10,6 @@ import torch
 from tests.golden.files import GOLDEN
 from trainer.analysis import topic as module
 from trainer.analysis.capture import NeedlePrompt, capture
-from trainer.analysis.settings import ANALYSES
 from trainer.analysis.topic import COLUMNS, Target, Topic, run, summary, tidy
 from trainer.analysis.topics import TOPICS
 from trainer.config import AttenuationSettings, NeedleSettings, ShortTime
@@ -109,7 +108,6 @@ def test_every_topic_sees_every_layer_of_one_pass(tiny_decoder, monkeypatch):
     assert (len(passes), list(first.rows["value"])) == (1, [0, 1])
     assert first.rows["value"].equals(second.rows["value"])
     assert set(first.rows["model"]) == {"tiny"}
-    assert set(TOPICS) == set(ANALYSES)
 
 
 def test_a_summary_has_the_training_length_and_the_longest():

@@ -14,7 +14,6 @@ import pytest
 
 from tests.program import ROOT, run
 from trainer.__main__ import main
-from trainer.analysis.settings import ANALYSES
 from trainer.analysis.topics import TOPICS
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.sources import TEXT_SOURCES
@@ -61,13 +60,12 @@ def place(tmp_path_factory):
 def command(place, monkeypatch):
     """Runs a command of the guide in that directory; what its files register is forgotten."""
     monkeypatch.chdir(place)
-    tasks, topics, names = dict(NEEDLE_TASKS), dict(TOPICS), list(ANALYSES)
+    tasks, topics = dict(NEEDLE_TASKS), dict(TOPICS)
     sources = dict(TEXT_SOURCES)
     yield lambda name, *words: main([*COMMANDS[name], *words])
     for registry, before in ((NEEDLE_TASKS, tasks), (TOPICS, topics), (TEXT_SOURCES, sources)):
         registry.clear()
         registry.update(before)
-    ANALYSES[:] = names
 
 
 def test_an_encoding_trains_drops_and_evaluates(place):

@@ -19,7 +19,6 @@ from trainer.workflows import analyze
     [
         ("drop", ("a", "b"), None),
         ("offset_features", ("a", "b"), None),
-        ("sinks", ("a", "b"), "compare: expected .analysis=drop, offset_features, all"),
         ("drop", ("a", "c"), "compare: expected a model of the same tokenizer"),
     ],
 )

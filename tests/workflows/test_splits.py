@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
 from trainer.config import (
     AnalysisConfig,
@@ -162,6 +161,3 @@ def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, see
     ids = choice_texts(corpus, config, candidate, page)
     assert ids.shape == (3, 40)
     assert seen(ids.numpy()) == {"validation"}
-    config = replace(config, attenuation=replace(settings, choice_length=10**6))
-    with pytest.raises(UserError, match=r"analysis\.attenuation\.choice_length: expected at most"):
-        choice_texts(corpus, config, candidate, page)

@@ -10,15 +10,16 @@ frequency band), SequenceFE where it oscillates.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.analysis.arrays import SIDES, Side, pair_counts, pair_norms, stack_heads
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.settings import Gate
 from trainer.common.errors import UserError
 from trainer.config import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel
@@ -44,9 +45,8 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
     """
     if signal.shape[-1] < frames.frame:
         raise UserError(
-            "SpectrumFE: "
-            f"expected a text of {frames.frame} tokens (one frame) or more, got "
-            f"{signal.shape[-1]}; choose a longer text or a shorter frame."
+            f"SpectrumFE: expected a text of {frames.frame} tokens (one frame) or more, got "
+            f"{signal.shape[-1]}"
         )
     taper = TAPERS[frames.window](frames.frame, dtype=torch.float64, device=signal.device)
     cut = signal.double().unfold(-1, frames.frame, frames.step) * taper
@@ -62,7 +62,7 @@ def sequence_fe(signal: Tensor) -> Tensor:
     """
     length = signal.shape[-1]
     if length < 6:
-        raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}.")
+        raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}")
     power = torch.fft.rfft(signal.double()).abs().square()
     return _normalised_entropy(power[..., 1 : length // 2])
 
@@ -127,32 +127,51 @@ def frequency_entropy_of(
     heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
 ) -> FrequencyEntropy:
     """Compute the entropies of one captured layer; raises as :func:`frequency_entropies` does."""
-    return {
-        "query": _of_side(heads, heads.q, measures, frames),
-        "key": _of_side(heads, heads.k, measures, frames),
-    }
+    entropies: FrequencyEntropy = {}
+    sides: dict[Side, Tensor] = {"query": heads.q, "key": heads.k}
+    for side, x in sides.items():
+        counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
+        rows: dict[str, list[Tensor]] = {name: [] for name in measures}
+        # Head by head: the frames of all heads would take several times their memory.
+        for head, pairs in zip(x.unbind(1), counts, strict=True):
+            signal = pair_norms(head, pairs)
+            for name in measures:
+                rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
+        entropies[side] = {name: stack_heads(values).cpu() for name, values in rows.items()}
+    return entropies
 
 
-def _of_side(
-    heads: Heads, x: Tensor, measures: Sequence[str], frames: ShortTime
-) -> dict[str, Tensor]:
-    """Compute entropies head by head: the frames of all heads would take several times their
-    memory."""
-    counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
-    rows: dict[str, list[Tensor]] = {name: [] for name in measures}
-    for head, pairs in zip(x.unbind(1), counts, strict=True):
-        signal = pair_norms(head, pairs)
-        for name in measures:
-            rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
-    return {name: stack_heads(values).cpu() for name, values in rows.items()}
+class Gate(NamedTuple):
+    """Selects the pairs whose entropy ``measure`` is ``side`` the threshold ``tau``."""
+
+    measure: str
+    side: Literal["below", "above"]
+    tau: float
 
 
 Gates = tuple[Gate, ...]
 """Gates that together select every pair that any of them selects."""
+GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
 
 
-@dataclass(frozen=True)
-class Sweep:
+def rules(gate: str) -> Gates:
+    """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
+
+    Raises:
+        UserError: the gate is malformed.
+    """
+    parsed: list[Gate] = []
+    for part in gate.split("+"):
+        if not (match := GATE.fullmatch(part.strip())):
+            raise UserError(
+                f"analysis.attenuation.gates: expected rules as in spectrum<0.2, got {gate!r}"
+            )
+        measure, sign, tau = match.groups()
+        parsed.append(Gate(measure, "below" if sign == "<" else "above", float(tau)))
+    return tuple(parsed)
+
+
+class Sweep(NamedTuple):
     """Perplexity by alpha on texts of ``tokens`` tokens; ``pairs``: number of attenuated pairs of
     queries and keys."""
 
@@ -179,64 +198,54 @@ def sweep(
     layout = model.layout
     ids = ids.to(model.device)
 
-    def perplexity(changed: Layout) -> float:
-        with model.using(changed):
+    def perplexity(layers: Sequence[LayerEncoding]) -> float:
+        with model.using(replace(layout, layers=tuple(layers))):
             return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
 
     sweeps = []
-    plain = perplexity(layout)
+    plain = perplexity(layout.layers)
     for together in gates:
         curve, pairs = {1.0: plain}, 0
         for alpha in sorted({*alphas} - {1.0}, reverse=True):
-            changed, pairs = attenuated(layout, entropies, together, alpha, model.config.head_size)
-            curve[alpha] = perplexity(changed) if pairs else plain
-        sweeps.append(Sweep(gates=together, tokens=ids.shape[1] - 1, pairs=pairs, perplexity=curve))
+            factors = [alpha] * len(together)
+            size = model.config.head_size
+            changes, pairs = attenuation(layout, entropies, together, factors, size)
+            layers = map(_with_intervention, layout.layers, changes)
+            curve[alpha] = perplexity(tuple(layers)) if pairs else plain
+        sweeps.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
     return sweeps
 
 
-def attenuated(
-    layout: Layout,
-    entropies: Sequence[FrequencyEntropy],
-    gates: Gates,
-    alpha: float,
-    head_dim: int,
-) -> tuple[Layout, int]:
-    """Attenuate the rotated pairs that a gate selects by ``alpha``, queries and keys by their own
-    entropies (Eq. 11 and 12); return the changed layout and the number of attenuated pairs."""
-    layers, total = [], 0
-    for encoding, entropy in zip(layout.layers, entropies, strict=True):
-        alphas = [alpha] * len(gates)
-        intervention, changed = attenuation(encoding, entropy, gates, alphas, head_dim)
-        layers.append(replace(encoding, intervention=intervention))
-        total += changed
-    return replace(layout, layers=tuple(layers)), total
+def _with_intervention(layer: LayerEncoding, intervention: Intervention) -> LayerEncoding:
+    return replace(layer, intervention=intervention)
 
 
 def attenuation(
-    encoding: LayerEncoding,
-    entropy: FrequencyEntropy,
+    layout: Layout,
+    entropies: Sequence[FrequencyEntropy],
     gates: Sequence[Gate],
     alphas: Sequence[float],
     head_dim: int,
-) -> tuple[Intervention, int]:
-    """Return the factors on a layer's queries and keys, none where all are 1, and the number of
-    pairs whose factor is not 1.
+) -> tuple[tuple[Intervention, ...], int]:
+    """Return the factors on every layer's queries and keys, by their own entropies (Eq. 11 and 12;
+    none where all are 1), and the number of pairs whose factor is not 1.
 
     ``alphas``: one for each gate; the smallest counts if several gates select a pair.
     """
-    rows: list[Factors] = []
-    total = 0
-    for side in SIDES:
-        by_gate = []
-        for gate, alpha in zip(gates, alphas, strict=True):
-            values = entropy[side][gate.measure]
-            chosen = values < gate.tau if gate.side == "below" else values > gate.tau
-            by_gate.append(torch.ones_like(values).masked_fill(chosen, alpha))
-        by_pair = torch.stack(by_gate).amin(dim=0)
-        factors, changed = channel_factors(encoding, by_pair, head_dim)
-        rows.append(factors if changed else ())
-        total += changed
-    return Intervention(query=rows[0], key=rows[1]), total
+    layers, total = [], 0
+    for encoding, entropy in zip(layout.layers, entropies, strict=True):
+        sides: list[Factors] = []
+        for side in SIDES:
+            by_gate = []
+            for gate, alpha in zip(gates, alphas, strict=True):
+                values = entropy[side][gate.measure]
+                chosen = values < gate.tau if gate.side == "below" else values > gate.tau
+                by_gate.append(torch.ones_like(values).masked_fill(chosen, alpha))
+            factors, changed = channel_factors(encoding, torch.stack(by_gate).amin(dim=0), head_dim)
+            sides.append(factors if changed else ())
+            total += changed
+        layers.append(Intervention(query=sides[0], key=sides[1]))
+    return tuple(layers), total
 
 
 def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:

@@ -3,7 +3,7 @@ Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 21)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,9 @@ from trainer.analysis.frequency_entropy import (
     Sweep,
     frequency_entropies,
     frequency_entropy_of,
+    rules,
     sweep,
 )
-from trainer.analysis.settings import rules
 from trainer.analysis.topic import Plot, Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
@@ -120,7 +120,7 @@ class FrequencyEntropyFigures(Topic):
             plots += [self._all_layers(m) for m in self.measures]
         if self.prefixes:
             plots.append(self._by_length())
-        return plots + attenuation_plots(self.sweeps)
+        return [*plots, *([attenuation_plot(self.sweeps)] if self.sweeps else [])]
 
     def rows(self) -> pd.DataFrame:
         """Return every pair's entropies, on prefixes too, and the perplexities."""
@@ -141,101 +141,89 @@ class FrequencyEntropyFigures(Topic):
             tables.append(tidy(numbers, variant=name, length=tokens))
         return pd.concat(tables)
 
-    def _entropies(self, title: str, measure: str, heads: Array, label: str) -> Points:
-        """Return the points of entropies ``[heads, pairs]``, coloured by head."""
-        index: Array = np.indices(heads.shape)
-        head, pair = index[0], index[1]
+    def _panel(self, title: str, measure: str, values: Array, label: str = "") -> Points:
+        """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
+        row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
         frame = Frame("", label, entropy_axis(self._thresholds[measure]))
-        return Points.graded(title, pair, heads, head, frame)
+        return Points.graded(title, pair, values, row, frame)
 
     def _side(self, side: Side) -> list[Plot]:
         """Draw all heads of some layers (Fig. 3), and single heads with their norms (Fig. 1)."""
+        name = SIDES[side]
         panels = [
-            self._entropies(
-                f"layer {layer}", m, self.values[m, side][layer], "" if column else NAMES[m]
-            )
+            self._panel(f"layer {i}", m, self.values[m, side][i], "" if column else NAMES[m])
             for m in self.measures
-            for column, layer in enumerate(self._shown)
+            for column, i in enumerate(self._shown)
         ]
-        columns = len(self._shown)
-        axes: dict[str, Any] = {"x": PAIR_INDEX, "index": "head"}
-        plots = [
-            Plot(
-                f"frequency_entropy_{SIDES[side]}",
-                points(panels, columns=columns, height=1.75, share=True, **axes),
-                f"Entropy of every pair of the {SIDES[side]} of some layers; dashed: thresholds of "
-                "the attenuation (Fig. 3).",
-            )
-        ]
-        everything = list(self._norms)
-        for start in range(0, len(everything), COLUMNS):
-            shown = everything[start : start + COLUMNS]
-            number = f"_{start // COLUMNS + 1}" if start else ""
-            single = []
+        columns, single = len(self._shown), []
+        places = list(self._norms)
+        for start in range(0, len(places), COLUMNS):
             for m in self.measures:
-                for column, (layer, head) in enumerate(shown):
+                for layer, head in places[start : start + COLUMNS]:
                     entropies, queries = self.values[m, side][layer], self.values[m, "query"]
                     row = head * len(entropies) // queries.shape[1]
                     drawn = np.column_stack([np.arange(entropies.shape[1]), entropies[row]])
-                    axis = entropy_axis(self._thresholds[m])
-                    frame = Frame("", "" if column else NAMES[m], axis)
+                    label = "" if (layer, head) != places[start] else NAMES[m]
+                    frame = Frame("", label, entropy_axis(self._thresholds[m]))
                     single.append(Points(f"layer {layer}, head {head}", {"": drawn}, frame))
-            maps = {f"layer {i}, head {j}": self._norms[i, j][side] for i, j in shown}
-            readers = "" if side == "query" else " that these heads read"
-            plots += [
-                Plot(
-                    f"frequency_entropy_heads_{SIDES[side]}{number}",
-                    points(single, columns=len(shown), height=1.6, x=PAIR_INDEX),
-                    f"Entropy of every pair of single {SIDES[side]}{readers} (Fig. 1, 2, 5, 8-10, "
-                    "18-21, above).",
+        figures = "(Fig. 1, 2, 5, 8-10, 18-21, "
+        readers = "" if side == "query" else " that these heads read"
+        return [
+            Plot(
+                f"frequency_entropy_{name}",
+                points(
+                    panels, columns=columns, height=1.75, share=True, x=PAIR_INDEX, index="head"
                 ),
-                Plot(
-                    f"frequency_entropy_norms_{SIDES[side]}{number}",
-                    heat_maps(
-                        maps,
-                        Scale("l2 norm of the pair", log=True),
-                        x="token",
-                        y=PAIR_INDEX,
-                        columns=COLUMNS,
-                        cell=(self.cell, 1),
-                    ),
-                    f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, "
-                    "5, 8-10, 18-21, below).",
+                f"Entropy of every pair of the {name} of some layers; dashed: thresholds of the "
+                "attenuation (Fig. 3).",
+            ),
+            Plot(
+                f"frequency_entropy_heads_{name}",
+                points(single, columns=min(COLUMNS, len(places)), height=1.6, x=PAIR_INDEX),
+                f"Entropy of every pair of single {name}{readers} {figures}above).",
+            ),
+            Plot(
+                f"frequency_entropy_norms_{name}",
+                heat_maps(
+                    {f"layer {i}, head {j}": norms[side] for (i, j), norms in self._norms.items()},
+                    Scale("l2 norm of the pair", log=True),
+                    x="token",
+                    y=PAIR_INDEX,
+                    columns=COLUMNS,
+                    cell=(self.cell, 1),
                 ),
-            ]
-        return plots
+                f"Norms of the pairs of these {name} along the first text {figures}below).",
+            ),
+        ]
 
     def _all_layers(self, measure: str) -> Plot:
         """Draw queries of all heads of all layers (Fig. 6 and 7)."""
-        panels = [
-            self._entropies(f"layer {i}", measure, heads, "")
-            for i, heads in enumerate(self.values[measure, "query"])
-        ]
-        axes: dict[str, Any] = {"x": PAIR_INDEX, "y": NAMES[measure], "index": "head"}
+        name, layers = NAMES[measure], enumerate(self.values[measure, "query"])
+        panels = [self._panel(f"layer {i}", measure, heads) for i, heads in layers]
+        look: dict[str, Any] = {"columns": 6, "height": 0.95, "size": 1.5, "share": True}
         return Plot(
             f"frequency_entropy_all_layers_{measure}",
-            points(panels, columns=6, height=0.95, size=1.5, share=True, **axes),
-            f"{NAMES[measure]} of every pair of the queries of all layers (Fig. 6 and 7).",
+            points(panels, x=PAIR_INDEX, y=name, index="head", **look),
+            f"{name} of every pair of the queries of all layers (Fig. 6 and 7).",
         )
 
     def _by_length(self) -> Plot:
         """Draw entropies of queries on the target's prefixes (App. F, Fig. 15 to 17)."""
         whole = {m: self.values[m, "query"] for m in self.measures}
         by_length = self.prefixes | {self.target.length: whole}
+        places = list(self._norms)[:COLUMNS]
         panels = []
         for m in self.measures:
             missing = np.full(whole[m].shape, np.nan)
-            values = np.stack([by_length[n].get(m, missing) for n in by_length])
-            for column, (layer, head) in enumerate(list(self._norms)[:COLUMNS]):
+            values = np.stack([measured.get(m, missing) for measured in by_length.values()])
+            for column, (i, j) in enumerate(places):
                 label = "" if column else NAMES[m]
-                panel = self._entropies(f"L{layer}H{head}", m, values[:, layer, head], label)
-                panels.append(panel)
+                panels.append(self._panel(f"L{i}H{j}", m, values[:, i, j], label))
         lengths = ", ".join(f"{i}: {n:,}" for i, n in enumerate(by_length))
-        columns = min(len(self._norms), COLUMNS)
-        axes: dict[str, Any] = {"x": PAIR_INDEX, "index": f"tokens ({lengths})"}
+        look: dict[str, Any] = {"columns": len(places), "height": 1.75, "share": True}
         return Plot(
             "frequency_entropy_lengths",
-            points(panels, columns=columns, height=1.75, share=True, **axes),
+            points(panels, x=PAIR_INDEX, index=f"tokens ({lengths})", **look),
             "Entropy of the query pairs of single heads by the length of the text (App. F, Fig. "
             "15-17).",
         )
@@ -262,67 +250,49 @@ def attenuation_sweeps(
     not measured.
     """
     settings, layout = target.attenuation, target.model.layout
-    gates = [
-        together
-        for together in map(rules, settings.gates)
-        if all(gate.measure in measures for gate in together)
-    ]
+    gates = [g for g in map(rules, settings.gates) if {rule.measure for rule in g} <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
         return []
-    ids, most = target.ids[: settings.texts], target.length - 1
     choice = target.choice
     if choice is None and settings.choice_length is not None:
         choice = target.ids[:, : settings.choice_length]
     if choice is not None:
-        needed = sorted({gate.measure for together in gates for gate in together})
+        needed = sorted({rule.measure for together in gates for rule in together})
         entropies = frequency_entropies(target.model, choice, needed, target.frames)
-    lengths = dict.fromkeys(min(n, most) for n in settings.tokens or [most])
-    return [
-        measured
-        for n in lengths
-        for measured in sweep(target.model, ids[:, : n + 1], entropies, gates, settings.alphas)
-    ]
+    most = target.length - 1
+    sweeps = []
+    for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
+        ids = target.ids[: settings.texts, : n + 1]
+        sweeps += sweep(target.model, ids, entropies, gates, settings.alphas)
+    return sweeps
 
 
-def attenuation_plots(sweeps: Sequence[Sweep]) -> list[Plot]:
+def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
     """Draw perplexity by the factor on the chosen pairs, a panel for each number of tokens."""
-    by_tokens: dict[int, list[Sweep]] = {}
-    for measured in sweeps:
-        by_tokens.setdefault(measured.tokens, []).append(measured)
-    if not by_tokens:
-        return []
 
     def log_y(axes: Axes) -> None:
         axes.set_yscale("log")
 
-    panels = [
-        Panel(
-            f"{tokens:,} tokens",
-            [_curve(number, measured) for number, measured in enumerate(together)],
-            Frame("factor α on the chosen pairs", "perplexity", log_y),
-        )
-        for tokens, together in by_tokens.items()
-    ]
-    return [
-        Plot(
-            "attenuation",
-            side_by_side(panels, columns=2),
-            "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
-            "(Sec. 5.2, Fig. 4).",
-        )
-    ]
-
-
-def _curve(number: int, measured: Sweep) -> Series:
-    perplexity: Mapping[float, float] = measured.perplexity
-    label = f"{in_words(measured.gates)} ({measured.pairs:,})"
-    return Series(label, number, list(perplexity), list(perplexity.values()))
+    panels = []
+    for tokens in dict.fromkeys(measured.tokens for measured in sweeps):
+        lines = [
+            Series(f"{in_words(gates)} ({pairs:,})", number, [*curve], [*curve.values()])
+            for number, (gates, _, pairs, curve) in enumerate(
+                measured for measured in sweeps if measured.tokens == tokens
+            )
+        ]
+        frame = Frame("factor α on the chosen pairs", "perplexity", log_y)
+        panels.append(Panel(f"{tokens:,} tokens", lines, frame))
+    return Plot(
+        "attenuation",
+        side_by_side(panels, columns=2),
+        "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
+        "(Sec. 5.2, Fig. 4).",
+    )
 
 
 def in_words(gates: Gates) -> str:
     """Describe gates in words."""
-    return " or ".join(
-        f"{NAMES[gate.measure]} {'<' if gate.side == 'below' else '>'} {gate.tau:g}"
-        for gate in gates
-    )
+    signs = {"below": "<", "above": ">"}
+    return " or ".join(f"{NAMES[g.measure]} {signs[g.side]} {g.tau:g}" for g in gates)

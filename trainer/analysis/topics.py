@@ -10,7 +10,6 @@ from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures
 from trainer.analysis.matrix_entropy_figures import MatrixEntropyFigures
 from trainer.analysis.offset_features_figures import OffsetFeatureFigures
 from trainer.analysis.positional_bias_figures import PositionalBiasFigures
-from trainer.analysis.settings import ANALYSES
 from trainer.analysis.sinks import SinkFigures
 from trainer.analysis.synthetic import SyntheticFigures
 from trainer.analysis.topic import Topic
@@ -32,6 +31,4 @@ TOPICS: dict[str, type[Topic]] = {
 def analysis(topic: type[Topic]) -> type[Topic]:
     """Register a user's topic under its key; used in a file that ``plugins`` names."""
     TOPICS[topic.key] = topic
-    if topic.key not in ANALYSES:
-        ANALYSES.append(topic.key)
     return topic

@@ -161,18 +161,12 @@ def compare(composed: Composed) -> None:
 def analyze(composed: Composed) -> None:
     """Write the page, and print what was found."""
     request = parse(AnalysisRequest, composed.values)
-    from trainer.analysis.settings import kinds
-
-    option, kind = composed.choices["analysis"], request.analysis.kind
-    if kind not in kinds():
-        raise UserError(f"analysis.kind: there is no analysis {kind!r}")
     from trainer.commands.console import set_up_console
     from trainer.workflows.analyze import analyze as write_page
 
     set_up_console()
     with stopping_at_once("Stopped", signal.SIGTERM, is_resumable=False):
-        # A user's option names its page. An option of the program with another kind does not.
-        _, page = write_page(request, kind if option in kinds() else option)
+        _, page = write_page(request, composed.choices["analysis"])
     print(f"Numbers: {page.with_name('results.csv')}")
     print(f"Report: {page}")
 

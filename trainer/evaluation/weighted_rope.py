@@ -12,8 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trainer.analysis.frequency_entropy import attenuation, frequency_entropies
-from trainer.analysis.settings import Gate
+from trainer.analysis.frequency_entropy import Gate, attenuation, frequency_entropies
 from trainer.config import WeightedRopeSettings
 from trainer.evaluation.layouts import require_rotation, with_intervention
 from trainer.model.language_model import LanguageModel
@@ -40,11 +39,7 @@ def select(
     measures = sorted({gate.measure for gate in gates})
     with model.using(layout or model.layout):
         layers = frequency_entropies(model, ids, measures)
-    size = model.config.head_size
-    return tuple(
-        attenuation(encoding, entropies, gates, alphas, size)[0]
-        for encoding, entropies in zip(model.layout.layers, layers, strict=True)
-    )
+    return attenuation(model.layout, layers, gates, alphas, model.config.head_size)[0]
 
 
 def pairs(chosen: Sequence[Intervention]) -> int:

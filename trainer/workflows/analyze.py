@@ -15,8 +15,7 @@ from torch import Tensor
 from trainer.analysis.capture import NeedlePrompt
 from trainer.analysis.drop import compare_drop
 from trainer.analysis.offset_features_figures import offset_changes
-from trainer.analysis.settings import ALL, COMPARING, DROP, OFFSETS
-from trainer.analysis.topic import Results, Target, Topic, run
+from trainer.analysis.topic import Results, Target, run
 from trainer.analysis.topics import TOPICS
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
@@ -24,13 +23,7 @@ from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus
-from trainer.data.held_out import (
-    HeldOutPart,
-    HeldOutText,
-    divided,
-    held_out_windows,
-)
-from trainer.data.order import Integers
+from trainer.data.held_out import HeldOutPart, HeldOutText, divided, held_out_windows
 from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.haystack import Haystack
@@ -47,10 +40,11 @@ from trainer.workflows.subjects import held_out_corpus
 log = logging.getLogger(__name__)
 
 
-def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[AnalysisReport, Path]:
+def analyze(request: AnalysisRequest, name: str) -> tuple[AnalysisReport, Path]:
     """Make the requested analyses and write their page.
 
-    ``name``: directory of the page among the run's analyses (None: the kind of analysis).
+    ``name``: the analysis option, which names the page's directory in the run; the kind of analysis
+    if that is another one of the program's.
 
     Returns:
         The report and the path of its page.
@@ -61,27 +55,17 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     """
     torch.set_num_threads(request.threads or usual_threads())
     config, kind = request.analysis, request.analysis.kind
+    kinds = ("all", "drop", *TOPICS)
+    if kind not in kinds:
+        raise UserError(f"analysis.kind: there is no analysis {kind!r}")
     candidate = find_candidate(str(request.checkpoint))
-    output = Path(request.output or candidate.home / "analysis" / (name or kind))
-    output.mkdir(parents=True, exist_ok=True)
+    place = kind if name in kinds else name
+    output = Path(request.output or candidate.home / "analysis" / place)
     other = _other(request, candidate, kind)
     if other is not None:
         candidate, other = distinct([candidate, other])
-    layers, heads = candidate.config.num_hidden_layers, candidate.config.num_attention_heads
-    for layer, head in config.chosen:
-        if not (layer < layers and head < heads):
-            raise UserError(
-                f"analysis.chosen: expected a layer below {layers} and a head below {heads}, got "
-                f"[{layer},{head}]"
-            )
     corpus = held_out_corpus(request.text, candidate)
     ids = page_texts(corpus, config, candidate)
-    longest = config.attenuation.choice_length
-    if config.attenuation.choice == "page" and longest is not None and longest > ids.shape[1]:
-        raise UserError(
-            f"analysis.attenuation.choice_length: expected at most {ids.shape[1]}, the tokens of "
-            f"the page's text, got {longest}"
-        )
     choice = choice_texts(corpus, config, candidate, ids)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -90,19 +74,16 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
         if config.method is not None:
             use_method(model, subject, config.method, ids.shape[1], config.layers)
         read = ids.to(device)
-        length = min(read.shape[1], model.layout.training_length)
+        within = min(read.shape[1], model.layout.training_length)
         needle = config.seed, config.needle.depth
         question = None
-        if config.needle.kind == "question" and kind in (ALL, "matrix_entropy"):
+        if config.needle.kind == "question" and kind in ("all", "matrix_entropy"):
             question = needle_prompt(subject.tokenizer, read[:1], read.shape[1], *needle)
             if question is None:
-                raise UserError(
-                    "analysis.needle.kind: expected a text with room for a question, got "
-                    f"{read.shape[1]} tokens"
-                )
+                raise UserError("analysis.length: too short for analysis.needle.kind=question")
         return Target(
             *(subject.name, model, read, tuple((a, b) for a, b in config.chosen), config.seed),
-            needle_prompt(subject.tokenizer, read, length, *needle),
+            needle_prompt(subject.tokenizer, read, within, *needle),
             pairs=tuple(config.pairs),
             frames=config.frequency_entropy,
             prefixes=tuple(config.prefixes),
@@ -116,16 +97,16 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     results = _run(first, kind)
     if other is not None:
         second = target_of(other)
-        if kind in (ALL, DROP):
+        if kind in ("all", "drop"):
             results.append(compare_drop(second, first))
-        if kind in (ALL, OFFSETS) and first.rotates and second.rotates:
+        if kind in ("all", "offset_features") and first.rotates and second.rotates:
             results.append(offset_changes(second, first))
     settings = json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))
-    texts = f"{len(ids)} held-out texts" if len(ids) > 1 else "a held-out text"
     report = AnalysisReport(
         candidate.name,
         first.training_length,
-        f"Trained at {first.training_length:,} tokens and read with {texts} of {first.length:,}.",
+        f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts of "
+        f"{first.length:,}.",
         results,
         origin([candidate] if other is None else [other, candidate]),
         {"Settings": without_home(settings), "Environment": environment(corpus)},
@@ -145,51 +126,42 @@ def use_method(
     """
     layout = candidate.layout
     config = EvaluationConfig(methods=[name], layers=layers)
-    is_ours = candidate.computed_by is None
-    made = recipe(name, layout, config, native=is_ours)
+    made = recipe(name, layout, config, native=candidate.computed_by is None)
     if isinstance(made, str):
         raise UserError(f"analysis.method: {candidate.name} {made}")
     # Such a method reads no text and stores no choice.
     unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
-    C = layout.training_length
-    model.layout = made.make(unread).layout_at(max(1.0, length / C))
+    model.layout = made.make(unread).layout_at(max(1.0, length / layout.training_length))
     log.info("%s is read with %s, set for %s tokens", candidate.name, made.title, f"{length:,}")
 
 
 def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
     """Return the model to compare with, if any: ``compare``, or the run's checkpoint from before
     its drop."""
-    if request.compare is None:
-        if kind not in (ALL, DROP):
-            return None
-        before = candidate.path.parent / BEFORE_DROP
-        if candidate.run is not None and before.is_dir() and before != candidate.path:
-            return find_candidate(str(before))
-        if kind == DROP:
-            raise UserError(
-                f"compare: expected the model before the drop; {candidate.reference!r} has no "
-                f"checkpoint {BEFORE_DROP!r}"
-            )
-        return None
-    if kind not in COMPARING:
-        raise UserError(f"compare: expected +analysis={', '.join(COMPARING)}, got {kind!r}")
-    other = find_candidate(request.compare)
-    words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
-    if words[0] != words[1]:
-        raise UserError(f"compare: expected a model of the same tokenizer, got {other.name!r}")
-    return other
+    if request.compare is not None:
+        other = find_candidate(request.compare)
+        words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
+        if words[0] != words[1]:
+            raise UserError(f"compare: expected a model of the same tokenizer, got {other.name!r}")
+        return other
+    before = candidate.path.parent / BEFORE_DROP
+    if kind in ("all", "drop") and candidate.run is not None and before.is_dir():
+        return find_candidate(str(before)) if before != candidate.path else None
+    if kind == "drop":
+        raise UserError(f"compare: {candidate.reference!r} has no checkpoint {BEFORE_DROP!r}")
+    return None
 
 
 def _run(target: Target, kind: str) -> list[Results]:
     """Make the analyses of one model, of kind ``all`` those that it has the structure for."""
-    topics: list[Topic] = []
+    topics = []
     for key, topic in TOPICS.items():
-        if kind not in (ALL, key):
+        if kind not in ("all", key):
             continue
         problem = topic.problem(target)
         if problem is None:
             topics.append(topic(target))
-        elif kind == ALL:
+        elif kind == "all":
             log.info("Left out %s: %s", key, problem)
         else:
             raise UserError(f"analysis.kind: {key}: {problem}")
@@ -217,66 +189,38 @@ PROMPTS = 4
 def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
     """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
 
-    The texts are evenly spread over the test split. A configured file is read instead, whole unless
-    a length is given.
+    The texts are evenly spread over the test split, and do not overlap. A configured file is read
+    instead, whole unless a length is given.
 
     Raises:
-        UserError: there is too little text, or the file cannot be read.
+        UserError: there is too little text.
     """
     C = candidate.layout.training_length
     if config.file is None:
-        text, source = _running_text(corpus, corpus.test), "the held-out text"
-        wanted = config.length or max(2 * C, min(FURTHEST * C, USUAL))
+        text, usual = _running_text(corpus, corpus.test), max(2 * C, min(FURTHEST * C, USUAL))
     else:
-        text, source = _file_text(config.file, candidate), config.file
-        wanted = config.length or text.longest + 1
-    length = wanted if config.length else min(wanted, text.longest + 1)
-    if length - 1 > text.longest:
-        raise UserError(
-            f"analysis.length: expected at most {text.longest + 1} for {source}, got {length}"
-        )
-    apart = max(1, length - 1)
-    fitting = max(1, sum(len(part.stream) // apart for part in text.parts))
-    texts = config.texts or min(fitting, MOST_TEXTS, max(1, USUAL // length))
+        written = Path(config.file).expanduser().read_text(encoding="utf-8")
+        ids = candidate.tokenizer.encode(written, add_special_tokens=False).ids
+        part = HeldOutPart("file", 1.0, Tokens(np.array(ids, np.int64)))
+        text, usual = HeldOutText("test", (part,)), len(ids) + 1
+    length = config.length or min(usual, text.longest + 1)
+    fitting = sum(len(part.stream) // max(1, length - 1) for part in text.parts)
+    texts = config.texts or max(1, min(fitting, MOST_TEXTS, USUAL // length))
     if texts > fitting:
-        raise UserError(
-            f"analysis.texts: expected at most {fitting} texts of {length} tokens for {source}, "
-            f"got {texts}"
-        )
-    windows = held_out_windows(text, texts, length - 1, apart)
-    return _with_first_token(windows, corpus, candidate)
+        raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
+    return _windows(text, texts, length, corpus, candidate, apart=max(1, length - 1))
 
 
 def choice_texts(
     corpus: Corpus, config: AnalysisConfig, candidate: Candidate, page: Tensor
 ) -> Tensor | None:
-    """Return as many validation texts as the page has, for choosing the pairs to attenuate.
-
-    Returns:
-        None if the pairs are chosen on the page's texts.
-
-    Raises:
-        UserError: there is too little text.
-    """
-    settings = config.attenuation
-    if settings.choice == "page":
+    """Return as many validation texts as the page has, for choosing the pairs to attenuate; None if
+    they are chosen on the page's texts."""
+    if config.attenuation.choice == "page":
         return None
+    length = config.attenuation.choice_length or page.shape[1]
     text = _running_text(corpus, corpus.validation)
-    length = settings.choice_length or page.shape[1]
-    if length - 1 > text.longest:
-        raise UserError(
-            f"analysis.attenuation.choice_length: expected at most {text.longest + 1} for the "
-            f"validation text, got {length}"
-        )
-    return _with_first_token(held_out_windows(text, len(page), length - 1), corpus, candidate)
-
-
-def _file_text(path: str, candidate: Candidate) -> HeldOutText:
-    text = Path(path).expanduser().read_text(encoding="utf-8")
-    tokens = np.array(candidate.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-    if not len(tokens):
-        raise UserError(f"analysis.file: expected a text, {path} is empty")
-    return HeldOutText("test", (HeldOutPart("file", 1.0, Tokens(tokens)),))
+    return _windows(text, len(page), length, corpus, candidate)
 
 
 def _running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
@@ -291,7 +235,16 @@ def _running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
     return HeldOutText(text.name, tuple(map(running, text.parts, taken)))
 
 
-def _with_first_token(windows: Integers, corpus: Corpus, candidate: Candidate) -> Tensor:
+def _windows(
+    text: HeldOutText,
+    texts: int,
+    length: int,
+    corpus: Corpus,
+    candidate: Candidate,
+    apart: int | None = None,
+) -> Tensor:
+    """Return ``[texts, length]`` tokens, each text after a beginning-of-text token."""
+    windows = held_out_windows(text, texts, length - 1, apart)
     known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
     bos = next(token for token in known if token is not None)
     return torch.from_numpy(np.insert(windows, 0, bos, axis=1))
