@@ -289,5 +289,5 @@ def test_the_first_token_that_is_named_is_one_of_the_vocabulary(values, token):
     ids=str,
 )
 def test_what_would_compute_something_else_is_refused(changes):
-    with pytest.raises(UserError):
+    with pytest.raises((UserError, KeyError)):
         read(**changes)

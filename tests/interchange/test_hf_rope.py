@@ -191,6 +191,3 @@ def test_a_rescaling_takes_the_place_of_growth_with_the_length():
         slow = slowed(change, longrope, 4.0, C).at(C + 1, C).inv_freq[-1]
         expected = 0 if name == "cope" else longrope.long.inv_freq[-1] / 4
         assert slow == pytest.approx(expected), name
-
-
-NUMBER = "expected a number greater than"

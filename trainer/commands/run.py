@@ -200,11 +200,12 @@ def export(composed: Composed) -> None:
     from trainer.commands.console import set_up_console
 
     set_up_console()
+    from trainer.interchange.hf_config import OWN
     from trainer.workflows.export import export_checkpoint
 
     with stopping_at_once("Stopped", signal.SIGTERM, is_resumable=False):
-        exported = export_checkpoint(request)
-    trust = "" if exported.plan.is_native else ", trust_remote_code=True"
+        architecture = export_checkpoint(request)
+    trust = ", trust_remote_code=True" if architecture == OWN else ""
     print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
 
 

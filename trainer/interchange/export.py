@@ -41,16 +41,9 @@ most tokens."""
 TEXT = "The lighthouse keeper counted seventeen ships before the fog came in."
 
 
-@dataclass(frozen=True)
-class HeadChange:
-    """Change of one layer's query and key channels for another arrangement of pairs.
-
-    ``order``: index of our channel for each exported channel. ``factors``: on the exported query
-    channels, ``[head_dim]``.
-    """
-
-    order: tuple[int, ...]
-    factors: tuple[float, ...]
+HeadChange = tuple[tuple[int, ...], tuple[float, ...]]
+"""Change of one layer's query and key channels for another arrangement of pairs: the index of our
+channel for each exported channel, and factors on the exported query channels, ``[head_dim]``."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +51,12 @@ class Plan:
     """Form of an exported model.
 
     ``values``: of ``config.json``, except tokens and dtypes. ``changes``: for each layer's queries
-    and keys; empty if they stay unchanged. ``refusals``: why each rejected native architecture
-    cannot represent the model.
+    and keys; empty if they stay unchanged.
     """
 
     architecture: str
     values: dict[str, Any]
-    changes: tuple[HeadChange, ...]
-    refusals: dict[str, str]
-
-    @property
-    def is_native(self) -> bool:
-        """Whether transformers loads the model without code from the directory."""
-        return self.architecture != OWN
-
-
-@dataclass(frozen=True)
-class Exported:
-    """Result of an export; ``difference``: see :func:`largest_difference`."""
-
-    plan: Plan
-    difference: float
+    changes: tuple[HeadChange, ...] = ()
 
 
 def export_model(
@@ -93,8 +71,10 @@ def export_model(
     token_files: Mapping[str, str] | None = None,
     as_published: bool = False,
     longest: int | None = None,
-) -> Exported:
+) -> str:
     """Write a decoder so that transformers loads it, and compare the loaded model's logits.
+
+    Returns the architecture; :data:`~trainer.interchange.hf_config.OWN` needs the code beside it.
 
     Args:
         model: float32, on the CPU.
@@ -119,8 +99,6 @@ def export_model(
     layout = model.layout
     plan = make_plan(model.config, layout.with_training_length(longest or layout.training_length))
     log.info("Written as %s", plan.architecture)
-    for reason in () if plan.is_native else dict.fromkeys(plan.refusals.values()):
-        log.info("Native architectures have no place for %s", reason)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
         _write(model, plan, tokenizer, end, partial, dtype)
@@ -130,9 +108,8 @@ def export_model(
             (partial / "README.md").write_text(card, encoding="utf-8")
         # Rounded weights are compared with themselves, as this program reads them.
         written = model if dtype == "float32" else read_pretrained(str(partial)).decoder()
-        difference = largest_difference(
-            written.eval(), tokenizer, partial, custom=not plan.is_native
-        )
+        custom = plan.architecture == OWN
+        difference = largest_difference(written.eval(), tokenizer, partial, custom=custom)
         log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
         if not difference <= tolerance:
             raise UserError(
@@ -140,7 +117,7 @@ def export_model(
                 f"largest, more than tolerance={tolerance:g}"
             )
         partial.rename(to)
-    return Exported(plan, difference)
+    return plan.architecture
 
 
 def check_destination(to: Path) -> None:
@@ -166,59 +143,44 @@ def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
 
 def make_plan(config: ModelConfig, layout: Layout) -> Plan:
     """Return the first architecture that represents a decoder of this shape and layout."""
-    refusals: dict[str, str] = {}
     turning = [s for s in layout.spectra if s.rotates] or [Spectrum()]
     rope = rope_parameters(turning[0], config.head_size, layout.longest)
     for name, architecture in ARCHITECTURES.items():
-        reason = _refusal(config, layout, name, rope)
-        if reason is None and rope is not None:
+        if rope is not None and _represents(architecture, name, config, layout):
             values = _native_values(config, layout, architecture, rope)
-            return Plan(name, values, _changes(config, layout, rope), refusals)
-        refusals[name] = str(reason)
-    return Plan(OWN, _custom_values(config, layout), (), refusals)
+            return Plan(name, values, _changes(config, layout, rope))
+    return Plan(OWN, _custom_values(config, layout))
 
 
-def _refusal(config: ModelConfig, layout: Layout, name: str, rope: Parameters | None) -> str | None:
-    """Return what an architecture cannot represent, or None."""
-    architecture, layers = ARCHITECTURES[name], layout.layers
-    norms = [layer.qk_norm for layer in layers]
-    turns = [layer.spectra[0].rotates for layer in layers]
-    windows = [layer.window for layer in layers]
-    per_head = (config.qk_norm.kind, config.qk_norm.targets) == ("per_head", "both")
+def _represents(architecture: Architecture, name: str, config: ModelConfig, layout: Layout) -> bool:
+    """Whether an architecture has a place for everything but the frequencies."""
+    norms = {layer.qk_norm for layer in layout.layers}
+    turns = {layer.spectra[0].rotates for layer in layout.layers}
+    windows = {layer.window for layer in layout.layers}
     # Scales and constant temperatures do not count: the weights absorb them.
-    plain = (replace(s, rotary_scale=1.0, temperature=Temperature()) for s in layout.spectra)
-    rotations = {spectrum for spectrum in plain if spectrum.rotates}
-    reasons = {
-        "ALiBi": any(s.alibi for s in layout.spectra),
-        "a softmax temperature that changes with the length": any(
-            not s.temperature.is_constant for s in layout.spectra
-        ),
-        "heads of one layer with different encodings": any(len(x.groups) > 1 for x in layers),
-        "layers that rotate differently": len(rotations) > 1,
-        "frequencies that no rope_type has": rope is None,
-        "QK-norm over the full projection or on one side": any(norms) and not per_head,
-        "QK-norm in some layers only": any(norms) and not all(norms),
-        "QK-norm": all(norms) and not architecture.qk_norm,
-        "no QK-norm": not any(norms) and architecture.qk_norm,
-        "biases on queries, keys and values": config.qkv_bias and not architecture.qkv_bias,
-        "no biases": not config.qkv_bias and architecture.qkv_bias,
-        "layers without rotation": not all(turns) and any(turns) and not architecture.nope_layers,
-        "several sizes of sliding windows": len({*windows} - {None}) > 1,
-        "sliding windows": any(windows) and architecture.windows == "none",
-        "layers without a sliding window": any(windows)
-        and not all(windows)
-        and architecture.windows == "every",
-        "a width that the heads do not divide": name == "LlamaForCausalLM"
-        and config.hidden_size % config.num_attention_heads != 0,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    plain = {replace(s, rotary_scale=1.0, temperature=Temperature()) for s in layout.spectra}
+    per_head = (config.qk_norm.kind, config.qk_norm.targets) == ("per_head", "both")
+    return (
+        all(s.temperature.is_constant and not s.alibi for s in layout.spectra)
+        and all(len(layer.groups) == 1 for layer in layout.layers)
+        and len([spectrum for spectrum in plain if spectrum.rotates]) <= 1
+        and norms == {architecture.qk_norm}
+        and (per_head or not architecture.qk_norm)
+        and config.qkv_bias == architecture.qkv_bias
+        and (len(turns) == 1 or architecture.nope_layers)
+        and len(windows - {None}) <= 1
+        and (windows == {None} or architecture.windows != "none")
+        and (len(windows) == 1 or architecture.windows != "every")
+        # transformers refuses a Llama whose heads do not divide the width.
+        and (name != "LlamaForCausalLM" or not config.hidden_size % config.num_attention_heads)
+    )
 
 
 def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:
     D = config.head_size
     read_back = spectrum_from_rope_parameters(rope, D, layout.longest)
     changes = tuple(_change(layer, read_back, D) for layer in layout.layers)
-    return () if set(changes) == {HeadChange(tuple(range(D)), (1.0,) * D)} else changes
+    return () if set(changes) == {(tuple(range(D)), (1.0,) * D)} else changes
 
 
 def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadChange:
@@ -238,7 +200,7 @@ def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadCha
         scale = spectrum.temperature.scale * (ours / theirs) ** 2
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-9) else scale
 
-    return HeadChange(tuple(order), tuple(factor(channel) for channel in order))
+    return tuple(order), tuple(factor(channel) for channel in order)
 
 
 def _shape(config: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -339,7 +301,7 @@ def _write(
         if not waits(name, model.layout)
     }
     save_torch_state_dict(weights, directory)
-    if not plan.is_native:
+    if plan.architecture == OWN:
         code = "modeling_unrope.py"
         shutil.copyfile(Path(__file__).with_name(code), directory / code)
 
@@ -353,10 +315,10 @@ def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
     if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or not plan.changes:
         return value
     index = int(name.split(".")[1])
-    order, factors = plan.changes[index].order, torch.tensor(plan.changes[index].factors)
+    order, factors = plan.changes[index]
     heads = value.unflatten(0, (-1, len(order)))[:, list(order)]
     if kind == ("q_norm" if model.layout.layers[index].qk_norm else "q_proj"):
-        heads = heads * factors.view(1, -1, *[1] * (value.dim() - 1))
+        heads = heads * torch.tensor(factors).view(1, -1, *[1] * (value.dim() - 1))
     return heads.flatten(0, 1)
 
 

@@ -7,9 +7,9 @@ Older files call the parameters ``rope_scaling``. Every rope type of transformer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,39 +21,27 @@ from trainer.positional.rescaling import (
     llama3,
     longrope,
     ntk_aware,
+    position_interpolation,
     rescaled,
     yarn,
 )
-from trainer.positional.spectrum import LongFrequencies, Spectrum
+from trainer.positional.spectrum import Frequencies, Spectrum
 
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "proportional": (),
+ROPE_TYPES = "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"
+KEYS = {
+    *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"),
+    *("mscale", "mscale_all_dim", "short_factor", "long_factor", "truncate"),
+    *("partial_rotary_factor", "finetuned"),
 }
-"""The keys that each type cannot do without."""
-
 STILL = 1e-20
 """Radians per token below which a pair does not turn in any sequence."""
-_OTHERS = (
-    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
-    *("beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim"),
-    *("short_factor", "long_factor", "rope_type", "type", "truncate", "partial_rotary_factor"),
-    "finetuned",
-)
-
-
-Parameters = dict[str, Any]
-Frequencies = tuple[float, ...]
-
-PRECISION = 1e-8
-"""Relative; transformers computes frequencies in float32, to 1e-7."""
 STANDSTILL = 1e30
 """Factor that divides the frequency of a pair that does not rotate."""
+PRECISION = 1e-8
+"""Relative; transformers computes frequencies in float32, to 1e-7."""
+
+Parameters = dict[str, Any]
 NO_ROTATION: Parameters = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -71,121 +59,65 @@ says the same more plainly, and vLLM refuses it.
 """
 
 
-@dataclass(frozen=True)
-class _Rope:
-    """Checked parameters; ``values`` contains no null."""
-
-    values: Mapping[str, Any]
-    head_dim: int
-    training_length: int
-
-    @property
-    def original_length(self) -> int:
-        """Training length in tokens before the described extension."""
-        return self.values.get("original_max_position_embeddings", self.training_length)
-
-    @property
-    def factor(self) -> float:
-        """Ratio of the lengths after and before the extension, unless given explicitly."""
-        return self.values.get("factor", self.training_length / self.original_length)
-
-    @property
-    def plain(self) -> Spectrum:
-        """RoPE on the first ``partial_rotary_factor`` of the channels."""
-        rotary_dim = int(self.head_dim * self.values.get("partial_rotary_factor", 1.0))
-        return Spectrum(geometric(self.values["rope_theta"], rotary_dim // 2))
-
-
 def spectrum_from_rope_parameters(
     values: Mapping[str, Any], head_dim: int, training_length: int
 ) -> Spectrum:
     """Return the spectrum that transformers computes from these parameters.
 
     ``values``: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
-    ``original_max_position_embeddings``, the length before the extension, defaults to the training
-    length C, which is ``max_position_embeddings``. ``head_dim`` is even.
+    ``original_max_position_embeddings``, the length before the extension, defaults to
+    ``training_length``, which is ``max_position_embeddings``. ``head_dim`` is even.
 
     Raises:
-        UserError: the type is unknown, or keys are unknown, missing or wrong.
+        UserError: the type or a key is unknown.
+        KeyError: a key is missing.
     """
-    stated = {key: value for key, value in values.items() if value is not None}
-    kind = stated.get("rope_type", stated.get("type", "default"))
+    rope = {key: value for key, value in values.items() if value is not None}
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
         raise UserError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    if unknown := stated.keys() - {*_OTHERS}:
+    if unknown := rope.keys() - KEYS:
         raise UserError(f"rope_parameters: unknown keys {', '.join(sorted(unknown))}")
-    for key in ("rope_theta", *ROPE_TYPES[kind]):
-        if key not in stated:
-            raise UserError(f"rope_parameters.{key}: missing for the type {kind!r}")
-    spectrum = _SPECTRA[kind](_Rope(stated, head_dim, training_length))
+    original = rope.get("original_max_position_embeddings", training_length)
+    share, pairs = rope.get("partial_rotary_factor", 1.0), head_dim // 2
+    plain = Spectrum(geometric(rope["rope_theta"], int(head_dim * share) // 2))
+    if kind == "default":
+        return plain
+    if kind == "linear":
+        return rescaled(plain, position_interpolation, original, rope["factor"])
+    if kind == "dynamic":
+        return dynamic(plain, ntk_aware, training_length, growth=rope["factor"])
+    if kind == "proportional":  # of all pairs, the fastest rotate
+        all_pairs = geometric(rope["rope_theta"], pairs)
+        rotating = int(share * pairs)
+        plain = Spectrum(all_pairs[:rotating] + (0.0,) * (pairs - rotating))
+        return rescaled(plain, position_interpolation, original, rope.get("factor", 1.0))
+    if kind == "longrope":
+        scaled = longrope(plain, rope["short_factor"], rope["long_factor"], original)
+        factor = max(rope.get("factor", training_length / original), 1.0)
+        scale = rope.get("attention_factor", math.sqrt(1 + math.log(factor) / math.log(original)))
+        spectrum = replace(scaled, rotary_scale=scale)
+    elif kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        method = partial(llama3, low_freq_factor=low, high_freq_factor=high)
+        spectrum = rescaled(plain, method, original, rope["factor"])
+    else:
+        ramp = {key: rope[key] for key in ("beta_fast", "beta_slow", "truncate") if key in rope}
+        spectrum = rescaled(plain, partial(yarn, **ramp), original, rope["factor"])
+        spectrum = replace(spectrum, rotary_scale=_yarn_scale(rope))
     # Files divide frequencies by a huge factor if their type cannot express 0.
     return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
 
 
-def _interpolated(spectrum: Spectrum, factor: float) -> Spectrum:
-    inv_freq = tuple(f / factor for f in spectrum.inv_freq)
-    return replace(spectrum, inv_freq=inv_freq)
-
-
-def _proportional(rope: _Rope) -> Spectrum:
-    """Rotate the fastest ``partial_rotary_factor`` of all pairs; the others have frequency 0."""
-    pairs = rope.head_dim // 2
-    rotating = int(rope.values.get("partial_rotary_factor", 1.0) * pairs)
-    inv_freq = geometric(rope.values["rope_theta"], pairs)[:rotating] + (0.0,) * (pairs - rotating)
-    return _interpolated(Spectrum(inv_freq), rope.values.get("factor", 1.0))
-
-
-def _yarn(rope: _Rope) -> Spectrum:
-    """Return YaRN's spectrum; the attention factor defaults to 0.1 ln s + 1, or is given as a
-    quotient."""
-    known = {key: rope.values[key] for key in ("beta_fast", "beta_slow") if key in rope.values}
-    truncate = rope.values.get("truncate", True)
-    rescaling = partial(yarn, truncate=truncate, **known)
+def _yarn_scale(rope: Parameters) -> float:
+    """Return YaRN's attention factor: 0.1 ln s + 1, or a quotient of two such numbers."""
 
     def scale(coefficient: float) -> float:
-        return 0.1 * coefficient * math.log(max(rope.factor, 1.0)) + 1.0
+        return 0.1 * coefficient * math.log(max(rope["factor"], 1.0)) + 1.0
 
-    above, below = rope.values.get("mscale"), rope.values.get("mscale_all_dim")
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
     inferred = scale(above) / scale(below) if above and below else scale(1.0)
-    attention = rope.values.get("attention_factor", inferred)
-    slowed = rescaled(rope.plain, rescaling, rope.original_length, rope.factor)
-    return replace(slowed, rotary_scale=attention)
-
-
-def _longrope(rope: _Rope) -> Spectrum:
-    """Return LongRoPE's spectrum; attention factor sqrt(1 + ln s / ln L), L the original length."""
-    scaled = longrope(
-        rope.plain,
-        rope.values["short_factor"],
-        rope.values["long_factor"],
-        rope.original_length,
-    )
-    stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_length)
-    scale = rope.values.get("attention_factor", math.sqrt(1 + stretch))
-    return replace(scaled, rotary_scale=scale)
-
-
-def _llama3(rope: _Rope) -> Spectrum:
-    """Return the spectrum of Llama 3.1's scaling."""
-    rescaling = partial(
-        llama3,
-        low_freq_factor=rope.values["low_freq_factor"],
-        high_freq_factor=rope.values["high_freq_factor"],
-    )
-    return rescaled(rope.plain, rescaling, rope.original_length, rope.factor)
-
-
-_SPECTRA: dict[str, Callable[[_Rope], Spectrum]] = {
-    "default": lambda rope: rope.plain,
-    "linear": lambda rope: _interpolated(rope.plain, rope.factor),
-    "dynamic": lambda rope: dynamic(
-        rope.plain, ntk_aware, rope.training_length, growth=rope.factor
-    ),
-    "yarn": _yarn,
-    "longrope": _longrope,
-    "llama3": _llama3,
-    "proportional": _proportional,
-}
+    return rope.get("attention_factor", inferred)
 
 
 def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> Parameters | None:
@@ -198,41 +130,29 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
     lacks, at the end of the head, do not rotate.
     """
     for candidate in _candidates(spectrum, head_dim, training_length):
-        with suppress(ValueError):  # a candidate may be out of bounds
+        with suppress(ValueError, ZeroDivisionError):  # a candidate may be out of bounds
             read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
             if _rotate_alike(read_back, spectrum, head_dim // 2, training_length):
                 return candidate
     return None
 
 
-def whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
+def _whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
     """Pad ``inv_freq`` with zeros to ``pairs`` entries."""
     return inv_freq + (0.0,) * (pairs - len(inv_freq))
 
 
-def _rotate_alike(read_back: Spectrum, wanted: Spectrum, pairs: int, training_length: int) -> bool:
-    def close(a: Frequencies, b: Frequencies) -> bool:
-        both = zip(whole_head(a, pairs), whole_head(b, pairs), strict=True)
-        return all(math.isclose(x, y, rel_tol=PRECISION, abs_tol=1e-12) for x, y in both)
-
-    if not close(read_back.inv_freq, wanted.inv_freq):
-        return False
-    theirs, ours = read_back.long, wanted.long
-    if theirs is None or ours is None:
-        return theirs is ours or (theirs is not None and close(theirs.inv_freq, read_back.inv_freq))
-    return (
-        close(theirs.inv_freq, ours.inv_freq)
-        and theirs.length == ours.length
-        and _stretches_alike(theirs, ours, training_length)
-    )
-
-
-def _stretches_alike(held: LongFrequencies, wanted: LongFrequencies, training_length: int) -> bool:
-    if held.stretch is None or wanted.stretch is None:
-        return held.stretch is wanted.stretch
-    references = [long.reference or training_length for long in (held, wanted)]
-    growth = math.isclose(held.growth, wanted.growth)
-    return held.stretch == wanted.stretch and growth and references[0] == references[1]
+def _rotate_alike(a: Spectrum, b: Spectrum, pairs: int, training_length: int) -> bool:
+    """Whether two spectra have the same frequencies at every length; scales may differ by a
+    constant."""
+    lengths = {s.long.length for s in (a, b) if s.long is not None} | {training_length}
+    for n in {1, *(n for length in lengths for n in (length, length + 1, 3 * length))}:
+        x, y = (s.at(n, training_length) for s in (a, b))
+        grown = x.rotary_scale - a.rotary_scale, y.rotary_scale - b.rotary_scale
+        both = zip(_whole_head(x.inv_freq, pairs), _whole_head(y.inv_freq, pairs), strict=True)
+        if not all(math.isclose(f, g, rel_tol=PRECISION, abs_tol=1e-12) for f, g in (grown, *both)):
+            return False
+    return True
 
 
 def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iterator[Parameters]:
@@ -310,7 +230,7 @@ def _any_frequencies(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
     theta = 10_000.0
 
     def factors(inv_freq: Frequencies) -> list[float]:
-        both = zip(geometric(theta, pairs), whole_head(inv_freq, pairs), strict=True)
+        both = zip(geometric(theta, pairs), _whole_head(inv_freq, pairs), strict=True)
         return [g / f if f else STANDSTILL for g, f in both]
 
     return {

@@ -1,6 +1,6 @@
-"""Llama-style decoder with a positional encoding for every layer and head.
+"""Llama with a positional encoding for every layer and head.
 
-Needs torch and transformers 5.0 or newer, nothing else. Shapes: B sequences, T new tokens, Tk keys,
+Needs torch and transformers 5.5 or newer, nothing else. Shapes: B sequences, T new tokens, Tk keys,
 H query heads, Hkv key-value heads, D channels per head.
 """
 
@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers.cache_utils import Cache
 
 Table = tuple[Tensor, Tensor, Tensor]
 Tables = dict[tuple[int, int | None], Table]
 """By the number of a spectrum and the window of the layers that use it."""
 
 
-class UnropeConfig(PreTrainedConfig):
-    """Configuration of a Llama-style decoder with a positional encoding for every layer and head.
+class UnropeConfig(LlamaConfig):
+    """Configuration of a Llama with a positional encoding for every layer and head.
 
     ``layout``: ``training_length`` in tokens, ``spectra``, a list of encodings, and ``layers``: for
     each layer ``groups`` (the number of an encoding, and how many neighbouring key-value heads have
@@ -34,28 +33,16 @@ class UnropeConfig(PreTrainedConfig):
     """
 
     model_type = "unrope"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012 - as the base class has it
+    base_model_tp_plan = {}  # noqa: RUF012 - heads are not alike
 
-    hidden_size: int = 576
-    intermediate_size: int = 1536
-    num_hidden_layers: int = 30
-    num_attention_heads: int = 9
-    num_key_value_heads: int = 3
-    head_dim: int = 64
-    vocab_size: int = 49152
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    tie_word_embeddings: bool = True
-    use_cache: bool = True
     qkv_bias: bool = False
     qk_norm_kind: str = "per_head"
     qk_norm_targets: str = "both"
     layout: dict[str, Any] | None = None
     alibi_slopes: list[float] | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    pad_token_id: int | None = None
+
+    def validate_architecture(self) -> None:
+        """Do nothing: the heads need not divide the width."""
 
 
 def table(spectrum: dict[str, Any], window: int | None, trained: int, positions: Tensor) -> Table:
@@ -106,13 +93,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class UnropeAttention(nn.Module):
-    """Causal attention with grouped queries."""
+    """Causal attention with grouped queries, in place of ``LlamaAttention``."""
 
     def __init__(self, config: UnropeConfig, index: int) -> None:
         super().__init__()
         layout = config.layout or {}
         layer, spectra = layout["layers"][index], layout["spectra"]
-        H, Hkv, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        H, D = config.num_attention_heads, config.head_dim or 0
+        Hkv = config.num_key_value_heads or H
         self.index, self.head_dim, self.window = index, D, layer["window"]
         self.groups, self.queries_per_key = layer["groups"], H // Hkv
         biased = [spectra[number]["alibi"] for number, heads in self.groups for _ in range(heads)]
@@ -133,22 +121,31 @@ class UnropeAttention(nn.Module):
         self.q_norm, self.k_norm = norm("q", H), norm("k", Hkv)
 
     def forward(
-        self, x: Tensor, tables: Tables, padding: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        """``[B, T, hidden_size]`` to the same."""
-        q = self.heads(self.q_proj(x), self.q_norm)
-        k = self.heads(self.k_proj(x), self.k_norm)
-        v = self.heads(self.v_proj(x), None)
-        q, k = self.encode(q, k, tables)
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Tables,
+        attention_mask: Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        """``[B, T, hidden_size]`` to the same, and None for the attention weights.
+
+        ``cache``: the name of ``past_key_values`` from transformers 5.24 on.
+        """
+        cache = past_key_values if cache is None else cache
+        q = self.heads(self.q_proj(hidden_states), self.q_norm)
+        k = self.heads(self.k_proj(hidden_states), self.k_norm)
+        v = self.heads(self.v_proj(hidden_states), None)
+        q, k = self.encode(q, k, position_embeddings)
         past = 0
         if cache is not None:
             past = cache.get_seq_length(self.index)
             k, v = cache.update(k, v, self.index)
-        mask = self.mask(q, past, padding)
-        out = F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None and past == 0, enable_gqa=True
-        )
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+        mask = self.mask(q, k, past, attention_mask)
+        is_causal = mask is None and q.shape[2] > 1
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
 
     def heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         """``[B, T, heads * D]`` to ``[B, heads, T, D]``, normalised over a head or over all."""
@@ -173,150 +170,66 @@ class UnropeAttention(nn.Module):
         queries, keys = zip(*turned, strict=True)
         return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
 
-    def mask(self, q: Tensor, past: int, padding: Tensor | None) -> Tensor | None:
+    def mask(self, q: Tensor, k: Tensor, past: int, mask: Tensor | None) -> Tensor | None:
         """Return what a query may see: booleans, or with ALiBi a bias that falls with distance.
 
-        None stands for plain causal attention, or for a single query that sees every key.
+        ``mask``: of Llama, ``[B, 1, T, Tk]`` booleans or a bias; None: plain causal attention.
         """
-        T = q.shape[2]
-        plain = self.window is None and padding is None and not any(self.slopes)
-        if plain and (past == 0 or T == 1):
-            return None
-        i = torch.arange(past, past + T, device=q.device)[:, None]
-        j = torch.arange(past + T, device=q.device)
+        if self.window is None and not any(self.slopes):
+            return mask
+        i = torch.arange(past, past + q.shape[2], device=q.device)[:, None]
+        j = torch.arange(k.shape[2], device=q.device)
         allowed = j <= i
         if self.window is not None:
             allowed = allowed & (j > i - self.window)
-        if padding is not None:
+        if mask is not None:
             # A padded query sees itself: a softmax over nothing is NaN.
-            allowed = allowed & padding[:, None, None] | (i == j)
+            allowed = allowed & (mask if mask.dtype == torch.bool else mask == 0) | (i == j)
         if not any(self.slopes):
             return allowed
         bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (j - i)
         return bias.masked_fill(~allowed, -math.inf).to(q.dtype).expand(len(q), -1, -1, -1)
 
 
-class UnropeBlock(nn.Module):
-    """Attention and SwiGLU, each behind a norm and added to the residual stream."""
+class UnropeTables(nn.Module):
+    """Tables of all encodings, in place of ``LlamaRotaryEmbedding``."""
 
-    def __init__(self, config: UnropeConfig, index: int) -> None:
+    def __init__(self, layout: dict[str, Any]) -> None:
         super().__init__()
-        size, width = config.hidden_size, config.intermediate_size
-        self.input_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.self_attn = UnropeAttention(config, index)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps=config.rms_norm_eps)
-        self.mlp = nn.ModuleDict(
-            {
-                "gate_proj": nn.Linear(size, width, bias=False),
-                "up_proj": nn.Linear(size, width, bias=False),
-                "down_proj": nn.Linear(width, size, bias=False),
-            }
-        )
+        self.layout = layout
 
-    def forward(self, x: Tensor, *passed: Any) -> Tensor:
-        """See :meth:`UnropeAttention.forward`."""
-        x = x + self.self_attn(self.input_layernorm(x), *passed)
-        y, mlp = self.post_attention_layernorm(x), self.mlp
-        return x + mlp["down_proj"](F.silu(mlp["gate_proj"](y)) * mlp["up_proj"](y))
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tables:
+        """Return the tables at ``position_ids`` ``[B, T]``."""
+        spectra, trained = self.layout["spectra"], self.layout["training_length"]
+        layers = self.layout["layers"]
+        kinds = {(n, layer["window"]) for layer in layers for n, _ in layer["groups"]}
+        return {
+            (number, window): table(spectra[number], window, trained, position_ids)
+            for number, window in kinds
+        }
 
 
-class UnropePreTrainedModel(PreTrainedModel):
-    """Base class of both models."""
-
-    config: UnropeConfig
-    config_class = UnropeConfig
-    base_model_prefix = "model"
-    _no_split_modules: Any = ("UnropeBlock",)
-    _supports_sdpa = True
-
-
-class UnropeModel(UnropePreTrainedModel):
+class UnropeModel(LlamaModel):
     """Token ids to normalised hidden states."""
+
+    config_class = UnropeConfig
+    _supports_flash_attn = _supports_flex_attn = False
 
     def __init__(self, config: UnropeConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(UnropeBlock(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb: Any = UnropeTables(config.layout or {})
+        for index, layer in enumerate(self.layers):
+            layer.self_attn = UnropeAttention(config, index)
         self.post_init()
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Return states ``[B, T, hidden_size]``; ``attention_mask``: ``[B, Tk]``.
 
-        Positions, and with them lengths, count the tokens that the mask keeps; without a mask
-        padding counts as text.
-        """
-        x = self.embed_tokens(input_ids)
-        padding = None if attention_mask is None else attention_mask.bool()
-        if padding is not None and padding.all():
-            padding = None
-        if position_ids is None and padding is not None:
-            position_ids = (padding.cumsum(dim=1) - 1).clamp(min=0)[:, -x.shape[1] :]
-        elif position_ids is None:
-            past = 0 if cache is None else cache.get_seq_length()
-            position_ids = torch.arange(past, past + x.shape[1], device=x.device)[None]
-        layout = self.config.layout or {}
-        kinds = {(n, layer["window"]) for layer in layout["layers"] for n, _ in layer["groups"]}
-        tables = {
-            (number, window): table(
-                layout["spectra"][number], window, layout["training_length"], position_ids
-            )
-            for number, window in kinds
-        }
-        for block in self.layers:
-            x = block(x, tables, padding, cache)
-        return self.norm(x)
-
-
-class UnropeForCausalLM(UnropePreTrainedModel, GenerationMixin):
+class UnropeForCausalLM(LlamaForCausalLM):
     """Token ids to logits, and a loss where there are labels."""
 
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    config_class = UnropeConfig
+    _supports_flash_attn = _supports_flex_attn = False
 
     def __init__(self, config: UnropeConfig) -> None:
         super().__init__(config)
         self.model = UnropeModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    @staticmethod
-    def create_masks_for_generate(
-        *, attention_mask: Tensor | None = None, **others: Any
-    ) -> Tensor | None:
-        """Return the mask as it is, ``[B, Tk]``."""
-        return attention_mask
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        cache: Cache | None = None,
-        return_dict: bool | None = None,
-    ) -> CausalLMOutputWithPast:
-        """Return logits ``[B, T, vocab]`` and with ``labels`` the loss.
-
-        ``cache``: the name of ``past_key_values`` from transformers 5.24 on. ``logits_to_keep``:
-        number of last positions to return, 0 for all, or their indices.
-        """
-        cache = past_key_values if cache is None else cache
-        if cache is None and (use_cache or (use_cache is None and not self.training)):
-            cache = DynamicCache()
-        states = self.model(input_ids, attention_mask, position_ids, cache)
-        last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(states[:, last])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size)
-        # Positional: transformers 5.24 renamed the third field from past_key_values to cache.
-        return CausalLMOutputWithPast(loss, logits, cache)

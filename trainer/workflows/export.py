@@ -15,7 +15,7 @@ from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.config import ExportRequest, RunConfig
 from trainer.data.tokenizer import end_of_text
-from trainer.interchange.export import Exported, check_destination, export_model
+from trainer.interchange.export import check_destination, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -28,8 +28,10 @@ from trainer.runs.phases import phases_of, training_length_at
 log = logging.getLogger(__name__)
 
 
-def export_checkpoint(request: ExportRequest) -> Exported:
+def export_checkpoint(request: ExportRequest) -> str:
     """Write ``request.to`` and compare what transformers loads from it; leave nothing on failure.
+
+    Returns the architecture.
 
     Raises:
         UserError: the checkpoint cannot be read, the directory is not empty, or logits differ.
@@ -124,7 +126,7 @@ def _is_changed(config: RunConfig, step: int) -> bool:
     )
 
 
-def _export_again(request: ExportRequest, path: Path, to: Path) -> Exported:
+def _export_again(request: ExportRequest, path: Path, to: Path) -> str:
     """Export a published model or an earlier export again."""
     assert request.checkpoint is not None
     published = read_pretrained(request.checkpoint)
