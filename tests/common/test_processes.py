@@ -15,23 +15,12 @@ import trainer
 from tests.program import ROOT
 from trainer.common.errors import PreemptedError
 from trainer.common.files import partial_directory
-from trainer.common.processes import cores, stopping_at_once, usual_threads
-
-
-@pytest.mark.parametrize(("allowed", "expected"), [({3, 5}, 2), (None, 64)])
-def test_cores_are_those_that_the_process_may_use(monkeypatch, allowed, expected):
-    """Without an answer of the system (macOS), they are the machine's."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    if allowed is None:
-        monkeypatch.delattr(os, "sched_getaffinity")
-    else:
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
-    assert cores() == expected
+from trainer.common.processes import stopping_at_once, usual_threads
 
 
 @pytest.mark.parametrize(
     ("variable", "expected"),
-    [("3", 3), ("99999999", 1024), ("4,2", 4), ("0", 5), ("all", 5), ("", 5), (None, 5)],
+    [("3", 3), ("4,2", 4), ("", 5), (None, 5)],
 )
 def test_threads_are_the_environments_or_one_a_core(monkeypatch, variable, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(5)), raising=False)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import io
-import os
 from itertools import pairwise
 
 import pytest
@@ -56,14 +54,3 @@ def test_a_terminal_has_a_live_bar_that_goes_away(spoken):
     assert "tokens/s" in text
     assert text.endswith("\x1b[2K")
     assert spoken(20, 0.1, terminal=True, silent=True)[1] == ""
-
-
-def test_a_full_disk_stops_no_work(monkeypatch):
-    class Full(io.StringIO):
-        def write(self, text):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(progress, "console", Console(file=Full()))
-    with Progress("a", 2) as bar:
-        for step in range(3):
-            bar.advance_to(step)

@@ -208,13 +208,6 @@ def test_prompts_of_any_lengths_are_continued_as_if_alone(tiny_decoder, position
     assert together != generate(model, RAGGED, 12)
 
 
-def test_gains_are_never_stored():
-    layout = replace(one_layer(C, ROPE, ROPE), layers=one_layer(C, ROPE, ROPE).layers * 2)
-    layout.to_dict()
-    with pytest.raises(ValueError, match="intervention"):
-        with_intervention(layout, EVERYTHING, layer=1).to_dict()
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_blocks_follow_interventions_that_come_and_go(tiny_decoder):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.common.progress import console
-from trainer.common.words import remedy, without_controls
 from trainer.evaluation.results import AS_IS, STATEMENTS, Drop, Report, is_known, troubles
 from trainer.report.tables import tables, terminal_tables
 
@@ -46,7 +44,7 @@ def _loss(value: float | None) -> str:
 
 
 def _about_drop(drop: Drop | None) -> Iterator[str]:
-    """Yield the losses before and after a drop, and the page to read if the loss rose later."""
+    """Yield the losses before and after a drop, and whether the loss rose later."""
     if drop is None:
         return
     before, after, end = map(_loss, (drop.loss_before, drop.loss_after, drop.loss_end))
@@ -55,7 +53,7 @@ def _about_drop(drop: Drop | None) -> Iterator[str]:
         "the end of recalibration."
     )
     if is_known(drop.loss_end) and is_known(drop.loss_after) and drop.loss_end > drop.loss_after:
-        yield f"The loss rose in recalibration. {remedy('loss')}"
+        yield "The loss rose in recalibration."
 
 
 def _at_chance(report: Report) -> list[str]:
@@ -92,10 +90,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     if warnings := troubles(report.arms):
         for warning in warnings:
             out.print(Text(f"Warning: {warning}", style="bold red"))
-        say(remedy("nan"))
     if names := _at_chance(report):
-        about = f"Retrieval at the training length is at chance: {', '.join(names)}."
-        say(f"{about} {remedy('retrieval')}")
+        say(f"Retrieval at the training length is at chance: {', '.join(names)}.")
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         verdict = f"{marks[observation.shown]}: {escape(observation.claim)}"
@@ -110,8 +106,8 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
 
 
 def show(text: str, end: str = "\n") -> None:
-    """Print text immediately; escape control characters on a terminal."""
-    print(without_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
+    """Print text immediately."""
+    print(text, end=end, flush=True)
 
 
 def print_benchmarks(table: Table, directory: Path) -> None:

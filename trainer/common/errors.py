@@ -23,8 +23,3 @@ class PreemptedError(Exception):
         self.requeues = requeues
         """Whether the job has to be requeued: not after a SIGTERM, which SLURM or a person sent."""
         super().__init__(message)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, or its type if it has no message."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

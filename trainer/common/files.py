@@ -14,12 +14,11 @@ from secrets import randbelow
 from typing import Any
 
 
-def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, creating parent directories.
 
     A reader sees the old file or the new one, never a part. If the write fails, the old file stays
-    and no temporary file is left. Raises ``OSError`` as the file system does. ``durable``: the new
-    file survives a power failure.
+    and no temporary file is left.
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -27,13 +26,8 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
     # unique: processes in containers on several machines often have the same one.
     temporary = path.with_name(f".{path.name}.{randbelow(10**12)}.tmp")
     try:
-        if durable:
-            write_durably(temporary, data)
-        else:
-            temporary.write_bytes(data)
+        temporary.write_bytes(data)
         temporary.replace(path)
-        if durable:
-            synchronise(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

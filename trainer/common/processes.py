@@ -11,13 +11,10 @@ from types import FrameType
 
 from trainer.common.errors import PreemptedError
 
-MOST_THREADS = 1024
-"""With many more, threads cannot be started."""
-
 
 def cores() -> int:
     """Return the number of cores that this process may use: often fewer than the machine's."""
-    if hasattr(os, "sched_getaffinity"):
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
@@ -25,22 +22,17 @@ def cores() -> int:
 def usual_threads() -> int:
     """Return the default number of CPU threads: ``OMP_NUM_THREADS``, or one per core."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if not requested.isdecimal() or not int(requested):
-        return cores()
-    return min(int(requested), MOST_THREADS)
+    return int(requested) if requested else cores()
 
 
 @contextmanager
 def stopping_at_once(
-    progress: str,
-    *numbers: signal.Signals,
-    is_resumable: bool = True,
+    progress: str, *numbers: signal.Signals, is_resumable: bool = True
 ) -> Iterator[None]:
     """Let signals end the block by an exception, so that it removes its temporary files.
 
-    For work that only writes whole files. ``progress``: how far the work was; the name of the
-    signal follows. ``is_resumable``: whether the same
-    command resumes from the finished files.
+    ``progress``: how far the work was; the name of the signal follows. ``is_resumable``: whether
+    the same command resumes from the finished files.
 
     Raises:
         PreemptedError: a signal came.

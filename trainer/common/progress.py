@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -20,21 +19,14 @@ LONGEST_SILENCE = 300.0
 class Progress:
     """Progress of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
 
-    ``silent`` shows nothing, for all ranks but the first. ``after``: seconds of work before
-    anything is shown. ``unit``: what is counted in place of tokens.
+    ``silent`` shows nothing, for all ranks but the first.
     """
 
     def __init__(
-        self,
-        title: str,
-        total: float,
-        tokens_per_step: float = 1.0,
-        silent: bool = False,
-        after: float = 0.0,
-        unit: str = "tokens",
+        self, title: str, total: float, tokens_per_step: float = 1.0, silent: bool = False
     ) -> None:
         self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
-        self.silent, self.after, self.unit = silent, after, unit
+        self.silent = silent
         self.bar = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -48,7 +40,6 @@ class Progress:
         self.start_step: float | None = None
         self.start_time = self.last_line = 0.0
         self.last_tenth = 0
-        self.done = 0.0
 
     def __enter__(self) -> Progress:
         return self
@@ -62,11 +53,6 @@ class Progress:
         if self.bar.live.is_started:
             self.bar.stop()
 
-    def advance(self, steps: float) -> None:
-        """Show that ``steps`` more are done than after the last call."""
-        self.done += steps
-        self.advance_to(self.done)
-
     def advance_to(
         self, step: float, loss: float | None = None, tokens: float | None = None
     ) -> None:
@@ -79,11 +65,11 @@ class Progress:
         if self.start_step is None:
             self.start_step, self.start_time, self.last_tenth = step, now, tenth
             self.last_line = now
-        elapsed, done = now - self.start_time, step - self.start_step
-        if self.silent or elapsed < self.after:
+        if self.silent:
             return
+        elapsed, done = now - self.start_time, step - self.start_step
         read = done * self.tokens_per_step if tokens is None else tokens
-        details = f"{read / elapsed:,.0f} {self.unit}/s" if done and elapsed > 0 else ""
+        details = f"{read / elapsed:,.0f} tokens/s" if done and elapsed > 0 else ""
         if loss is not None:
             details = f"loss {loss:.3f}  {details}"
         if console.is_terminal:
@@ -93,5 +79,4 @@ class Progress:
             self.last_tenth, self.last_line = tenth, now
             left = elapsed / done * (self.total - step)
             line = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
-            with suppress(OSError):  # a full disk must not stop the work
-                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line, highlight=False, markup=False, soft_wrap=True)

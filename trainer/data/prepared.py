@@ -150,7 +150,7 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Write the manifest."""
-        write_atomically(directory / "manifest.json", json.dumps(asdict(self)), durable=True)
+        write_atomically(directory / "manifest.json", json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ def _begin(
         sample = _up_to(train, tokenizer_config.sample_megabytes << 20)
         tokenizer = TextTokenizer(train_tokenizer(sample, tokenizer_config.vocab_size, WORDS))
     dtype = "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4"
-    write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str(), durable=True)
+    write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str())
     Manifest(request, revision, tokenizer.end_of_text, dtype, bounds, longest).save(directory)
 
 

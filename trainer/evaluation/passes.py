@@ -76,6 +76,6 @@ def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> i
     It is at least one, and otherwise at most ``batch_tokens`` tokens in all. On a CPU, the batch
     must also fit in the caches: a larger one is bound by memory bandwidth.
     """
-    if model.computes_on == "cpu":
+    if model.device.type == "cpu":
         batch_tokens = min(batch_tokens, IN_CACHE // model.config.hidden_size)
     return max(1, batch_tokens // length)

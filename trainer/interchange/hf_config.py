@@ -19,7 +19,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
-from trainer.positional.layout import LayerEncoding, Layout, read_layout
+from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 
 log = logging.getLogger(__name__)
@@ -257,8 +257,7 @@ def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout; the inverse of what an export writes."""
     norm = {"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]}
     config = _model_config(values, default_eps=1e-5, qkv_bias=values["qkv_bias"], qk_norm=norm)
-    sizes = config.num_hidden_layers, config.num_key_value_heads, config.head_size
-    layout = read_layout(values["layout"], *sizes)
+    layout = Layout.from_dict(values["layout"])
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.
     when: Literal["never", "always", "after_drop"]

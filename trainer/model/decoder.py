@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -62,22 +62,6 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-if TYPE_CHECKING:
-
-    class Blocks(nn.ModuleList):
-        """Blocks of a decoder: a module list that declares its element type."""
-
-        def __init__(self, modules: Iterable[Block]) -> None: ...
-        def __iter__(self) -> Iterator[Block]: ...
-        @overload
-        def __getitem__(self, idx: slice) -> nn.ModuleList: ...
-        @overload
-        def __getitem__(self, idx: int) -> Block: ...
-        def __getitem__(self, idx: int | slice) -> Block | nn.ModuleList: ...
-else:
-    Blocks = nn.ModuleList
-
-
 class Decoder(LanguageModel):
     """Decoder from token ids to hidden states, logits or a loss.
 
@@ -97,7 +81,8 @@ class Decoder(LanguageModel):
         self.config = config
         words = torch.empty(config.vocab_size, config.hidden_size)  # drawn below, not twice
         self.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)
-        self.layers = Blocks(Block(config) for _ in range(config.num_hidden_layers))
+        blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
+        self.layers = cast("list[Block]", blocks)
         self.layout = layout
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None

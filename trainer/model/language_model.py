@@ -50,11 +50,6 @@ class LanguageModel(nn.Module, ABC):
     def device(self) -> torch.device:
         """Device of its weights."""
 
-    @property
-    def computes_on(self) -> str:
-        """Type of the device it computes on, "cpu" or "cuda"."""
-        return self.device.type
-
     @abstractmethod
     def use_backend(
         self,

@@ -19,8 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.common.errors import first_line
-
 log = logging.getLogger(__name__)
 
 
@@ -156,7 +154,7 @@ def _adds_in_float32(device: torch.device) -> bool:
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
     except RuntimeError as error:
-        log.warning("Gradients of the head take another pass: %s", first_line(error))
+        log.warning("Gradients of the head take another pass: %s", error)
         return False
     return bool((total == 17).all())
 

@@ -12,9 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from trainer.common.fields import adapter
 from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
@@ -45,16 +43,8 @@ class Intervention:
     seed: int = 0
 
 
-PLAIN_TEMPERATURE: dict[str, Any] = {
-    "exponent": 1.0,
-    "per": "sequence",
-    "reference": None,
-    "steps": False,
-}
-"""Fields of a temperature 1 + c ln s, by the length of the sequence."""
 Group = tuple[Spectrum, int]
 """A spectrum, and the number of neighbouring key-value heads that have it."""
-LAYER_WORDS = ("all", "full_attention")
 LayerChoice = Literal["all", "full_attention"] | list[int] | None
 """Layers that an extension changes: ``all``; ``full_attention``, the layers without a window; or
 indices, where negative ones count from the last. None: the layers that see more than C keys, since
@@ -275,15 +265,8 @@ class Layout:
         return self.map(lambda s: dynamic(s, rescaling, start, growth), self.chosen(layers))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON and checkpoints; each distinct spectrum is written once.
-
-        Raises:
-            ValueError: there are interventions, which are never stored.
-        """
-        if any(layer.intervention is not None for layer in self.layers):
-            raise ValueError(
-                "a layout with interventions on its heads is for an evaluation, not to store"
-            )
+        """Return plain values for JSON and checkpoints, without interventions; each distinct
+        spectrum is written once."""
         index = {spectrum: i for i, spectrum in enumerate(self.spectra)}
         return {
             "training_length": self.training_length,
@@ -332,49 +315,3 @@ def uniform(
     """
     layer = LayerEncoding(((spectrum, heads),), window, qk_norm)
     return Layout(training_length, (layer,) * layers)
-
-
-Length = Annotated[int, Field(ge=1, lt=1 << 31)]
-Index = Annotated[int, Field(ge=0, lt=1 << 20)]
-
-
-@dataclass(frozen=True)
-class StoredLayer:
-    """Layer of a stored layout; groups are (index of a spectrum, number of key-value heads)."""
-
-    groups: list[tuple[Index, Annotated[int, Field(ge=1, lt=1 << 20)]]]
-    window: Length | None
-    qk_norm: bool
-
-
-@dataclass(frozen=True)
-class StoredLayout:
-    """Layout as :meth:`Layout.to_dict` writes it."""
-
-    training_length: Length
-    spectra: list[Spectrum]
-    layers: list[StoredLayer]
-    reach: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
-
-
-def read_layout(values: Any, layers: int, heads: int, head_size: int) -> Layout:
-    """Read the stored layout of a model with ``layers`` layers, ``heads`` key-value heads in each
-    and ``head_size`` channels per head.
-
-    Raises:
-        ValueError: it is damaged or does not fit the model.
-    """
-    stored: StoredLayout = adapter(StoredLayout).validate_python(values)
-    fits = len(stored.layers) == layers and all(
-        sum(count for _, count in layer.groups) == heads
-        and all(index < len(stored.spectra) for index, _ in layer.groups)
-        for layer in stored.layers
-    )
-    for spectrum in stored.spectra:
-        long = spectrum.long
-        stretch = () if long is None or long.stretch is None else long.stretch.kept
-        counts = {len(x) for x in (() if long is None else long.inv_freq, stretch) if x}
-        fits &= spectrum.rotary_dim <= head_size and counts <= {len(spectrum.inv_freq)}
-    if not fits:
-        raise ValueError(f"layout: expected one of {layers} layers of {heads} heads of {head_size}")
-    return Layout.from_dict(values)

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 MOST_COEFFICIENT, MOST_EXPONENT, MOST_SCALE = 100, 10, 1000
 """Limits of a temperature; within them logits are finite at any length."""
-MOST_FREQUENCY = 1e6
-"""Limit in radians per token; angles of larger frequencies exceed the range of kernels."""
 Frequencies = tuple[float, ...]
 """Radians per token, one number per pair."""
 READ = {"extra": "forbid", "allow_inf_nan": False}
