@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -24,8 +23,13 @@ from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import evaluate_lengths
-from trainer.workflows.experiment import branch_checkpoint, check_start, run_experiment
-from trainer.workflows.experiment_report import arm_of, median_rate
+from trainer.workflows.experiment import (
+    arm_of,
+    branch_checkpoint,
+    check_start,
+    median_rate,
+    run_experiment,
+)
 
 SWA = {"layers": ["rope", "nope", "nope", "nope"], "windows": [32, None, None, None]}
 EXPECTED = [
@@ -206,8 +210,7 @@ def test_the_rate_of_a_run_is_the_median_of_its_rows(tmp_path):
 def made(tmp_path, rows, effects=None, **values):
     config = parse(RunConfig, {"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
     write_metrics(tmp_path / "metrics.csv", rows)
-    candidate = SimpleNamespace(name="Mine", parameters=123, state={})
-    return arm_of(config, candidate, TrainedRun(config, Path("x"), effects or {}, 1.0))
+    return arm_of(TrainedRun(config, Path("x"), effects or {}, 1.0), "Mine", 123)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):

@@ -153,9 +153,12 @@ def compare(composed: Composed) -> None:
     from trainer.commands.console import report_console
     from trainer.report.tables import terminal_tables
     from trainer.workflows.compare import compare as tables_of
+    from trainer.workflows.compare import missing_control
 
     out = report_console()
     out.print(terminal_tables(tables_of(request.runs), out.width))
+    if note := missing_control(request.runs):
+        out.print(note)
 
 
 def analyze(composed: Composed) -> None:

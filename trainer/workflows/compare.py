@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from trainer.common.errors import UserError
 from trainer.common.words import factor_label, percent
+from trainer.config import SAME
 from trainer.evaluation.results import AS_IS, lengths_of, read_csv
 from trainer.report.tables import Entry, Table
+from trainer.runs.directory import RECORD, saved_run
 
 TABLE = "results.csv"
-NOT_COMPARED = ("name", "run_dir", "label", "overwrite", "controls", "evaluation", "logger")
-"""Keys and groups of a run whose values do not name it in a comparison."""
 
 
 def compare(runs: Sequence[str]) -> list[Table]:
     """Return a table for each task and metric with a row for each run, model and method, and a
-    column for each length; runs are named by the settings in which they differ.
+    column for each length. Runs are named by their directories.
 
     ``runs``: directories that hold ``results.csv``, or whose ``evaluation`` does.
 
@@ -30,7 +29,8 @@ def compare(runs: Sequence[str]) -> list[Table]:
     """
     if not runs:
         raise UserError("runs: expected one or more directories")
-    named = zip(names_of(runs), runs, strict=True)
+    names = [Path(run).resolve().name for run in runs]
+    named = zip(names if len({*names}) == len(names) else runs, runs, strict=True)
     rows = pd.concat([results(run).assign(run=name) for name, run in named], ignore_index=True)
     rows = rows[~rows.metric.str.startswith("loss ")]  # losses at positions
     return [
@@ -68,26 +68,14 @@ def cell(row: Mapping[str, Any]) -> Entry:
     return Entry(show(row["value"]), limits)
 
 
-def names_of(runs: Sequence[str]) -> list[str]:
-    """Return the settings in which runs differ, or their paths if nothing else does."""
-    settings = [dict(_flat(_config(run))) for run in runs]
-    keys = dict.fromkeys(key for values in settings for key in values)
-    differing = [key for key in keys if len({str(values.get(key)) for values in settings}) > 1]
-    if not 0 < len(differing) <= 3:
-        return list(runs)
-    return [", ".join(f"{key}={values.get(key)}" for key in differing) for values in settings]
+def missing_control(runs: Sequence[str]) -> str | None:
+    """Say that a drop is compared with runs of another schedule alone; None if it is not.
 
-
-def _config(run: str) -> dict[str, Any]:
-    path = Path(run, "config.yaml")
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if not prefix and key in NOT_COMPARED:
-            continue
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    A drop warms the learning rate up again. The control has this schedule too: ``drop.to=same``.
+    """
+    configs = [saved_run(Path(run)) for run in runs if Path(run, RECORD).is_file()]
+    drops = {config.drop_step is not None for config in configs}
+    controls = [control.get("drop") or {} for c in configs for control in c.controls.values()]
+    if len(drops) < 2 or SAME in [c.drop.to for c in configs] + [c.get("to") for c in controls]:
+        return None
+    return "Runs with a drop restart their learning rate, the others do not: drop.to=same does."

@@ -3,35 +3,65 @@
 from __future__ import annotations
 
 import gc
+import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from statistics import median_high
 
 from trainer.checkpoint import BEFORE_DROP, step_name
+from trainer.common.fields import adapter
 from trainer.common.ranks import Ranks, all_gather, on_rank_zero
 from trainer.config import MAIN, RunConfig
-from trainer.data.corpus import corpus_at
-from trainer.evaluation.results import FACTS, PERPLEXITY, STATEMENTS, Report, estimates
+from trainer.data.corpus import Corpus, corpus_at
+from trainer.evaluation.results import (
+    AS_IS,
+    FACTS,
+    PERPLEXITY,
+    STATEMENTS,
+    Arm,
+    Change,
+    Drop,
+    Milestone,
+    Reach,
+    Report,
+    estimates,
+    troubles,
+)
 from trainer.lightning.devices import check_device, set_environment, set_threads
-from trainer.lightning.fit import train
+from trainer.lightning.fit import TrainedRun, train
 from trainer.lightning.loggers import log_results
 from trainer.report.pages import write_renderings
 from trainer.runs.arms import arms_of, check_arms, check_spread
+from trainer.runs.descriptions import encodings, reference_first, without_home
 from trainer.runs.directory import (
     check_run_directory,
     locked,
     log_to_file,
     open_run_directory,
+    plain,
 )
-from trainer.runs.phases import phases_of
+from trainer.runs.metrics_file import read_metrics
+from trainer.runs.models import find_candidate, origin
+from trainer.runs.phases import phases_of, tokens_at
 from trainer.runs.ranks import process_group
-from trainer.workflows.experiment_report import make_report
+from trainer.workflows.evaluate import (
+    Text,
+    fitting_together,
+    measure_models,
+    unmeasured,
+    with_observations,
+)
 from trainer.workflows.training_text import (
     check_evaluated_text,
     check_vocabularies,
     open_corpus,
 )
+
+log = logging.getLogger(__name__)
 
 
 def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Report, bool] | None:
@@ -73,8 +103,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
             }
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
-    configs = {name: run.config for name, run in runs.items()}
-    report = make_report(configs[MAIN], configs, runs, corpus, ranks, beside)
+    report = make_report(runs, corpus, ranks, beside)
     if ranks.rank:
         return None
     figures = write_renderings(report, directory)
@@ -83,17 +112,6 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     report.write(directory)
     log_results(config, _by_length(report), images)
     return report, False
-
-
-def _by_length(report: Report) -> dict[int, dict[str, float]]:
-    """Return retrieval and loss by length in tokens, under the names of dashboards."""
-    values: dict[int, dict[str, float]] = {}
-    for name, task, metric in (("retrieval", STATEMENTS, "score"), ("loss", PERPLEXITY, "loss")):
-        for row, by_length in estimates(report.rows, task, metric).items():
-            for length, value in by_length.items():
-                key = f"evaluation/{name}/{report.row_name(row)}"
-                values.setdefault(length, {})[key] = value.mean
-    return dict(sorted(values.items()))
 
 
 def _finished_report(config: RunConfig) -> Report | None:
@@ -151,3 +169,114 @@ def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
         return None
     name = BEFORE_DROP if branch == "drop" else step_name(branch)
     return Path(config.run_dir) / "checkpoints" / name
+
+
+def make_report(
+    runs: dict[str, TrainedRun], corpus: Corpus, ranks: Ranks, beside: Sequence[str] = ()
+) -> Report:
+    """Evaluate all arms as saved, and make the report; that of the first rank is complete.
+
+    Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
+    evaluation resumes.
+
+    ``runs``: results of the arms, the run itself first. ``beside``: names of other models to
+    measure.
+    """
+    began, config = time.perf_counter(), runs[MAIN].config
+    length, run_dir = config.evaluation.training_length, Path(config.run_dir)
+    paths = [*(str(run.checkpoint) for run in runs.values()), *beside]
+    candidates = fitting_together([find_candidate(p).with_training_length(length) for p in paths])
+    arms = dict(zip(runs, candidates, strict=False))
+    ordered = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
+    if config.evaluation.enabled:
+        report = measure_models(
+            config.name,
+            ordered,
+            config.evaluation,
+            Text(corpus, arms[MAIN]),
+            run_dir / "evaluation" / "cells",
+            config.trainer.accelerator,
+            ranks,
+        )
+    else:
+        report = unmeasured(config.name, config.training_length, corpus)
+    losses = estimates(report.rows, PERPLEXITY, "loss")
+    trained = {}
+    for key, candidate in arms.items():
+        loss = losses.get((candidate.name, AS_IS), {}).get(report.training_length)
+        arm = arm_of(runs[key], candidate.name, candidate.parameters)
+        trained[candidate.name] = replace(arm, final_loss=None if loss is None else loss.mean)
+    for trouble in troubles(list(trained.values())):
+        log.warning("%s", trouble)
+    states = {arm.name: arm.state for arm in arms.values()}
+    reaches, milestones = adapter(tuple[Reach, ...]), adapter(tuple[Milestone, ...])
+    effect = runs[MAIN].effect_of_drop
+    rates = {arms[key].name: median_rate(Path(run.config.run_dir)) for key, run in runs.items()}
+    seconds = {arms[key].name: run.seconds for key, run in runs.items() if run.seconds is not None}
+    report = replace(
+        report,
+        config=without_home(plain(config)),
+        made=origin(ordered),
+        arms=tuple(trained.values()),
+        drop=adapter(Drop).validate_python(effect) if effect else None,
+        reach={n: reaches.validate_python(s.get("lengths", ())) for n, s in states.items()},
+        milestones={
+            n: milestones.validate_python(s.get("benchmarks", ())) for n, s in states.items()
+        },
+        timing={
+            "tokens_per_second": rates,
+            "evaluation_seconds": round(time.perf_counter() - began, 1),
+            "training_seconds": {name: round(spent, 1) for name, spent in seconds.items()},
+        },
+    )
+    return with_observations(report, ordered, trained)
+
+
+def arm_of(run: TrainedRun, name: str, parameters: int) -> Arm:
+    """Return what the training of a run shows, without an evaluation.
+
+    ``name``, ``parameters``: of its model.
+    """
+    config = run.config
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    last = rows[-1] if rows else {}
+    changes = tuple(
+        Change(
+            phase.start,
+            effect["what"],
+            phase.config.data.sequence_length,
+            *(effect[key] for key in ("loss_before", "loss_after", "loss_end")),
+        )
+        for phase in phases_of(config)
+        if (effect := run.effects.get(phase.name)) is not None
+    )
+    dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
+    return Arm(
+        name=name,
+        encoding=f"{encodings(config)}{dropped}",
+        parameters=parameters,
+        steps=config.trainer.max_steps,
+        tokens=tokens_at(config, config.trainer.max_steps),
+        curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
+        skipped=last.get("skipped_steps", 0),
+        finite=math.isfinite(last.get("parameter_norm", 0.0)),
+        changes=changes,
+    )
+
+
+def median_rate(run_dir: Path) -> float | None:
+    """Return the median tokens per second of a run's metrics; None without any."""
+    rows = read_metrics(run_dir / "metrics.csv")
+    rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+    return round(median_high(rates), 0) if rates else None
+
+
+def _by_length(report: Report) -> dict[int, dict[str, float]]:
+    """Return retrieval and loss by length in tokens, under the names of dashboards."""
+    values: dict[int, dict[str, float]] = {}
+    for name, task, metric in (("retrieval", STATEMENTS, "score"), ("loss", PERPLEXITY, "loss")):
+        for row, by_length in estimates(report.rows, task, metric).items():
+            for length, value in by_length.items():
+                key = f"evaluation/{name}/{report.row_name(row)}"
+                values.setdefault(length, {})[key] = value.mean
+    return dict(sorted(values.items()))

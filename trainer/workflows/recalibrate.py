@@ -34,8 +34,7 @@ from trainer.positional.layout import Layout
 from trainer.runs.directory import RECORD, open_run_directory, plain
 from trainer.runs.parsing import parse
 from trainer.runs.starting_point import starting_weights
-from trainer.workflows.experiment import run_experiment
-from trainer.workflows.experiment_report import median_rate
+from trainer.workflows.experiment import median_rate, run_experiment
 from trainer.workflows.training_text import open_corpus
 
 log = logging.getLogger(__name__)
