@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from trainer.config import ChoiceSettings, DopeSettings, EvaluationConfig, TemperatureSettings
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation import dope, passes
-from trainer.evaluation.engine import PART, Subject, is_unchanged, measure_cells, plan_cells
+from trainer.evaluation.engine import PART, Subject, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
@@ -199,18 +199,6 @@ def test_chosen_heads_are_noted_for_all_lengths_also_by_a_resumed_evaluation(
     assert measure_cells(plans, text, store, 4096).notes == first.notes
 
 
-def test_a_method_that_changes_nothing_at_a_length_is_not_measured_there(evaluation, monkeypatch):
-    read, lengths = Statements.read, []
-
-    def counting(task, reading):
-        lengths.append(reading.length)
-        return read(task, reading)
-
-    monkeypatch.setattr(Statements, "read", counting)
-    evaluation(["none", "yarn", "crop"])
-    assert lengths == [32, 64, 64, 64]
-
-
 def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     model, corpus, tmp_path, monkeypatch
 ):
@@ -322,24 +310,3 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
         together = first.result()
     assert (together.temperature, together.notes) == (alone.temperature, alone.notes)
     assert without_seconds(together) == without_seconds(alone)
-
-
-@pytest.mark.parametrize(
-    ("name", "unchanged"),
-    [
-        ("temperature", [16, 32]),
-        ("yarn+temperature", [16, 32]),
-        ("longrope", [16, 32]),
-        ("drop+temperature", []),
-        *((name, [16, 32]) for name in ("crop", "yarn", "dynamic_ntk", "window")),
-        ("drop", []),
-        ("dope", []),
-    ],
-)
-def test_lengths_that_a_fitted_method_leaves_alone_are_known_before_the_fit(model, name, unchanged):
-    config = EvaluationConfig(
-        lengths=[0.5, 1, 2], methods=[name], temperature=TemperatureSettings(models="all")
-    )
-    made = recipe(name, model.layout, config)
-    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
-    assert [n for n in (16, 32, 64) if is_unchanged(subject, made, n)] == unchanged

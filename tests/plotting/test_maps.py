@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from tests.report.described import check
 from trainer.plotting.maps import Scale, heat_maps
 
 NAN = math.nan
@@ -33,51 +32,30 @@ def test_a_scale_holds_what_is_known_of_all_panels(scale, values, limits):
 
 def test_maps_of_one_scale_share_a_bar():
     """A cell is two units wide and four high, and in the middle of its place."""
-    panels = {
-        "one": np.array([[1.0, 2.0, 3.0], [4.0, NAN, 6.0]]),
-        "two": np.array([[0.0]]),
-        "three": np.array([[9.0]]),
-    }
+    panels = {"one": np.array([[1.0, 2.0, 3.0], [4.0, NAN, 6.0]]), "two": np.array([[9.0]])}
     figure = heat_maps(panels, Scale("entropy"), x="key", y="query", cell=(2, 4))
-    check(
-        figure,
-        """
-        panel 1,1 of 2x2 'one'
-          x linear
-          y linear
-          image 0..9, from -1 5 6 -2: 1 2 3 / 4 nan 6
-        panel 1,2 of 2x2 'two'
-          x linear
-          y linear
-          image 0..9, from -1 1 2 -2: 0
-        panel 2,1 of 2x2 'three'
-          x linear
-          y linear
-          image 0..9, from -1 1 2 -2: 9
-        bar 'entropy' 0..9
-        below 'key'
-        left 'query'
-        """,
-    )
+    one, two, bar = figure.axes
+    (image,), (other,) = one.images, two.images
+    assert (one.get_title(), bar.get_ylabel()) == ("one", "entropy")
+    assert image.get_array().tolist() == [[1, 2, 3], [4, None, 6]]
+    assert image.get_extent() == [-1, 5, 6, -2]
+    assert (image.norm.vmin, other.norm.vmax) == (1, 9)
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")
 
 
 def test_maps_of_own_scales_have_bars_of_their_own():
     panels = {"one": np.array([[1.0, 2.0]]), "two": np.array([[-3.0, 3.0]])}
     scales = Scale("a", log=True), Scale("b", low=-4, high=4, signed=True)
-    check(
-        heat_maps(panels, scales, x="x", y="y", columns=1, height=1.5),
-        """
-        panel 1,1 of 2x1 'one'
-          x linear
-          y linear
-          image LogNorm 1.001..2, from -0.5 1.5 0.5 -0.5: 1 2
-        panel 2,1 of 2x1 'two'
-          x linear
-          y linear
-          image -4..4, from -0.5 1.5 0.5 -0.5: -3 3
-        bar 'a' LogNorm 1.001..2
-        bar 'b' -4..4
-        below 'x'
-        left 'y'
-        """,
-    )
+    figure = heat_maps(panels, scales, x="x", y="y", columns=1, height=1.5)
+    assert [axes.get_ylabel() for axes in figure.axes[2:]] == ["a", "b"]
+    assert [axes.images[0].norm.vmax for axes in figure.axes[:2]] == [2, 4]
+
+
+def test_named_cells_show_their_numbers():
+    names = (["1×", "2×"], ["0", "50", "100"])
+    values = np.array([[99.6, NAN], [50.0, 1.0], [0.0, 100.0]])
+    figure = heat_maps({"one": values}, Scale("success (%)", 0, 100), x="x", y="y", names=names)
+    axes = figure.axes[0]
+    shown = {text.get_position(): text.get_text() for text in axes.texts}
+    assert [shown[0, 0], shown[1, 0], shown[0, 1]] == ["100", "·", "50"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == names[1]

@@ -184,28 +184,6 @@ def test_what_grows_with_the_length_keeps_its_reference_through_several_phases(s
         assert changed.at(length).layers == layout.at(length).layers
 
 
-@pytest.mark.parametrize(
-    ("changed", "lengths"),
-    [
-        (one_layer(C, FAST).dynamically_rescaled(ntk_aware), {C: True, C + 1: False}),
-        (Layout(C, (LayerEncoding.of_heads((FAST,), C + 8),)), {C + 8: True, C + 9: False}),
-        (
-            one_layer(C, FAST.with_temperature(coefficient=0.1, per="query")),
-            {C: True, C + 1: False},
-        ),
-        (
-            one_layer(C, FAST.with_temperature(coefficient=0.1, per="query", steps=True)),
-            {1: False, C: False},
-        ),
-        (one_layer(C, FAST).rescaled(yarn, 2.0), {1: False}),
-    ],
-)
-def test_a_layout_acts_as_another_up_to_the_length_from_which_it_differs(changed, lengths):
-    plain = one_layer(C, FAST)
-    acting = {n: changed.acting_at(n).layers == plain.acting_at(n).layers for n in lengths}
-    assert acting == lengths
-
-
 def test_a_pair_turns_once_in_its_wavelength():
     spectrum = Spectrum((math.pi, math.pi / 8, 0.0))
     assert spectrum.wavelengths == (2, 16, math.inf)

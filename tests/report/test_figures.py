@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from tests.report.described import check, described
 from tests.report.examples import cell, loss, report
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Drop, Milestone, Reach
 from trainer.plotting.lines import Series
@@ -62,73 +62,50 @@ def test_figures_come_in_the_order_of_the_page(plots):
     ]
 
 
+def drawn(axes):
+    """The lines of a panel that show numbers: x and y, with None for none."""
+    return [
+        ([*map(float, x)], [None if math.isnan(v) else round(float(v), 3) for v in y])
+        for x, y in (line.get_data() for line in axes.lines)
+    ]
+
+
+def labels(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
 def test_perplexity_against_retrieval(plots):
     """The first model as is and with what keeps perplexity, others as they are."""
-    check(
-        plots["perplexity_and_retrieval"].figure,
-        """
-        panel 1,1 of 1x2
-          x log
-          y linear 'perplexity'
-          line: x 64 256; y 10 40
-          line: x 256; y 40
-          line: x 64 256; y 10 40
-          line: upright at 64
-        panel 1,2 of 1x2
-          x log
-          y linear 'success (%)'
-          line: x 62.68 250.7; y 100 25
-          line: x 256; y 50
-          line: x 65.34 261.4; y 75 75
-          line: upright at 64
-          bars: 62.68 51.01, 62.68 100; 250.7 4.559, 250.7 69.94
-          bars: 256 15, 256 85
-          bars: 65.34 30.06, 65.34 95.44; 261.4 30.06, 261.4 95.44
-        below 'sequence length (multiple of the training length; tokens)'
-        legend 'RoPE', 'RoPE + cropped', 'DroPE', 'training length'
-        """,
-    )
+    figure = plots["perplexity_and_retrieval"].figure
+    left, right = figure.axes
+    both = [64.0, 256.0]
+    assert drawn(left)[:3] == [(both, [10, 40]), ([256.0], [40]), (both, [10, 40])]
+    assert all(y in [line for _, line in drawn(right)] for y in ([100, 25], [50], [75, 75]))
+    bars = right.containers[1].lines[2][0].get_segments()
+    assert np.array(bars).ravel() == pytest.approx([256, 15.0, 256, 85.0], abs=0.01)  # Wilson's
+    assert set(labels(figure)) == {"RoPE", "RoPE + cropped", "DroPE", "training length"}
 
 
 def test_success_over_length(plots):
-    text = described(plots["success_statements"].figure)
-    assert "line: x 61.39 245.6; y 100 25" in text
-    assert "line: x 66.72 266.9; y 0 0" in text
-    assert "line: level at 1.5" in text
-    assert "'any listed value (25.0%)'" in text
+    figure = plots["success_statements"].figure
+    heights = [y for _, y in drawn(figure.axes[0])]
+    assert [100, 25] in heights
+    assert [0, 0] in heights
+    assert [1.5, 1.5] in heights  # chance
+    assert "any listed value (25.0%)" in labels(figure)
 
 
 def test_perplexity_by_position(plots):
-    check(
-        plots["perplexity_by_position"].figure,
-        """
-        panel 1,1 of 1x1
-          x linear 'position in sequences of 256 tokens'
-          y linear 'perplexity'
-          line: x 16 144; y 40 80
-          line: x 16 144; y 40 80
-          line: x 16 144; y 40 nan
-          line: upright at 64
-        legend 'RoPE', 'RoPE + cropped', 'DroPE', 'training length'
-        """,
-    )
+    (axes,) = plots["perplexity_by_position"].figure.axes
+    middles = [16.0, 144.0]
+    assert drawn(axes)[:3] == [(middles, [40, 80])] * 2 + [(middles, [40, None])]
+    assert drawn(axes)[3][0] == [64, 64]
 
 
 def test_success_by_depth(plots):
-    check(
-        plots["depth_statements"].figure,
-        """
-        panel 1,2 of 1x5 'RoPE + cropped'
-          x linear
-          y linear
-          image 0..100, from -0.5 1.5 1.5 -0.5: nan 100 / nan 0
-          text '·': 0 0
-          text '100': 1 0
-          text '·': 0 1
-          text '0': 1 1
-        """,
-        panel=2,
-    )
+    axes = plots["depth_statements"].figure.axes[1]
+    assert axes.get_title() == "RoPE + cropped"
+    assert axes.images[0].get_array().tolist() == [[None, 100], [None, 0]]
 
 
 def test_loss_by_position_needs_two_positions(tmp_path):
@@ -182,20 +159,10 @@ def test_losses_over_steps_with_the_drop():
     )
     made = report(arms=arms, drop=Drop(2, 4.0, 8.5, None))
     (plot,) = training_figure(made, {"DroPE": 4, "RoPE": 0})
-    check(
-        plot.figure,
-        """
-        panel 1,1 of 1x1
-          x linear 'training step'
-          y linear 'training loss (nats/token)'
-          line: x 1 2 4 100; y 5 4 nan 3
-          line: x 1 2 4 100; y 5 4 nan 3
-          line: x 1 2; y 6 5.5
-          line: x 1 2; y 6 5.5
-          line: upright at 2
-        legend 'DroPE', 'RoPE', 'encoding dropped at step 2'
-        """,
-    )
+    (axes,) = plot.figure.axes
+    assert drawn(axes)[:3:2] == [([1, 2, 4, 100], [5, 4, None, 3]), ([1, 2], [6, 5.5])]
+    assert drawn(axes)[-1][0] == [2, 2]
+    assert labels(plot.figure) == ["DroPE", "RoPE", "encoding dropped at step 2"]
 
 
 def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
@@ -217,19 +184,9 @@ def test_reach_has_the_run_at_every_length_and_others_at_their_longest():
     other = (Reach(4, False, 64, (64, 128, 192), (3.0, 3.5, 4.0), rates),)
     made = report(drop=Drop(6, 4.0, 5.0), reach={"Mine": history, "RoPE": other})
     (plot,) = reach_figure(made, {"Mine": 1, "RoPE": 0})
-    check(
-        plot.figure,
-        """
-        panel 1,1 of 1x1
-          x linear 'training step'
-          y linear 'retrieval (%)'
-          line: x 4 8; y 100 75
-          line: x 4 8; y 50 nan
-          line: x 4; y 25
-          line: upright at 6
-        legend 'Mine, 1×', 'Mine, 2×', 'RoPE, 3×', 'encoding dropped at step 6'
-        """,
-    )
+    heights = [y for _, y in drawn(plot.figure.axes[0])]
+    assert heights[:3] == [[100, 75], [50, None], [25]]
+    assert labels(plot.figure) == ["Mine, 1×", "Mine, 2×", "RoPE, 3×", "encoding dropped at step 6"]
 
 
 def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
@@ -238,17 +195,7 @@ def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
         Milestone(n, 1000 * n, n > 1, measured) for n, measured in enumerate((*scores, scores[0]))
     )
     (plot,) = milestones_figure(report(milestones={"DroPE": run, "RoPE": run[:1], "NoPE": ()}))
-    check(
-        plot.figure,
-        """
-        panel 1,1 of 1x1
-          x linear 'training tokens'
-          y linear 'score (%)'
-          line: x 0 1000 2000; y 37.5 87.5 37.5
-          line: x 0 1000 2000; y 50 75 50
-          line: x 0 1000 2000; y 25 nan 25
-          line: x 0; y 37.5
-          line: upright at 2000
-        legend 'DroPE, mean', 'DroPE, a', 'DroPE, b', 'RoPE, mean', 'encoding dropped'
-        """,
-    )
+    heights = [y for _, y in drawn(plot.figure.axes[0])]
+    assert heights[:4] == [[37.5, 87.5, 37.5], [50, 75, 50], [25, None, 25], [37.5]]
+    names = ["DroPE, mean", "DroPE, a", "DroPE, b", "RoPE, mean", "encoding dropped"]
+    assert labels(plot.figure) == names

@@ -56,8 +56,8 @@ def map_figure(maps: Mapping[str, Array], step: int, low: float, *, height: floa
     """Draw maps of attention by title, in cells of ``step`` tokens; ``low``: the darkest colour."""
     visible = {title: np.where(cells > 0, cells, np.nan) for title, cells in maps.items()}
     scale = Scale("attention of a query on a cell", low=low, high=1, log=True)
-    axes = {"x": "key (tokens)", "y": "query (tokens)"}
-    return heat_maps(visible, scale, **axes, cell=(step, step), columns=3, height=height)
+    x, y = "key (tokens)", "query (tokens)"
+    return heat_maps(visible, scale, x=x, y=y, cell=(step, step), columns=3, height=height)
 
 
 class SinkFigures(Topic):

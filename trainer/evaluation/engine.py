@@ -25,7 +25,7 @@ from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Measurement, Reading
 from trainer.evaluation.methods import CHOICE, Method, Recipe
 from trainer.evaluation.passes import Piece
-from trainer.evaluation.results import AS_IS, TRIAL_COLUMNS, table
+from trainer.evaluation.results import TRIAL_COLUMNS, table
 from trainer.evaluation.rows import rows_of, trials_of
 from trainer.evaluation.store import Store
 from trainer.model.config import ModelConfig
@@ -106,10 +106,9 @@ def plan_cells(
     def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
         fits = recipe.fits(length / subject.layout.training_length)
         read = text.choice_key if CHOICE in recipe.settings else text.key
-        method = [recipe.key, recipe.settings, read if fits else None]
         return {
             "model": subject.fingerprint,
-            "method": [AS_IS] if is_unchanged(subject, recipe, length) else method,
+            "method": [recipe.key, recipe.settings, read if fits else None],
             "task": [task.key, task.fingerprint(length)],
             "length": length,
             "batches": [batch_tokens, subject.device],  # parts hold whole batches
@@ -122,19 +121,6 @@ def plan_cells(
         for length in lengths
         for task in tasks
     ]
-
-
-def is_unchanged(subject: Subject, recipe: Recipe, length: int) -> bool:
-    """Return whether a method is known to leave a model as it is for sequences of this length.
-
-    Changes for longer ones do not count, such as a temperature beyond C.
-    """
-    factor = length / subject.layout.training_length
-    method = recipe.known_at(factor)
-    if method is None or method.crops(length):
-        return False
-    changed, trained = method.layout_at(factor), subject.layout
-    return changed.acting_at(length) == trained.acting_at(length)
 
 
 @dataclass
@@ -247,7 +233,7 @@ def _measure_model(
 
     def measure(plan: PlannedCell, piece: Piece) -> dict[str, Any]:
         method, fitting = method_of(plan.recipe)
-        reads = method.reads if method.crops(plan.length) else None
+        reads = method.reads if method.reads and method.reads < plan.length else None
         count: Callable[[int], None] = lambda sequences: done.add(sequences * plan.length)  # noqa: E731
         reading = Reading(fitting.model, plan.length, reads, batch_tokens, count, piece)
         began = time.perf_counter()

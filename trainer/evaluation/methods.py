@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -49,10 +49,6 @@ class Method:
     layout_at: LayoutAt
     reads: int | None = None
 
-    def crops(self, length: int) -> bool:
-        """Whether the model reads fewer than all ``length`` tokens."""
-        return self.reads is not None and self.reads < length
-
 
 Make = Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
 """Maps the layouts before a part to those after it; its configuration lists layers as indices."""
@@ -78,9 +74,7 @@ class Recipe:
     """A method before it is fitted.
 
     ``settings``: all its inputs besides the model. ``fits``: extension factors at whose lengths it
-    reads text, by the factor that it is set for. ``fixed``: the method itself, if it chooses
-    nothing and needs no model. ``within``: the method up to the training length, if it chooses
-    nothing there.
+    reads text, by the factor that it is set for.
     """
 
     key: str
@@ -88,12 +82,6 @@ class Recipe:
     settings: dict[str, Any]
     fits: Callable[[float], set[float]]
     make: Callable[[Fitting], Method]
-    fixed: Method | None = None
-    within: Method | None = None
-
-    def known_at(self, factor: float) -> Method | None:
-        """Return the method at an extension factor if it is known without a fit."""
-        return self.fixed or (self.within if factor <= 1 else None)
 
 
 def applicable(
@@ -141,7 +129,7 @@ def recipe(
         )
     config = replace(config, layers=layout.chosen(config.layers))
 
-    def make(fitting: Fitting, parts: Sequence[Part] = parts) -> Method:
+    def make(fitting: Fitting) -> Method:
         layout_at: LayoutAt = lambda factor: layout  # noqa: E731
         for part in parts:
             # Cached: a choice is made once for all tasks.
@@ -160,15 +148,8 @@ def recipe(
             factors |= of_part  # where a part is fitted, it applies the parts before it
         return read
 
-    # Parts without a fit do not depend on the text.
-    no_text = cast("Fitting", None)
-    choosing = [part for part in parts if any(set(part.fits(config, s)) for s in config.factors)]
-    fixed = None if choosing else make(no_text)
-    within = None
-    if not any(set(part.fits(config, 1.0)) for part in choosing):
-        within = make(no_text, [part for part in parts if part not in choosing])
     title = " + ".join(part.title for part in parts)
-    return Recipe(name, title, settings, fits, make, fixed, within)
+    return Recipe(name, title, settings, fits, make)
 
 
 def _idle(keys: Sequence[str], layout: Layout, config: MethodsConfig, native: bool) -> str:

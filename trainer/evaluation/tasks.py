@@ -38,13 +38,6 @@ class HeldOut:
     bos_token: int | None
     training_share: float | None
 
-    @property
-    def without_statements(self) -> str:
-        """The reason why a model does not know the task ``statements``."""
-        known = self.training_share is not None
-        why = "carried none" if known else "is not known to have carried any"
-        return f"the training text of the first model {why} (data.needles.share)"
-
     @cached_property
     def documents(self) -> list[str]:
         """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
@@ -80,7 +73,12 @@ def make_tasks(
         if name == PERPLEXITY:
             made.append(Perplexity(windows, first, training_length, config.last))
         elif name == STATEMENTS and not text.training_share:
-            notes.append(f"The task 'statements' was left out: {text.without_statements}.")
+            known = text.training_share is not None
+            why = "carried none" if known else "is not known to have carried any"
+            notes.append(
+                "The task 'statements' was left out: the training text of the first model "
+                f"{why} (data.needles.share)."
+            )
         elif name == STATEMENTS:
             vocabulary, needles = NeedleVocabulary.from_tokenizer(tokenizer), config.needles
             counts = needles.trials, needles.needles, needles.seed, needles.changes

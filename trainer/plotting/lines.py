@@ -17,8 +17,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from trainer.plotting.style import COLOURS, GRADED, GREY, blank, paper_style, whole_ticks
 
 Array = np.ndarray
-MOST_COLUMNS = 6
-"""Most columns of a balanced legend."""
 OVERLAY = 8
 """Most lines of one panel; more become small multiples."""
 LOW, HIGH = 0.1, 0.9
@@ -175,16 +173,14 @@ def side_by_side(
     x_label: str = "",
     y_label: str = "",
     bands: bool = False,
-    balanced: bool = False,
     background: bool = False,
 ) -> Figure:
     """Draw panels beside each other with one legend; a label has one style in all of them.
 
     ``columns``: panels in a row (None: all); ``height``: inches of a row. ``x_label``, ``y_label``:
     one label for all panels, instead of their own. ``bands``: shade intervals instead of drawing
-    bars. ``balanced``: give the legend up to six columns and rows of similar length.
-    ``background``: panels share their axes and show the lines of all others in grey; titles in the
-    colour of the first line take the place of a legend.
+    bars. ``background``: panels share their axes and show the lines of all others in grey; titles
+    in the colour of the first line take the place of a legend.
     """
     columns = min(columns or len(panels), len(panels))
     with paper_style():
@@ -205,11 +201,11 @@ def side_by_side(
             if not x_label:
                 axes.set_xlabel(panel.frame.x_label)
             for series in (line for line in panel.series if line.label and not background):
-                lines.setdefault(series.label, line_handle(series))
+                handle = Line2D([], [], label=series.label, **line_style(series))
+                lines.setdefault(series.label, handle)
             for handle in reference_handles(panel.frame):
                 references.setdefault(str(handle.get_label()), handle)
-        handles = [*lines.values(), *references.values()]
-        legend_above(figure, handles, _balanced(handles) if balanced else 4)
+        legend_above(figure, [*lines.values(), *references.values()])
     return figure
 
 
@@ -297,11 +293,6 @@ def reference_handles(frame: Frame) -> list[Line2D]:
     return handles
 
 
-def line_handle(item: Series) -> Line2D:
-    """Return the legend entry of a line."""
-    return Line2D([], [], label=item.label, **line_style(item))
-
-
 def line_style(item: Series) -> dict[str, Any]:
     """Return colour, dashes and marker of a line, which depend on its style number."""
     colour = COLOURS[item.style % len(COLOURS)]
@@ -313,9 +304,9 @@ def line_style(item: Series) -> dict[str, Any]:
     return look
 
 
-def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) -> None:
-    """Draw one legend above all panels, in at most ``columns`` columns that fit the width."""
-    for count in range(min(columns, len(handles)), 0, -1):
+def legend_above(figure: Figure, handles: Sequence[Line2D]) -> None:
+    """Draw one legend above all panels, in at most four columns that fit the width."""
+    for count in range(min(4, len(handles)), 0, -1):
         legend = figure.legend(
             handles=list(handles),
             loc="outside upper center",
@@ -328,11 +319,6 @@ def legend_above(figure: Figure, handles: Sequence[Line2D], columns: int = 4) ->
         if count == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
             return
         legend.remove()
-
-
-def _balanced(handles: Sequence[Line2D]) -> int:
-    """Return a number of columns that makes the rows of a legend about equally long."""
-    return math.ceil(len(handles) / math.ceil(len(handles) / MOST_COLUMNS)) if handles else 1
 
 
 def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False) -> None:
@@ -350,9 +336,8 @@ def _draw_panel(axes: Axes, panel: Panel, *, bands: bool = False) -> None:
     frame.prepare(axes)
     for (height, _), dash in zip(frame.horizontal, _REFERENCE_DASHES, strict=False):
         axes.axhline(height, color=GREY, linewidth=0.8, linestyle=dash, zorder=1)
-    if frame.vertical is None:
-        return
-    axes.axvline(frame.vertical[0], color=GREY, linewidth=0.8, linestyle="--", zorder=1)
+    if frame.vertical is not None:
+        axes.axvline(frame.vertical[0], color=GREY, linewidth=0.8, linestyle="--", zorder=1)
 
 
 def _tokens(value: float, _: int) -> str:

@@ -11,7 +11,6 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 
 from trainer.plotting.lines import panel_grid
 from trainer.plotting.style import ON_BRIGHT, UNKNOWN, blank, paper_style
@@ -54,26 +53,6 @@ class Scale:
         return colormaps[_SIGNED if self.signed else _COLOURS].with_extremes(bad=UNKNOWN)
 
 
-def draw_map(
-    axes: Axes, values: Array, scale: Scale, norm: Normalize, cell: tuple[float, float] = (1, 1)
-) -> AxesImage:
-    """Draw ``[rows, columns]`` with row 0 at the top; ``cell``: its width and height in axis units.
-
-    NaN is drawn as a cell without a number.
-    """
-    tall, wide = values.shape
-    axes.grid(visible=False)
-    return axes.imshow(
-        np.ma.masked_invalid(values),
-        cmap=scale.colours,
-        norm=norm,
-        aspect="auto",
-        interpolation="nearest",
-        extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
-        rasterized=True,
-    )
-
-
 def heat_maps(
     panels: Mapping[str, Array],
     scale: Scale | Sequence[Scale],
@@ -83,24 +62,39 @@ def heat_maps(
     columns: int = 2,
     cell: tuple[float, float] = (1, 1),
     height: float = 2.0,
+    names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Figure:
     """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
 
     ``scale``: one for all panels, or one for each. ``x``, ``y``: labels of the columns and of the
     rows. ``columns``: panels in a row. ``cell``: width and height of a cell in units of x and y.
-    ``height``: inches of a row of panels.
+    ``height``: inches of a row of panels. ``names``: of the columns and of the rows; every cell
+    then shows its number.
     """
     columns = min(columns, len(panels))
-    shared = isinstance(scale, Scale)
+    shared, named = isinstance(scale, Scale), names is not None
     scales = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
     with paper_style():
         figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y)
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=named, share_y=named)
         for axes, (title, values), colours in zip(grid, panels.items(), scales, strict=True):
             norm = colours.norm(list(panels.values()) if shared else [values])
-            image = draw_map(axes, values, colours, norm, cell)
-            axes.set_title(title, pad=3)
-            axes.locator_params(integer=True, nbins=6)
+            tall, wide = values.shape
+            image = axes.imshow(
+                np.ma.masked_invalid(values),
+                cmap=colours.colours,
+                norm=norm,
+                aspect="auto",
+                interpolation="nearest",
+                extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
+                rasterized=True,
+            )
+            axes.grid(visible=False)
+            axes.set_title(title, pad=3, fontsize=7 if named else 8)
+            if names is None:
+                axes.locator_params(integer=True, nbins=6)
+            else:
+                _number(axes, values, norm, names)
             if not shared:
                 figure.colorbar(image, label=colours.label, pad=0.02)
         if shared:
@@ -108,46 +102,15 @@ def heat_maps(
     return figure
 
 
-def numbered_maps(
-    panels: Mapping[str, Array],
-    scale: Scale,
-    *,
-    names: tuple[Sequence[str], Sequence[str]],
-    labels: tuple[str, str],
-    columns: int,
-) -> Figure:
-    """Draw maps with a whole number in every cell and named rows and columns.
-
-    ``panels``: ``[rows, columns]`` by title; NaN, for no number, is drawn as a dot. ``names``,
-    ``labels``: of the columns and of the rows. ``columns``: largest number of panels in a row.
-    """
-    columns = min(columns, len(panels))
-    tall = min(2.2, 0.45 + 0.17 * len(names[1]))
-    x, y = labels
-    with paper_style():
-        figure = blank(0.5 + tall * math.ceil(len(panels) / columns))
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=True, share_y=True)
-        for axes, (title, values) in zip(grid, panels.items(), strict=True):
-            norm = scale.norm([values])
-            image = axes.imshow(values, cmap=scale.colours, norm=norm, aspect="auto")
-            for (row, column), value in np.ndenumerate(values):
-                known = math.isfinite(value)
-                axes.text(
-                    column,
-                    row,
-                    f"{value:.0f}" if known else "·",
-                    color=ON_BRIGHT if not known or norm(value) > _BRIGHT else "white",
-                    ha="center",
-                    va="center",
-                    fontsize=5.5,
-                )
-            axes.set_title(title, pad=3, fontsize=7)
-            axes.set_xticks(range(len(names[0])), names[0], fontsize=6)
-            axes.set_yticks(range(len(names[1])), names[1], fontsize=6)
-            axes.tick_params(length=0)
-            axes.grid(visible=False)
-            axes.spines[:].set_visible(False)
-        bar = figure.colorbar(image, ax=grid, aspect=30, pad=0.02, fraction=0.03)
-        bar.set_label(scale.label)
-        bar.outline.set_visible(False)
-    return figure
+def _number(
+    axes: Axes, values: Array, norm: Normalize, names: tuple[Sequence[str], Sequence[str]]
+) -> None:
+    """Write a whole number into every cell, a dot for NaN, and name columns and rows."""
+    for (row, column), value in np.ndenumerate(values):
+        known = math.isfinite(value)
+        colour = ON_BRIGHT if not known or norm(value) > _BRIGHT else "white"
+        text = f"{value:.0f}" if known else "·"
+        axes.text(column, row, text, color=colour, fontsize=5.5, ha="center", va="center")
+    axes.set_xticks(range(len(names[0])), names[0], fontsize=6)
+    axes.set_yticks(range(len(names[1])), names[1], fontsize=6)
+    axes.tick_params(length=0)

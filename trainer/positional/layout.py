@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from trainer.common.fields import adapter
 from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[tuple[float, ...], ...]
 
@@ -180,25 +180,6 @@ class Layout:
             return replace(spectrum, temperature=temperature, long=long)
 
         return self if length == C else replace(self.map(with_reference), training_length=length)
-
-    def acting_at(self, length: int) -> Layout:
-        """Return the layout as :meth:`at`, without windows and temperatures that no sequence of
-        ``length`` tokens is long enough for."""
-        C = self.training_length
-
-        def acting(spectrum: Spectrum) -> Spectrum:
-            temperature = spectrum.temperature
-            begins = 0 if temperature.steps else temperature.reference or C
-            if temperature.is_constant or length > begins:
-                return spectrum
-            return replace(spectrum, temperature=Temperature(scale=temperature.scale))
-
-        layout = self.at(length).map(acting)
-        layers = (
-            replace(layer, window=None) if layer.window and layer.window >= length else layer
-            for layer in layout.layers
-        )
-        return replace(layout, layers=tuple(layers))
 
     def map(
         self, change: Callable[[Spectrum], Spectrum], layers: Collection[int] | None = None

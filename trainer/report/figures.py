@@ -28,7 +28,7 @@ from trainer.plotting.lines import (
     side_by_side,
     training_length_mark,
 )
-from trainer.plotting.maps import Scale, numbered_maps
+from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.style import style_numbers
 from trainer.report.files import Drawn, Plot
 from trainer.report.tables import perplexity
@@ -130,7 +130,7 @@ def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
         f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
         f"read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
-        side_by_side(panels, height=2.6, x_label=panels[0].frame.x_label, balanced=True),
+        side_by_side(panels, height=2.6, x_label=panels[0].frame.x_label),
     )
 
 
@@ -184,15 +184,14 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
             f"text, 100: its end, where the question is) at that length: {name}. With several "
             "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
             f"Heat maps of success by depth and sequence length, {name}.",
-            numbered_maps(
+            heat_maps(
                 {textwrap.fill(report.row_name(row), 24): maps[row] for row in group},
                 Scale("success (%)", 0, 100),
-                names=(list(map(factor_label, lengths.values())), names),
-                labels=(
-                    f"sequence length (multiple of {report.unit})",
-                    "depth (% of the text)",
-                ),
+                x=f"sequence length (multiple of {report.unit})",
+                y="depth (% of the text)",
                 columns=5,
+                height=min(2.2, 0.6 + 0.17 * len(names)),
+                names=(list(map(factor_label, lengths.values())), names),
             ),
         )
 
