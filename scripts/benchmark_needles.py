@@ -162,7 +162,7 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
         prompts = statements(haystack, length, settings)
     else:
         task = NEEDLE_TASKS[task_name](haystack, settings)
-        if task.depths is None:  # as many prompts as the other tasks have
+        if task_name.startswith("multi"):  # as many prompts as the other tasks have
             task = replace(
                 task, settings=replace(settings, trials=options.trials * len(settings.depths))
             )

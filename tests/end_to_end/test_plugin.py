@@ -19,12 +19,13 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.needles import NEEDLE_TASKS
 
-GUIDE = "".join((ROOT / page).read_text() for page in ("docs/encodings.md", "CONTRIBUTING.md"))
+PAGES = ("docs/encodings.md", "docs/evaluation.md", "CONTRIBUTING.md")
+GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)
 COMMANDS = {
     words[0]: words
     for command in re.findall(r"```sh\npython -m trainer (.*?)```", GUIDE, re.DOTALL)
-    if (words := shlex.split(command.replace("\\\n", " ")))
+    if "plugins=" in command and (words := shlex.split(command.replace("\\\n", " ")))
 }
 SMALL = [
     "trainer.max_steps=20", "drop.at=10", "trainer.batch_size=4", "trainer.threads=1",

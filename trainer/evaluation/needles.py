@@ -10,16 +10,16 @@ values numbers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from importlib import resources
-from typing import TypeVar
 
 import numpy as np
 import wonderwords
 
 from trainer.common.errors import UserError
+from trainer.common.words import counted
 from trainer.config import NeedleTaskSettings
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.haystack import Haystack
@@ -128,156 +128,147 @@ def listed(items: list[str]) -> str:
     return ", ".join(items[:-1]) + f", and {items[-1]}"
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """Tokens of a quiz's needles and question."""
+def hidden(
+    haystack: Haystack,
+    settings: NeedleTaskSettings,
+    length: int,
+    draw: DrawQuiz,
+    *,
+    needles: int = 1,
+    new_tokens: int = TOKENS_PER_VALUE,
+    depths: Sequence[float] = (),
+    behind: tuple[int, ...] = (),
+    opening: str = "",
+    closing: str = "\n\n",
+) -> list[Prompt]:
+    """Return prompts with needles in excerpts of a haystack, and their question at the end.
 
-    quiz: Quiz
-    needles: list[list[int]]
-    question: list[int]
+    Prompt and answer, of at most ``new_tokens``, have ``length`` tokens. Prompts of one excerpt
+    follow each other and form a group. ``draw``: makes quizzes of ``needles`` needles. ``depths``:
+    depths of the needle, one prompt each; empty: all needles at random places. ``behind``: tokens
+    directly after every needle. ``opening``: text before the haystack; ``closing``: text before
+    every question.
 
-    @property
-    def tokens(self) -> int:
-        return len(self.question) + sum(map(len, self.needles))
+    Raises:
+        UserError: ``length`` is too short for the needles and the question, or the text for
+            ``length``.
+    """
+    tokenizer = haystack.tokenizer
+    before = (*haystack.bos, *tokenizer.encode(opening, add_special_tokens=False).ids)
+    prompts = []
+    for trial in range(settings.trials):
+        random = np.random.default_rng((settings.seed, trial, 0))
+        quiz = draw(needles, haystack.numbers, random)
+        sentences = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
+        question = haystack.encode(f"{closing}{quiz.question}")
+        fixed = len(before) + sum(map(len, sentences)) + len(question) + new_tokens
+        if length <= fixed:
+            raise UserError(
+                f"evaluation.lengths: {length} tokens are too few for "
+                f"{counted(needles, 'needle')} and a question"
+            )
+        random = np.random.default_rng((settings.seed, trial, 1))
+        excerpt = haystack.excerpt(length - fixed, random)
+        for depth in depths or (None,):
+            wanted = random.random(needles) if depth is None else [depth]
+            places = [excerpt.place(share) for share in wanted]
+            text = excerpt.with_insertions(list(zip(places, sentences, strict=True)))
+            first = min(places[asked] for asked in quiz.asked) / (length - fixed)
+            prompts.append(
+                Prompt(
+                    (*before, *text, *question),
+                    quiz.answers,
+                    new_tokens,
+                    round(first, 4) if depth is None else depth,
+                    None if depth is None else trial,
+                )
+            )
+    return prompts
+
+
+MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]
+"""Returns the prompts for a haystack, settings and a length in tokens, prompt and answer together.
+"""
 
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """A needle task, a :class:`~trainer.evaluation.scoring.Task`.
+    """A registered function as a :class:`~trainer.evaluation.scoring.Task`."""
 
-    ``draw``: makes quizzes of ``needles`` needles. ``depths``: depths of the needle, one prompt
-    each; None: all needles at random places. ``behind``: tokens directly after every needle.
-    ``opening``: text before the haystack; ``closing``: text before every question.
-    """
-
-    name: str
+    make: MakePrompts
     score: Score
-    stop: Stop
-    settings: NeedleTaskSettings
+    stop: Stop | None
     haystack: Haystack
-    draw: DrawQuiz
-    needles: int = 1
-    new_tokens: int = TOKENS_PER_VALUE
-    depths: tuple[float, ...] | None = None
-    behind: tuple[int, ...] = ()
-    opening: str = ""
-    closing: str = "\n\n"
+    settings: NeedleTaskSettings
+
+    @property
+    def name(self) -> str:
+        """Name in ``evaluation.tasks``."""
+        return self.make.__name__
 
     def prompts(self, length: int) -> list[Prompt]:
-        """Return the trials; with ``depths``, those of one text follow each other and form a group.
-
-        Raises:
-            UserError: ``length`` is too short for the needles and the question, or the text for
-                ``length``.
-        """
-        trials = [self._trial(number) for number in range(self.settings.trials)]
-        fixed = len(self._before) + self.new_tokens
-        least = max(trial.tokens for trial in trials) + fixed + 1
-        if length < least:
-            raise UserError(
-                f"evaluation.lengths: expected {least} tokens or more for {self.name}, got {length}"
-            )
-        return [
-            prompt
-            for number, trial in enumerate(trials)
-            for prompt in self._prompts(trial, number, length - fixed - trial.tokens)
-        ]
-
-    def _trial(self, number: int) -> _Trial:
-        haystack = self.haystack
-        random = np.random.default_rng((self.settings.seed, number, 0))
-        quiz = self.draw(self.needles, haystack.numbers, random)
-        needles = [[*haystack.encode(f" {text}"), *self.behind] for text in quiz.needles]
-        return _Trial(quiz, needles, haystack.encode(f"{self.closing}{quiz.question}"))
-
-    @cached_property
-    def _before(self) -> tuple[int, ...]:
-        """Tokens before the haystack."""
-        if not self.opening:
-            return self.haystack.bos
-        encoding = self.haystack.tokenizer.encode(self.opening, add_special_tokens=False)
-        return (*self.haystack.bos, *encoding.ids)
-
-    def _prompts(self, trial: _Trial, number: int, room: int) -> list[Prompt]:
-        """Return the prompts of a trial with ``room`` tokens of haystack each."""
-        random = np.random.default_rng((self.settings.seed, number, 1))
-        excerpt = self.haystack.excerpt(room, random)
-        prompts = []
-        for wanted in self.depths or (None,):
-            depths = random.random(self.needles) if wanted is None else [wanted]
-            places = [excerpt.place(depth) for depth in depths]
-            text = excerpt.with_insertions(list(zip(places, trial.needles, strict=True)))
-            first = min(places[asked] for asked in trial.quiz.asked)
-            prompts.append(
-                Prompt(
-                    (*self._before, *text, *trial.question),
-                    trial.quiz.answers,
-                    self.new_tokens,
-                    round(first / room, 4) if wanted is None else wanted,
-                    None if wanted is None else number,
-                )
-            )
-        return prompts
+        """Return the trials at ``length`` tokens; see :func:`hidden` for errors."""
+        return self.make(self.haystack, self.settings, length)
 
 
-MakeTask = Callable[[Haystack, NeedleTaskSettings], NeedleTask]
-M = TypeVar("M", bound=MakeTask)
-NEEDLE_TASKS: dict[str, MakeTask] = {}
+NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], NeedleTask]] = {}
 """Makers of tasks by their names in ``evaluation.tasks``."""
 
 
-def needle_task(make: M) -> M:
-    """Register ``make`` under its own name; use it in a file that ``plugins`` names."""
-    NEEDLE_TASKS[make.__name__] = make
-    return make
+def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts], MakePrompts]:
+    """Register a function that makes prompts as the task of its name.
+
+    Use it in a file that ``plugins`` names. ``score`` compares an answer with the right ones;
+    ``stop`` says whether an answer can end early (None: never).
+    """
+
+    def register(make: MakePrompts) -> MakePrompts:
+        NEEDLE_TASKS[make.__name__] = partial(NeedleTask, make, score, stop)
+        return make
+
+    return register
 
 
-ONE_NUMBER = exact_number, after_number
-ALL_NUMBERS = string_match_all, after_all
-
-
-@needle_task
-def standard(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make the task with one needle at every depth (Kamradt 2023; DroPE, App. C.2)."""
-    return NeedleTask(
-        "standard", *ONE_NUMBER, settings, haystack, one_of_many, depths=settings.depths
-    )
+@needle_task(exact_number, after_number)
+def standard(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
+    """Hide one needle at every depth (Kamradt 2023; DroPE, App. C.2)."""
+    return hidden(haystack, settings, length, one_of_many, depths=settings.depths)
 
 
 SINKS = 8
 """Tokens behind the needle; the paper gives no number."""
 
 
-@needle_task
-def noisy(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make :func:`standard` with eight attention sinks after the needle, in the same trials.
+@needle_task(exact_number, after_number)
+def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
+    """Put attention sinks after the needle of :func:`standard`, in the same trials.
 
     They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
     noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
     """
     sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer, haystack.eos)
-    return replace(standard(haystack, settings), name="noisy", behind=(sink,) * SINKS)
+    behind = (sink,) * SINKS
+    return hidden(haystack, settings, length, one_of_many, depths=settings.depths, behind=behind)
 
 
-@needle_task
-def multi_key(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make the task with several keys, one of them queried."""
-    needles = settings.needles
-    return NeedleTask("multi_key", *ONE_NUMBER, settings, haystack, one_of_many, needles)
+@needle_task(exact_number, after_number)
+def multi_key(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
+    """Hide several keys, and ask for one of them."""
+    return hidden(haystack, settings, length, one_of_many, needles=settings.needles)
 
 
-@needle_task
-def multi_query(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make the task with several keys, all queried; the score is the share found."""
-    needles = settings.needles, TOKENS_PER_VALUE * settings.needles
-    return NeedleTask("multi_query", *ALL_NUMBERS, settings, haystack, all_keys, *needles)
+@needle_task(string_match_all, after_all)
+def multi_query(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
+    """Hide several keys, and ask for all of them; the score is the share found."""
+    needles, new = settings.needles, TOKENS_PER_VALUE * settings.needles
+    return hidden(haystack, settings, length, all_keys, needles=needles, new_tokens=new)
 
 
-@needle_task
-def multi_value(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
-    """Make the task with several values of one key, all queried; the score is the share found."""
-    task = multi_query(haystack, settings)
-    return replace(task, name="multi_value", draw=all_values)
+@needle_task(string_match_all, after_all)
+def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
+    """Hide several values of one key, and ask for all of them; the score is the share found."""
+    needles, new = settings.needles, TOKENS_PER_VALUE * settings.needles
+    return hidden(haystack, settings, length, all_values, needles=needles, new_tokens=new)
 
 
 PLACE = "The best thing to do in San Francisco is"
@@ -289,8 +280,8 @@ def _best_thing(count: int, taken: str, random: np.random.Generator) -> Quiz:
     return Quiz((f"{PLACE} {THING}\n",), question, (THING,), (0,))
 
 
-@needle_task
-def sentence(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
+@needle_task(rouge_1_recall, after_sentence)
+def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one sentence at every depth of a book, and ask for it (Kamradt 2023).
 
     Fu et al. 2024 use this prompt for base models, as does Frequency Entropy, App. E. The score is
@@ -299,12 +290,10 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings) -> NeedleTask:
     "a" twice, scores 11 of 12; ROUGE-1 recall gives it 1. Their prompt begins with
     ``<|im_start|>``, which base models lack and which is omitted.
     """
-    return NeedleTask(
-        "sentence",
-        rouge_1_recall,
-        after_sentence,
-        settings,
+    return hidden(
         haystack,
+        settings,
+        length,
         _best_thing,
         new_tokens=max(50, len(haystack.encode(f" {THING}"))),
         depths=settings.depths,
