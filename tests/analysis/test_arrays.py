@@ -9,23 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analysis.arrays import (
-    Averages,
-    bucket_means,
-    position_edges,
-    prefix_lengths,
-)
+from trainer.analysis.arrays import bucket_means, position_edges, prefix_lengths, stacked
 
 
-def test_batches_of_any_size_count_their_texts():
-    values = torch.randn(5, 3, 2, dtype=torch.float64)
-    averages = Averages()
-    for layer in (1, 0):
-        averages.add(layer, x=values[:2] + layer)
-        averages.add(layer, x=values[2:] + layer)
-    assert averages.layers == [0, 1]
-    mean = values.double().numpy().mean(axis=0)
-    np.testing.assert_allclose(averages.stacked("x"), np.stack([mean, mean + 1]))
+def test_means_over_texts_with_those_read_without_later_tokens():
+    values = torch.randn(2, 5, 3, dtype=torch.float64)
+    means = stacked(
+        [{"x": layer} for layer in values], [{"x": -layer[..., :1]} for layer in values]
+    )
+    expected = values.numpy().mean(axis=1)
+    expected[..., :1] *= -1
+    np.testing.assert_allclose(means["x"], expected)
 
 
 def test_prefixes_double_and_end_with_the_text():

@@ -12,16 +12,20 @@ from sklearn.metrics import davies_bouldin_score, silhouette_score
 
 from tests.analysis.attention_examples import cells, layer_of_heads, rows_of
 from trainer.analysis import clusters as module
+from trainer.analysis.arrays import stacked
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.clusters import Clusters, sample_positions, snapshot
+from trainer.analysis.clusters import (
+    cluster_measures,
+    principal_plane,
+    project,
+    sample_positions,
+)
 from trainer.analysis.clusters_figures import ClusterFigures
 from trainer.analysis.topic import Target
 
 
 def result_of(heads, **options):
-    clusters = Clusters(**options)
-    clusters.update(heads)
-    return clusters.result()
+    return stacked([cluster_measures(heads, [32, 40], **options)])
 
 
 def cosine(a, b):
@@ -70,9 +74,9 @@ def test_a_temperature_does_not_change_the_ratio_of_first_singular_values():
 @pytest.mark.parametrize("points", [20, 100])
 def test_separation_is_that_of_scikit_learn(points):
     heads = layer_of_heads(texts=1)
-    result = result_of(heads, points=points, seed=3)
+    result = result_of(heads, points=points)
     for i, n in enumerate([32, 40]):
-        chosen = sample_positions(n, points, 3)
+        chosen = sample_positions(n, points)
         assert len(chosen) == min(points, n)
         vectors = np.concatenate([heads.rotated_q[0, 3][chosen], heads.rotated_k[0, 1][chosen]])
         labels = [0] * len(chosen) + [1] * len(chosen)
@@ -82,42 +86,18 @@ def test_separation_is_that_of_scikit_learn(points):
         assert score == pytest.approx(expected[1], rel=1e-5)
 
 
-def test_layers_and_texts_are_collected():
-    clusters, by_text = Clusters(), Clusters()
-    layers = [layer_of_heads(index=i) for i in (0, 1)]
-    for heads in layers:
-        clusters.update(heads)
-    result = clusters.result()
-    assert clusters.averages.layers == [0, 1]
-    assert clusters.lengths == [32, 40]
-    assert result["plain.query_cosine"].shape == (2, 4, 2)
-    assert result["plain.key_cosine"].shape == (2, 2, 2)
-    h = layers[1]
-    tensors = (h.q, h.k, h.rotated_q, h.rotated_k)
-    for text in range(2):
-        by_text.update(Heads(1, h.encoding, *(x[text : text + 1] for x in tensors), 64))
-    name = "rotated.cross_dot"
-    np.testing.assert_allclose(by_text.result()[name][0], result[name][1])
-
-
 def test_the_plane_is_that_of_the_first_prefix_before_the_rotation():
     heads = layer_of_heads(T=64, texts=1)
-    view = snapshot(heads, 1, [32, 64], points=10)
-    assert [(p.length, p.rotated) for p in view.panels] == [
-        (32, False),
-        (32, True),
-        (64, False),
-        (64, True),
-    ]
+    plane = principal_plane(heads, 1, 32)
+    panel = project(heads, 1, plane, 64, rotated=True, points=10)
     keys, queries = heads.k[0, 1].numpy(), heads.q[0, 2:].numpy()
     pca = PCA(2).fit(np.concatenate([keys[:32], queries[0, :32], queries[1, :32]]))
-    panel = view.panels[3]
     expected = pca.transform(heads.rotated_k[0, 1].numpy()[panel.positions])
     signs = np.sign((panel.keys * expected).sum(axis=0))
     np.testing.assert_allclose(panel.keys, expected * signs, atol=1e-4)
     expected = pca.transform(heads.rotated_q[0, 3].numpy()[panel.positions])
     np.testing.assert_allclose(panel.queries[1], expected * signs, atol=1e-4)
-    origin = -view.centre @ view.plane
+    origin = -plane.centre @ plane.axes
     np.testing.assert_allclose(origin, pca.transform(np.zeros((1, 8)))[0] * signs, atol=1e-4)
     values = np.linalg.svd(heads.rotated_k[0, 1].double().numpy(), compute_uv=False)
     assert panel.stable_rank == pytest.approx((values**2).sum() / values[0] ** 2)

@@ -72,16 +72,16 @@ def dense_gradients(model, ids, shift):
     for hook in hooks:
         hook.remove()
     norms = []
-    for block, (x, layer_pass, *_) in zip(model.layers, states, strict=True):
+    for block, (x, *_), encoding in zip(model.layers, states, model.layout.layers, strict=True):
         attention = block.self_attn
         w_q, w_k = (
             p.weight.detach().double().requires_grad_()
             for p in (attention.q_proj, attention.k_proj)
         )
         q, k = ((x[0].double() @ w.T).unflatten(-1, (-1, 8)).transpose(0, 1) for w in (w_q, w_k))
-        tables = layer_pass.queries.groups[0]
-        if tables.cos is not None:
-            cos, sin = tables.cos.double(), tables.sin.double()
+        if inv_freq := encoding.spectra[0].inv_freq:
+            turns = torch.outer(torch.arange(T), torch.tensor(inv_freq)).double()
+            cos, sin = turns.cos(), turns.sin()
             q, k = (
                 torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
                 for a, b in (v.chunk(2, dim=-1) for v in (q, k))

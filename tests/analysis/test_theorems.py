@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import turned
-from trainer.analysis.arrays import Averages
+from trainer.analysis.arrays import stacked
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import Heads, capture
-from trainer.analysis.clusters import Clusters
+from trainer.analysis.clusters import cluster_measures
 from trainer.analysis.positional_bias import (
     bias_gradients,
     positional_biases,
@@ -32,10 +32,9 @@ CONSTANT = torch.full((1, T), 7)
 def geometry(x, spectrum):
     """The cluster analysis of keys ``[T, D]``; the queries are the same."""
     x = x[None, None]
-    clusters = Clusters(points=8)
     rotated = turned(x, spectrum)
-    clusters.update(Heads(0, LayerEncoding(((spectrum, 1),)), x, x, rotated, rotated, 64))
-    return clusters.result()
+    heads = Heads(0, LayerEncoding(((spectrum, 1),)), x, x, rotated, rotated, 64)
+    return stacked([cluster_measures(heads, [x.shape[2]], points=8)])
 
 
 def rank_one(length, energies, pairs, seed=0):
@@ -104,14 +103,9 @@ def test_lemma_1_partial_rotation_keeps_the_rest():
 
 def biases_of(model, ids):
     """A^c ``[layers, heads]`` by kind, and the rows of every layer."""
-    bias, rows = Averages(), []
-
-    def on_layer(heads):
-        rows.append(attention_rows(heads))
-        bias.add(heads.layer, **positional_biases(rows[-1]))
-
-    capture(model, ids, on_layer)
-    return {kind: bias.stacked(kind) for kind in ("diagonal", "previous")}, rows
+    rows = []
+    capture(model, ids, lambda heads: rows.append(attention_rows(heads)))
+    return stacked([positional_biases(row) for row in rows]), rows
 
 
 def test_proposition_3_2_nope_on_a_constant_sequence(tiny_decoder):

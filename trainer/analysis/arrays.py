@@ -4,8 +4,7 @@ pairs."""
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,34 +17,22 @@ from trainer.positional.layout import LayerEncoding
 Array = np.ndarray
 
 
-class Averages:
-    """Average named arrays over texts, layer by layer, in float64."""
+def stacked(
+    layers: Sequence[Mapping[str, Tensor]], within: Sequence[Mapping[str, Tensor]] = ()
+) -> dict[str, Array]:
+    """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
+    layer.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, dict[int, Array]] = {}
-        self._counts: dict[str, Counter[int]] = {}
-
-    def add(self, layer: int, **values: Tensor) -> None:
-        """Add ``values`` ``[B, ...]`` of one layer; the shape after B must be the same in all
-        calls."""
-        for name, value in values.items():
-            sums = self._sums.setdefault(name, {})
-            sums[layer] = sums.get(layer, 0) + value.double().sum(dim=0).cpu().numpy()
-            self._counts.setdefault(name, Counter())[layer] += value.shape[0]
-
-    def stacked(self, name: str) -> Array:
-        """Return the means ``[layers, ...]`` of all layers seen, in ascending order."""
-        sums, counts = self._sums[name], self._counts[name]
-        return np.stack([sums[layer] / counts[layer] for layer in sorted(sums)])
-
-    def all_stacked(self) -> dict[str, Array]:
-        """Return the means of every name."""
-        return {name: self.stacked(name) for name in self._sums}
-
-    @property
-    def layers(self) -> list[int]:
-        """Layers seen so far, ascending: the rows of :meth:`stacked`."""
-        return sorted({layer for sums in self._sums.values() for layer in sums})
+    ``within``: values of the same texts' first tokens, read without the later ones. They replace
+    the first entries of the last axis.
+    """
+    means = {
+        name: np.stack([layer[name].double().mean(dim=0).cpu().numpy() for layer in layers])
+        for name in layers[0]
+    }
+    for name, values in (stacked(within) if within else {}).items():
+        means[name][..., : values.shape[-1]] = values
+    return means
 
 
 def prefix_lengths(length: int) -> list[int]:
@@ -128,15 +115,3 @@ def stack_layers(layers: Sequence[Tensor]) -> Array:
 
 Place = tuple[int, int]
 """Layer and head."""
-
-
-def ranked(scores: Array) -> list[Place]:
-    """Return the places in ``[layers, heads]`` in ascending order of scores."""
-    order = np.argsort(scores, axis=None, kind="stable")
-    return [(int(i), int(j)) for i, j in zip(*np.unravel_index(order, scores.shape), strict=True)]
-
-
-def mean_over_heads(values: Array) -> Array:
-    """Return means ``[layers, n]`` of ``[layers, H, n]`` over heads; NaN where no head has a
-    number."""
-    return np.ma.masked_invalid(values).mean(axis=1).filled(np.nan)

@@ -6,15 +6,15 @@ over the text once and read at every prefix length.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, prefix_lengths
+from trainer.analysis.arrays import Array
 from trainer.analysis.attention import stable_rank
 from trainer.analysis.capture import Heads
 
@@ -37,8 +37,7 @@ pairs of two different vectors. ``*_stable_rank``: |X|_F^2 / |X|_2^2, about the 
 """
 
 
-@dataclass(frozen=True)
-class _Sums:
+class _Sums(NamedTuple):
     """Sums over the first n vectors of every head, for every prefix length n: ``[lengths, B, H,
     ...]`` float64."""
 
@@ -84,14 +83,12 @@ def _measures(q: Tensor, k: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     return {name: value.movedim(0, -1) for name, value in measures.items()}
 
 
-def _separation(
-    q: Tensor, k: Tensor, lengths: list[int], points: int, seed: int
-) -> dict[str, Tensor]:
+def _separation(q: Tensor, k: Tensor, lengths: list[int], points: int) -> dict[str, Tensor]:
     """Compute silhouette score and Davies-Bouldin index ``[B, Hq, lengths]`` of samples."""
     group = q.shape[1] // k.shape[1]
     scores = []
     for n in lengths:
-        chosen = torch.as_tensor(sample_positions(n, points, seed), device=q.device)
+        chosen = torch.as_tensor(sample_positions(n, points), device=q.device)
         queries, keys = q[:, :, chosen], k[:, :, chosen]
         # A point's distance to itself is 0 and does not count.
         within_queries, within_keys = (
@@ -110,151 +107,88 @@ def _separation(
     return {"silhouette": silhouette, "davies_bouldin": davies_bouldin}
 
 
-def sample_positions(length: int, points: int, seed: int) -> Array:
+def sample_positions(length: int, points: int) -> Array:
     """Choose at most ``points`` of the positions 0 .. length - 1, ascending."""
     if length <= points:
         return np.arange(length)
-    return np.sort(np.random.default_rng(seed).choice(length, points, replace=False))
+    return np.sort(np.random.default_rng(0).choice(length, points, replace=False))
 
 
-class Clusters:
-    """Collect the geometry of every layer; pass :meth:`update` to ``capture``.
+def cluster_measures(heads: Heads, lengths: list[int], points: int = 512) -> dict[str, Tensor]:
+    """Measure the clusters of a layer in the first tokens of each text, ``[B, heads, lengths]``.
 
-    ``points``: number of queries and of keys in the samples for silhouette and Davies-Bouldin;
-    ``seed``: seed of these samples. ``lengths``: of the prefixes, in tokens.
+    ``plain.NAME`` and ``rotated.NAME`` for each of :data:`MEASURES`: before the encoding, and as
+    the scores use queries and keys. ``*_fsv_ratio``: first singular value after the encoding over
+    that before it, without the queries' temperature. A rotation leaves |X|_F unchanged (Lemma 2),
+    so this is the root of the ratio of stable ranks. ``*_first_share``: share of the first
+    principal component in the variance about the origin, before the encoding, at the last length,
+    ``[B, heads]``. ``points``: number of queries and of keys in the samples for silhouette and
+    Davies-Bouldin.
     """
-
-    def __init__(self, points: int = 512, seed: int = 0) -> None:
-        self.points, self.seed = points, seed
-        self.lengths: list[int] = []
-        self.averages = Averages()
-        self._prefix = Averages()
-
-    def update(self, heads: Heads) -> None:
-        """Add one layer of one or more texts, all of the same length of at least two tokens."""
-        self.lengths = prefix_lengths(heads.q.shape[2])
-        self.averages.add(heads.layer, **self._values(heads, self.lengths))
-
-    def update_prefix(self, heads: Heads) -> None:
-        """Add one layer of the same texts' first tokens, read without the later ones: they replace
-        the measures at all lengths up to theirs."""
-        if lengths := [n for n in self.lengths if n <= heads.q.shape[2]]:
-            self._prefix.add(heads.layer, **self._values(heads, lengths))
-
-    def _values(self, heads: Heads, lengths: list[int]) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = {}
-        for name, q, k in (
-            ("plain", heads.q, heads.k),
-            ("rotated", heads.rotated_q, heads.rotated_k),
-        ):
-            measures = _measures(q, k, lengths)
-            measures |= _separation(q, k, lengths, self.points, self.seed)
-            values |= {f"{name}.{key}": value for key, value in measures.items()}
-        for side in ("query", "key"):
-            before = values[f"plain.{side}_stable_rank"]
-            values[f"{side}_fsv_ratio"] = (before / values[f"rotated.{side}_stable_rank"]).sqrt()
-            values[f"{side}_first_share"] = 1 / before[..., -1]
-        return values
-
-    def result(self) -> dict[str, Array]:
-        """Return means over the texts added so far.
-
-        ``plain.NAME`` and ``rotated.NAME`` for each of :data:`MEASURES`: before the encoding, and
-        as the scores use queries and keys. ``*_fsv_ratio``: first singular value after the encoding
-        over that before it, ``[layers, heads, lengths]``, without the queries' temperature. A
-        rotation leaves |X|_F unchanged (Lemma 2), so this is the root of the ratio of stable ranks.
-        ``*_first_share``: share of the first principal component in the variance about the origin,
-        before the encoding, over the whole text, ``[layers, heads]``.
-        """
-        result = self.averages.all_stacked()
-        for name, values in self._prefix.all_stacked().items():
-            if not name.endswith("_first_share"):
-                result[name][..., : values.shape[-1]] = values
-        return result
+    values: dict[str, Tensor] = {}
+    for name, q, k in (("plain", heads.q, heads.k), ("rotated", heads.rotated_q, heads.rotated_k)):
+        measures = _measures(q, k, lengths) | _separation(q, k, lengths, points)
+        values |= {f"{name}.{key}": value for key, value in measures.items()}
+    for side in ("query", "key"):
+        before = values[f"plain.{side}_stable_rank"]
+        values[f"{side}_fsv_ratio"] = (before / values[f"rotated.{side}_stable_rank"]).sqrt()
+        values[f"{side}_first_share"] = 1 / before[..., -1]
+    return values
 
 
-@dataclass(frozen=True)
-class Projection:
-    """Points of a prefix: ``keys`` ``[points, 2]``, ``queries`` ``[query heads, points, 2]``.
+class Plane(NamedTuple):
+    """A plane in the space of a head: an origin ``[D]`` and two directions ``[D, 2]``."""
 
-    ``positions``: positions of the points in the text. ``stable_rank``: stable rank of all keys of
-    the prefix.
+    centre: Array
+    axes: Array
+
+
+class Projection(NamedTuple):
+    """Points of a prefix of ``length`` tokens in a plane.
+
+    ``positions``: those of the points. ``keys`` ``[points, 2]``, ``queries`` ``[query heads,
+    points, 2]``. ``stable_rank``: of all keys of the prefix.
     """
 
     length: int
-    rotated: bool
     positions: Array
     keys: Array
     queries: Array
     stable_rank: float
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """One key-value head and its queries in two dimensions.
-
-    ``centre`` ``[D]`` and ``plane`` ``[D, 2]``: the origin of the plane and its directions.
-    """
-
-    layer: int
-    kv_head: int
-    centre: Array
-    plane: Array
-    panels: list[Projection]
-
-
-def snapshot(
-    heads: Heads,
-    kv_head: int,
-    lengths: list[int],
-    *,
-    points: int = 512,
-    seed: int = 0,
-    plane_of: Snapshot | None = None,
-) -> Snapshot:
-    """Project prefixes of a text, before and after the encoding, on one plane.
-
-    The plane is spanned by the first two principal components of keys and queries together, before
-    the encoding, over the first of the ``lengths``. Only the layer's first text is shown, with at
-    most ``points`` points of a cluster. ``plane_of``: the snapshot whose plane is used instead.
-    """
+def _cloud(heads: Heads, kv_head: int, rotated: bool, length: int) -> tuple[Array, Array]:
+    """Return the first keys ``[length, D]`` of the first text, and the queries ``[G, length, D]``
+    that read them."""
+    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
     group = heads.queries_per_key
-    shared = slice(kv_head * group, (kv_head + 1) * group)
-    clouds = {
-        rotated: tuple(x.double().cpu().numpy() for x in (k[0, kv_head], q[0, shared]))
-        for rotated, k, q in (
-            (False, heads.k, heads.q),
-            (True, heads.rotated_k, heads.rotated_q),
-        )
-    }
-    if plane_of is None:
-        keys, queries = clouds[False]
-        cloud = np.concatenate([keys[: lengths[0]], *queries[:, : lengths[0]]])
-        centre = cloud.mean(axis=0)
-        _, vectors = np.linalg.eigh(np.cov(cloud.T))
-        plane = vectors[:, :-3:-1]
-        # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
-        plane = plane * np.sign(plane[np.abs(plane).argmax(axis=0), [0, 1]])
-    else:
-        centre, plane = plane_of.centre, plane_of.plane
+    readers = q[0, kv_head * group : (kv_head + 1) * group, :length]
+    return k[0, kv_head, :length].double().cpu().numpy(), readers.double().cpu().numpy()
 
-    def panel(length: int, rotated: bool) -> Projection:
-        k, q = clouds[rotated]
-        chosen = sample_positions(length, points, seed)
-        spectrum = np.linalg.eigvalsh(k[:length].T @ k[:length])
-        return Projection(
-            length=length,
-            rotated=rotated,
-            positions=chosen,
-            keys=(k[chosen] - centre) @ plane,
-            queries=(q[:, chosen] - centre) @ plane,
-            stable_rank=float(spectrum.sum() / spectrum[-1]),
-        )
 
-    return Snapshot(
-        layer=heads.layer,
-        kv_head=kv_head,
-        centre=centre,
-        plane=plane,
-        panels=[panel(length, rotated) for length in lengths for rotated in (False, True)],
+def principal_plane(heads: Heads, kv_head: int, length: int) -> Plane:
+    """Return the plane of the first two principal components of keys and queries together, before
+    the encoding, over the first ``length`` tokens of the layer's first text."""
+    keys, queries = _cloud(heads, kv_head, False, length)
+    cloud = np.concatenate([keys, *queries])
+    _, vectors = np.linalg.eigh(np.cov(cloud.T))
+    axes = vectors[:, :-3:-1]
+    # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
+    signs = np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
+    return Plane(cloud.mean(axis=0), axes * signs)
+
+
+def project(
+    heads: Heads, kv_head: int, plane: Plane, length: int, *, rotated: bool, points: int = 512
+) -> Projection:
+    """Project at most ``points`` keys and queries of a prefix of the layer's first text."""
+    keys, queries = _cloud(heads, kv_head, rotated, length)
+    chosen = sample_positions(length, points)
+    spectrum = np.linalg.eigvalsh(keys.T @ keys)
+    return Projection(
+        length,
+        chosen,
+        (keys[chosen] - plane.centre) @ plane.axes,
+        (queries[:, chosen] - plane.centre) @ plane.axes,
+        float(spectrum.sum() / spectrum[-1]),
     )

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from torch import Tensor
 
-from trainer.analysis.arrays import Array
+from trainer.analysis.arrays import SIDES, Array, Place, prefix_lengths, stacked
 from trainer.analysis.capture import Heads
-from trainer.analysis.clusters import MEASURES, Clusters, Snapshot, snapshot
+from trainer.analysis.clusters import (
+    MEASURES,
+    Plane,
+    Projection,
+    cluster_measures,
+    principal_plane,
+    project,
+)
 from trainer.analysis.topic import Plot, Target, Topic, extremes, tidy, versions
 from trainer.plotting.lines import Frame, Panel, by_length, log_if_wide, over_heads, unscaled
 from trainer.plotting.points import Points, histogram, plane, points
 
-SIDES = {"key": "keys", "query": "queries"}
 COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
 POINTS = 256
 LENGTH = "length of the text (tokens)"
@@ -32,32 +39,39 @@ class ClusterFigures(Topic):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self.clusters = Clusters(seed=target.seed)
+        self.lengths = prefix_lengths(target.length)
         self.versions = versions(target)
         self.result: dict[str, Array] = {}
-        self._snapshots: list[Snapshot] = []
+        self._layers: list[dict[str, Tensor]] = []
+        self._within: list[dict[str, Tensor]] = []
         inside = min(target.training_length, target.length)
-        self._prefixes = list(dict.fromkeys([inside, target.length]))
+        self._shown = list(dict.fromkeys([inside, target.length]))
+        self._clouds: dict[Place, tuple[Plane, dict[tuple[int, str], Projection]]] = {}
 
     def on_layer(self, heads: Heads) -> None:
         """Measure all heads, and project the heads that may be shown."""
-        self.clusters.update(heads)
+        self._layers.append(cluster_measures(heads, self.lengths))
         for kv_head in self._pictured(heads):
-            self._snapshots.append(
-                snapshot(heads, kv_head, self._prefixes, points=POINTS, seed=self.target.seed)
-            )
+            plane = principal_plane(heads, kv_head, self._shown[0])
+            self._clouds[heads.layer, kv_head] = plane, {}
+            self._project(heads, kv_head, self._shown)
 
     def on_prefix(self, heads: Heads) -> None:
-        """Replace the measures and panels within the training length."""
-        self.clusters.update_prefix(heads)
-        inside, seed = self._prefixes[:1], self.target.seed
-        for index, shown in enumerate(self._snapshots):
-            if shown.layer == heads.layer:
-                within = snapshot(
-                    heads, shown.kv_head, inside, points=POINTS, seed=seed, plane_of=shown
-                )
-                panels = within.panels + shown.panels[len(within.panels) :]
-                self._snapshots[index] = replace(shown, panels=panels)
+        """Replace the measures and clouds within the training length."""
+        lengths = [n for n in self.lengths if n <= heads.q.shape[2]]
+        if lengths:
+            values = cluster_measures(heads, lengths)
+            by_length = {k: v for k, v in values.items() if not k.endswith("_first_share")}
+            self._within.append(by_length)
+        for layer, kv_head in self._clouds:
+            if layer == heads.layer:
+                self._project(heads, kv_head, self._shown[:1])
+
+    def _project(self, heads: Heads, kv_head: int, lengths: Sequence[int]) -> None:
+        plane, clouds = self._clouds[heads.layer, kv_head]
+        for n, version in product(lengths, self.versions):
+            rotated = version == "rotated"
+            clouds[n, version] = project(heads, kv_head, plane, n, rotated=rotated, points=POINTS)
 
     def _pictured(self, heads: Heads) -> list[int]:
         if self.target.chosen:
@@ -67,7 +81,7 @@ class ClusterFigures(Topic):
 
     def finish(self) -> None:
         """Average over the texts."""
-        self.result = self.clusters.result()
+        self.result = stacked(self._layers, self._within)
 
     def plots(self) -> list[Plot]:
         """Draw curves by length, the first component, and clouds of some heads."""
@@ -84,11 +98,11 @@ class ClusterFigures(Topic):
             ),
             self._pairs("dot", "RoPE-ID, Fig. 10"),
         ]
-        return [*plots, *([self._clouds()] if self._snapshots else [])]
+        return [*plots, *([self._snapshots()] if self._clouds else [])]
 
     def rows(self) -> pd.DataFrame:
         """Return every measure of every head at every length."""
-        places = {"length": self.clusters.lengths}
+        places = {"length": self.lengths}
         axes = ("layer", "head", "length")
         tables = [
             tidy({m: self.result[f"{v}.{m}"]}, *axes, places=places, variant=v)
@@ -113,7 +127,7 @@ class ClusterFigures(Topic):
         median: bool = False,
     ) -> Panel:
         """Return the mean over heads of a measure by length, a line for each version."""
-        lengths = self.clusters.lengths
+        lengths = self.lengths
         curves = [
             over_heads(*look, lengths, self.result[f"{version}.{measure}"], median=median)
             for version, look in self.versions.items()
@@ -155,7 +169,7 @@ class ClusterFigures(Topic):
         if "plain" in self.versions:
             for side, title in SIDES.items():
                 ratio = self.result[f"{side}_fsv_ratio"]
-                mean = over_heads(*self.versions["rotated"], self.clusters.lengths, ratio)
+                mean = over_heads(*self.versions["rotated"], self.lengths, ratio)
                 frame = Frame("", "after / before" if side == "key" else "")
                 heads = ratio.reshape(-1, ratio.shape[-1])
                 panels.append(Panel(f"{title}: first singular value", [mean], frame, heads))
@@ -168,48 +182,41 @@ class ClusterFigures(Topic):
             height=2.0,
         )
 
-    def _clouds(self) -> Plot:
+    def _snapshots(self) -> Plot:
         """Draw some heads in the plane of their first two principal components."""
-        shown = self._snapshots
+        shown = list(self._clouds)
         if not self.target.chosen:
             shown = extremes(shown, key=self._lost_separation)
         panels = []
-        for head in shown:
-            drawn = [
-                p for p in head.panels if ("rotated" if p.rotated else "plain") in self.versions
-            ]
-            group = drawn[0].queries.shape[0]
-            names = ["keys", *(f"queries {i}" if group > 1 else "queries" for i in range(group))]
+        for layer, kv_head in shown:
+            head_plane, clouds = self._clouds[layer, kv_head]
             # The zero vector is the origin of the drawn plane.
-            centre = head.centre @ head.plane
-            clouds = [[cloud + centre for cloud in (p.keys, *p.queries)] for p in drawn]
-            everything = np.concatenate([cloud for row in clouds for cloud in row])
+            centre = head_plane.centre @ head_plane.axes
+            drawn = [np.concatenate([p.keys[None], p.queries]) + centre for p in clouds.values()]
+            everything = np.concatenate([cloud.reshape(-1, 2) for cloud in drawn])
             low, high = everything.min(axis=0), everything.max(axis=0)
             limits = plane(0.55 * float((high - low).max()), (low + high) / 2)
-            for number, (p, groups) in enumerate(zip(drawn, clouds, strict=True)):
-                version = self.versions["rotated" if p.rotated else "plain"][0]
-                panels.append(
-                    Points(
-                        f"{version}\n{p.length:,} tokens, rank {p.stable_rank:.2f}",
-                        dict(zip(names, groups, strict=True)),
-                        Frame(
-                            "", "" if number else f"L{head.layer}, key head {head.kv_head}", limits
-                        ),
-                    )
-                )
-        columns = len(panels) // len(shown)
+            group = len(drawn[0]) - 1
+            names = ["keys", *(f"queries {i}" if group > 1 else "queries" for i in range(group))]
+            for number, ((n, version), cloud) in enumerate(zip(clouds, drawn, strict=True)):
+                rank = clouds[n, version].stable_rank
+                title = f"{self.versions[version][0]}\n{n:,} tokens, rank {rank:.2f}"
+                label = "" if number else f"L{layer}, key head {kv_head}"
+                points_by_name = dict(zip(names, cloud, strict=True))
+                panels.append(Points(title, points_by_name, Frame("", label, limits)))
         return Plot(
             "clusters_snapshots",
-            points(panels, columns=columns, height=1.9, size=3),
+            points(panels, columns=len(panels) // len(shown), height=1.9, size=3),
             "Keys and the queries that read them in the plane of their first two principal "
             "components, lines through the origin; a row a key head, with the stable rank of its "
             "keys (RoPE-ID, Fig. 3, 14).",
         )
 
-    def _lost_separation(self, head: Snapshot) -> float:
-        """Return how a head's silhouette score changes past the training length."""
-        scores = self.result["rotated.silhouette"][self.clusters.averages.layers.index(head.layer)]
+    def _lost_separation(self, place: Place) -> float:
+        """Return how a key head's silhouette score changes past the training length."""
+        layer, kv_head = place
+        scores = self.result["rotated.silhouette"][layer]
         group = len(scores) // self.result["key_fsv_ratio"].shape[1]
-        mean = scores[head.kv_head * group : (head.kv_head + 1) * group].mean(axis=0)
-        within = [n for n in self.clusters.lengths if n <= self.target.training_length]
+        mean = scores[kv_head * group : (kv_head + 1) * group].mean(axis=0)
+        within = [n for n in self.lengths if n <= self.target.training_length]
         return float(mean[-1] - mean[max(len(within) - 1, 0)])

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, bucket_means, position_edges
+from trainer.analysis.arrays import Array, bucket_means, position_edges, stacked
 from trainer.analysis.attention import attention_rows, head_statistics
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.positional_bias import positional_biases
@@ -37,14 +37,14 @@ MEASURES = {
 @torch.no_grad()
 def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
     """Compute :data:`MEASURES` of every head on ``ids`` ``[B, T]``, ``[layers, query heads]``."""
-    averages = Averages()
+    layers: list[dict[str, Tensor]] = []
 
     def on_layer(heads: Heads) -> None:
         rows = attention_rows(heads)
-        averages.add(heads.layer, **head_statistics(rows), **positional_biases(rows))
+        layers.append(head_statistics(rows) | positional_biases(rows))
 
     capture(model, ids, on_layer)
-    return {name: averages.stacked(name) for name in MEASURES}
+    return stacked(layers)
 
 
 @torch.no_grad()

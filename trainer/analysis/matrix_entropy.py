@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ CHUNK = 8192
 """Tokens converted to float64 at a time."""
 
 
-@dataclass(frozen=True)
-class MatrixEntropy:
+class MatrixEntropy(NamedTuple):
     """Entropies of the heads of one layer in nats, float64.
 
     ``bands``: ``[H, pairs]``, between 0 and log 2; NaN where a head has fewer pairs than another.
@@ -134,8 +133,7 @@ COPIED, DEPTH = 32, 0.1
 CELLS, BLOCK = 128, 256
 
 
-@dataclass(frozen=True)
-class NeedleView:
+class NeedleView(NamedTuple):
     """Attention of heads to a needle, and the directions of their queries (DoPE, Sec. 5.4 and 5.5,
     Fig. 2 to 6).
 
@@ -175,33 +173,24 @@ def needle_view(
     """Read the first of the prompts."""
     queries = prompt.question
     attention: list[Array] = []
-    final: list[Array] = []
-    average: dict[Place, Array] = {}
-    maps: dict[Place, Array] = {}
-    similarity: dict[Place, Array] = {}
+    view = NeedleView(*(np.empty(0), np.empty(0)), {}, {}, {})
 
     def on_layer(heads: Heads) -> None:
         T = heads.q.shape[2]
         last = slice(T - queries, T)
-        rows = torch.stack(
-            [head_attention(heads, head, last)[0] for head in range(heads.q.shape[1])]
+        rows = [head_attention(heads, head, last)[0] for head in range(heads.q.shape[1])]
+        attention.append(
+            torch.stack([torch.stack(rows).mean(dim=1), torch.stack(rows)[:, -1]]).cpu().numpy()
         )
-        attention.append(rows.mean(dim=1).cpu().numpy())
-        final.append(rows[:, -1].cpu().numpy())
         for layer, head in chosen:
             if layer == heads.layer:
-                average[layer, head] = _average(heads, head)
-                maps[layer, head] = attention_map(heads, head, size=CELLS)
-                similarity[layer, head] = _similarity(heads.rotated_q[:, head], queries)
+                view.average[layer, head] = _average(heads, head)
+                view.maps[layer, head] = attention_map(heads, head, size=CELLS)
+                view.similarity[layer, head] = _similarity(heads.rotated_q[:, head], queries)
 
     capture(model, prompt.ids[:1], on_layer)
-    return NeedleView(
-        attention=np.stack(attention),
-        last=np.stack(final),
-        average=average,
-        maps=maps,
-        similarity=similarity,
-    )
+    mean, last = np.stack(attention, axis=1)
+    return view._replace(attention=mean, last=last)
 
 
 def _average(heads: Heads, head: int) -> Array:

@@ -13,15 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.arrays import (
-    SIDES,
-    Array,
-    Place,
-    Side,
-    mean_over_heads,
-    ranked,
-    stack_layers,
-)
+from trainer.analysis.arrays import SIDES, Array, Place, Side, stack_layers
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import (
     MatrixEntropy,
@@ -98,9 +90,9 @@ class MatrixEntropyFigures(Topic):
         self.shown = {(i, j): f"L{i}H{j}" for i, j in self.target.chosen}
         if not self.shown:
             for name, values in ranking.items():
-                (i, j), *_, (k, m) = ranked(values)
-                self.shown.setdefault((i, j), f"L{i}H{j}: lowest {name}")
-                self.shown.setdefault((k, m), f"L{k}H{m}: highest {name}")
+                for end, index in (("lowest", values.argmin()), ("highest", values.argmax())):
+                    i, j = divmod(int(index), values.shape[1])
+                    self.shown.setdefault((i, j), f"L{i}H{j}: {end} {name}")
         self.view = needle_view(self.target.model, self.prompt, self.shown)
 
     def plots(self) -> list[Plot]:
@@ -109,7 +101,9 @@ class MatrixEntropyFigures(Topic):
             (m, side): self.scores[side, ATTENDING][m] for m in self._measures for side in SIDES
         }
         means = {
-            f"{SIDES[side]}, {STAGES[stage]}": mean_over_heads(values)
+            f"{SIDES[side]}, {STAGES[stage]}": np.ma.masked_invalid(values)
+            .mean(axis=1)
+            .filled(np.nan)
             for (side, stage), values in self.bands.items()
         }
         return [

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, Place
+from trainer.analysis.arrays import Array, Place
 from trainer.analysis.attention import Rows, head_attention, visible_keys
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.model.decoder import Decoder
@@ -62,7 +62,7 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
     A^c is the head's, and the states that enter its layer are constants. ``shift``: 0 for the
     diagonal head, 1 for the previous token.
     """
-    averages = Averages()
+    measured: list[Tensor] = []  # [heads, 2] of every layer of every text
 
     def observe(layer: int, *tensors: Tensor) -> None:
         attention = model.layers[layer].self_attn
@@ -77,8 +77,7 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
                 (rotated_q, rotated_k), projections, (grad_q, grad_k), retain_graph=True
             )
             norms.append(torch.stack([gradient.double().norm() for gradient in gradients]))
-        query, key = torch.stack(norms, dim=-1)
-        averages.add(layer, query=query[None], key=key[None])
+        measured.append(torch.stack(norms))
 
     # Detached inputs: no gradient crosses layers.
     hooks = [
@@ -90,7 +89,8 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
             model.hidden_states(row[None])
     for hook in hooks:
         hook.remove()
-    return averages.stacked("query"), averages.stacked("key")
+    means = torch.stack(measured).unflatten(0, (len(ids), -1)).mean(dim=0).cpu().numpy()
+    return means[..., 0], means[..., 1]
 
 
 @torch.no_grad()
@@ -127,15 +127,15 @@ def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
     Returns ``[layers + 1]``: for the input of the attention of every block, which is the output of
     its norm (App. A and Prop. B.3), and for the last norm's output, the input of the head.
     """
-    averages = Averages()
+    spreads: list[Tensor] = []
 
     def note(layer: int, states: Tensor) -> None:
-        averages.add(layer, spread=torch.stack([_prefix_spread(x) for x in states]))
+        spreads.append(torch.stack([_prefix_spread(x) for x in states]).double().mean())
 
     with model.feeding(note):
         last = model.hidden_states(ids.to(model.device))
     note(len(model.layout.layers), last)
-    return averages.stacked("spread")
+    return torch.stack(spreads).cpu().numpy()
 
 
 def _prefix_spread(states: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, Place
+from trainer.analysis.arrays import Array, Place, stacked
 from trainer.analysis.attention import attention_rows
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.capture import capture
 from trainer.analysis.positional_bias import (
     TOKENS,
     FreshResult,
@@ -78,13 +79,12 @@ class PositionalBiasFigures(Topic):
         The beginning of the text is read by itself: in a longer one, temperatures and frequencies
         may differ.
         """
-        averages = Averages()
-
-        def on_layer(heads: Heads) -> None:
-            averages.add(heads.layer, **positional_biases(attention_rows(heads)))
-
-        capture(self.target.model, self.target.ids[:, : self.length], on_layer)
-        return {kind: averages.stacked(kind) for kind in KINDS}
+        layers: list[dict[str, Tensor]] = []
+        ids = self.target.ids[:, : self.length]
+        capture(
+            self.target.model, ids, lambda h: layers.append(positional_biases(attention_rows(h)))
+        )
+        return stacked(layers)
 
     def finish(self) -> None:
         """Read the text for every measure; rescale the frequencies of a model that rotates."""

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Averages, Place, bucket_means, position_edges
+from trainer.analysis.arrays import Array, Place, bucket_means, position_edges, stacked
 from trainer.analysis.attention import Rows, attention_map, attention_rows
 from trainer.analysis.capture import Heads
 from trainer.analysis.topic import Plot, Target, Topic, extremes, tidy, versions
@@ -78,8 +78,8 @@ class SinkFigures(Topic):
         if target.prefix is not None:  # no bucket holds positions of both passes
             self.edges = sorted({*self.edges, target.training_length})
         self.curves: dict[str, Array] = {}
-        self._averages = Averages()
-        self._prefix = Averages()
+        self._layers: list[dict[str, Tensor]] = []
+        self._within: list[dict[str, Tensor]] = []
         self._maps: dict[Place, Array] = {}
         self._shares: dict[Place, float] = {}  # of the heads' attention on the first token
 
@@ -110,7 +110,7 @@ class SinkFigures(Topic):
         """Measure all heads, and map the attention of those that may be shown."""
         bucketed, rotated = self._bucketed(heads)
         median = heads.k.norm(dim=-1)[..., 1:].median(dim=-1).values
-        self._averages.add(heads.layer, **bucketed, median_key_norm=median)
+        self._layers.append(bucketed | {"median_key_norm": median})
         for head in self._pictured(heads, rotated):
             self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
             self._shares[heads.layer, head] = float(rotated.sink[0, head, 1:].mean())
@@ -119,7 +119,7 @@ class SinkFigures(Topic):
         """Measure what depends on the query's position within the training length."""
         bucketed, _ = self._bucketed(heads)
         of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
-        self._prefix.add(heads.layer, **{k: v for k, v in bucketed.items() if k not in of_keys})
+        self._within.append({k: v for k, v in bucketed.items() if k not in of_keys})
 
     def _pictured(self, heads: Heads, rows: Rows) -> list[int]:
         if self.target.chosen:
@@ -131,9 +131,7 @@ class SinkFigures(Topic):
 
     def finish(self) -> None:
         """Average over the texts."""
-        self.curves = self._averages.all_stacked()
-        for name, within in self._prefix.all_stacked().items():
-            self.curves[name][..., : within.shape[-1]] = within
+        self.curves = stacked(self._layers, self._within)
 
     def plots(self) -> list[Plot]:
         """Draw curves by position, a map of heads, and the attention of some heads."""
