@@ -101,12 +101,6 @@ def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
     assert not any(spectrum["inv_freq"] for spectrum in layout["spectra"])
 
 
-def test_ranks_share_the_work_on_muons_matrices_and_agree_with_one(resumed):
-    directory, _ = resumed
-    for rank in (0, 1):
-        assert (directory / f"orthogonal-{rank}").read_text() == "True"
-
-
 @pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""

@@ -297,14 +297,21 @@ class Stopping(StepCallback):
             self.request = signal.Signals(number).name
             log.warning("%s: stopping after the current step", self.request)
 
-    def listen(self) -> None:
-        """Install the signal handlers."""
-        for number in SIGNALS:
-            signal.signal(number, self.on_signal)
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle signals within the block, also between phases."""
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.on_train_start()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def on_train_start(self, *_: Any) -> None:
-        """Install the handlers again: Lightning's own would act in the middle of a step."""
-        self.listen()
+        """Install the handlers: Lightning's own would act in the middle of a step."""
+        for number in SIGNALS:
+            signal.signal(number, self.on_signal)
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
         """Save and stop after the step at which all ranks know of the request."""

@@ -92,39 +92,26 @@ def numerics(config: RunConfig) -> Iterator[None]:
             memory.fill_uninitialized_memory = filled
 
 
-# Dense peaks from vendors' data sheets. Many of NVIDIA's print peaks for 2:4 sparse matrices and
-# say so in a footnote; the dense peaks, which count in training, are half of these. The key is the
-# whole name without the vendor. The values are (bf16 on tensor or matrix cores, fp32 outside of
-# them), in TFLOP/s; None if the device has no bf16 units. TF32 runs at half of bf16: the same data
-# sheets have 156 for the A100, 62.5 for the A10, 495 for the H100 SXM, 653.7 for the MI300X.
-# torch multiplies in it on the MI300X too: since 2.10 hipBLASLt needs no HIPBLASLT_ALLOW_TF32=1.
-_PEAKS: dict[str, tuple[float | None, float]] = {
-    # V100 and V100S data sheet (2020)
-    r"V100-SXM2-(16|32)GB": (None, 15.7),
-    r"V100-PCIE-(16|32)GB": (None, 14.0),
-    r"V100S-PCIE-32GB": (None, 16.4),
-    # T4 data sheet (2019)
-    r"T4": (None, 8.1),
+# Dense peaks in bf16 and, outside of tensor or matrix cores, fp32 (TFLOP/s), from vendors' data
+# sheets. Many of NVIDIA's print peaks for 2:4 sparse matrices and say so in a footnote; the dense
+# peaks, which count in training, are half of these. The key is the whole name without the vendor.
+# TF32 runs at half of bf16: the same data sheets have 156 for the A100, 495 for the H100 SXM, 653.7
+# for the MI300X.
+_PEAKS: dict[str, tuple[float, float]] = {
     # A100 data sheet (2021), all form factors
     r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": (312.0, 19.5),
-    # A10 data sheet (2021)
-    r"A10": (125.0, 31.2),
     # GA102 architecture whitepaper, appendix on the RTX A6000
     r"RTX A6000": (154.8, 38.7),
     # Ada architecture whitepaper, appendix; with float32 accumulation, half of the float16 rate
     r"GeForce RTX 4090": (165.2, 82.6),
-    # L4 data sheet (2023): 242 sparse
-    r"L4": (121.0, 30.3),
     # L40S data sheet (2023)
     r"L40S": (362.05, 91.6),
-    # H100 architecture whitepaper (SXM5: 1978.9 sparse, PCIe: 1513)
+    # H100 architecture whitepaper (SXM5: 1978.9 sparse, PCIe: 1513); data sheet (NVL: 1671 sparse)
     r"H100 80GB HBM3": (989.4, 66.9),
     r"H100 PCIe": (756.0, 51.2),
-    # H100 data sheet, column NVL: 1671 sparse
-    r"H100 NVL": (835.5, 60.0),
     # H200 data sheet (SXM: 1979 sparse, the H100's cores; NVL: 1671)
     r"H200": (989.4, 66.9),
-    r"H200 NVL": (835.5, 60.0),
+    r"H[12]00 NVL": (835.5, 60.0),
     # GH200 data sheet: 1979 sparse, the H100's cores
     r"GH200 (120GB|480GB|144G HBM3e)": (989.4, 66.9),
     # Blackwell data sheet, a GPU: HGX B200 4500 sparse, GB200 NVL72 5000
@@ -139,13 +126,10 @@ def dense_peak(device_name: str, products: Products) -> float | None:
     """Return the dense peak in operations per second, or None if it is unknown.
 
     ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
-    longer name, is another device. ``products``: their precision; a device without TF32 computes
-    it in float32.
+    longer name, is another device. ``products``: their precision.
     """
-    name = re.sub(r"^(NVIDIA |Tesla |AMD Instinct )+", "", device_name)
+    name = re.sub(r"^(NVIDIA |AMD Instinct )+", "", device_name)
     for pattern, (bf16, fp32) in _PEAKS.items():
         if re.fullmatch(pattern, name):
-            tf32 = fp32 if bf16 is None else bf16 / 2
-            peak = {"bf16": bf16, "tf32": tf32, "fp32": fp32}[products]
-            return None if peak is None else peak * 1e12
+            return {"bf16": bf16, "tf32": bf16 / 2, "fp32": fp32}[products] * 1e12
     return None

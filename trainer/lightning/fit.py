@@ -1,7 +1,8 @@
 """One training run from start or checkpoint to its last step, phase by phase.
 
-The callbacks of a step, in their order: change the model and measure the effect (PhaseChange), the
-user's own, measure (Monitors), write a row (Metrics), save (Saving), stop (Stopping, Divergence).
+The callbacks of a step, in their order: restore (State), change the model and measure the effect
+(PhaseChange), the user's own, measure (Monitors), write a row (Metrics), save (Saving), stop
+(Stopping, Divergence).
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -29,14 +29,7 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.interchange.pretrained import Pretrained
-from trainer.lightning.callbacks import (
-    SIGNALS,
-    Divergence,
-    Metrics,
-    Saving,
-    Stopping,
-    check_divergence,
-)
+from trainer.lightning.callbacks import Divergence, Metrics, Saving, Stopping, check_divergence
 from trainer.lightning.datamodule import TokenData
 from trainer.lightning.devices import numerics
 from trainer.lightning.loggers import make_loggers
@@ -52,7 +45,7 @@ from trainer.lightning.setup import (
 )
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import label
-from trainer.runs.phases import Phase, kept_steps, phase_at, phase_before, phases_of
+from trainer.runs.phases import kept_steps, phase_at, phase_before, phases_of
 from trainer.runs.starting_point import (
     Start,
     check_same_data,
@@ -113,12 +106,11 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     began, clock = start_time or time.time(), time.perf_counter()
-    ranks, phases, last_step = current_ranks(), phases_of(config), config.trainer.max_steps
+    ranks, last_step = current_ranks(), config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
     if config.trainer.compile:
         torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
     start = starting_point(config, branch)
-    seconds_from = clock if start.checkpoint in (None, branch) else None
     torch.manual_seed(config.seed + ranks.rank)
     weights = starting_weights(config.model) if start.checkpoint is None else None
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
@@ -126,167 +118,136 @@ def train(
         check_same_model(start.state, model, start.checkpoint.name)
         check_same_data(start.state, corpus, config)
         model.layout = Layout.from_dict(start.state["layout"])
-        check_divergence(
-            0 if is_control else start.state["tally"]["skipped_in_a_row"], start.step, directory
-        )
+        if not is_control:
+            check_divergence(start.state["tally"]["skipped_in_a_row"], start.step, directory)
     effects = start.state.get("effects", {})
     if start.step < last_step:
         module = make_module(config, model, ranks, weights, draws=start.checkpoint is None)
+        state = State(config, corpus, start, weights)
         title = f"Training {label(config)}"
-        count = sum(p.numel() for p in model.parameters())
-        log.info("%s: %s parameters", title, f"{count:,}")
+        log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
         with (
             Progress(title, last_step, config.tokens_per_step, not ranks.is_rank_zero) as progress,
             numerics(config),
         ):
-            run = _Run(config, corpus, start, module, weights, progress, began, is_control)
-            with run.saving_and_listening():
-                for phase in phases[phases.index(phase_at(phases, start.step)) :]:
-                    fit_phase(run, phase, ranks, [*run.callbacks, *callbacks])
-        effects = run.change.effects
+            effects = _fit(config, module, state, ranks, progress, began, is_control, callbacks)
         module.to("meta")  # the checkpoint has its contents
-    seconds = None if seconds_from is None else time.perf_counter() - seconds_from
+    is_whole = start.checkpoint in (None, branch)
+    seconds = time.perf_counter() - clock if is_whole else None
     return TrainedRun(config, directory / step_name(last_step), effects, seconds)
 
 
-def fit_phase(run: _Run, phase: Phase, ranks: Ranks, callbacks: list[L.Callback]) -> None:
-    """Train one phase with a Lightning trainer of its own; module and optimizer go on."""
-    gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
-    config, shape = phase.config, (phase.config.trainer.batch_size, phase.config.data)
-    if run.shape not in (None, shape) and config.trainer.compile:
-        torch.compiler.reset()  # compile for the new length, not for dynamic ones
-    run.shape = shape
-    data = TokenData(
-        run.corpus,
-        config.data.sequence_length,
-        config.trainer.batch_size,
-        workers=config.data.num_workers,
-        samples=samples_of(run.corpus, phase),
-        first=phase.first_sample,
+def _fit(
+    config: RunConfig,
+    module: LanguageModule,
+    state: State,
+    ranks: Ranks,
+    progress: Progress,
+    began: float,
+    is_control: bool,
+    more: Sequence[L.Callback],
+) -> dict[str, dict[str, Any]]:
+    """Train the phases that are left; return the effects of their changes."""
+    run, phases, corpus = config.trainer, phases_of(config), state.corpus
+    directory, permanent = Path(config.run_dir) / "checkpoints", kept_steps(config)
+    loggers, user_callbacks = make_loggers(config), make_callbacks(config.callbacks)
+    metrics = Metrics(phases, epochs_read(corpus, phases), progress, peak_of_ranks(config))
+    writer = Writer(directory, run.keep_checkpoints, run.keep_every, permanent)
+    saving = Saving(
+        writer, run.checkpoint_every, run.checkpoint_minutes, permanent, state.contents, metrics
     )
-    trainer = make_trainer(phase, ranks, run.loggers, callbacks)
-    trainer.fit(run.module, datamodule=data)
-    if trainer.global_step < phase.end:
-        raise UserError(f"callbacks: one of them stopped the run after step {trainer.global_step}")
+    rows = run.batch_size // (run.accumulation(ranks.world_size) * ranks.world_size)
+    change = PhaseChange(phases, partial(effect_probe, corpus, rows), saving, metrics)
+    monitors = Monitors(config, corpus, ranks, change, metrics)
+    deadline = None
+    if run.max_time is not None:
+        hours, minutes, seconds = map(int, run.max_time.split(":"))
+        deadline = began + 3600 * hours + 60 * minutes + seconds
+    stopping = Stopping(saving, run.max_steps, deadline)
+    state.callbacks, state.user_callbacks = (metrics, change, monitors), user_callbacks
+    callbacks = [state, change, *user_callbacks, monitors, metrics, saving, stopping]
+    callbacks += [] if is_control else [Divergence(phases, directory)]
+    last_shape = None
+    with stopping.listening(), closing(writer):
+        for phase in phases[phases.index(phase_at(phases, state.steps)) :]:
+            gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
+            settings = phase.config
+            shape = settings.trainer.batch_size, settings.data
+            if last_shape not in (None, shape) and run.compile:
+                torch.compiler.reset()  # compile for the new length, not for dynamic ones
+            last_shape = shape
+            data = TokenData(
+                corpus,
+                settings.data.sequence_length,
+                settings.trainer.batch_size,
+                workers=settings.data.num_workers,
+                samples=samples_of(corpus, phase),
+                first=phase.first_sample,
+            )
+            trainer = make_trainer(phase, ranks, loggers, [*callbacks, *more])
+            trainer.fit(module, datamodule=data)
+            if trainer.global_step < phase.end:
+                raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
+    return change.effects
 
 
-class _Run:
-    """What lives through all phases of a run: module, callbacks and loggers."""
+class State(L.Callback):
+    """Contents of a run's checkpoints, and the updates done.
+
+    It is the first callback, so that all others start from the restored run. The data loader begins
+    at the right step, so Lightning's loops need no other state. ``callbacks`` have parts of
+    ``state.json`` as their state.
+    """
 
     def __init__(
-        self,
-        config: RunConfig,
-        corpus: Corpus,
-        start: Start,
-        module: LanguageModule,
-        weights: Pretrained | None,
-        progress: Progress,
-        began: float,
-        is_control: bool,
+        self, config: RunConfig, corpus: Corpus, start: Start, weights: Pretrained | None
     ) -> None:
-        self.config, self.corpus, self.start, self.module = config, corpus, start, module
-        self.shape: Any = None
-        run, phases, ranks = config.trainer, phases_of(config), current_ranks()
-        self.phases, directory = phases, Path(config.run_dir)
-        self.token_files = _token_files(start, weights, corpus)
-        self.loggers = make_loggers(config)
-        self.user_callbacks = make_callbacks(config.callbacks)
-        permanent = kept_steps(config)
-        self.metrics = Metrics(phases, epochs_read(corpus, phases), progress, peak_of_ranks(config))
-        self.writer = Writer(
-            directory / "checkpoints", run.keep_checkpoints, run.keep_every, permanent
-        )
-        self.saving = Saving(
-            self.writer,
-            run.checkpoint_every,
-            run.checkpoint_minutes,
-            permanent,
-            self.state,
-            self.metrics,
-        )
-        rows = run.batch_size // (run.accumulation(ranks.world_size) * ranks.world_size)
-        self.change = PhaseChange(
-            phases, partial(effect_probe, corpus, rows), self.saving, self.metrics
-        )
-        deadline = None
-        if run.max_time is not None:
-            hours, minutes, seconds = map(int, run.max_time.split(":"))
-            deadline = began + 3600 * hours + 60 * minutes + seconds
-        self.stopping = Stopping(self.saving, run.max_steps, deadline)
-        self.monitors = Monitors(config, corpus, ranks, self.change, self.metrics)
-        self.callbacks: list[L.Callback] = [
-            Begin(self),
-            self.change,
-            *self.user_callbacks,
-            self.monitors,
-            self.metrics,
-            self.saving,
-            self.stopping,
-        ]
-        if not is_control:
-            self.callbacks.append(Divergence(phases, directory / "checkpoints"))
+        self.config, self.corpus, self.start = config, corpus, start
+        self.checkpoint, self.steps = start.checkpoint, start.step
+        self.callbacks: Sequence[L.Callback] = ()
+        self.user_callbacks: Sequence[L.Callback] = ()
+        # The published model's files about tokens, unless this run has another tokenizer.
+        self.token_files: dict[str, str] = start.state.get("token_files", {})
+        if weights is not None:
+            theirs = weights.tokenizer
+            if theirs is None or same_tokens(theirs, corpus.tokenizer):
+                self.token_files = dict(weights.token_files())
 
-    @contextmanager
-    def saving_and_listening(self) -> Iterator[None]:
-        """Handle signals, also between phases; at the end wait for the checkpoint being written."""
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        self.stopping.listen()
-        try:
-            yield
-        finally:
-            self.writer.close()
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def state(self, trainer: L.Trainer) -> dict[str, Any]:
+    def contents(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the contents of ``state.json``; all ranks call this together."""
-        step, model, corpus = trainer.global_step, self.module.model, self.corpus
-        phase = phase_before(self.phases, step)
-        return {
+        step, module, corpus = trainer.global_step, trainer.lightning_module, self.corpus
+        assert isinstance(module, LanguageModule)
+        phase = phase_before(phases_of(self.config), step)
+        state = {
             "step": step,
             "tokens": phase.tokens_at(step),
-            "model": asdict(model.config),
-            "layout": model.layout.to_dict(),
+            "model": asdict(module.model.config),
+            "layout": module.model.layout.to_dict(),
             "tokenizer": corpus.tokenizer.to_str(),
             "end_of_text": corpus.end_of_text,
             "token_files": self.token_files,
             "config": json.loads(json.dumps(asdict(self.config))),
             "versions": versions(),
             "data": data_fingerprints(corpus, phase),
-            "tally": self.module.tally.state(),
-            **self.metrics.state_dict(),
-            **self.change.state_dict(),
-            **self.monitors.state_dict(),
+            "tally": module.tally.state(),
             "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
         }
-
-    def restore(self, trainer: L.Trainer, checkpoint: Path) -> None:
-        """Restore a checkpoint's weights, optimizer, counters and callbacks."""
-        state = self.start.state
-        restore(self.module.model, trainer.optimizers[0], checkpoint)
-        self.module.tally.load(state["tally"], self.module.device)
-        for callback in (self.metrics, self.change, self.monitors):
-            callback.load_state_dict(state)
-        for user_callback in self.user_callbacks:
-            if (values := state["user_callbacks"].get(user_callback.state_key)) is not None:
-                user_callback.load_state_dict(values)
-
-
-class Begin(L.Callback):
-    """Sets the number of updates done; in the first phase it restores the checkpoint.
-
-    It is the first callback, so that all others start from the restored run. The data loader begins
-    at the right step, so Lightning's loops need no other state.
-    """
-
-    def __init__(self, run: _Run) -> None:
-        self.run, self.steps = run, run.start.step
-        self.checkpoint = run.start.checkpoint
+        for callback in self.callbacks:
+            state |= callback.state_dict()
+        return state
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Restore after model and optimizer are on their devices."""
+        """Restore the checkpoint, when model and optimizer are on their devices."""
         if self.checkpoint is not None:
-            self.run.restore(trainer, self.checkpoint)
+            assert isinstance(pl_module, LanguageModule)
+            restore(pl_module.model, trainer.optimizers[0], self.checkpoint)
+            pl_module.tally.load(self.start.state["tally"], pl_module.device)
+            for callback in self.callbacks:
+                callback.load_state_dict(self.start.state)
+            saved = self.start.state["user_callbacks"]
+            for callback in self.user_callbacks:
+                if callback.state_key in saved:
+                    callback.load_state_dict(saved[callback.state_key])
             self.checkpoint = None
         # Lightning has no public way to begin at a step without a checkpoint of its own.
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
@@ -295,16 +256,3 @@ class Begin(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the updates done, for the next phase."""
         self.steps = trainer.global_step
-
-
-def _token_files(start: Start, weights: Pretrained | None, corpus: Corpus) -> dict[str, str]:
-    """Return the files about tokens of the published model in which training began, if any.
-
-    None of a model with another tokenizer, whose token ids are others.
-    """
-    if weights is None:
-        return start.state.get("token_files", {})
-    files, theirs = weights.token_files(), weights.tokenizer
-    if theirs is not None and not same_tokens(theirs, corpus.tokenizer):
-        return {}
-    return dict(files)

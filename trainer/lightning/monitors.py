@@ -7,10 +7,9 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Protocol
+from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 
 from trainer.analysis.attention import MEASURES, probe
@@ -39,21 +38,6 @@ from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
 
 log = logging.getLogger(__name__)
-
-
-class Measure(Protocol):
-    """Measurement of the model in training."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether to measure after ``step`` steps, in addition to changes and ends of phases."""
-        ...
-
-    def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
-        """Measure the present model; return the values for the next row of metrics.
-
-        All ranks call this together. ``has_dropped``: whether an encoding was dropped.
-        """
-        ...
 
 
 class Monitors(StepCallback):
@@ -218,38 +202,26 @@ class Benchmarks:
         change: PhaseChange,
         results: list[dict[str, Any]],
     ) -> None:
-        self.config, self.ranks, self.change, self.results = config, ranks, change, results
-        self.settings = config.monitor.benchmarks
-        self.tasks, self.lengths = self._make_tasks(corpus)
-        self.encoder = Encoder(
-            corpus.tokenizer, config.training_length, add_bos=True, eos=(corpus.end_of_text,)
-        )
-        self.questions = self._read_questions()
-
-    def _make_tasks(self, corpus: Corpus) -> tuple[list[Measurement], list[int]]:
-        """Return this rank's part of the tasks with lengths, and their lengths."""
-        config, asked, C = self.config, self.settings, self.config.training_length
-        if not asked.tasks:
-            return [], []
-        lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
-        text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
-        evaluation = config.evaluation.limited(asked.limit, asked.limit)
-        evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
-        made, _ = make_tasks(text, evaluation, lengths, C)
-        made = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in made]
-        check_prompts(made, lengths)
-        return [task.part(self.ranks.rank, self.ranks.world_size) for task in made], lengths
-
-    def _read_questions(self) -> dict[str, list[Question]]:
-        """Return this rank's part of every multiple-choice task's questions."""
-        asked, questions = self.settings, {}
-        directory = benchmark_directory(
-            MultipleChoiceConfig(asked.multiple_choice, directory=asked.directory)
-        )
+        self.change, self.results, self.settings = change, results, config.monitor.benchmarks
+        self.C, self.batch_tokens = config.training_length, config.evaluation.batch_tokens
+        asked, share = self.settings, slice(ranks.rank, None, ranks.world_size)
+        self.lengths = [round(self.C * factor) for factor in sorted(set(asked.lengths))]
+        self.tasks: list[Measurement] = []
+        if asked.tasks:
+            text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
+            evaluation = config.evaluation.limited(asked.limit, asked.limit)
+            evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
+            tasks, _ = make_tasks(text, evaluation, self.lengths, self.C)
+            tasks = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in tasks]
+            check_prompts(tasks, self.lengths)
+            self.tasks = [task.part(ranks.rank, ranks.world_size) for task in tasks]
+        eos = (corpus.end_of_text,)
+        self.encoder = Encoder(corpus.tokenizer, self.C, add_bos=True, eos=eos)
+        choice = MultipleChoiceConfig(asked.multiple_choice, directory=asked.directory)
+        self.questions: dict[str, list[Question]] = {}
         for task in asked.multiple_choice:
-            whole = read_questions(directory / f"{task}{SUFFIX}", asked.limit)
-            questions[task] = whole[self.ranks.rank :: self.ranks.world_size]
-        return questions
+            path = benchmark_directory(choice) / f"{task}{SUFFIX}"
+            self.questions[task] = read_questions(path, asked.limit)[share]
 
     def is_due(self, step: int) -> bool:
         """Whether the step crossed a multiple of the configured steps or tokens."""
@@ -262,29 +234,32 @@ class Benchmarks:
         """Answer this rank's part of the questions; afterwards all ranks have the same scores."""
         began = time.perf_counter()
         scores: dict[str, float] = {}
-        C, batch_tokens = self.config.training_length, self.config.evaluation.batch_tokens
         with evaluating(module) as model, gathered(module.model):
             for task in self.tasks:
                 for length in self.lengths:
-                    has = task.sequences(length)
-                    cell = task.measure(Reading(model, length, None, batch_tokens)) if has else {}
+                    reading = Reading(model, length, None, self.batch_tokens)
+                    cell = task.measure(reading) if task.sequences(length) else {}
                     losses = _gathered(cell.get("by_window", ()))
-                    value = _mean(_gathered(cell.get("scores", ())))
-                    name = f"{task.key}/{length / C:g}x"
-                    scores[name] = float(np.exp(_mean(losses))) if losses else value
+                    hits = _mean(_gathered(cell.get("scores", ())))
+                    name = f"{task.key}/{length / self.C:g}x"
+                    scores[name] = math.exp(_mean(losses)) if losses else hits
             for name, questions in self.questions.items():
-                each: dict[str, Sequence[float]] = {}
-                if questions:
-                    tokens = MultipleChoiceConfig.batch_tokens
-                    answers = score_questions(
-                        model, self.encoder, name, questions, tokens, silent=True
-                    )
-                    each = {score.metric: score.each for score in answers}
+                tokens = MultipleChoiceConfig.batch_tokens
+                answers = (
+                    score_questions(model, self.encoder, name, questions, tokens, silent=True)
+                    if questions
+                    else ()
+                )
+                each = {score.metric: score.each for score in answers}
                 for metric in ("acc", "acc_norm"):
                     scores[f"{name}/{metric}"] = _mean(_gathered(each.get(metric, ())))
         self.results.append(asdict(Milestone(step, self._tokens(step), has_dropped, dict(scores))))
         log.info("Step %d: benchmarks took %.1f s", step, time.perf_counter() - began)
         return {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
+
+
+Measure = Lengths | Probe | Benchmarks
+"""A measurement of the model in training. All ranks call ``measure`` together."""
 
 
 def _gathered(values: Sequence[float]) -> list[float]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -128,7 +127,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             grad = grad / self.grad_scale
         new = average.lerp(grad, 1 - group["momentum"])
         torch._foreach_copy_(averages, list(self._unless_skipped(new, average)))
-        update = orthogonalized(grad.lerp(new, group["momentum"]))  # Nesterov's lookahead
+        update = newton_schulz(grad.lerp(new, group["momentum"]))  # Nesterov's lookahead
         rows, columns = matrices[0].shape
         # Larger updates for tall matrices (Jordan et al. 2024).
         lr = group["lr"] * math.sqrt(max(1, rows / columns))
@@ -137,24 +136,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _unless_skipped(self, new: Tensor, old: Tensor) -> Tensor:
         return new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
-
-
-def orthogonalized(updates: Tensor) -> Tensor:
-    """Orthogonalize matrices ``[N, rows, columns]`` that every rank has: each rank computes some,
-    and all gather them. Returns bfloat16."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if ranks == 1:
-        return newton_schulz(updates)
-    each = -(-len(updates) // ranks)
-    mine = updates[each * dist.get_rank() :][:each]
-    done = updates.new_zeros((each, *updates.shape[1:]), dtype=torch.bfloat16)
-    if len(mine):
-        done[: len(mine)] = newton_schulz(mine)
-    whole = done.new_empty((each * ranks, *updates.shape[1:]))
-    # torch 2.13 renamed it, and warns of the former name.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, done)
-    return whole[: len(updates)]
 
 
 def newton_schulz(matrices: Tensor) -> Tensor:

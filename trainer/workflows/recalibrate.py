@@ -24,7 +24,7 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
-from trainer.config import OptimizerConfig, RunConfig
+from trainer.config import RunConfig
 from trainer.evaluation.results import FACTS, Report, is_known
 from trainer.interchange.hub import find_pretrained
 from trainer.lightning.speed import measure_step
@@ -117,15 +117,7 @@ def measure(config: ModelConfig, layout: Layout, accelerator: str, threads: int 
         length = min(layout.training_length, tokens, 2048 if device == "cuda" else 512)
         rows = max(1, (tokens if device == "cuda" else 512) // length)
         try:
-            times = measure_step(
-                config,
-                layout,
-                (rows, length),
-                device=device,
-                precision=precision,
-                optimizer=OptimizerConfig(),
-                seconds=5.0,
-            )
+            times = measure_step(config, layout, (rows, length), device, precision)
         except torch.OutOfMemoryError:
             tokens //= 2
             continue
