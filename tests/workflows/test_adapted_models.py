@@ -123,6 +123,7 @@ def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_pa
         analyze(request)
 
 
+@pytest.mark.slow
 def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
     directory, text = llama
     monkeypatch.setattr(evaluation, "write_renderings", lambda report, place: None)

@@ -100,6 +100,7 @@ def test_statements_are_left_out_of_a_model_that_saw_none(runs, tmp_path, monkey
     assert ["carried none" in note for note in report.notes] == [True]
 
 
+@pytest.mark.slow
 def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, tmp_path):
     asked = request(
         runs,
@@ -128,6 +129,7 @@ def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
     assert_same(first, second)
 
 
+@pytest.mark.slow
 def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, tmp_path):
     other = tmp_path / "b.jsonl"
     other.write_text(Path(base["data"]["files"][0]).read_text().replace("Sentence", "Phrase"))
@@ -151,6 +153,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     assert len([*cells.glob("part-*")]) == 3
 
 
+@pytest.mark.slow
 def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, monkeypatch):
     """The results are those of one pass up to rounding, and the report says in which precision."""
     asked = {"lengths": [2], "tasks": ["perplexity"], "methods": ["none"]}
@@ -168,15 +171,6 @@ def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, mo
     assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"
 
 
-def test_a_finished_evaluation_says_again_what_was_chosen(runs, tmp_path):
-    first, _ = evaluate_lengths(request(runs, tmp_path))
-    second, place = evaluate_lengths(request(runs, tmp_path))
-    assert place == tmp_path
-    assert_same(first, second)
-    assert second.notes == first.notes
-    assert any("logits times 1 + 0.3 ln s" in note for note in second.notes)
-
-
 @pytest.fixture
 def without_temperature(runs):
     """The shared run without temperatures that other tests fitted, before and after a test."""
@@ -190,6 +184,7 @@ def without_temperature(runs):
     remove()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_temperature")
 def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
     """One that was given and not chosen out of several says nothing of the model."""
@@ -244,6 +239,7 @@ def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
     assert list(report.methods) == ["none", "crop", "temperature"]
 
 
+@pytest.mark.slow
 def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path / "out"))
     again, _ = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64]))
@@ -251,6 +247,7 @@ def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_pa
     assert again.config == first.config
 
 
+@pytest.mark.slow
 def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tmp_path):
     """Its cells are other cells: YaRN at 32 of 32 tokens does nothing, at 32 of 16 halves."""
     given = {"tokens": [16, 32], "methods": ["none", "yarn"], "tasks": ["perplexity"]}
@@ -283,6 +280,7 @@ def test_models_of_other_training_lengths_need_one_to_be_named(runs, tmp_path, m
     assert set(report.rows.length) == {64, 128}
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_in_shorter_sequences_counts_from_these(base, tmp_path):
     phases = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 24}}
     changes = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}

@@ -83,6 +83,7 @@ def test_they_are_others_than_those_that_are_evaluated(haystack):
     assert not any(list(prompt.tokens) in mine for prompt in asked)
 
 
+@pytest.mark.slow
 def test_many_shots_are_others_than_those_that_are_evaluated(haystack):
     name = "many_shot_skip"
     shots = replace(CONFIG.many_shot, trials=3, new_tokens=16)

@@ -12,7 +12,7 @@ from trainer.config import DopeSettings, EvaluationConfig
 from trainer.evaluation.engine import Subject
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.store import fingerprint
-from trainer.workflows.subjects import multiplying, subject_of
+from trainer.workflows.subjects import subject_of
 
 
 @pytest.fixture
@@ -59,17 +59,16 @@ def test_layers_and_heads_are_checked_before_anything_is_measured(models):
 
 
 def test_a_subject_is_told_from_others_by_its_weights_and_their_type():
-    def print_of(dtype, device="cpu", tf32=True, **changes):
+    def print_of(dtype, device="cpu", **changes):
         own = {"fingerprint": "1", "name": "a", "computed_by": None, "config": 1, "layout": 2}
         given = SimpleNamespace(**{**own, **changes})
-        return subject_of(given, dtype, device, tf32=tf32).fingerprint
+        return subject_of(given, dtype, device).fingerprint
 
     first = print_of("fp32")
     assert print_of("bf16") != first
     assert print_of("fp32", fingerprint="2") != first
     assert print_of("fp32", name="b") == print_of(None) == first
-    # Cells of before there was TF32 keep their keys on the CPU, and with trainer.tf32=false.
-    assert print_of("fp32", device="cuda", tf32=False) == first == fingerprint("1", "fp32")
+    assert first == fingerprint("1", "fp32")
     assert print_of("bf16", device="cuda") == print_of("bf16")
 
 
@@ -82,18 +81,3 @@ def test_a_gpu_evaluates_in_bf16_and_float32_there_is_tf32(monkeypatch, supporte
     assert keys[None] == keys[same_as]
     assert keys["fp32"] == fingerprint("1", "tf32")
     assert len({*keys.values(), fingerprint("1", "fp32")}) == 3
-
-
-@pytest.mark.parametrize(
-    ("device", "tf32", "within"),
-    [("cuda", True, "high"), ("cuda", False, "highest"), ("cpu", True, "medium")],
-)
-def test_float32_is_multiplied_in_tf32_on_a_gpu_and_left_alone_on_a_cpu(device, tf32, within):
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision("medium")
-        with multiplying(device, tf32):
-            assert torch.get_float32_matmul_precision() == within
-        assert torch.get_float32_matmul_precision() == "medium"
-    finally:
-        torch.set_float32_matmul_precision(before)

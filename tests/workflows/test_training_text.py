@@ -19,7 +19,6 @@ from trainer.workflows import training_text
 from trainer.workflows.training_text import (
     check_vocabularies,
     data_of_arms,
-    tokenizer_of_weights,
 )
 
 PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 64},
@@ -32,35 +31,6 @@ def test_text_must_hold_the_longest_sequences_of_any_arm(phases, length):
     for keys in ({"phases": phases}, {"controls": controls}):
         config = parse(RunConfig, {"run_dir": "x", "data": {"sequence_length": 32}, **keys})
         assert data_of_arms(config) == replace(config.data, sequence_length=length)
-
-
-@pytest.mark.parametrize(
-    ("path", "own", "start", "found"),
-    [
-        (None, None, None, None),
-        # The run's tokenizer may have been trained on another text.
-        (None, "kept", "weights", TextTokenizer("of the run", (1,))),
-        (None, None, "weights", TextTokenizer("of the weights", (2,))),
-        ("a.json", "kept", "weights", None),
-    ],
-)
-def test_weights_bring_their_tokenizer_where_no_other_is_given(
-    monkeypatch, path, own, start, found
-):
-    def weights(model):
-        return start and SimpleNamespace(require_tokenizer=lambda: "of the weights", eos=(2,))
-
-    def read(place, hashed):
-        assert (place, hashed) == ("kept", False)
-        return {"tokenizer": "of the run", "end_of_text": 1}
-
-    monkeypatch.setattr(training_text, "own_checkpoint", lambda config: own)
-    monkeypatch.setattr(training_text, "starting_weights", weights)
-    monkeypatch.setattr(training_text, "read_state", read)
-    monkeypatch.setattr(training_text, "Tokenizer", SimpleNamespace(from_str=str))
-    config = RunConfig()
-    config = replace(config, tokenizer=replace(config.tokenizer, path=path))
-    assert tokenizer_of_weights(config) == found
 
 
 def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypatch):

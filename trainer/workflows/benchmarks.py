@@ -35,7 +35,7 @@ from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
 from trainer.runs.models import Candidate, distinct, find_candidate
 from trainer.workflows.fit_text import fit_text
-from trainer.workflows.subjects import held_out_corpus, multiplying, subject_of
+from trainer.workflows.subjects import held_out_corpus, subject_of
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
             store = Store(output / "cells")
             fitting = Fitting(model, subject.fingerprint, text, store, config.batch_tokens)
             method, began = recipe.make(fitting), time.perf_counter()
-            with multiplying(device), model.using(method.layout_at(config.factor)):
+            with model.using(method.layout_at(config.factor)):
                 scores = _scores(model, candidate, method, config)
             scored.append((candidate, recipe, scores, time.perf_counter() - began))
             notes += [f"{candidate.name}, {recipe.title}: {note}" for note in fitting.notes]

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +22,7 @@ from trainer.evaluation.methods import applicable
 from trainer.evaluation.passes import precision_of, prefill_chunk
 from trainer.evaluation.results import AS_IS, MEAN, STATEMENTS, Arm, Report, Row
 from trainer.evaluation.rows import all_rows, averaged
-from trainer.evaluation.store import Store, all_fields, fingerprint
+from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.report.claims import ROLES, Evidence, observe
 from trainer.report.pages import write_renderings
@@ -41,7 +40,6 @@ from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import (
     held_out_corpus,
     multiplied_in,
-    multiplying,
     subject_of,
 )
 
@@ -66,9 +64,6 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     """
     ranks, threads = join_evaluation()
     torch.set_num_threads(request.threads or threads)
-    # before reading checkpoints, which takes long for large models
-    if request.output:
-        Path(request.output).mkdir(parents=True, exist_ok=True)
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(path) for path in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
@@ -86,12 +81,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     report = measure_models(title, candidates, request.evaluation, text, cells, ranks=ranks)
     if ranks.rank:
         return None
-    models = {candidate.name: fingerprint(candidate.fingerprint) for candidate in candidates}
-    report = replace(
-        with_observations(report, candidates),
-        made=origin(candidates),
-        environment={**report.environment, "models": models},
-    )
+    report = replace(with_observations(report, candidates), made=origin(candidates))
     write_renderings(report, output)
     report.write(output)
     return report, output
@@ -125,7 +115,6 @@ def measure_models(
     cells: Path,
     accelerator: str = "auto",
     ranks: Ranks = Ranks(),  # noqa: B008
-    tf32: bool = True,
 ) -> Report:
     """Measure every method on every model; return a report without anything about training.
 
@@ -141,7 +130,6 @@ def measure_models(
         cells: directory of finished cells.
         accelerator: cpu, or a GPU if there is one.
         ranks: this process among those that share the work; only the first one returns results.
-        tf32: as for :func:`multiplying`.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
@@ -150,24 +138,22 @@ def measure_models(
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = precision_of(config.dtype, device)
     chunk = prefill_chunk(config.prefill_chunk, device)
-    subject = partial(subject_of, dtype=dtype, device=device, chunk=chunk, tf32=tf32)
+    subject = partial(subject_of, dtype=dtype, device=device, chunk=chunk)
     subjects = [subject(candidate) for candidate in candidates]
     C = subjects[0].layout.training_length
     lengths = config.in_tokens(C)
     config = replace(config.in_multiples(C), dtype=dtype)
     recipes, notes = applicable(subjects, config)
-    with multiplying(device, tf32):
-        tasks, task_notes = make_tasks(text.held_out, config, lengths, C)
+    tasks, task_notes = make_tasks(text.held_out, config, lengths, C)
     check_prompts(tasks, lengths)
     used = [recipe for applied in recipes.values() for recipe in applied]
     fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
     for note in task_notes if ranks.is_rank_zero else ():
         log.warning("%s", note)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit, config.batch_tokens)
-    with multiplying(device, tf32):
-        measured = measure_cells(
-            plans, fit, Store(cells), config.batch_tokens, ranks.rank, ranks.world_size
-        )
+    measured = measure_cells(
+        plans, fit, Store(cells), config.batch_tokens, ranks.rank, ranks.world_size
+    )
     if ranks.rank:
         return unmeasured(name, C, text.corpus)
     _keep_temperatures(candidates, measured, config)
@@ -193,10 +179,10 @@ def measure_models(
         methods={key: titles[key] for key in config.names if key in titles},
         tasks=task_titles,
         notes=(*notes, *task_notes, *measured.notes),
-        config={"evaluation": _stated(config)},
+        config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
         environment={
             **environment(corpus),
-            "precision": multiplied_in(dtype, device, tf32),
+            "precision": multiplied_in(dtype, device),
         },
         task=describe_task(text.training_share or 0.0, config.needles.needles)
         if any(task.key == STATEMENTS for task in tasks)
@@ -205,28 +191,19 @@ def measure_models(
     )
 
 
-def _stated(config: EvaluationConfig) -> dict[str, Any]:
-    """Return the settings of an evaluation that its report holds as its configuration."""
-    settings = json.loads(json.dumps(all_fields(asdict(config), ("tokens", "training_length"))))
-    plain: dict[str, Any] = without_home(settings)
-    return plain
-
-
 def _keep_temperatures(
     candidates: Sequence[Candidate], measured: Measured, config: EvaluationConfig
 ) -> None:
     """Store the fitted temperatures of runs with their checkpoints."""
-    # A single coefficient was given by the user, and says nothing of the model.
-    fitted = measured.temperature if len(set(config.temperature.grid)) > 1 else {}
+    if len(set(config.temperature.grid)) == 1:
+        return  # given by the user, and says nothing of the model
     for candidate in candidates:
-        if candidate.run is None:
-            continue
         # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
-        if candidate.with_training_length(candidate.stored_length).layout.has_trained_temperature:
+        own = candidate.with_training_length(candidate.stored_length).layout
+        fitted = measured.temperature.get(candidate.name)
+        if candidate.run is None or fitted is None or own.has_trained_temperature:
             continue
-        if (coefficients := fitted.get(candidate.name)) is None:
-            continue
-        if (older := keep_temperature(candidate.path, coefficients)) is None:
+        if (older := keep_temperature(candidate.path, fitted)) is None:
             log.info("The temperature of %s is kept with its checkpoint", candidate.name)
         else:
             log.info("The temperature stored with %s stays: c = %.3g", candidate.name, older)

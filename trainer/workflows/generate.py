@@ -16,7 +16,7 @@ from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import find_candidate
-from trainer.workflows.subjects import multiplying, subject_of
+from trainer.workflows.subjects import subject_of
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ def continue_prompts(
     model.layout, temperature = with_fitted_temperature(model.layout, candidate.path)
     names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
     say(f"{', '.join(names)}{temperature}")
-    with multiplying(device):
-        return write(model, candidate.tokenizer, candidate.bos_token, request, show)
+    return write(model, candidate.tokenizer, candidate.bos_token, request, show)
 
 
 def write(

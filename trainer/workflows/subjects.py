@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -52,17 +50,18 @@ def subject_of(
     device: str,
     *,
     chunk: int | None = None,
-    tf32: bool = True,
 ) -> Subject:
     """Return a subject that loads the model onto a device ("cpu", "cuda") and computes there.
 
     ``dtype``: as configured (None: bf16 on a GPU, else fp32). ``chunk``: tokens of a sequence read
-    at once; see ``LanguageModel.prefill_chunk``. ``tf32``: as for :func:`multiplying`.
+    at once; see ``LanguageModel.prefill_chunk``. A GPU multiplies float32 matrices in TF32.
     """
     weights = precision_of(dtype, device)
-    precision = multiplied_in(weights, device, tf32)
+    precision = multiplied_in(weights, device)
 
     def load() -> LanguageModel:
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")
         model = candidate.load(device, DTYPES[weights])
         model.prefill_chunk = chunk
         half = weights == "bf16"
@@ -80,18 +79,6 @@ def subject_of(
     return Subject(candidate.name, key, candidate.config, candidate.layout, load, is_ours, device)
 
 
-def multiplied_in(weights: Dtype, device: str, tf32: bool = True) -> str:
+def multiplied_in(weights: Dtype, device: str) -> str:
     """Return the precision of matrix products with such weights: fp32, tf32 or bf16."""
-    return "tf32" if (weights, device, tf32) == ("fp32", "cuda", True) else weights
-
-
-@contextmanager
-def multiplying(device: str, tf32: bool = True) -> Iterator[None]:
-    """Let a GPU multiply float32 matrices in TF32, or not, within the block; no effect on a CPU."""
-    before = torch.get_float32_matmul_precision()
-    try:
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return "tf32" if (weights, device) == ("fp32", "cuda") else weights
