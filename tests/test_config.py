@@ -15,7 +15,7 @@ from tests.program import ROOT
 from trainer import config as schema
 from trainer.commands.composing import compose_words
 from trainer.commands.help import COMMANDS, split_words
-from trainer.commands.run import read_config, read_evaluation, read_run
+from trainer.commands.run import read_config, read_run
 from trainer.common.errors import UserError
 from trainer.config import AnalysisRequest, EvaluationConfig, RunConfig
 from trainer.runs.parsing import check_evaluation, merged, parse
@@ -41,12 +41,12 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
     words = shlex.split(line)
     name = words[0] if words[0] in COMMANDS else "train"
     command = COMMANDS[name]
-    overrides, _ = split_words(words[1:] if words[0] == name else words, command.bare)
-    if "--multirun" in overrides:
-        overrides = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", w) for w in overrides if w[0] != "-"]
+    flags, overrides, _ = split_words(words[1:] if words[0] == name else words, command.bare)
+    if "--multirun" in flags:
+        overrides = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", w) for w in overrides]
     composed = compose_words(overrides, command.root)
     if name == "evaluate":
-        assert read_evaluation(composed).checkpoint
+        assert parse(schema.EvaluationRequest, composed.values).checkpoint
     elif name == "analyze":
         assert parse(AnalysisRequest, composed.values).checkpoint
     elif name == "train":
@@ -85,12 +85,11 @@ BROKEN = {
     "data.needles.mentions": {"data": {"needles": {"share": 0.5, "mentions": [2, 50]}}},
     "data.mixture.b.weight": {"data": {"mixture": {"a": {"weight": 1e6}, "b": {}}}},
     "data.mixture.a.wieght": {"data": {"mixture": {"a": {"wieght": 1}}}},
-    "drop": {"drop": {"at": 5, "at_tokens": 5}},
     "drop.at": {"drop": {"at": 0}},
     "drop.layers": {"drop": {"at": 5, "layers": [30]}},
     "drop.windows": {"drop": {"at": 5, "windows": [65]}},
     "drop: the layers": {"drop": {"at": 5, "to": "rope"}},
-    "phases.a": {"phases": {"a": {}}},
+    "phases.a.steps": {"phases": {"a": {}}},
     "phases.b.weights.c": {"phases": merged(PHASES, {"b": {"weights": {"c": 1}}})},
     "phases.b.rescale": {"phases": merged(PHASES, {"b": {"rescale": {}}})},
     "phases.a.rescale.base": {"phases": merged(PHASES, {"a": {"rescale": {"base": 1e6}}})},
@@ -137,7 +136,10 @@ BROKEN_EVALUATIONS = {
 
 @pytest.mark.parametrize("text", BROKEN_EVALUATIONS)
 def test_a_broken_rule_of_an_evaluation_is_named_by_its_key(text):
-    values = {"checkpoint": "x", "evaluation": {"training_length": 64} | BROKEN_EVALUATIONS[text]}
+    values = {
+        "checkpoint": "x",
+        "evaluation": {"kind": "lengths", "training_length": 64} | BROKEN_EVALUATIONS[text],
+    }
     with pytest.raises(UserError) as refused:
         parse(schema.EvaluationRequest, values)
     assert str(refused.value).startswith(text)
@@ -154,11 +156,6 @@ def test_wrong_values_are_a_line_each():
         "trainer.log_every",
     ]
     assert lines[0].endswith(", got 'x'")
-
-
-def test_steps_among_the_words_do_not_give_way_to_tokens():
-    with pytest.raises(UserError, match=r"trainer\.max_steps: trainer\.max_tokens=100 decides"):
-        read_config(["trainer.max_tokens=100", "trainer.max_steps=5"])
 
 
 def test_an_option_of_one_s_own_builds_on_another(tmp_path):

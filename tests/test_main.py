@@ -10,7 +10,9 @@ import pytest
 from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.commands import run
+from trainer.commands.composing import compose_words
 from trainer.commands.help import COMMANDS, split_words
+from trainer.commands.run import read_config
 from trainer.common.errors import PreemptedError, UserError
 
 
@@ -44,6 +46,7 @@ def test_help_names_the_command_and_its_options(capsys, name):
             "schedule.name: input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
         ),
         (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
+        (["data=files", "data.files=[no.txt]"], "data.files: there is no file 'no.txt'"),
         (["+evaluation=harness"], "evaluation.kind: input should be 'lengths', got 'harness'"),
     ],
 )
@@ -53,8 +56,11 @@ def test_a_wrong_word_is_one_line(capsys, words, said):
 
 
 @pytest.mark.slow
-def test_a_wrong_word_is_told_without_torch():
-    code = "import sys; from trainer.__main__ import main\ntry: main(['trainer.max_steps=x'])\n"
+@pytest.mark.parametrize("wrong", ["value", "file"])
+def test_a_wrong_word_or_an_empty_file_is_told_without_torch(tmp_path, wrong):
+    (tmp_path / "empty.txt").touch()
+    words = "trainer.max_steps=x" if wrong == "value" else f"data.files=[{tmp_path}/empty.txt]"
+    code = f"import sys; from trainer.__main__ import main\ntry: main(['data=files', '{words}'])\n"
     code += "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -64,11 +70,15 @@ def test_a_wrong_word_is_told_without_torch():
 def test_the_first_bare_word_is_the_key_of_the_command(tmp_path):
     place = tmp_path / "lr=0.1"
     place.mkdir()
-    assert split_words(["runs/a", "seed=1"], "checkpoint")[0] == ["checkpoint=runs/a", "seed=1"]
-    assert split_words([str(place)], "checkpoint")[0] == [f"checkpoint='{place}'"]
-    assert split_words(["a", "b"], "runs")[0] == ["runs=[a,b]"]
-    assert "checkpoint=x" in split_words(["--config-dir", "d", "x"], "checkpoint")[0]
-    assert split_words(["prompt=It's {1}, x=2"], "checkpoint") == ([], ["It's {1}, x=2"])
+    assert split_words(["runs/a", "seed=1"], "checkpoint")[1] == ["checkpoint=runs/a", "seed=1"]
+    assert split_words([str(place)], "checkpoint")[1] == [f"checkpoint='{place}'"]
+    assert split_words(["a", "b"], "runs")[1] == ["runs=[a,b]"]
+    words = ["x", "--config-dir", "d", "seed=1"]
+    assert split_words(words, "checkpoint")[:2] == (
+        ["--config-dir", "d"],
+        ["checkpoint=x", "seed=1"],
+    )
+    assert split_words(["prompt=It's {1}, x=2"], "checkpoint") == ([], [], ["It's {1}, x=2"])
 
 
 @pytest.fixture
@@ -95,6 +105,19 @@ def test_a_command_runs_once_and_a_sweep_for_each_value(jobs):
     assert jobs == [("one", ["rope"]), ("rope", ["rope"]), ("nope", ["nope"])]
 
 
+@pytest.mark.parametrize("name", ["2026_12_01", "2026", "1e3", "007"])
+def test_names_are_text(jobs, name):
+    main([f"name={name}"])
+    assert jobs == [(name, ["rope"])]
+
+
+def test_digits_with_underscores_are_text_and_numbers_where_these_are_expected():
+    words = ["run_dir=2026_12", "trainer.max_steps=1_000", "data.files=[1_2,a/1_2]"]
+    values = compose_words(words).values
+    assert (values["run_dir"], values["data"]["files"]) == ("2026_12", ["1_2", "a/1_2"])
+    assert read_config(words[:2]).trainer.max_steps == 1000
+
+
 def test_a_failing_job_is_an_exit_code_and_the_others_run(jobs, capsys):
     assert error_of(capsys, "--multirun", "name=failing,fine") == ["trainer: it does not fit"]
     assert [name for name, _ in jobs] == ["failing", "fine"]
@@ -110,4 +133,4 @@ def test_cfg_prints_the_whole_configuration(capsys):
     main(["+experiment=drope_demo", "--cfg", "job"])
     said = capsys.readouterr().out
     assert "name: drope_demo" in said
-    assert "muon_momentum" in said
+    assert "muon_lr" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import trainer
@@ -45,7 +45,14 @@ def run_command(name: str, command: Command, words: Sequence[str]) -> None:
 
     register_schema()
     register_encodings(words)
-    overrides, prompts = split_words(overrides_of(words), command.bare)
+    flags, overrides, prompts = split_words(overrides_of(words), command.bare)
+    run: Callable[[Composed], None] | None = None
+    if name == "recalibrate":  # before Hydra, so that --cfg shows the chosen keys
+        from trainer.commands.run import with_chosen_keys
+
+        overrides, run = with_chosen_keys(overrides)
+    errors: list[Exception] = []
+    process = os.getpid()
 
     def job(config: DictConfig) -> None:
         from trainer.commands.run import EXECUTE  # torch-free, but slow for --cfg
@@ -53,27 +60,24 @@ def run_command(name: str, command: Command, words: Sequence[str]) -> None:
         composed = Composed.from_hydra(config)
         if prompts:
             composed.values["prompts"] += prompts
-        with ending_when_preempted():
-            EXECUTE[name](composed)
+        try:
+            with ending_when_preempted():
+                (run or EXECUTE[name])(composed)
+        except Exception as error:
+            if os.getpid() != process:  # a job of a launcher
+                raise
+            errors.append(error)  # Hydra would print a line of its own
 
-    with _called_with(["unrope", *overrides]):
+    argv, sys.argv = sys.argv, ["unrope", *flags, *overrides]
+    shows_traceback = os.environ.get("HYDRA_FULL_ERROR", "")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors
+    try:
         directory = str(config_directory())
         hydra.main(version_base="1.3", config_path=directory, config_name=command.root)(job)()
-
-
-@contextmanager
-def _called_with(words: list[str]) -> Iterator[None]:
-    """Let Hydra read these words, and raise errors instead of printing them."""
-    argv, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = words
-    os.environ["HYDRA_FULL_ERROR"] = "1"
-    try:
-        yield
     finally:
-        sys.argv = argv
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if full is not None:
-            os.environ["HYDRA_FULL_ERROR"] = full
+        sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, shows_traceback
+    if errors:
+        raise errors[0]
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from trainer.model.config import ModelConfig, Sampling
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import LayerChoice
 from trainer.positional.rescaling import RESCALINGS
-from trainer.positional.spectrum import MOST_COEFFICIENT, MOST_EXPONENT
+from trainer.positional.spectrum import MOST_EXPONENT
 
 Length = Annotated[int, Field(ge=2, lt=1 << 31)]
 """Tokens of a sequence."""
@@ -43,8 +43,6 @@ PERIOD = 10_000
 """Samples in which each text of a mixture has exactly its share."""
 MOST_NAMES = 16
 """Different names that statements can have; :data:`trainer.data.needles.NAMES` lists them."""
-Products = Literal["bf16", "tf32", "fp32"]
-"""Precision in which a GPU multiplies matrices."""
 Window = Literal["hann", "hamming", "blackman", "rectangular"]
 PERPLEXITY, STATEMENTS = "perplexity", "statements"
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
@@ -210,8 +208,6 @@ class TokenizerConfig:
     training text."""
     vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 1024
     """Entries of the tokenizer that is trained; 257 hold every byte."""
-    sample_megabytes: Count = 64
-    """Megabytes of the training text to train it on."""
 
 
 # ---- Training ----
@@ -283,13 +279,9 @@ class ChangeConfig:
 class DropConfig(ChangeConfig):
     """When the encoding is dropped, what replaces it, and how training resumes."""
 
-    enabled: bool = True
-    """Drop as configured; false leaves out a drop that is set."""
     at: int | float | None = None
     """When to drop: a step (0 only for trained weights), or a fraction of the run such as 0.85;
     null: never."""
-    at_tokens: Count | None = None
-    """When to drop, in tokens read; null: see at."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
     """State of the optimizer at the drop: keep, reset, or reset_new (only of parameters that the
     drop adds)."""
@@ -298,12 +290,8 @@ class DropConfig(ChangeConfig):
     effect_sequences: Count = 64
     """Held-out sequences whose loss is measured before and after the drop."""
 
-    def step(self, max_steps: int, tokens_per_step: int) -> int | None:
+    def step(self, max_steps: int) -> int | None:
         """Return the number of steps trained before the drop, or None for never."""
-        if not self.enabled:
-            return None
-        if self.at_tokens is not None:
-            return -(-self.at_tokens // tokens_per_step)
         if isinstance(self.at, float):
             return round(self.at * max_steps)
         return self.at
@@ -319,16 +307,12 @@ class OptimizerConfig:
     """Learning rate of AdamW, times the schedule."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    eps: Annotated[Positive, Field(le=1)] = 1e-8
-    """Added to the denominator of AdamW's update."""
     weight_decay: Annotated[NotNegative, Field(le=1000)] = 0.1
     """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = False
     """Also decay embeddings and the head."""
     muon_lr: Positive = 0.02
     """Learning rate of Muon, times the schedule."""
-    muon_momentum: Beta = 0.95
-    """Momentum of Muon."""
 
 
 @configuration
@@ -337,16 +321,13 @@ class TrainerConfig:
 
     max_steps: Count = 1000
     """Optimizer steps of the run."""
-    max_tokens: Count | None = None
-    """Length of the run in tokens, instead of steps; null: see max_steps."""
     batch_size: Count = 32
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Count | None = None
     """Sequences per forward pass of one rank; null: all that the rank has."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """fp32, or bf16 (computes in bfloat16 and keeps float32 weights)."""
-    tf32: bool = True
-    """Multiply float32 matrices in TF32 on GPUs."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 (computes in bfloat16 and keeps float32 weights), fp32 (TF32 on a GPU), or auto: bf16
+    on a GPU that has it."""
     deterministic: bool = False
     """Compute the same bits every time, with slower GPU kernels."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -355,15 +336,13 @@ class TrainerConfig:
     """CPU threads; null: OMP_NUM_THREADS or all cores, shared by the ranks of a machine."""
     gradient_clip: NotNegative = 1.0
     """Largest norm of a gradient; 0: no clipping."""
-    z_loss: Annotated[NotNegative, Field(le=1000)] = 0.0
-    """Weight of the squared log-partition in the loss."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model with torch.compile; auto: on a GPU."""
     log_every: Count = 10
     """Steps between logged rows."""
-    checkpoint_every: Count = 100
+    checkpoint_every: Count = 1000
     """Steps between checkpoints."""
-    checkpoint_minutes: Positive | None = None
+    checkpoint_minutes: Positive | None = 30.0
     """Minutes after a checkpoint until the next; null: by steps only."""
     keep_checkpoints: Count = 2
     """Number of most recent checkpoints to keep, and of those with finite weights and no update
@@ -373,11 +352,6 @@ class TrainerConfig:
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
     end of its SLURM job, if it has one."""
-
-    @property
-    def products(self) -> Products:
-        """The precision in which a GPU multiplies matrices."""
-        return "tf32" if self.precision == "fp32" and self.tf32 else self.precision
 
     def accumulation(self, ranks: int = 1) -> int:
         """Return the number of forward passes of a rank per optimizer step."""
@@ -396,8 +370,6 @@ class StrategyConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes: none, selective (all but matrix products and attention), full
     (whole blocks)."""
-    timeout: Positive = 1800.0
-    """Seconds that ranks wait for each other in a collective."""
 
 
 @configuration
@@ -408,8 +380,6 @@ class LoggerConfig:
     """Log to Weights & Biases; offline without a key or connection."""
     project: str = "unrope"
     """Project at Weights & Biases."""
-    entity: str | None = None
-    """Team at Weights & Biases; null: the user's own."""
     offline: bool = False
     """Log offline in any case; `wandb sync` sends it later."""
     tensorboard: bool = False
@@ -422,31 +392,14 @@ class BenchmarksConfig:
 
     every: Count | None = None
     """Steps between them; null: never."""
-    every_tokens: Count | None = None
-    """Tokens between them, instead of steps; null: see every."""
     tasks: list[str] = field(default_factory=list)
     """Tasks on validation text, named as in evaluation.tasks."""
     lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0])
     """Lengths of these tasks, in multiples of the training length."""
     multiple_choice: list[str] = field(default_factory=list)
     """Tasks of request files, for instance [arc_easy, piqa]."""
-    directory: str | None = None
-    """Directory of the request files; null: where scripts/fetch_benchmarks.py puts them."""
     limit: Count = 200
     """Questions, trials or windows of each task and length."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether any measurement is enabled."""
-        return self.every is not None or self.every_tokens is not None
-
-    def is_due(self, before: int, tokens: int, step: int) -> bool:
-        """Whether a measurement is due after ``step``, given the tokens before and after it."""
-        if self.every is not None:
-            return step % self.every == 0
-        return self.every_tokens is not None and (
-            before // self.every_tokens < tokens // self.every_tokens
-        )
 
 
 @configuration
@@ -457,14 +410,6 @@ class MonitorConfig:
     """Steps between measurements of retrieval and held-out loss by length; null: never."""
     lengths: list[Annotated[Count, Field(le=1_000_000)]] = field(default_factory=lambda: [1, 2, 4])
     """Lengths to measure at, in multiples of the training length (the last phase's)."""
-    trials: Annotated[Natural, Field(le=1_000_000)] = 64
-    """Retrieval trials of a length, if the training text carries needles; 0: none."""
-    windows: Count = 16
-    """Windows of held-out text of a length."""
-    probe_every: Count | None = None
-    """Steps between looks at the attention of every layer; null: never."""
-    probe_sequences: Count = 2
-    """Sequences that such a look reads."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     """Tasks that the model answers in training; each kind may be empty."""
 
@@ -480,8 +425,6 @@ class TemperatureSettings:
         default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
     """Values of c to try; larger ones, up to 2, while the largest is the best."""
-    per: Literal["sequence", "query"] = "sequence"
-    """Length s counts: sequence, query."""
     models: Literal["free", "all"] = "free"
     """Models it is fitted for: free (those without positions), all."""
     lengths: list[Annotated[float, Field(gt=1, le=1_000_000)]] | None = None
@@ -490,8 +433,6 @@ class TemperatureSettings:
     fit: Literal["sum", "line"] = "sum"
     """How several lengths combine: sum (least sum of their losses), line (through the best scale
     of each, as YaRN)."""
-    rope_id_coefficient: Annotated[NotNegative, Field(le=MOST_COEFFICIENT)] = 0.1
-    """Coefficient of temperature_rope_id, (1 + 0.1 ln s)^2 in RoPE-ID's App. A.4."""
     rope_id_exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 2.0
     """Exponent of temperature_rope_id."""
 
@@ -707,8 +648,6 @@ class EvaluationConfig(MethodsConfig):
     if that is less."""
     batch_tokens: Count = 16384
     """Tokens in a forward pass."""
-    prefill_chunk: Count | None = None
-    """Tokens of a sequence read at once; null: 32,768 on a GPU, all on a CPU."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
     multiplies in TF32."""
@@ -770,9 +709,6 @@ class BenchmarkConfig(MethodsConfig):
     training length."""
     batch_tokens: Count = 4096
     """Tokens in a forward pass."""
-    add_bos: bool | None = None
-    """Begin every text with end-of-text, as training sequences do; null: yes for runs of this
-    program, as the tokenizer says for published weights."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
     multiplies in TF32."""
@@ -846,10 +782,8 @@ class RescaleConfig:
 class PhaseConfig:
     """A part of a run; what is null is as the run has it."""
 
-    steps: Count | None = None
-    """Optimizer steps of the phase; null: see tokens."""
-    tokens: Count | None = None
-    """Length in tokens, which takes precedence over steps; null: see steps."""
+    steps: Count
+    """Optimizer steps of the phase."""
     sequence_length: Annotated[int, Field(ge=2, lt=1 << 31)] | None = None
     """Tokens of a sequence; null: data.sequence_length."""
     batch_size: Count | None = None
@@ -868,8 +802,6 @@ class PhaseConfig:
     optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
     """State of the optimizer at the start: keep, reset, or reset_new (only of parameters that
     the drop adds)."""
-    log_every: Count | None = None
-    """Steps between logged rows; null: trainer.log_every."""
 
 
 @configuration
@@ -878,8 +810,6 @@ class RunConfig:
 
     name: Name = "run"
     """Name of the run and its directory."""
-    label: str | None = None
-    """What tables call the run; null: its encoding."""
     run_dir: str = "runs/run"
     """Directory of the run; the same command resumes what is there."""
     seed: Natural = 0
@@ -943,12 +873,10 @@ class RunConfig:
     def drop_step(self) -> int | None:
         """Number of steps trained before the first drop, or None."""
         if self.phases:
-            steps = [phase.steps or 0 for phase in self.phases.values()]
+            steps = [phase.steps for phase in self.phases.values()]
             drops = [bool(phase.drop) for phase in self.phases.values()]
             return sum(steps[: drops.index(True)]) if any(drops) else None
-        if self.drop.to == SAME:
-            return None
-        return self.drop.step(self.trainer.max_steps, self.tokens_per_step)
+        return None if self.drop.to == SAME else self.drop.step(self.trainer.max_steps)
 
 
 # ---- Analysis ----
@@ -991,8 +919,6 @@ class AttenuationSettings:
     tokens: list[Count] | None = field(default_factory=lambda: [1024])
     """First tokens of a text whose perplexity is measured, one length after the other; null:
     all."""
-    texts: Count = 1
-    """Texts to measure, the first of the page."""
 
 
 @configuration
@@ -1028,8 +954,6 @@ class AnalysisConfig:
     found."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
-    seed: Natural = 0
-    """Seed of subsamples."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
     """Frames of SpectrumFE."""
     prefixes: list[Annotated[Count, Field(ge=6)]] = field(default_factory=list)
@@ -1054,77 +978,39 @@ class AnalysisConfig:
 
 @configuration
 class ModelsRequest:
-    """The keys that all kinds of evaluation have."""
+    """The common keys of evaluate and analyze."""
 
     checkpoint: str = MISSING
     """A run directory, a checkpoint, a published model's directory, or
     hf:DIRECTORY of a model that transformers is to compute."""
-    compare: list[str] = field(default_factory=list)
-    """More models, measured on the same trials."""
     output: str | None = None
-    """Directory of the report and its finished cells, NAME-2 beside it for other settings; null:
-    evaluation in the run, or lengths/NAME with +evaluation=NAME; runs/ITS_NAME for a published
-    model."""
-    threads: Processes | None = None
-    """CPU threads; null: OMP_NUM_THREADS or all cores."""
+    """Directory of the results; null: evaluation, lengths/NAME or analysis/NAME in the run, or in
+    runs/ITS_NAME for a published model."""
     text: DataConfig | None = None
-    """Where held-out text comes from, for kinds that read some; null: the first checkpoint's own
-    source."""
+    """Where held-out text comes from; null: the first checkpoint's own source."""
     plugins: list[str] = field(default_factory=list)
-    """Python files that register needle tasks of your own."""
+    """Python files that register needle tasks or analyses of your own."""
 
 
 @configuration
 class EvaluationRequest(ModelsRequest):
-    """Methods, tasks and lengths, for models of the same tokenizer and training length."""
+    """Request of the evaluate command."""
 
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    compare: list[str] = field(default_factory=list)
+    """More models, measured on the same trials."""
+    evaluation: Annotated[
+        EvaluationConfig | MultipleChoiceConfig | HarnessConfig, Field(discriminator="kind")
+    ] = field(default_factory=EvaluationConfig)
     """Methods, tasks and lengths."""
 
 
 @configuration
-class BenchmarkRequest(ModelsRequest):
-    """Benchmarks, which bring their own text; methods may choose something on another."""
-
-    evaluation: BenchmarkConfig = field(default_factory=BenchmarkConfig)
-    """Tasks and methods."""
-
-
-@configuration
-class MultipleChoiceRequest(BenchmarkRequest):
-    """Questions from files."""
-
-    evaluation: MultipleChoiceConfig = field(default_factory=MultipleChoiceConfig)
-    """Tasks and methods."""
-
-
-@configuration
-class HarnessRequest(BenchmarkRequest):
-    """Tasks of lm-eval."""
-
-    evaluation: HarnessConfig = field(default_factory=HarnessConfig)
-    """Tasks and methods."""
-
-
-@configuration
-class AnalysisRequest:
+class AnalysisRequest(ModelsRequest):
     """Request of the analyze command."""
 
-    checkpoint: str = MISSING
-    """A run directory, a checkpoint, a published model's directory, or
-    hf:DIRECTORY of a model that transformers is to compute."""
     compare: str | None = None
     """Model before the drop, for drop (null: the run's checkpoint from just before it), or
     another model, for offset_features."""
-    output: str | None = None
-    """Directory of the page; null: analysis/NAME in the run, or in runs/ITS_NAME for a published
-    model."""
-    threads: Processes | None = None
-    """CPU threads; null: OMP_NUM_THREADS or all cores."""
-    text: DataConfig | None = None
-    """Where held-out text comes from; null: the checkpoint's own source."""
-    plugins: list[str] = field(default_factory=list)
-    """Python files that register analyses of your own."""
     analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
     """Which analysis, of which text."""
 
@@ -1147,8 +1033,6 @@ class GenerationRequest:
     """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
     seed: Natural = 0
     """Seed of the draws."""
-    threads: Processes | None = None
-    """CPU threads; null: OMP_NUM_THREADS or all cores."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU."""
     stream: bool = True
@@ -1175,8 +1059,6 @@ class ExportRequest:
     lengths; null: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights: float32, bfloat16 (half the size)."""
-    threads: Processes | None = None
-    """CPU threads; null: OMP_NUM_THREADS or all cores."""
 
 
 @configuration

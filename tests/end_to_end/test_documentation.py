@@ -19,7 +19,7 @@ TRAIN = [
     "evaluation.temperature.grid=[0.0,0.1]", "monitor.trials=2", "monitor.windows=1",
 ]  # fmt: skip
 LENGTHS = [
-    "threads=1", "evaluation.windows=2", "evaluation.fit_windows=1",
+    "evaluation.windows=2", "evaluation.fit_windows=1",
     "evaluation.needles.trials=2", "evaluation.longrope.evaluations=2",
 ]  # fmt: skip
 ONLY_READ = ["--cfg", "job"]
@@ -52,8 +52,8 @@ BUDGETS = {
         f"checkpoint=runs/{name}": ONLY_READ
         for name in ("extension_demo", "extension_demo/controls/rope", "rope_swa")
     },
-    "analysis=synthetic,matrix_entropy": ["threads=1"],
-    "analyze": ["threads=1", "analysis.length=128", "analysis.texts=2"],
+    "analysis=synthetic,matrix_entropy": [],
+    "analyze": ["analysis.length=128", "analysis.texts=2"],
     "+evaluation=multiple_choice": ["evaluation.limit=2"],
     "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
     "evaluate": LENGTHS,

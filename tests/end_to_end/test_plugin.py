@@ -84,7 +84,7 @@ def test_a_callback_is_called_at_every_batch(place):
 
 
 def test_a_task_has_cells_in_the_table(command, place):
-    command("evaluate", "evaluation.needles.trials=3", "threads=1")
+    command("evaluate", "evaluation.needles.trials=3")
     trials = pd.read_parquet(place / "runs/linear/lengths/niah/trials.parquet")
     assert (trials.task == "colour").sum() == 3
 
@@ -95,7 +95,7 @@ def test_a_source_is_prepared(command, capsys):
 
 
 def test_an_analysis_has_a_page(command, place):
-    command("analyze", "threads=1")
+    command("analyze")
     page = place / "runs/linear/analysis/key_norms/report.html"
     assert "Norms of keys" in page.read_text()
     assert "key_norm" in (page.parent / "results.csv").read_text()

@@ -17,8 +17,7 @@ from tests.interchange.families import made
 from tests.small_runs import trained_in
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands.composing import compose_words
-from trainer.commands.run import read_evaluation
-from trainer.config import AnalysisRequest
+from trainer.config import AnalysisRequest, EvaluationRequest
 from trainer.evaluation.longbench import KINDS
 from trainer.runs.parsing import parse
 from trainer.workflows import analyze, evaluate
@@ -130,7 +129,7 @@ def small(command, output):
         words += [f"analysis.length={C}"] if "+analysis=attenuation" in command else []
     if "checkpoint=runs/" not in command and not re.search("text=|multiple_choice", command):
         words.append(TEXT)
-    return [*words, f"output={output}", "threads=1"]
+    return [*words, f"output={output}"]
 
 
 def smaller(word, ruler):
@@ -181,7 +180,7 @@ def asked(command, line, output):
     composed = compose_words(small(line, output), command)
     if command == "analyze":
         return parse(AnalysisRequest, composed.values)
-    return read_evaluation(composed)
+    return parse(EvaluationRequest, composed.values)
 
 
 class TestAnalyses:

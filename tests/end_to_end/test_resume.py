@@ -150,7 +150,7 @@ def evaluation(run_dir: Path, output: Path) -> list[str]:
     return [
         "-m", "trainer", "evaluate", f"checkpoint={run_dir}", f"output={output}",
         "evaluation.tasks=[perplexity]", "evaluation.methods=[none,ntk]", "evaluation.lengths=[8]",
-        "evaluation.windows=192", "threads=1",
+        "evaluation.windows=192",
     ]  # fmt: skip
 
 

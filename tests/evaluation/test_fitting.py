@@ -108,18 +108,17 @@ def summed_loss(model, layout):
     return total
 
 
-@pytest.mark.parametrize("per", ["sequence", "query"])
 @pytest.mark.parametrize("layers", [["rope"], ["nope"], ["alibi"]])
-def test_no_coefficient_of_the_grid_is_better(tiny_decoder, tmp_path, layers, per):
+def test_no_coefficient_of_the_grid_is_better(tiny_decoder, tmp_path, layers):
     model = tiny_decoder(training_length=C, layers=layers)
     layout = model.layout
-    settings = TemperatureSettings(grid=GRID, per=per, models="all")
+    settings = TemperatureSettings(grid=GRID, models="all")
     config = EvaluationConfig(lengths=[2, 4], temperature=settings)
     fitting = Fitting(model, "weights", FitText(WINDOWS, 0, "text"), Store(tmp_path), 64)
     recipe("temperature", layout, config).make(fitting)
     assert model.layout is layout
-    losses = [summed_loss(model, tempered(layout, c, per)) for c in GRID]
-    best = tempered(layout, fitting.temperature["coefficient"], per)
+    losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
+    best = tempered(layout, fitting.temperature["coefficient"])
     assert summed_loss(model, best) <= min(losses) + 1e-6
 
 

@@ -89,14 +89,11 @@ def test_dynamic_ntk_has_the_factor_of_dope_appendix_a2(fitting, alpha):
         np.testing.assert_allclose(result.inv_freq, expected, rtol=1e-12)
 
 
-def test_rope_id_s_temperature_takes_another_coefficient_and_exponent(fitting):
+def test_rope_id_s_temperature_takes_another_exponent(fitting):
     have = fitting()
     for settings, expected in (
         (TemperatureSettings(), (0.1 * np.log(2) + 1) ** 2),
-        (
-            TemperatureSettings(rope_id_coefficient=0.3, rope_id_exponent=1.0),
-            0.3 * np.log(2) + 1,
-        ),
+        (TemperatureSettings(rope_id_exponent=1.0), 0.1 * np.log(2) + 1),
     ):
         config = replace(CONFIG, temperature=settings)
         (result,) = layout_of("temperature_rope_id", have, 2.0, config).at(64).spectra
@@ -338,14 +335,13 @@ def test_settings_have_the_layers_that_change(fitting):
 
 def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
     have = fitting(layers=["nope"])
-    config = replace(CONFIG, temperature=replace(CONFIG.temperature, per="query"))
-    first = layout_of("temperature", have, 2.0, config)
+    first = layout_of("temperature", have, 2.0)
     (spectrum,) = first.spectra
     c = spectrum.temperature.coefficient
     assert have.notes[-1] == f"logits times 1 + {c:.3g} ln s"
     assert have.temperature == {
         "coefficient": c,
-        "per": "query",
+        "per": "sequence",
         "lengths": [64],
         "tokens": 2 * 64,
         "text": "text",
@@ -356,7 +352,7 @@ def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
         "trainer.evaluation.methods.fit_coefficient",
         lambda *_: pytest.fail("fitted a second time"),
     )
-    assert layout_of("temperature", have, 2.0, config) == first
+    assert layout_of("temperature", have, 2.0) == first
 
 
 def test_the_lengths_that_fits_read_are_known_before_them(fitting):

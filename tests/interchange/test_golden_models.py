@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from tests.golden.files import GOLDEN
 from tests.program import ROOT
 from trainer.commands.composing import compose_words
-from trainer.commands.run import read_evaluation
+from trainer.config import EvaluationRequest
 from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange.adapted import AdaptedModel
 from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
 from trainer.interchange.pretrained import read_pretrained
+from trainer.runs.parsing import parse
 from trainer.workflows import evaluate
 
 MODELS = {path.name: path for path in sorted((GOLDEN / "models").iterdir())}
@@ -93,9 +94,9 @@ def test_the_documented_command_has_rows_of_ruler_for_a_released_checkpoint(tmp_
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     few = ["evaluation.lengths=[1]", "evaluation.ruler.trials=1", "evaluation.fit_windows=1"]
     data = "{source: files, files: [text.txt], validation: 0.3, test: 0.6, cache_dir: cache}"
-    small = ["threads=1", "output=out", f"text={data}"]
+    small = ["output=out", f"text={data}"]
     composed = compose_words([*words, *few, *small], "evaluate")
-    report, _ = evaluate.evaluate_lengths(read_evaluation(composed), "ruler")
+    report, _ = evaluate.evaluate_lengths(parse(EvaluationRequest, composed.values), "ruler")
     rows = {*zip(*(report.trials[key] for key in ("method", "task", "length")), strict=True)}
     asked = {"niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"}
     asked |= {"niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery"}

@@ -150,13 +150,3 @@ def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, as
         assert [m.step for m in shared] == [m.step for m in alone]
         for key, value in alone[0].scores.items():
             assert shared[0].scores[key] == pytest.approx(value, rel=1e-3), key
-
-
-def test_every_so_many_tokens(run, asked):
-    benchmarks = asked["monitor"]["benchmarks"] | {
-        "every": None,
-        "every_tokens": 3 * 128 + 1,
-        "tasks": [],
-    }
-    config, _ = run(monitor={"benchmarks": benchmarks})
-    assert [milestone.step for milestone in milestones(config)] == [4, 6, 6, 7, 10, 12]

@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
-from trainer.analysis.attention import MEASURES, probe
-from trainer.checkpoint import load_decoder, read_state
+from trainer.checkpoint import read_state
 from trainer.common.errors import DivergedError, PreemptedError
-from trainer.data.corpus import prepare_corpus
-from trainer.data.held_out import held_out_windows
 from trainer.lightning import callbacks
 from trainer.lightning.callbacks import flops_per_token
 from trainer.lightning.module import LanguageModule
@@ -114,17 +111,6 @@ def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
 
 
 @pytest.mark.slow
-def test_the_last_row_is_the_probe_of_the_saved_model(run):
-    config, _ = run(monitor={"probe_every": 4, "probe_sequences": 2})
-    corpus = prepare_corpus(config.data, config.tokenizer)
-    text = held_out_windows(corpus.validation, 2, 32)
-    text[:, 0] = corpus.first_token
-    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config)))
-    row = rows_of(config)[-1]
-    for name, layers in probe(model, torch.from_numpy(text)).items():
-        assert row[f"probe/{name}"] == pytest.approx(MEASURES[name](layers), rel=1e-4)
-
-
 def test_operations_are_those_of_the_documents_in_the_batch(tiny_decoder):
     model = tiny_decoder()
     ids = torch.zeros(2, 8, dtype=torch.long)

@@ -26,20 +26,18 @@ from trainer.config import BenchmarksConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.results import Reach
 from trainer.lightning.module import evaluating
-from trainer.lightning.monitors import Benchmarks, Lengths, Probe
+from trainer.lightning.monitors import Benchmarks, Lengths
 from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.parsing import merged
 
 pytestmark = pytest.mark.slow
 
-LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4], "trials": 6, "windows": 3}
-BOTH = {"monitor": {**LENGTHS, "probe_every": 4}}
+LENGTHS = {"lengths_every": 4, "lengths": [1, 2, 4]}
+MONITORED = {"monitor": LENGTHS}
 
 
 def without_monitors(rows):
-    return [
-        {k: v for k, v in row.items() if not k.startswith(("length/", "probe/"))} for row in rows
-    ]
+    return [{k: v for k, v in row.items() if not k.startswith("length/")} for row in rows]
 
 
 def history_of(config, step=None):
@@ -68,7 +66,7 @@ def test_a_monitored_run_is_bitwise_the_run_without(run, changes):
     graphs = [captured_graphs()]
     plain, _ = run("plain", **changes)
     graphs.append(captured_graphs())
-    monitored, _ = run("monitored", **merged(changes, BOTH))
+    monitored, _ = run("monitored", **merged(changes, MONITORED))
     graphs.append(captured_graphs())
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(monitored))
     assert without_monitors(rows_of(monitored)) == rows_of(plain)
@@ -81,7 +79,7 @@ def test_a_monitored_run_is_bitwise_the_run_without(run, changes):
 
 def test_a_monitored_sharded_run_is_bitwise_the_run_without(base, tmp_path):
     changes = variant("fsdp2", "bf16", trainer={"micro_batch_size": 1})
-    jobs = {"plain": (changes, None, None), "monitored": (merged(changes, BOTH), None, None)}
+    jobs = {"plain": (changes, None, None), "monitored": (merged(changes, MONITORED), None, None)}
     runs = launch(base, tmp_path, 2, jobs)
     assert_same_tensors(checkpoint_of(runs["plain"]), checkpoint_of(runs["monitored"]))
     assert without_monitors(rows_of(runs["monitored"])) == rows_of(runs["plain"])
@@ -89,14 +87,14 @@ def test_a_monitored_sharded_run_is_bitwise_the_run_without(base, tmp_path):
 
 
 def test_a_resumed_run_has_the_same_history_and_rows(run, tmp_path):
-    whole, _ = run("whole", **BOTH)
-    assert_resumes(run, whole, (3, 6, 9), tmp_path, **BOTH)  # before, at and after the drop
+    whole, _ = run("whole", **MONITORED)
+    assert_resumes(run, whole, (3, 6, 9), tmp_path, **MONITORED)  # before, at and after the drop
 
 
 def test_monitors_may_come_with_a_resume(run, tmp_path):
     plain, _ = run("plain")
     start_from(plain, 9, tmp_path / "monitored")
-    resumed, _ = run("monitored", **BOTH)
+    resumed, _ = run("monitored", **MONITORED)
     assert [reach["step"] for reach in history_of(resumed)] == [12]
     assert_same_tensors(checkpoint_of(plain), checkpoint_of(resumed))
 
@@ -132,10 +130,9 @@ def test_all_phases_measure_at_multiples_of_the_training_length_of_the_report(ru
     measured = [(reach.step, reach.training_length, reach.lengths) for reach in reaches(config)]
     assert measured == [(step, 64, (64, 128, 256)) for step in (4, 4, 8)]
     benchmarks = BenchmarksConfig(tasks=["perplexity"], lengths=[1, 2], every=4)
-    monitor = replace(config.monitor, probe_every=4, benchmarks=benchmarks)
+    monitor = replace(config.monitor, benchmarks=benchmarks)
     config = replace(config, monitor=monitor)
     corpus = prepare_corpus(config.data, config.tokenizer)
-    assert Probe(config, corpus).ids.shape[1] == 64
     assert Benchmarks(config, corpus, Ranks(0, 1, 0, 1), None, []).lengths == [64, 128]
 
 

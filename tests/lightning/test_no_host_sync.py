@@ -64,7 +64,6 @@ VARIANTS = {
     "accumulation": {"trainer": {"micro_batch_size": 2}},
     "bf16": {"trainer": {"precision": "bf16"}},
     "documents": {"data": {"document_mask": True, "restart_positions": True}},
-    "z-loss": {"trainer": {"z_loss": 1e-4}},
     "no clipping": {"trainer": {"gradient_clip": 0.0}},
     "recomputed": {"strategy": {"activation_checkpointing": "selective"}},
     "windows": {"positional": {"windows": [8, None]}},

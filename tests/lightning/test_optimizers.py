@@ -161,18 +161,18 @@ def test_groups_have_what_is_configured():
     keys = ("lr", "initial_lr", "weight_decay", "momentum", "betas", "eps", "fused")
 
     def groups(**values):
-        options = {"lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "weight_decay": 0.2}
+        options = {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.2}
         made = make_optimizer(model, **options | values)
         assert [len(g["params"]) for g in made.param_groups] == [1, 1, 1]
         assert made.param_groups[0]["params"][0] is model["a"].weight
         assert made.param_groups[1]["params"][0] is model["embed_tokens"].weight
         return [{k: g[k] for k in keys if k in g} for g in made.param_groups]
 
-    adamw = {"lr": 0.1, "initial_lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-3, "fused": True}
+    adamw = {"lr": 0.1, "initial_lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-8, "fused": True}
     others = [adamw | {"weight_decay": 0.0}] * 2
     assert groups() == [adamw | {"weight_decay": 0.2}, *others]
-    muon = {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.2, "momentum": 0.75}
-    assert groups(name="muon", muon_lr=0.5, muon_momentum=0.75) == [muon, *others]
+    muon = {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.2, "momentum": 0.95}
+    assert groups(name="muon", muon_lr=0.5) == [muon, *others]
 
 
 def test_the_norm_is_of_all_gradients_together():
@@ -212,7 +212,7 @@ def test_a_tall_matrix_moves_by_more():
     for rows in (8, 2):
         torch.manual_seed(0)
         model = nn.Linear(4, rows, bias=False)
-        config = {"name": "muon", "muon_lr": 1.0, "weight_decay": 0.0, "muon_momentum": 0.0}
+        config = {"name": "muon", "muon_lr": 1.0, "weight_decay": 0.0}
         before = model.weight.detach().clone()
         model.weight.grad = torch.randn(rows, 4)
         direction = newton_schulz(model.weight.grad[None])[0].float()

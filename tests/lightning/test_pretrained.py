@@ -97,7 +97,7 @@ def test_shape_and_positions_are_the_published_ones(begin):
 
 
 def test_without_a_drop_it_goes_on_as_it_was(begin, published):
-    config, _ = begin(drop={"enabled": False}, model={"qk_norm": {"when": "never"}})
+    config, _ = begin(drop={"at": None}, model={"qk_norm": {"when": "never"}})
     state = read_state(checkpoint_of(config, 3))
     model = load_decoder(checkpoint_of(config, 3), state)
     weights = {f"model.{n}": p for n, p in model.named_parameters()}

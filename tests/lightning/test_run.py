@@ -218,14 +218,14 @@ def test_a_control_that_branches_off_after_the_drop_ends_as_its_run(finished, ba
 
 def test_control_branches_off_before_the_drop(run, finished, base, tmp_path):
     main, _ = finished
-    changes = {"run_dir": str(tmp_path / "rope"), "drop": {"enabled": False}}
+    changes = {"run_dir": str(tmp_path / "rope"), "drop": {"at": None}}
     config = parse(RunConfig, merged(base, changes))
     (tmp_path / "rope").mkdir()
     branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
     control = train(config, prepare_corpus(config.data, config.tokenizer), branch)
     assert decoder_of(control).layout.layers[0].spectra[0].rotates
     # The same run from the beginning, without the drop, ends at the same weights.
-    whole, _ = run("whole", drop={"enabled": False})
+    whole, _ = run("whole", drop={"at": None})
     assert_same_tensors(checkpoint_of(config), checkpoint_of(whole))
     assert rows_of(config) == rows_of(whole)
 

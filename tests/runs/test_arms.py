@@ -16,7 +16,7 @@ def arms(**control):
 
 
 def test_a_control_is_the_run_with_its_changes():
-    run, control = arms(label="Other", trainer={"batch_size": 2}).values()
+    run, control = arms(trainer={"batch_size": 2}).values()
     assert (run.trainer.batch_size, control.trainer.batch_size) == (4, 2)
     assert control.run_dir == "runs/run/controls/other"
     check_arms({"main": run, "other": control})
@@ -25,11 +25,10 @@ def test_a_control_is_the_run_with_its_changes():
 @pytest.mark.parametrize(
     ("control", "message"),
     [
-        ({}, "'RoPE' is the label of main as well"),
-        ({"label": "x", "strategy": {"name": "ddp"}}, "trains in the processes of its run"),
-        ({"label": "x", "data": {"revision": "y"}}, "reads the texts and tokens of its run"),
-        ({"label": "x", "tokenizer": {"vocab_size": 999}}, "reads the texts and tokens of its run"),
-        ({"label": "x", "data": {"sequence_length": 24}}, "trains on 24 tokens, the run on"),
+        ({"strategy": {"name": "ddp"}}, "trains in the processes of its run"),
+        ({"data": {"revision": "y"}}, "reads the texts and tokens of its run"),
+        ({"tokenizer": {"vocab_size": 999}}, "reads the texts and tokens of its run"),
+        ({"data": {"sequence_length": 24}}, "trains on 24 tokens, the run on"),
     ],
 )
 def test_a_control_that_cannot_be_compared_is_refused(control, message):

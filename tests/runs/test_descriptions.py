@@ -25,7 +25,7 @@ from trainer.runs.descriptions import (
     without_home,
 )
 
-DROPS = RunConfig(trainer=TrainerConfig(max_steps=20), drop=DropConfig(at=10), label="Mine")
+DROPS = RunConfig(trainer=TrainerConfig(max_steps=20), drop=DropConfig(at=10))
 
 
 def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
@@ -52,13 +52,11 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
     config = RunConfig(positional=PositionalConfig(**positional))
     assert (role(config), label(config)) == (role_of, label_of)
     assert (role(config, True), label(config, True)) == ("drope", "DroPE")
-    assert label(replace(config, label="Mine")) == label(replace(config, label="Mine"), False)
-    assert label(replace(config, label="Mine")) == "Mine"
 
 
 @pytest.mark.parametrize(
     ("step", "called"),
-    [(5, "RoPE (a)"), (10, "RoPE (a)"), (11, "Mine (a)"), (19, "Mine (a)"), (20, "Mine")],
+    [(5, "RoPE (a)"), (10, "RoPE (a)"), (11, "DroPE (a)"), (20, "DroPE")],
 )
 def test_a_checkpoint_is_called_by_what_the_run_was_then(step, called):
     assert checkpoint_label(DROPS, step, "a") == called

@@ -93,7 +93,7 @@ def test_a_run_that_was_moved_resumes_where_it_is(place, tmp_path, monkeypatch):
 def test_what_does_not_change_the_training_may_differ(place):
     opened(place)
     free = {
-        "name": "other", "label": "l", "evaluation": EvaluationConfig(lengths=[1]),
+        "name": "other", "evaluation": EvaluationConfig(lengths=[1]),
         "trainer": TrainerConfig(log_every=3, compile=True), "strategy": StrategyConfig("ddp"),
         "model": ModelConfig(attention_backend="flex"), "data": DataConfig(num_workers=2),
     }  # fmt: skip

@@ -76,9 +76,7 @@ def test_without_phases_a_drop_makes_two():
 
 
 def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
-    config = configured(
-        {"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2, "label": "early"}}
-    )
+    config = configured({"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2}})
     assert kept_steps(config) == {2, 4, 7}
 
 
@@ -94,10 +92,10 @@ def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
 )
 def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(changes, key):
     run = {**SMALL, "drop": {"at": 50}, "optimizer": {"name": "adamw"}}
-    control = {"label": "x", "branch": 32, **changes}
+    control = {"branch": 32, **changes}
     with pytest.raises(UserError, match=rf"{key}: a control that branches off continues with"):
         parse(RunConfig, merged(run, {"controls": {"x": control}}))
-    allowed = {"branch": 32, "label": "x", "model": {"attention_backend": "sdpa"}}
+    allowed = {"branch": 32, "model": {"attention_backend": "sdpa"}}
     parse(RunConfig, merged(run, {"controls": {"x": allowed}}))
 
 
@@ -123,19 +121,9 @@ def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
     assert (first.change, second.change) == ((), (None, None, "reset"))
 
 
-def test_lengths_in_tokens_become_steps_that_reach_them():
-    assert configured({}, trainer={"max_tokens": 129}).trainer.max_steps == 2
-    assert configured({}, trainer={"max_tokens": 128}).trainer.max_steps == 1
-    phases = {"a": {"tokens": 129}, "b": {"tokens": 128, "steps": 7}, "c": {"steps": 2}}
-    config = configured(phases)
-    assert [phase.steps for phase in config.phases.values()] == [2, 1, 2]
-    assert config.trainer.max_steps == 5
-
-
 MIXED = {
     name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("one", "two")
 }
-ENDS = "needed, since 'a' may end early, and the run's is laid out over all steps."
 
 
 def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
@@ -176,7 +164,7 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     config = configured(
         {
             "one": {"steps": 2},
-            "two": {"tokens": 1000, "sequence_length": 64, "batch_size": 2, "log_every": 3,
+            "two": {"steps": 8, "sequence_length": 64, "batch_size": 2,
                     "micro_batch_size": 1, "weights": {"c": 3.0, "a": 1.0}},
             "three": {"steps": 5, "schedule": rates, "drop": {}, "optimizer_state": "reset"},
             "four": {"steps": 4, "rescale": {"factor": 2.0}, "optimizer_state": "reset_new"},
@@ -200,9 +188,7 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     ]  # fmt: skip
     assert [phase.tokens for phase in phases_of(config)] == [0, 256, 1280, 1920, 2432]
     data, run = two.config.data, two.config.trainer
-    assert (data.sequence_length, run.batch_size, run.micro_batch_size, run.log_every) == (
-        64, 2, 1, 3,
-    )  # fmt: skip
+    assert (data.sequence_length, run.batch_size, run.micro_batch_size) == (64, 2, 1)
     assert {name: text["weight"] for name, text in data.mixture.items()} == {"c": 3.0, "a": 1.0}
     assert first.config == three.config == four.config == config
     assert (three.drop.to, three.rescale, four.drop, four.rescale.factor) == ("nope", None, None, 2)

@@ -180,23 +180,20 @@ TWO = {"layers": ["rope", "alibi"]}
 
 
 @pytest.mark.parametrize(
-    ("changes", "layers", "called"),
+    ("changes", "layers"),
     [
-        ({}, ["rope"], None),
-        ({"label": "Mine"}, ["rope"], None),
-        ({"label": "DroPE", "from_run": "runs/before"}, ["rope"], "DroPE"),
-        ({"positional": TWO}, ["rope", "alibi"], None),
-        ({"drop": {"at": 10}}, ["nope"], "DroPE"),
-        ({"drop": {"at": 10}, "label": "Mine"}, ["nope"], "Mine"),
-        ({"drop": {"at": 10}, "step": 10}, ["rope"], None),
-        ({"drop": {"at": 10}, "step": 11}, ["nope"], "DroPE"),
-        ({"drop": {"at": 10, "to": "alibi"}}, ["alibi"], "DroPE"),
+        ({}, ["rope"]),
+        ({"positional": TWO}, ["rope", "alibi"]),
+        ({"drop": {"at": 10}}, ["nope"]),
+        ({"drop": {"at": 10}, "step": 10}, ["rope"]),
+        ({"drop": {"at": 10}, "step": 11}, ["nope"]),
+        ({"drop": {"at": 10, "to": "alibi"}}, ["alibi"]),
         (
             {"drop": {"at": 10, "layers": [-1, 0]}, "positional": TWO},
-            ["nope", "alibi", "rope", "nope"], "DroPE",
-        ),
+            ["nope", "alibi", "rope", "nope"]
+,        ),
         # What heads and pairs have left has no name.
-        ({"drop": {"at": 10, "heads": [0]}}, ["rope"], "DroPE"),
+        ({"drop": {"at": 10, "heads": [0]}}, ["rope"]),
 
         (
             {
@@ -205,26 +202,23 @@ TWO = {"layers": ["rope", "alibi"]}
                     "c": {"steps": 5, "drop": {"layers": [1], "to": "alibi"}},
                 }
             },
-            ["nope", "alibi", "rope", "rope"], "DroPE",
-        ),
+            ["nope", "alibi", "rope", "rope"]
+,        ),
     ],
 )  # fmt: skip
-def test_encodings_are_those_that_the_drops_until_then_have_left(
-    described, changes, layers, called
-):
-    positional, name = encodings_of(described(**changes))
-    assert (positional.layers, name) == (layers, called)
+def test_encodings_are_those_that_the_drops_until_then_have_left(described, changes, layers):
+    assert encodings_of(described(**changes)).layers == layers
 
 
 def test_a_drop_of_all_layers_leaves_no_other_heads(described):
-    positional, _ = encodings_of(described(drop={"at": 10}, positional={"heads": {"nope": 1 / 3}}))
+    positional = encodings_of(described(drop={"at": 10}, positional={"heads": {"nope": 1 / 3}}))
     assert (positional.layers, positional.heads) == (["nope"], {})
 
 
 def test_a_drop_of_some_layers_leaves_the_others_their_heads(described):
     heads = {"heads": {"nope": 1 / 3}, "layers": ["rope"]}
     some = {"at": 10, "layers": [0], "to": "alibi"}
-    positional, _ = encodings_of(described(drop=some, positional=heads))
+    positional = encodings_of(described(drop=some, positional=heads))
     assert positional.heads == {"nope": 1 / 3}
 
 
@@ -234,9 +228,7 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=reference)
     assert config.model == replace(saved, vocab_size=config.model.vocab_size)
     assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
-    assert (config.label, config.positional.layers) == ("DroPE", ["nope"])
-    labelled = parse(RunConfig, {"run_dir": "x", "label": "Own", "model": {"from_run": reference}})
-    assert labelled.label == "Own"
+    assert config.positional.layers == ["nope"]
     before = str(checkpoint_of(finished[0], 6))
     values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):

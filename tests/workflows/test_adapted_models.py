@@ -71,7 +71,7 @@ def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_pa
     directory, text = llama
     monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     config = AnalysisConfig("drop", length=64, texts=1)
-    request = AnalysisRequest(f"hf:{directory}", str(directory), str(tmp_path), 1, text)
+    request = AnalysisRequest(f"hf:{directory}", str(tmp_path), text, compare=str(directory))
     report, _ = analyze(replace(request, analysis=config))
     (results,) = report.results
     assert cells(results.rows, "kl").max() < 1e-5
@@ -95,7 +95,7 @@ def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_
     directory, text = llama
     monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     config = AnalysisConfig("offset_features", length=64, texts=1)
-    request = AnalysisRequest(f"hf:{directory}", str(directory), str(tmp_path), 1, text)
+    request = AnalysisRequest(f"hf:{directory}", str(tmp_path), text, compare=str(directory))
     report, _ = analyze(replace(request, analysis=config))
     _, changes = report.results
     for name in ("key_radius", "angle"):
@@ -113,7 +113,9 @@ def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_pa
     tokenizer.add_special_tokens(["<|eom|>"])
     tokenizer.save(str(other / "tokenizer.json"))
     config = AnalysisConfig("offset_features", length=40, texts=1)
-    request = AnalysisRequest(str(other), str(directory), str(tmp_path), 1, text, analysis=config)
+    request = AnalysisRequest(
+        str(other), str(tmp_path), text, compare=str(directory), analysis=config
+    )
     assert [found.key for found in analyze(request)[0].results][1:] == ["offset_changes"]
     words = json.loads(tokenizer.to_str())
     vocabulary = words["model"]["vocab"]
@@ -138,7 +140,7 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
         temperature=TemperatureSettings(grid=[0.3], models="all"),
     )
     request = EvaluationRequest(
-        str(directory), [f"hf:{directory}"], str(tmp_path), 1, text, evaluation=config
+        str(directory), str(tmp_path), text, compare=[f"hf:{directory}"], evaluation=config
     )
     report, _ = evaluate_lengths(request)
     keys = ["method", "task", "length", "metric"]
@@ -173,7 +175,7 @@ def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):
 def test_methods_that_need_our_decoder_alone_are_refused_in_a_line(llama, tmp_path):
     directory, text = llama
     config = EvaluationConfig(lengths=[1], methods=["dope"], tasks=["perplexity"], windows=2)
-    request = EvaluationRequest(f"hf:{directory}", [], str(tmp_path), 1, text, evaluation=config)
+    request = EvaluationRequest(f"hf:{directory}", str(tmp_path), text, evaluation=config)
     with pytest.raises(UserError, match="dope"):
         evaluate_lengths(request)
 

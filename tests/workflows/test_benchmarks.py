@@ -16,8 +16,8 @@ from trainer.common.errors import UserError
 from trainer.config import (
     DataConfig,
     DopeSettings,
+    EvaluationRequest,
     MultipleChoiceConfig,
-    MultipleChoiceRequest,
     WeightedRopeSettings,
 )
 from trainer.data.tokenizer import train_tokenizer
@@ -96,10 +96,9 @@ def run(place, tmp_path, monkeypatch):
         config = MultipleChoiceConfig(["t"], directory=str(place / "questions"), **changes)
         text = DataConfig(source="files", files=[str(place / "text.txt")])
         chooses = {"dope", "weighted_rope", "longrope"} & set(config.parts)
-        request = MultipleChoiceRequest(
+        request = EvaluationRequest(
             checkpoint,
             output=str(tmp_path / "out"),
-            threads=1,
             text=text if chooses else None,
             evaluation=config,
         )
@@ -184,16 +183,11 @@ def test_validation_text_has_to_be_as_long_as_the_factor_asks(publish, run):
         run(publish("plain"), methods=["dope"], factor=1000)
 
 
-@pytest.mark.parametrize(
-    ("add_bos", "own", "bos"),
-    [(None, True, True), (None, False, False), (True, False, True), (False, True, False)],
-)
+@pytest.mark.parametrize(("own", "bos"), [(True, True), (False, False)])
 @pytest.mark.parametrize(
     ("longest", "reads", "length"), [(None, None, 64), (None, 32, 32), (48, None, 48), (48, 96, 48)]
 )
-def test_questions_begin_as_texts_of_the_model_do(
-    monkeypatch, add_bos, own, bos, longest, reads, length
-):
+def test_questions_begin_as_texts_of_the_model_do(monkeypatch, own, bos, longest, reads, length):
     """With its first token where it was trained here, and no longer than it or its method reads."""
     asked = []
     monkeypatch.setattr(benchmarks, "Encoder", lambda *given: given)
@@ -202,6 +196,6 @@ def test_questions_begin_as_texts_of_the_model_do(
     candidate = SimpleNamespace(
         layout=layout, tokenizer="words", run="run" if own else None, eos=(7,)
     )
-    config = MultipleChoiceConfig(max_length=longest, add_bos=add_bos)
+    config = MultipleChoiceConfig(max_length=longest)
     benchmarks._scores("model", candidate, SimpleNamespace(reads=reads), config)
     assert asked == [("model", ("words", length, bos, (7,)), config)]

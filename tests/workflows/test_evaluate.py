@@ -55,7 +55,6 @@ def request(runs, output, **changes):
         checkpoint=before,
         compare=[str(runs)],
         output=str(output),
-        threads=1,
         evaluation=replace(CONFIG, **changes),
     )
 
@@ -165,7 +164,8 @@ def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, mo
         return hidden_states(model, ids, **options)
 
     monkeypatch.setattr(Decoder, "hidden_states", looking)
-    chunked, _ = evaluate_lengths(request(runs, tmp_path / "chunks", prefill_chunk=24, **asked))
+    monkeypatch.setattr(evaluate, "PREFILL", 24)
+    chunked, _ = evaluate_lengths(request(runs, tmp_path / "chunks", **asked))
     assert widths == {24, 16}
     assert chunked.rows.value.tolist() == pytest.approx(whole.rows.value.tolist(), rel=1e-5)
     assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"

@@ -42,8 +42,6 @@ EXPECTED = [
     ({"positional": {"layers": ["rope", "nope"]}}, "rope_nope", "rope + nope"),
     ({"positional": SWA, "model": {"num_hidden_layers": 4}}, "rope_nope_window", "rope + nope"),
     ({"drop": {"at": 10}}, "drope", "DroPE"),
-    ({"drop": {"at": 10, "enabled": False}}, "rope", "RoPE"),
-    ({"label": "Mine"}, "rope", "Mine"),
 ]
 
 
@@ -54,23 +52,23 @@ def test_role_and_label_follow_the_encoding(values, expected_role, expected_labe
 
 
 def test_checkpoints_are_named_by_the_encoding_that_they_have():
-    config = parse(RunConfig, {"drop": {"at": 10}, "label": "Mine"})
+    config = parse(RunConfig, {"drop": {"at": 10}})
     assert (role(config, dropped=False), label(config, dropped=False)) == ("rope", "RoPE")
-    config = parse(RunConfig, {"label": "Mine"})
-    assert checkpoint_label(config, config.trainer.max_steps, "last") == "Mine"
-    assert checkpoint_label(config, 5, "step-000005") == "Mine (step-000005)"
+    config = parse(RunConfig, {})
+    assert checkpoint_label(config, config.trainer.max_steps, "last") == "RoPE"
+    assert checkpoint_label(config, 5, "step-000005") == "RoPE (step-000005)"
 
 
 def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
     controls = {
-        "rope": {"branch": "drop", "drop": {"enabled": False}},
-        "early": {"branch": 3, "label": "early"},
+        "rope": {"branch": "drop", "drop": {"at": None}},
+        "early": {"branch": 3},
         "nope": {"positional": {"layers": ["nope"]}, "drop": {"at": None}},
     }
-    values = {"name": "x", "run_dir": "runs/x", "drop": {"at": 10}, "label": "Mine"}
+    values = {"name": "x", "run_dir": "runs/x", "drop": {"at": 10}}
     config = parse(RunConfig, {**values, "controls": controls})
     labels = {name: label(arm) for name, arm in arms_of(config).items()}
-    assert labels == {"main": "Mine", "rope": "RoPE", "early": "early", "nope": "NoPE"}
+    assert labels == {"main": "DroPE", "rope": "RoPE", "early": "DroPE", "nope": "NoPE"}
     checkpoints = Path("runs/x/checkpoints")
     branches = {name: branch_checkpoint(config, name) for name in labels}
     assert branches == {
@@ -107,7 +105,7 @@ def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
 def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tmp_path):
     phases = {"phases": {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}}
     values = {**base, "drop": {"at": None}, "model": {**base["model"], "qk_norm": {}}}
-    for changes in (phases, {"controls": {"odd": {"label": "Odd", **phases}}}):
+    for changes in (phases, {"controls": {"odd": phases}}):
         config = parse(RunConfig, merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):
             check_start(arms_of(config), Ranks(0, 2, 0, 2))

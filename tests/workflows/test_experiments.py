@@ -27,12 +27,12 @@ STEPS, C = 4, 64
 def small(name, base, tmp_path):
     """The experiment's values, with a model, text and lengths for seconds."""
     values = compose_words([f"+experiment={name}"]).values
-    drops = values["drop"]["at"] is not None and values["drop"]["enabled"]
+    drops = values["drop"]["at"] is not None
     own = values["data"]["sequence_length"]
     phases = {
         key: {
             **phase,
-            "steps": STEPS, "tokens": None, "batch_size": 2, "micro_batch_size": 1,
+            "steps": STEPS, "batch_size": 2, "micro_batch_size": 1,
             # Longer where it is, but not as much.
             "sequence_length": C * ((phase.get("sequence_length") or own) // own).bit_length(),
         }
@@ -51,16 +51,16 @@ def small(name, base, tmp_path):
             "cache_dir": base["data"]["cache_dir"],
         },
         "tokenizer": {"path": None, "vocab_size": 300},
-        "drop": {"at": STEPS, "at_tokens": None, "effect_sequences": 2} if drops else {},
+        "drop": {"at": STEPS, "effect_sequences": 2} if drops else {},
         "phases": phases,
         "trainer": {
-            "max_steps": 2 * STEPS, "max_tokens": None, "batch_size": 4, "micro_batch_size": 2,
+            "max_steps": 2 * STEPS, "batch_size": 4, "micro_batch_size": 2,
             "compile": False, "threads": 1, "log_every": 1, "checkpoint_every": 100,
             "keep_every": None, "precision": "fp32", "accelerator": "cpu",
         },
         "strategy": {"name": "single", "activation_checkpointing": "none", "shard_size": None},
         "logger": {"wandb": False, "tensorboard": False},
-        "monitor": {"lengths_every": None, "probe_every": None},
+        "monitor": {"lengths_every": None},
         "controls": {},
         "evaluation": {
             "enabled": True, "methods": ["none"], "tasks": ["perplexity"], "lengths": [1, 2],
@@ -107,7 +107,7 @@ def _few(controls):
             changed["branch"] = 2
         if "from_run" in changed.get("model", {}):  # and its steps are of that run
             changed |= {"model": {"from_run": None}, "trainer": {}}
-        if "at" in changed.get("drop", {}) or changed.get("drop", {}).get("enabled"):
+        if changed.get("drop", {}).get("at") is not None:
             changed["drop"] = {**changed["drop"], "at": 2}
         return {name: changed}
     return {}

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def export(checkpoint, to, **options):
-    return export_checkpoint(ExportRequest(str(checkpoint), str(to), threads=1, **options))
+    return export_checkpoint(ExportRequest(str(checkpoint), str(to), **options))
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_reading_ends_with_the_first_token_of_every_prompt(tiny_decoder, monkeyp
         return [[65, 67], [66, 68]]
 
     monkeypatch.setattr(generate, "generate", made)
-    request = GenerationRequest("x", prompts=["a", "bc"], max_new_tokens=2, threads=1)
+    request = GenerationRequest("x", prompts=["a", "bc"], max_new_tokens=2)
     tokenizer = train_tokenizer([], 257, [])
     monkeypatch.setattr(generate, "end_tokens", lambda tokenizer: (0,))
     ids = {"a": [97], "bc": [98, 99]}

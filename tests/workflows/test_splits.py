@@ -23,7 +23,7 @@ from trainer.config import (
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
-from trainer.lightning.monitors import Lengths, Probe
+from trainer.lightning.monitors import Lengths
 from trainer.lightning.phases import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
@@ -61,7 +61,7 @@ def config(base, tmp_path_factory):
         "test": 0.1,
         "cache_dir": str(directory / "cache"),
     }
-    monitor = {"lengths_every": 2, "lengths": [1, 4], "windows": 3, "trials": 5, "probe_every": 2}
+    monitor = {"lengths_every": 2, "lengths": [1, 4]}
     others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
     return parse(RunConfig, merged(base, {"data": data, "monitor": monitor, **others}))
 
@@ -100,7 +100,6 @@ def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.trials[length].prompts) == {"validation"}
-    assert seen(Probe(config, corpus).ids.numpy()) == {"validation"}
 
 
 def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_test_text(

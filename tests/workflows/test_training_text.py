@@ -71,7 +71,7 @@ MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "re
 )
 def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
     """It would be trained on the run's."""
-    controls = {"other": {**changes, "label": "Other"}}
+    controls = {"other": changes}
     config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": controls})
     with pytest.raises(UserError) if said else nullcontext():
         check_arms(arms_of(config))

@@ -263,7 +263,7 @@ def attenuation_sweeps(
     most = target.length - 1
     sweeps = []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
-        ids = target.ids[: settings.texts, : n + 1]
+        ids = target.ids[:1, : n + 1]
         sweeps += sweep(target.model, ids, entropies, gates, settings.alphas)
     return sweeps
 

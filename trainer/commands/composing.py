@@ -26,6 +26,12 @@ from trainer.commands.help import GROUPS, config_directory
 from trainer.common.plugins import load_plugins
 from trainer.positional.encodings import ENCODINGS, parameters
 
+OF_OTHER_TASKS = (
+    *("dynamic_ntk", "longrope", "choice", "dope", "weighted_rope"),
+    *("ruler", "longbench", "many_shot"),
+)
+"""Keys of an evaluation that come with another option than that of a run."""
+
 
 @dataclass(frozen=True)
 class Composed:
@@ -59,14 +65,16 @@ def register_schema() -> None:
     from.
     """
     store = ConfigStore.instance().store
-    run = asdict(schema.RunConfig())
+    run, evaluation = asdict(schema.RunConfig()), asdict(schema.EvaluationConfig())
     store("run_schema", {k: v for k, v in run.items() if k != "evaluation"} | {"run_dir": "???"})
+    at_the_end = {k: v for k, v in evaluation.items() if k not in OF_OTHER_TASKS}
+    store("run_evaluation_schema", at_the_end, group="evaluation")
     for kind in (schema.EvaluationConfig, schema.MultipleChoiceConfig, schema.HarnessConfig):
         values = asdict(kind())
         store(f"{values['kind']}_schema", values, group="evaluation")
-    models = asdict(schema.ModelsRequest())
+    models = asdict(schema.EvaluationRequest())
     for name, values in {
-        "evaluate_schema": models,
+        "evaluate_schema": {k: v for k, v in models.items() if k != "evaluation"},
         "analyze_schema": asdict(schema.AnalysisRequest()),
         "generate_schema": asdict(schema.GenerationRequest()),
         "export_schema": asdict(schema.ExportRequest()),
@@ -92,10 +100,21 @@ def register_encodings(words: Sequence[str]) -> None:
 
 
 def overrides_of(words: Sequence[str]) -> list[str]:
-    """Return the words with ``+evaluation=NAME`` as ``evaluation=NAME``, whether a command has a
-    default for that group or not."""
-    pattern = re.compile(rf"\+({'|'.join(GROUPS)})=")
-    return [word[1:] if pattern.match(word) else word for word in words]
+    """Return the words as Hydra reads them.
+
+    ``+evaluation=NAME`` becomes ``evaluation=NAME``, whether a command has a default for that group
+    or not. Names are text, and digits with underscores too: Hydra would read a number.
+    """
+    return [_override_of(word) for word in words]
+
+
+def _override_of(word: str) -> str:
+    plain = re.sub(rf"^\+({'|'.join(GROUPS)})=", r"\1=", word)
+    if re.fullmatch(r"name=[\w.+-]+", plain):
+        return f"name={plain[5:]!r}"
+    if re.search(r"['\"$]|^prompt=", plain):
+        return plain
+    return re.sub(r"(?<![\w./+-])\d+(_\d+)+(?![\w./+-])", r"'\g<0>'", plain)
 
 
 def compose_words(

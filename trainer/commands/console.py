@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from trainer.common.processes import is_first_process
 from trainer.common.progress import console
 from trainer.evaluation.results import AS_IS, STATEMENTS, Drop, Report, is_known, troubles
 from trainer.report.tables import tables, terminal_tables
@@ -27,7 +27,6 @@ def set_up_console(quiet: bool = False) -> None:
 
     ``quiet``: show errors only, as all processes except the first do in any case.
     """
-    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:
@@ -35,7 +34,7 @@ def set_up_console(quiet: bool = False) -> None:
             console.width = WIDTH
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
         logger.addHandler(handler)
-    logger.setLevel(logging.ERROR if quiet or rank != "0" else logging.INFO)
+    logger.setLevel(logging.ERROR if quiet or not is_first_process() else logging.INFO)
     logger.propagate = False
 
 

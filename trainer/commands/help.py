@@ -118,30 +118,31 @@ def help_text(name: str) -> str:
     return "\n".join(lines)
 
 
-def split_words(words: Sequence[str], bare_key: str) -> tuple[list[str], list[str]]:
-    """Return words with bare ones under their key, and the texts of ``prompt=``.
+def split_words(words: Sequence[str], bare_key: str) -> tuple[list[str], list[str], list[str]]:
+    """Return Hydra's flags, overrides with bare words under their key, and texts of ``prompt=``.
 
     A bare word has no ``=``, or is an existing path such as ``runs/lr=0.1``.
     """
-    others: list[str] = []
+    flags: list[str] = []
+    overrides: list[str] = []
     prompts: list[str] = []
     bare: list[str] = []
-    previous = ""
     for word in words:
         key, equals, value = word.partition("=")
         is_path = not equals or ("/" in key and os.path.lexists(word))
-        if bare_key and is_path and word[0] not in "-+~" and not TAKE_VALUE.fullmatch(previous):
+        if word.startswith("-") or (flags and TAKE_VALUE.fullmatch(flags[-1])):
+            flags.append(word)
+        elif bare_key and is_path and word[0] not in "+~":
             bare.append(word)
         elif key == "prompt":
             prompts.append(value)
         else:
-            others.append(word)
-        previous = word
+            overrides.append(word)
     if bare_key == "runs" and bare:
-        others.insert(0, f"runs=[{','.join(map(quoted, bare))}]")
+        overrides.insert(0, f"runs=[{','.join(map(quoted, bare))}]")
     elif bare:
-        others = [f"{bare_key}={quoted(bare[0])}", *bare[1:], *others]
-    return others, prompts
+        overrides = [f"{bare_key}={quoted(bare[0])}", *bare[1:], *overrides]
+    return flags, overrides, prompts
 
 
 def quoted(text: str) -> str:

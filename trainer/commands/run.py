@@ -7,8 +7,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,30 +17,24 @@ from trainer.commands.composing import Composed, compose_words
 from trainer.commands.help import quoted
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
-from trainer.common.processes import stopping_at_once
+from trainer.common.processes import is_first_process, stopping_at_once
 from trainer.config import (
     AnalysisRequest,
     CompareRequest,
+    EvaluationConfig,
     EvaluationRequest,
     ExportRequest,
     GenerationRequest,
-    HarnessRequest,
-    MultipleChoiceRequest,
     PlanKeys,
     RecalibrateKeys,
     RunConfig,
 )
+from trainer.runs.directory import check_start
 from trainer.runs.parsing import parse
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-REQUESTS: dict[str, Any] = {
-    "lengths": EvaluationRequest,
-    "multiple_choice": MultipleChoiceRequest,
-    "harness": HarnessRequest,
-}
-"""Requests by ``evaluation.kind``."""
 
 
 def read_config(words: Sequence[str], *, weights: bool = True) -> RunConfig:
@@ -54,8 +49,7 @@ def read_run(composed: Composed, *, weights: bool = True) -> RunConfig:
     """Return the checked configuration of a composed run.
 
     Raises:
-        UserError: ``trainer.max_steps`` is among the words, but ``trainer.max_tokens`` decides; or
-            a key of the shape, but trained weights bring theirs.
+        UserError: a key of the shape is among the words, but trained weights bring theirs.
     """
     model = composed.values["model"]
     if model["from_pretrained"] or model["from_run"]:
@@ -64,9 +58,6 @@ def read_run(composed: Composed, *, weights: bool = True) -> RunConfig:
                 raise UserError(
                     f"{word.partition('=')[0].lstrip('+')}: the trained weights bring their shape"
                 )
-    tokens = composed.values["trainer"]["max_tokens"]
-    if tokens is not None and any(w.startswith("trainer.max_steps=") for w in composed.words):
-        raise UserError(f"trainer.max_steps: trainer.max_tokens={tokens} decides; set it to null")
     return parse(RunConfig, composed.values, weights=weights)
 
 
@@ -81,6 +72,8 @@ def split_keys(composed: Composed, schema: type[T]) -> tuple[T, Composed]:
 def train(composed: Composed) -> None:
     """Train, and print the report."""
     config = read_run(composed)
+    if is_first_process():
+        check_start(config)  # before torch is imported
     from trainer.commands.console import print_report, set_up_console
 
     set_up_console()
@@ -121,14 +114,14 @@ def plan(composed: Composed) -> None:
 
 def evaluate(composed: Composed) -> None:
     """Evaluate, print the tables, write the report."""
-    request = read_evaluation(composed)
+    request = parse(EvaluationRequest, composed.values)
     name = composed.choices["evaluation"]
     from trainer.commands.console import print_benchmarks, print_report, set_up_console
 
     set_up_console()
     # A batch script requeues the job. Its command then resumes from the stored results.
     with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1):
-        if isinstance(request, EvaluationRequest):
+        if isinstance(request.evaluation, EvaluationConfig):
             from trainer.workflows.evaluate import evaluate_lengths
 
             if (outcome := evaluate_lengths(request, name)) is not None:
@@ -137,14 +130,6 @@ def evaluate(composed: Composed) -> None:
             from trainer.workflows.benchmarks import run_benchmarks
 
             print_benchmarks(*run_benchmarks(request, name))
-
-
-def read_evaluation(composed: Composed) -> Any:
-    """Return the checked request of the kind that ``evaluation.kind`` names."""
-    kind = composed.values["evaluation"].get("kind")
-    if kind not in REQUESTS:
-        raise UserError(f"evaluation.kind: expected one of {', '.join(REQUESTS)}, got {kind!r}")
-    return parse(REQUESTS[kind], composed.values)
 
 
 def compare(composed: Composed) -> None:
@@ -212,46 +197,58 @@ def export(composed: Composed) -> None:
     print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
 
 
-def recalibrate(composed: Composed) -> None:
-    """Choose the keys that are open, show them, then recalibrate, evaluate and export."""
+def with_chosen_keys(words: Sequence[str]) -> tuple[list[str], Callable[[Composed], None]]:
+    """Return the words of ``recalibrate`` with the keys that it chooses, and what they run.
+
+    Measures this machine, unless the run has begun.
+    """
+    composed = compose_words(words, "recalibrate")
     keys, run = split_keys(composed, RecalibrateKeys)
     if keys.text is None and composed.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
-    from trainer.commands.console import print_report, set_up_console
-    from trainer.interchange.export import check_destination
-    from trainer.workflows.export import export_checkpoint
-    from trainer.workflows.recalibrate import chosen, source_of, verdict
-    from trainer.workflows.recalibrate import recalibrate as recalibrate_run
+    from trainer.commands.console import set_up_console
+    from trainer.workflows.recalibrate import chosen, source_of
 
     set_up_console()
     began = time.time()
     model = keys.checkpoint
-    given = {key: _at(run.values, key) for key in named_keys(composed.words)}
+    given = {key: _at(run.values, key) for key in named_keys(words)}
     stem = re.sub(r"[^\w.+-]", "-", Path(model).absolute().name)
-    words: dict[str, Any] = {"name": f"{stem.lstrip('-.+')}-drope"}
-    words[f"model.{source_of(model)}"] = model
+    own: dict[str, Any] = {"name": f"{stem.lstrip('-.+')}-drope"}
+    own[f"model.{source_of(model)}"] = model
     if keys.text:
-        words["data.files"] = [keys.text] if isinstance(keys.text, str) else keys.text
+        own["data.files"] = [keys.text] if isinstance(keys.text, str) else keys.text
     run_dir = run.values["run_dir"]
     if not {"name", "run_dir"} & given.keys():
-        run_dir = f"runs/{words['name']}"
+        run_dir = f"runs/{own['name']}"
     overwrite = run.values["overwrite"] is True
     values = chosen(model, keys.minutes, given, Path(run_dir), overwrite, began)
-    words |= values
-    own = [f"{key}={word_of(value)}" for key, value in words.items() if key not in given]
-    _, run = split_keys(compose_words([*own, *composed.words], "recalibrate"), RecalibrateKeys)
+    own |= values
+    added = [f"{key}={word_of(value)}" for key, value in own.items() if key not in given]
+    return [*added, *words], partial(recalibrate, values=values, began=began)
+
+
+def recalibrate(composed: Composed, values: Mapping[str, Any], began: float) -> None:
+    """Show the chosen keys, then recalibrate, evaluate and export."""
+    keys, run = split_keys(composed, RecalibrateKeys)
     config = read_run(run)
+    from trainer.commands.console import print_report
+    from trainer.interchange.export import check_destination
+    from trainer.workflows.export import export_checkpoint
+    from trainer.workflows.recalibrate import recalibrate as recalibrate_run
+    from trainer.workflows.recalibrate import verdict
+
     for key, value in values.items():
         print(f"{key}={word_of(value)}")
     to = Path(keys.to or Path(config.run_dir, "export"))
-    is_exported = (to / "config.json").is_file() and not overwrite
+    is_exported = (to / "config.json").is_file() and not config.overwrite
     if not is_exported and not to.is_relative_to(config.run_dir):
         check_destination(to)
-    report = recalibrate_run(config, values, model, keys.minutes, began)
+    report = recalibrate_run(config, values, keys.checkpoint, keys.minutes, began)
     print_report(report, config.run_dir, existing=False)
     print(verdict(report))
     if not is_exported:
-        export_checkpoint(ExportRequest(config.run_dir, str(to), threads=config.trainer.threads))
+        export_checkpoint(ExportRequest(config.run_dir, str(to)))
     print(f"For transformers: {to}")
 
 
@@ -277,7 +274,5 @@ def word_of(value: Any) -> str:
 
 EXECUTE: dict[str, Callable[[Composed], None]] = {
     function.__name__: function
-    for function in (
-        *(train, recalibrate, prepare, evaluate, compare, analyze, generate, export, plan),
-    )
+    for function in (*(train, prepare, evaluate, compare, analyze, generate, export, plan),)
 }

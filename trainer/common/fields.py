@@ -68,4 +68,6 @@ def _line(values: Any, details: Any, prefix: str) -> str:
         else:
             continue
         place.append(str(part))
+    if details["type"] == "missing":
+        return f"{'.'.join([*place, str(details['loc'][-1])])}: expected a value, got none"
     return f"{'.'.join(place)}: {message[:1].lower()}{message[1:]}, got {details['input']!r}"

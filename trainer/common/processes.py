@@ -19,6 +19,11 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def is_first_process() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
 def usual_threads() -> int:
     """Return the default number of CPU threads: ``OMP_NUM_THREADS``, or one per core."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()

@@ -54,6 +54,7 @@ from trainer.data.sources import (
     state_of,
 )
 from trainer.data.tokenizer import (
+    SAMPLE_MEGABYTES,
     TextTokenizer,
     load_tokenizer,
     tokenizer_identity,
@@ -289,7 +290,7 @@ def _begin(
         tokenizer = load_tokenizer(tokenizer_config.path)
     elif tokenizer is None:
         train = (text for text in texts() if split_of(text, bounds) == "train")
-        sample = _up_to(train, tokenizer_config.sample_megabytes << 20)
+        sample = _up_to(train, SAMPLE_MEGABYTES << 20)
         tokenizer = TextTokenizer(train_tokenizer(sample, tokenizer_config.vocab_size, WORDS))
     dtype = "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4"
     write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str())

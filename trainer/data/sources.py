@@ -179,6 +179,19 @@ def find_files(config: DataConfig) -> list[str]:
     return list(dict.fromkeys(files))
 
 
+def check_files(config: DataConfig) -> None:
+    """Check that local files are there and that one of them is not empty.
+
+    Raises:
+        UserError: all are empty.
+        FileNotFoundError: there is no such file.
+    """
+    if config.source != "files" or config.prepared or is_remote(config):
+        return
+    if not any(Path(path).stat().st_size for path in find_files(config)):
+        raise UserError(f"data.files: expected text, got nothing in {config.files}")
+
+
 def _is_hidden(name: str, root: str) -> bool:
     parts = name.removeprefix(re.split(r"[*?\[]", root)[0]).split("/")
     return any(part.startswith(".") for part in parts)

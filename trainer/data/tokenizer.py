@@ -22,6 +22,8 @@ TEXT_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>")
 """Tokens that separate documents, in the order of preference."""
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 """Tokens with which instruct models (Qwen and SmolLM2, Llama 3, Gemma, Phi) end an answer."""
+SAMPLE_MEGABYTES = 64
+"""Megabytes of the training text that a tokenizer is trained on."""
 SMALLEST_VOCABULARY = 257
 """Every byte, and the end of a text."""
 
@@ -101,7 +103,7 @@ def tokenizer_identity(
         return {"sha256": sha256, "end_of_text": tokenizer.end_of_text}
     return {
         "vocab_size": config.vocab_size,
-        "sample_megabytes": config.sample_megabytes,
+        "sample_megabytes": SAMPLE_MEGABYTES,
         "words": hashlib.sha256("\0".join(words).encode()).hexdigest(),
     }
 

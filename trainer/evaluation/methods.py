@@ -214,10 +214,9 @@ def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layou
 
 
 def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
-    """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or as configured."""
-    settings = config.temperature
-    c, exponent = settings.rope_id_coefficient, settings.rope_id_exponent
-    return lambda factor: tempered(before(factor), c, settings.per, exponent, config.layers)
+    """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another exponent."""
+    exponent = config.temperature.rope_id_exponent
+    return lambda factor: tempered(before(factor), 0.1, "sequence", exponent, config.layers)
 
 
 def _plain(value: Any) -> Any:
@@ -259,7 +258,7 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
     C = fitting.model.layout.training_length
 
     def tempered_with(coefficient: float) -> LayoutAt:
-        return lambda factor: tempered(before(factor), coefficient, settings.per, layers=layers)
+        return lambda factor: tempered(before(factor), coefficient, layers=layers)
 
     def best(windows: Mapping[int, Integers]) -> float:
         def loss(coefficient: float) -> float:
@@ -283,7 +282,7 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s")
     fitting.temperature = {
         "coefficient": coefficient,
-        "per": settings.per,
+        "per": "sequence",
         "lengths": list(windows),
         "tokens": sum(of_length.size for of_length in windows.values()),
         "text": fitting.text.fingerprint,

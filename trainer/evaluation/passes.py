@@ -52,13 +52,7 @@ def no_progress(sequences: int) -> None:
 
 
 PREFILL = 32768
-"""Default chunk in tokens in which a GPU reads a long sequence."""
-
-
-def prefill_chunk(asked: int | None, device: str) -> int | None:
-    """Return the number of tokens of a sequence that are read at once (None: all)."""
-    return PREFILL if asked is None and device == "cuda" else asked
-
+"""Tokens of a long sequence that are read at once."""
 
 Dtype = Literal["fp32", "bf16"]
 

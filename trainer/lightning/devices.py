@@ -7,17 +7,20 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.ranks import Ranks, share_of_cores
-from trainer.config import Products, RunConfig
+from trainer.config import RunConfig
 from trainer.runs.ranks import device_type
 
 log = logging.getLogger(__name__)
+
+Products = Literal["bf16", "tf32", "fp32"]
+"""Precision in which a GPU multiplies matrices."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 """Variables that torch reads, by its present and its older names."""
@@ -36,6 +39,20 @@ def check_device(config: RunConfig) -> None:
         raise UserError(f"trainer.precision: {torch.cuda.get_device_name()} has no bf16; use fp32")
 
 
+def precision_of(config: RunConfig) -> Literal["fp32", "bf16"]:
+    """Return ``trainer.precision`` as it is on this machine."""
+    if (precision := config.trainer.precision) != "auto":
+        return precision
+    is_gpu = device_type(config) == "cuda"
+    return "bf16" if is_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
+
+
+def compiles(config: RunConfig) -> bool:
+    """Whether a run compiles its model on this machine."""
+    compile = config.trainer.compile
+    return device_type(config) == "cuda" if compile == "auto" else compile
+
+
 def set_threads(config: RunConfig, ranks: Ranks) -> None:
     """Set the number of CPU threads to ``trainer.threads`` or the default.
 
@@ -45,7 +62,7 @@ def set_threads(config: RunConfig, ranks: Ranks) -> None:
     threads, share = config.trainer.threads, share_of_cores(ranks)
     # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
     torch.set_num_threads(threads or (share if ranks.world_size > 1 else usual_threads()))
-    if config.trainer.compile and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+    if compiles(config) and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config as inductor  # after the environment is set
 
         # The default is one worker per core of the node, up to 32, on every rank.
@@ -70,7 +87,7 @@ def _set(value: str, *names: str) -> None:
 
 @contextmanager
 def numerics(config: RunConfig) -> Iterator[None]:
-    """Apply ``trainer.tf32`` and ``trainer.deterministic`` within the block."""
+    """Multiply float32 in TF32 and apply ``trainer.deterministic`` within the block."""
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     memory: Any = torch.utils.deterministic  # attributes are created at run time
@@ -79,7 +96,7 @@ def numerics(config: RunConfig) -> Iterator[None]:
         # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
         # setting, and torch raises if both are used.
         if device_type(config) == "cuda":
-            torch.set_float32_matmul_precision("high" if config.trainer.tf32 else "highest")
+            torch.set_float32_matmul_precision("high")
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(True)
             # Filling new memory first costs an eighth of a step; nothing reads it unwritten.

@@ -31,7 +31,7 @@ from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.callbacks import Divergence, Metrics, Saving, Stopping, check_divergence
 from trainer.lightning.datamodule import TokenData
-from trainer.lightning.devices import numerics
+from trainer.lightning.devices import compiles, numerics
 from trainer.lightning.loggers import make_loggers
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.monitors import Monitors
@@ -108,7 +108,7 @@ def train(
     began, clock = start_time or time.time(), time.perf_counter()
     ranks, last_step = current_ranks(), config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
-    if config.trainer.compile:
+    if compiles(config):
         torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
     start = starting_point(config, branch)
     torch.manual_seed(config.seed + ranks.rank)
@@ -173,7 +173,7 @@ def _fit(
             gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
             settings = phase.config
             shape = settings.trainer.batch_size, settings.data
-            if last_shape not in (None, shape) and run.compile:
+            if last_shape not in (None, shape) and compiles(config):
                 torch.compiler.reset()  # compile for the new length, not for dynamic ones
             last_shape = shape
             data = TokenData(

@@ -50,7 +50,7 @@ def _dashboards(config: RunConfig) -> list[Logger]:
         name = f"{config.name}/{place.name}" if is_control else config.name
         settings = config.logger
         offline = settings.offline or not has_wandb_key()
-        loggers.append(_wandb(place, name, config.name, settings.project, settings.entity, offline))
+        loggers.append(_wandb(place, name, config.name, settings.project, offline))
     if config.logger.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -59,9 +59,7 @@ def _dashboards(config: RunConfig) -> list[Logger]:
 
 
 @lru_cache
-def _wandb(
-    place: Path, name: str, group: str, project: str, entity: str | None, offline: bool
-) -> Logger:
+def _wandb(place: Path, name: str, group: str, project: str, offline: bool) -> Logger:
     """Create a run's logger once: it stays open for results that are computed after training.
 
     Offline it begins with the rows of earlier processes: each process writes a directory of its own
@@ -76,7 +74,6 @@ def _wandb(
         name=name,
         group=group,
         project=project,
-        entity=entity,
         id=path.read_text() if path.exists() else None,
         # Offline there is nothing to resume, and some versions warn of it.
         resume=None if offline else "allow",

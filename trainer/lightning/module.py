@@ -37,7 +37,6 @@ class LanguageModule(L.LightningModule):
         optimizer: adamw, or muon (for the matrices of blocks, AdamW for the rest).
         gradient_clip: largest norm of a gradient; 0: no clipping. Steps whose loss or gradient is
             not finite are skipped.
-        z_loss: weight of the squared log-partition in the loss.
         attention: a backend, or auto.
         prepare: distributes a model of the meta device and sets its weights, given model and
             device.
@@ -52,7 +51,6 @@ class LanguageModule(L.LightningModule):
         schedule: Schedule | None = None,
         optimizer: Literal["adamw", "muon"] = "adamw",
         gradient_clip: float = 1.0,
-        z_loss: float = 0.0,
         attention: str = "auto",
         prepare: Callable[[Decoder, torch.device], None] | None = None,
         **optimizer_options: Any,
@@ -62,8 +60,8 @@ class LanguageModule(L.LightningModule):
         self.model = model
         self.schedule = schedule
         self.optimizer_options: dict[str, Any] = {"name": optimizer, "lr": lr, **optimizer_options}
-        self.gradient_clip, self.z_loss = gradient_clip, z_loss
-        self.attention, self.prepare = attention, prepare
+        self.gradient_clip, self.attention = gradient_clip, attention
+        self.prepare = prepare
         self.tally = Tally()
         self._optimizer: torch.optim.Optimizer | None = None
         self.last_shape: tuple[int | None, bool] = (None, False)
@@ -119,7 +117,6 @@ class LanguageModule(L.LightningModule):
             batch["input_ids"],
             batch["labels"],
             weights,
-            z_loss=self.z_loss,
             losses=losses,
             **_options(batch),
         )

@@ -1,4 +1,4 @@
-"""Measurements during training on one schedule: lengths, attention statistics, benchmarks."""
+"""Measurements during training on one schedule: lengths and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import lightning as L
-import torch
 
-from trainer.analysis.attention import MEASURES, probe
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import MultipleChoiceConfig, RunConfig
 from trainer.data.corpus import Corpus
-from trainer.data.held_out import held_out_windows
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
@@ -38,6 +35,9 @@ from trainer.runs.metrics_file import RETRIEVAL, TEXT_LOSS
 from trainer.runs.phases import phase_before
 
 log = logging.getLogger(__name__)
+
+TRIALS, WINDOWS = 64, 16
+"""Retrieval trials and windows of held-out text of a length."""
 
 
 class Monitors(StepCallback):
@@ -63,12 +63,10 @@ class Monitors(StepCallback):
         self.first_measure: Measure | None = None
         if config.monitor.lengths_every is not None:
             self.measures.append(Lengths(config, corpus, ranks, self.reaches))
-        if config.monitor.benchmarks.enabled:
+        if config.monitor.benchmarks.every is not None:
             benchmarks = Benchmarks(config, corpus, ranks, change, self.milestones)
             self.measures.append(benchmarks)
             self.first_measure = benchmarks if config.model.is_trained else None
-        if config.monitor.probe_every is not None:
-            self.measures.append(Probe(config, corpus))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements so far, as :class:`Reach` and :class:`Milestone` hold them."""
@@ -118,14 +116,14 @@ class Lengths:
         self.batch_tokens = config.evaluation.batch_tokens
         self.lengths = [C * factor for factor in sorted(set(monitor.lengths))]
         text, first = corpus.validation, corpus.first_token
-        windows = windows_with_common_ends(text, monitor.windows, self.lengths)
+        windows = windows_with_common_ends(text, WINDOWS, self.lengths)
         whole = Perplexity(windows, first, C, last=C)
         self.perplexity = whole.part(ranks.rank, ranks.world_size)
         self.statements: Measurement | None = None
-        if config.data.needles.share and monitor.trials:
+        if config.data.needles.share:
             vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
             counts = needles.needles, needles.seed, needles.changes
-            asked = Statements.make(text, self.lengths, vocabulary, first, monitor.trials, *counts)
+            asked = Statements.make(text, self.lengths, vocabulary, first, TRIALS, *counts)
             self.statements = asked.part(ranks.rank, ranks.world_size)
 
     def is_due(self, step: int) -> bool:
@@ -159,35 +157,6 @@ class Lengths:
         }
 
 
-class Probe:
-    """Each measure of :func:`probe`, per layer and reduced over all layers.
-
-    Every rank reads the same few sequences of the training length.
-    """
-
-    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
-        assert config.monitor.probe_every is not None
-        self.every = config.monitor.probe_every
-        count, length = config.monitor.probe_sequences, config.training_length
-        text = held_out_windows(corpus.validation, count, length)
-        text[:, 0] = corpus.first_token  # as in training
-        self.ids = torch.from_numpy(text)
-
-    def is_due(self, step: int) -> bool:
-        """Whether to measure after ``step`` steps."""
-        return step % self.every == 0
-
-    def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
-        """Measure all layers in one forward pass."""
-        with evaluating(module) as model:
-            measured = probe(model, self.ids)
-        metrics: dict[str, float] = {}
-        for name, layers in measured.items():
-            each = {f"probe/{name}/layer_{i:02}": value for i, value in enumerate(layers)}
-            metrics |= {f"probe/{name}": MEASURES[name](layers)} | each
-        return metrics
-
-
 class Benchmarks:
     """Scores of tasks as in DroPE's Fig. 10, on the same questions every time.
 
@@ -217,15 +186,16 @@ class Benchmarks:
             self.tasks = [task.part(ranks.rank, ranks.world_size) for task in tasks]
         eos = (corpus.end_of_text,)
         self.encoder = Encoder(corpus.tokenizer, self.C, add_bos=True, eos=eos)
-        choice = MultipleChoiceConfig(asked.multiple_choice, directory=asked.directory)
+        choice = MultipleChoiceConfig(asked.multiple_choice)
         self.questions: dict[str, list[Question]] = {}
         for task in asked.multiple_choice:
             path = benchmark_directory(choice) / f"{task}{SUFFIX}"
             self.questions[task] = read_questions(path, asked.limit)[share]
 
     def is_due(self, step: int) -> bool:
-        """Whether the step crossed a multiple of the configured steps or tokens."""
-        return self.settings.is_due(self._tokens(step - 1), self._tokens(step), step)
+        """Whether to measure after ``step`` steps."""
+        assert self.settings.every is not None
+        return step % self.settings.every == 0
 
     def _tokens(self, step: int) -> int:
         return phase_before(self.change.phases, step).tokens_at(step)
@@ -258,7 +228,7 @@ class Benchmarks:
         return {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
 
 
-Measure = Lengths | Probe | Benchmarks
+Measure = Lengths | Benchmarks
 """A measurement of the model in training. All ranks call ``measure`` together."""
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+MOMENTUM = 0.95
+"""Momentum of Muon."""
 BATCH = 2**26
 """Elements of matrices that are orthogonalized together; one matrix at least."""
 
@@ -20,11 +22,9 @@ def make_optimizer(
     *,
     lr: float = 3e-4,
     betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
     weight_decay: float = 0.1,
     decay_embeddings: bool = False,
     muon_lr: float = 0.02,
-    muon_momentum: float = 0.95,
 ) -> torch.optim.Optimizer:
     """Create an optimizer over all parameters of ``model``.
 
@@ -49,13 +49,13 @@ def make_optimizer(
     ]
     if name == "adamw":
         groups = [{"params": matrices, "weight_decay": weight_decay}, *groups]
-    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     optimizer: torch.optim.Optimizer = adamw
     if name == "muon":
         if any(isinstance(matrix, DTensor) for matrix in matrices):
             raise ValueError("optimizer: muon needs whole matrices (one process or DDP)")
         group = {"params": matrices, "lr": muon_lr, "weight_decay": weight_decay}
-        optimizer = MuonWithAdamW(group | {"momentum": muon_momentum}, adamw)
+        optimizer = MuonWithAdamW(group | {"momentum": MOMENTUM}, adamw)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer

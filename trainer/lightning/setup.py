@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
-from trainer.lightning.devices import dense_peak
+from trainer.lightning.devices import Products, compiles, dense_peak, precision_of
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import fill, lightning_strategy, parallelize
 from trainer.model.decoder import Decoder, initial_value
@@ -62,10 +62,10 @@ def make_module(
             model,
             device,
             strategy.name,
-            half=run.precision == "bf16",
+            half=precision_of(config) == "bf16",
             shard_size=size,
             activation_checkpointing=strategy.activation_checkpointing,
-            compile=run.compile,
+            compile=compiles(config),
         )
         if draws:
             fill(model, value)
@@ -77,7 +77,6 @@ def make_module(
         schedule=lambda step: phase_at(phases, step).factor(step),
         optimizer=optimizer.pop("name"),
         gradient_clip=run.gradient_clip,
-        z_loss=run.z_loss,
         attention=config.model.attention_backend,
         prepare=prepare,
         **optimizer,
@@ -135,5 +134,6 @@ def peak_of_ranks(config: RunConfig) -> float | None:
     ranks call this together."""
     if device_type(config) == "cpu":
         return None
-    peaks = all_gather(dense_peak(torch.cuda.get_device_name(), config.trainer.products))
+    products: Products = "bf16" if precision_of(config) == "bf16" else "tf32"
+    peaks = all_gather(dense_peak(torch.cuda.get_device_name(), products))
     return None if None in peaks else sum(filter(None, peaks))

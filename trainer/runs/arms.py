@@ -7,7 +7,6 @@ from dataclasses import fields
 
 from trainer.common.errors import UserError
 from trainer.config import MAIN, RunConfig, SourceConfig, StrategyConfig
-from trainer.runs.descriptions import label
 from trainer.runs.directory import plain
 from trainer.runs.parsing import control_config
 
@@ -23,7 +22,7 @@ def arms_of(config: RunConfig, weights: bool = True) -> dict[str, RunConfig]:
 
 
 def check_arms(arms: Mapping[str, RunConfig]) -> None:
-    """Check that no two arms have one label, and that controls share what they must with their run.
+    """Check that controls share what they must with their run.
 
     All arms train in the same processes, one after the other, and read the run's text; a control
     may omit texts of a mixture and weight them differently. A table is for one training length.
@@ -31,12 +30,9 @@ def check_arms(arms: Mapping[str, RunConfig]) -> None:
     Raises:
         UserError: names the first control that does not fit.
     """
-    run, labels = arms[MAIN], dict[str, str]()
-    texts = _texts_of(run)
+    run, texts = arms[MAIN], _texts_of(arms[MAIN])
     for name, arm in arms.items():
         key = f"controls.{name}"
-        if (other := labels.setdefault(label(arm), name)) != name:
-            raise UserError(f"{key}.label: {label(arm)!r} is the label of {other} as well")
         if arm.training_length != run.training_length:
             raise UserError(
                 f"{key}: trains on {arm.training_length} tokens, the run on {run.training_length}"

@@ -67,9 +67,6 @@ def _is_rescheduled(config: RunConfig) -> bool:
 def label(config: RunConfig, dropped: bool | None = None) -> str:
     """Return the name of a run in tables."""
     name = role(config, dropped)
-    # The label describes the run after its drop.
-    if config.label and (config.drop_step is None or dropped is not False):
-        return config.label
     if name == "drope":
         return "DroPE"
     title = ENCODING_TITLES.get(name.removesuffix(RESCHEDULED)) or encodings(config)

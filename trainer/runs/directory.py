@@ -18,6 +18,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
 from trainer.config import RunConfig
+from trainer.data.sources import check_files
 
 RECORD = "config.yaml"
 LOCK = ".lock"
@@ -47,7 +48,6 @@ FREE_TO_CHANGE = (
     "name",
     "run_dir",
     "overwrite",
-    "label",
     "logger",
     "evaluation",
     "monitor",
@@ -101,6 +101,23 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
     if changed := differences(saved, plain(config), free):
         values = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
         raise UserError(f"run_dir: {config.run_dir!r} holds another run ({values})")
+
+
+def check_start(config: RunConfig) -> None:
+    """Check what would stop a run in its first minute: its directory, and its files of text.
+
+    Raises:
+        UserError: the directory holds another run or one that trains, or the files are empty.
+        FileNotFoundError: a file of text is missing.
+    """
+    check_run_directory(config)
+    directory = Path(config.run_dir)
+    if (directory / LOCK).exists():
+        with locked(directory):
+            pass
+    if not (directory / RECORD).exists():
+        for text, _ in config.data.texts.values():
+            check_files(text)
 
 
 def differences(

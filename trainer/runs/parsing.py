@@ -126,9 +126,8 @@ def _trainer_rules(config: RunConfig) -> Rules:
         "optimizer.name: muon needs whole matrices: strategy single or ddp, got "
         f"{config.strategy.name}",
     )
-    has_drop = config.drop.at is not None or config.drop.at_tokens is not None
     yield (
-        model.qk_norm.when == "after_drop" and not has_drop and config.drop_step is None,
+        model.qk_norm.when == "after_drop" and config.drop_step is None and not config.controls,
         "model.qk_norm.when: 'after_drop', but there is no drop",
     )
 
@@ -181,7 +180,6 @@ def _phase_keys(config: RunConfig) -> dict[str, Any]:
 
 
 def _phase_rules(config: RunConfig, key: str, phase: Any) -> Rules:
-    yield phase.steps is None and phase.tokens is None, f"{key}: expected steps or tokens"
     yield phase.rescale and phase.drop, f"{key}.rescale: expected a phase apart from the drop"
     for name in phase.weights or ():
         yield name not in config.data.mixture, f"{key}.weights.{name}: no text of data.mixture"
@@ -194,13 +192,11 @@ def _phase_rules(config: RunConfig, key: str, phase: Any) -> Rules:
 
 def _drop_rules(config: RunConfig) -> Rules:
     drop, last = config.drop, config.trainer.max_steps
-    both = drop.at is not None and drop.at_tokens is not None
-    yield both, "drop: expected drop.at or drop.at_tokens, not both"
     yield (
-        config.phases and (drop.at is not None or drop.at_tokens is not None),
+        config.phases and drop.at is not None,
         "drop: with phases it is one of them that drops; expected phases.NAME.drop",
     )
-    step = drop.step(last, config.tokens_per_step)
+    step = drop.step(last)
     first = 0 if config.model.is_trained else 1
     yield (
         step is not None and not first <= step < last,
@@ -232,9 +228,8 @@ def _change_rules(config: RunConfig, key: str, change: ChangeConfig, length: int
 def _benchmark_rules(asked: BenchmarksConfig) -> Rules:
     names = [*asked.tasks, *asked.multiple_choice]
     key = "monitor.benchmarks"
-    yield asked.every and asked.every_tokens, f"{key}: expected every or every_tokens, not both"
-    yield asked.enabled and not names, f"{key}: expected tasks or multiple_choice"
-    yield names and not asked.enabled, f"{key}.every: expected the steps between measurements"
+    yield asked.every and not names, f"{key}: expected tasks or multiple_choice"
+    yield names and not asked.every, f"{key}.every: expected the steps between measurements"
     for name in asked.tasks:
         yield name not in task_names(), f"{key}.tasks: unknown task {name!r}"
 
@@ -426,12 +421,11 @@ def control_config(values: dict[str, Any], name: str, weights: bool = True) -> R
     """Return the configuration of a control: the run's with the control's changes.
 
     ``weights``: whether the weights that it begins with are available; otherwise ``values`` give
-    its shape. The run's label is not inherited, since it describes the run.
+    its shape.
     """
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {
         **values,
-        "label": None,
         "controls": {},
         "run_dir": f"{values['run_dir']}/controls/{name}",
     }
@@ -441,7 +435,7 @@ def control_config(values: dict[str, Any], name: str, weights: bool = True) -> R
 def with_trained_shape(config: RunConfig) -> RunConfig:
     """Return the configuration with the shape of the trained model that the run begins with.
 
-    Encodings and label also come from the run that trained the weights.
+    Its encodings also come from the run that trained the weights.
 
     Raises:
         UserError: there is no such model, its files are damaged, or it conflicts with the request.
@@ -469,8 +463,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
         from_run=model.from_run,
     )
     if model.from_run is not None:
-        positional, label = encodings_of(model.from_run)
-        config = replace(config, positional=positional, label=config.label or label)
+        config = replace(config, positional=encodings_of(model.from_run))
     return replace(config, model=shape)
 
 
@@ -502,5 +495,4 @@ def _as_it_began(config: RunConfig) -> RunConfig:
     shape = replace(saved.model, attention_backend=model.attention_backend)
     if shape.qk_norm.when != "always":
         shape = replace(shape, qk_norm=model.qk_norm)
-    label = config.label or saved.label
-    return replace(config, model=shape, positional=saved.positional, label=label)
+    return replace(config, model=shape, positional=saved.positional)

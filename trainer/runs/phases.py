@@ -83,7 +83,7 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     steps = config.trainer.max_steps
     if not config.phases:
         change = config.drop
-        drop = change.step(steps, config.tokens_per_step)
+        drop = change.step(steps)
         whole = Phase("pretrain", 0, steps, config, config.schedule, 0, steps)
         if drop is None:
             return (whole,)
@@ -107,7 +107,6 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
 
 
 def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfig) -> Phase:
-    assert settings.steps is not None
     start = last.end if last else 0
     phase = Phase(
         name,
@@ -164,29 +163,18 @@ def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
         data = replace(data, mixture=mixture)
     sizes = {
         key: value
-        for key in ("batch_size", "micro_batch_size", "log_every")
+        for key in ("batch_size", "micro_batch_size")
         if (value := getattr(phase, key)) is not None
     }
     return replace(config, data=data, trainer=replace(run, **sizes))
 
 
 def with_lengths(config: RunConfig) -> RunConfig:
-    """Return the configuration with steps computed from tokens, for the run and for each phase.
-
-    Without valid batch sizes the configuration is returned unchanged.
-    """
-    run, size = config.trainer, config.tokens_per_step
+    """Return the configuration with the steps of all phases as ``trainer.max_steps``."""
     if not config.phases:
-        if run.max_tokens is None or run.max_tokens < 1 or size < 1:
-            return config
-        return replace(config, trainer=replace(run, max_steps=-(-run.max_tokens // size)))
-    phases = {}
-    for name, phase in config.phases.items():
-        size, tokens = config_in(config, phase).tokens_per_step, phase.tokens
-        steps = phase.steps if tokens is None or size < 1 else -(-tokens // size)
-        phases[name] = replace(phase, steps=steps)
-    steps = max(sum(phase.steps or 0 for phase in phases.values()), 1)
-    return replace(config, phases=phases, trainer=replace(run, max_steps=steps))
+        return config
+    steps = sum(phase.steps for phase in config.phases.values())
+    return replace(config, trainer=replace(config.trainer, max_steps=steps))
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:

@@ -58,8 +58,7 @@ def init_distributed(config: RunConfig) -> Ranks:
             torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if ranks.world_size > 1:
-            timeout = timedelta(seconds=config.strategy.timeout)
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))
         else:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -34,7 +34,6 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.descriptions import is_dropped, label
 from trainer.runs.directory import saved_config
 from trainer.runs.metrics_file import continue_metrics
 from trainer.runs.phases import Phase, phase_at, phase_before, phases_of
@@ -159,11 +158,8 @@ def normalizes(layout: Layout) -> bool:
     return any(layer.qk_norm for layer in layout.layers)
 
 
-def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
-    """Return the encodings of the checkpoint that ``model.from_run`` names, and their label.
-
-    The label is None if it follows from the encodings; a run that trained on keeps that of the run
-    before it.
+def encodings_of(reference: str) -> PositionalConfig:
+    """Return the encodings of the checkpoint that ``model.from_run`` names.
 
     Raises:
         UserError: there is no checkpoint, or it is damaged.
@@ -171,7 +167,6 @@ def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
     state = read_state(find_checkpoint(reference), hashed=False)
     config, step = saved_config(state["config"]), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
-    dropped = is_dropped(config, step)
     for phase in phases_of(config):
         change = phase.drop
         if change is None or phase.start >= step or change.heads is not None:
@@ -182,9 +177,7 @@ def encodings_of(reference: str) -> tuple[PositionalConfig, str | None]:
         if len(chosen) == depth:
             layers, positional = [change.to], replace(positional, heads={})
         positional = replace(positional, layers=layers)
-    if dropped:
-        return positional, label(config, dropped)
-    return positional, config.label if config.model.from_run else None
+    return positional
 
 
 def _of_run(reference: str) -> Pretrained:

@@ -53,7 +53,7 @@ def analyze(request: AnalysisRequest, name: str) -> tuple[AnalysisReport, Path]:
         UserError: a checkpoint or text cannot be read, the text is too short, or the analysis does
             not apply to this model.
     """
-    torch.set_num_threads(request.threads or usual_threads())
+    torch.set_num_threads(usual_threads())
     config, kind = request.analysis, request.analysis.kind
     kinds = ("all", "drop", *TOPICS)
     if kind not in kinds:
@@ -75,14 +75,14 @@ def analyze(request: AnalysisRequest, name: str) -> tuple[AnalysisReport, Path]:
             use_method(model, subject, config.method, ids.shape[1], config.layers)
         read = ids.to(device)
         within = min(read.shape[1], model.layout.training_length)
-        needle = config.seed, config.needle.depth
+        needle = 0, config.needle.depth
         question = None
         if config.needle.kind == "question" and kind in ("all", "matrix_entropy"):
             question = needle_prompt(subject.tokenizer, read[:1], read.shape[1], *needle)
             if question is None:
                 raise UserError("analysis.length: too short for analysis.needle.kind=question")
         return Target(
-            *(subject.name, model, read, tuple((a, b) for a, b in config.chosen), config.seed),
+            *(subject.name, model, read, tuple((a, b) for a, b in config.chosen), 0),
             needle_prompt(subject.tokenizer, read, within, *needle),
             pairs=tuple(config.pairs),
             frames=config.frequency_entropy,

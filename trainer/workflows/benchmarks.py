@@ -19,7 +19,7 @@ from trainer.common.processes import usual_threads
 from trainer.common.ranks import current_ranks
 from trainer.config import (
     BenchmarkConfig,
-    BenchmarkRequest,
+    EvaluationRequest,
     HarnessConfig,
     MultipleChoiceConfig,
 )
@@ -43,7 +43,7 @@ Scored = tuple[Candidate, Recipe, list[Score], float]
 """A model with a method, its scores, and the seconds that they took."""
 
 
-def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
+def run_benchmarks(request: EvaluationRequest, name: str) -> tuple[Table, Path]:
     """Score every model with every method; return a table, and the directory of the results.
 
     The directory holds ``results.csv``, and ``facts.json`` with settings, weights and notes.
@@ -53,6 +53,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
             method changes any of the models, or several processes were started.
     """
     config = request.evaluation
+    assert isinstance(config, BenchmarkConfig)
     if current_ranks().world_size > 1:
         raise UserError(f"evaluation: {name} uses one process, and several were started")
     if isinstance(config, HarnessConfig):
@@ -61,7 +62,7 @@ def run_benchmarks(request: BenchmarkRequest, name: str) -> tuple[Table, Path]:
         harness.check_tasks(config)
     elif isinstance(config, MultipleChoiceConfig):
         check_files(config)
-    torch.set_num_threads(request.threads or usual_threads())
+    torch.set_num_threads(usual_threads())
     found = [find_candidate(path) for path in (str(request.checkpoint), *request.compare)]
     candidates = distinct([c.with_training_length(config.training_length) for c in found])
     output = Path(request.output or candidates[0].home / "evaluation")
@@ -108,7 +109,7 @@ def _scores(
     encoder = Encoder(
         candidate.tokenizer,
         min(most, method.reads or most),
-        candidate.run is not None if config.add_bos is None else config.add_bos,
+        candidate.run is not None,
         candidate.eos,
     )
     if isinstance(config, HarnessConfig):

@@ -19,7 +19,7 @@ from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Measured, measure_cells, plan_cells
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.passes import precision_of, prefill_chunk
+from trainer.evaluation.passes import PREFILL, precision_of
 from trainer.evaluation.results import AS_IS, MEAN, STATEMENTS, Arm, Report, Row
 from trainer.evaluation.rows import all_rows, averaged
 from trainer.evaluation.store import Store
@@ -63,22 +63,24 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
             not fit a task or the text, or no method applies to any model.
     """
     ranks, threads = join_evaluation()
-    torch.set_num_threads(request.threads or threads)
+    torch.set_num_threads(threads)
     first = find_candidate(str(request.checkpoint))
     others = [find_candidate(path) for path in request.compare]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
     output.mkdir(parents=True, exist_ok=True)
-    length = request.evaluation.training_length
+    evaluation = request.evaluation
+    assert isinstance(evaluation, EvaluationConfig)
+    length = evaluation.training_length
     first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = fitting_together([first, *others])
-    check_evaluation(request.evaluation, first.layout.training_length)
+    check_evaluation(evaluation, first.layout.training_length)
     text = Text(held_out_corpus(request.text, first), first)
     if name == DEFAULT:  # same order as a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
     cells = output / "cells"
-    report = measure_models(title, candidates, request.evaluation, text, cells, ranks=ranks)
+    report = measure_models(title, candidates, evaluation, text, cells, ranks=ranks)
     if ranks.rank:
         return None
     report = replace(with_observations(report, candidates), made=origin(candidates))
@@ -137,8 +139,7 @@ def measure_models(
     """
     device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
     dtype = precision_of(config.dtype, device)
-    chunk = prefill_chunk(config.prefill_chunk, device)
-    subject = partial(subject_of, dtype=dtype, device=device, chunk=chunk)
+    subject = partial(subject_of, dtype=dtype, device=device, chunk=PREFILL)
     subjects = [subject(candidate) for candidate in candidates]
     C = subjects[0].layout.training_length
     lengths = config.in_tokens(C)

@@ -38,7 +38,7 @@ def export_checkpoint(request: ExportRequest) -> str:
     """
     assert request.checkpoint is not None
     assert request.to is not None
-    torch.set_num_threads(request.threads or usual_threads())
+    torch.set_num_threads(usual_threads())
     to = Path(request.to)
     check_destination(to)
     if (published := published_place(request.checkpoint)) is not None:

@@ -61,7 +61,7 @@ def continue_prompts(
     Raises:
         UserError: the checkpoint cannot be read.
     """
-    torch.set_num_threads(request.threads or usual_threads())
+    torch.set_num_threads(usual_threads())
     candidate = find_candidate(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = subject_of(candidate, request.dtype, device).load()

@@ -151,7 +151,7 @@ def _memory(config: RunConfig, gpus: int) -> Rows:
     rows, length = max(map(micro_batch, phases_of(config)), key=lambda shape: shape[0] * shape[1])
     strategy, count = config.strategy, sum(p.numel() for p in make_decoder(config, 0).parameters())
     shards = shard_size(strategy, gpus, min(gpus, ON_A_NODE)) if "sdp" in strategy.name else 1
-    size = 2 if config.trainer.precision == "bf16" else 4
+    size = 4 if config.trainer.precision == "fp32" else 2
     kept = activation_bytes(config.model, size, strategy.activation_checkpointing)
     sizes = {
         "activations": float(rows * length * kept),
@@ -184,7 +184,7 @@ def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
 
 def _time(config: RunConfig, gpus: int, mfu: float, operations: float) -> Rows:
     for name in GPUS:
-        peak = dense_peak(name, config.trainer.products)
+        peak = dense_peak(name, "tf32" if config.trainer.precision == "fp32" else "bf16")
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
         yield f"{gpus} x {name}", f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
