@@ -16,6 +16,7 @@ from trainer.evaluation.dope import (
     DopeSettings,
     Selection,
     apply,
+    check_heads,
     select,
 )
 from trainer.model.generate import generate
@@ -315,12 +316,7 @@ def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     assert {layer for layer, _ in chosen} == {0, 2}
     assert {head for _, head in chosen} == {0, 1}
     with pytest.raises(UserError, match=r"evaluation\.dope\.heads: expected at most 4"):
-        select(model, IDS, replace(settings, heads=5))
-
-
-def test_a_model_without_rotation_is_a_clear_error(tiny_decoder):
-    with pytest.raises(UserError, match=r"evaluation.dope: expected a model"):
-        select(tiny_decoder(layers=["nope"]), IDS, DopeSettings(heads=1))
+        check_heads(model.layout, model.config, replace(settings, heads=5))
 
 
 def test_gains_that_are_there_already_are_not_overwritten(model):

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer, slowed
-from trainer.common.errors import UserError
 from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.layouts import with_factors
@@ -242,9 +241,3 @@ def test_a_search_begins_with_the_unchanged_model_and_by_needles_with_the_extens
     for search, slowest_factor in (("perplexity", 1.0), ("needles", S)):
         factors = search_longrope(model, lambda: 0.0, S, search, budget=1)
         assert {f[-1] for f in factors if f} == {slowest_factor}
-
-
-def test_a_model_that_does_not_rotate_has_nothing_to_search(tiny_decoder, fitting):
-    model = tiny_decoder(training_length=C, layers=["nope"])
-    with pytest.raises(UserError, match="longrope needs heads that rotate"):
-        fitted_factors(fitting(model), LongRopeSettings(), S, model.layout)

@@ -21,14 +21,11 @@ from trainer.analysis.capture import Heads, capture
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.common.errors import UserError
 from trainer.config import DopeSettings
-from trainer.evaluation.layouts import require_rotation, with_intervention
+from trainer.evaluation.layouts import with_intervention
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
-
-NAMED = 32
-"""Most heads that :attr:`Selection.words` names."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +56,7 @@ class Selection:
     @property
     def words(self) -> str:
         """The heads in words, in order: L for the layer, H for a query head."""
-        named = [f"L{chosen.layer}H{chosen.head}" for chosen in self.heads[:NAMED]]
-        more = len(self.heads) - len(named)
-        return ", ".join(named or ["no head"]) + (f" and {more} more" if more else "")
+        return ", ".join(f"L{head.layer}H{head.head}" for head in self.heads) or "no head"
 
 
 def select(
@@ -70,13 +65,8 @@ def select(
     """Choose heads on texts ``[B, T]``; evaluated texts may have another length (Table 3).
 
     ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
-
-    Raises:
-        UserError: the model does not rotate, or too few heads rotate.
     """
     trained, config = model.layout, model.config
-    require_rotation(trained, "evaluation.dope")
-    check_heads(trained, config, settings)
     count, rotating = config.num_attention_heads, rotating_heads(trained, config)
     if not settings.heads:
         return Selection(settings)
@@ -102,10 +92,10 @@ def select(
     sigma = settings.sigma or 0.0
     noise = [(sigma, sigma)] * len(table)
     if moments:
-        by_layer = torch.stack([moments[layer] for layer in sorted(moments)])
         retained = set(rotating) - set(chosen)
-        query_and_key = (_noise(by_layer[:, side], retained) for side in (0, 1))
-        noise = list(zip(*query_and_key, strict=True))
+        noise = [
+            _noise(moments[i], [(i, h) in retained for h in range(count)]) for i in sorted(moments)
+        ]
     heads = []
     for layer, head in chosen:
         spectrum = spectrum_of(trained.layers[layer], head, count)
@@ -161,25 +151,17 @@ def _lost_bands(
     return tuple(m for m, theta in enumerate(trained) if 0 < theta < slowest)
 
 
-def _noise(moments: Tensor, retained: set[tuple[int, int]]) -> list[float]:
-    """Return each layer's standard deviation of the components of its retained heads.
+def _noise(moments: Tensor, is_retained: list[bool]) -> tuple[float, float]:
+    """Return the standard deviations of the query and key components of a layer's retained heads.
 
-    ``moments``: means and mean squares, ``[L, 2, H]``. A layer without retained heads gets the
-    model's value; a model without any, the value over all heads.
+    ``moments``: means and mean squares, ``[2, 2, H]``. A layer without retained heads gets the
+    value over all its heads.
     """
-    mask = torch.zeros(moments.shape[0], moments.shape[2], dtype=torch.bool)
-    for place in retained:
-        mask[place] = True
-
-    def deviation(mean: Tensor, square: Tensor) -> float:
-        return math.sqrt(max(0.0, float(square.mean() - mean.mean() ** 2)))
-
-    mean, square = moments[:, 0], moments[:, 1]
-    model_wide = deviation(mean[mask], square[mask]) if retained else deviation(mean, square)
-    return [
-        deviation(m[row], s[row]) if row.any() else model_wide
-        for m, s, row in zip(mean, square, mask, strict=True)
-    ]
+    if any(is_retained):
+        moments = moments[..., is_retained]
+    mean, square = moments.mean(dim=-1).unbind(dim=1)
+    query, key = (square - mean.square()).clamp(min=0).sqrt().tolist()
+    return query, key
 
 
 def rotating_heads(layout: Layout, config: ModelConfig) -> list[tuple[int, int]]:
@@ -194,7 +176,11 @@ def rotating_heads(layout: Layout, config: ModelConfig) -> list[tuple[int, int]]
 
 
 def check_heads(layout: Layout, config: ModelConfig, settings: DopeSettings) -> None:
-    """Check that the model has enough rotating heads; this needs no weights."""
+    """Check that the model has enough rotating heads; this needs no weights.
+
+    Raises:
+        UserError: it has fewer than the settings ask for.
+    """
     available = len(rotating_heads(layout, config))
     if settings.heads > available:
         raise UserError(

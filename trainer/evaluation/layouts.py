@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from trainer.common.errors import UserError
 from trainer.positional.layout import Intervention, LayerChoice, LayerEncoding, Layout
 from trainer.positional.rescaling import longrope
 from trainer.positional.spectrum import Spectrum
@@ -78,12 +77,6 @@ def tempered(
 def is_free_of_positions(layout: Layout) -> bool:
     """Return whether no head has an encoding, so that only the temperature can be chosen."""
     return not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
-
-
-def require_rotation(layout: Layout, key: str) -> None:
-    """Check that some head rotates."""
-    if not layout.rotates:
-        raise UserError(f"{key}: expected a model in which some head rotates")
 
 
 def with_intervention(encoding: LayerEncoding, intervention: Intervention) -> LayerEncoding:

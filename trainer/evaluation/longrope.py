@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.common.errors import UserError
 from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.layouts import LongRopeFactors, with_factors
@@ -213,14 +212,8 @@ def fitted_factors(
     layout: Layout,
     layers: LayerChoice = None,
 ) -> LongRopeFactors:
-    """Search factors for ``layers`` of a layout on the held-out texts of the length.
-
-    Raises:
-        UserError: no head rotates.
-    """
+    """Search factors for ``layers`` of a layout on the held-out texts of the length."""
     model, text = fitting.model, fitting.text
-    if not layout.rotates:
-        raise UserError("evaluation.methods: longrope needs heads that rotate")
     length = round(factor * model.layout.training_length)
 
     def text_loss() -> float:

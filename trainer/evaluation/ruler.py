@@ -15,11 +15,12 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
+from typing import Any, NamedTuple
 from uuid import UUID
 
 from tokenizers import Tokenizer
@@ -42,13 +43,20 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 """A meaningless line of a haystack."""
 
 
-@dataclass(frozen=True)
-class RulerQuestion:
-    """A question as text; ``depth``: position of a single answer in its haystack, 0 to 1."""
+Question = tuple[str, tuple[str, ...]]
+"""A question as text, and its answers."""
 
-    text: str
-    answers: tuple[str, ...]
-    depth: float | None = None
+
+class RulerKind(NamedTuple):
+    """A kind of task.
+
+    ``question(rng, trial, units, length)`` makes a trial with a haystack of ``units``, at least
+    ``least``, for a prompt of about ``length`` tokens. ``new_tokens``: most tokens of an answer.
+    """
+
+    question: Callable[[Random, int, int, int], Question]
+    new_tokens: int
+    least: int
 
 
 def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str]:
@@ -135,61 +143,50 @@ DRAWS: dict[str, Callable[[Random], str]] = {
 }
 
 
-@dataclass(frozen=True)
-class Needles:
-    """``keys`` keys with ``values`` values each, of which ``queries`` keys are queried.
+def needles(
+    rng: Random,
+    trial: int,
+    units: int,
+    length: int,
+    *,
+    essay: Essay | None = None,
+    distractors: bool = False,
+    key: str = "word",
+    value: str = "number",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> Question:
+    """Ask for the values of ``queries`` of ``keys`` keys with ``values`` values each.
 
     ``essay``: the haystack, counted in words. Without one, it is counted in lines, which are
     meaningless or, with ``distractors``, needles with other keys. ``key`` and ``value`` are kinds
     of :data:`DRAWS`.
     """
+    others = units if distractors else 0
+    every = distinct(rng, DRAWS[key], keys + others)
+    drawn = iter(distinct(rng, DRAWS[value], keys * values + others))
+    stated = {name: [next(drawn) for _ in range(values)] for name in every[:keys]}
 
-    essay: Essay | None = None
-    distractors: bool = False
-    key: str = "word"
-    value: str = "number"
-    keys: int = 1
-    values: int = 1
-    queries: int = 1
-    new_tokens: int = 128
+    def needle(name: str, stated: str) -> str:
+        return NEEDLE.format(values=f"{value}s", key=name, value=stated)
 
-    @property
-    def least(self) -> int:
-        """Minimum size: lines before which needles can stand, or one word of an essay."""
-        return 1 if self.essay else self.keys * self.values
-
-    def question(self, rng: Random, trial: int, units: int, length: int) -> RulerQuestion:
-        """Make a question; the answers are the queried keys' values, in order."""
-        others = units if self.distractors else 0
-        keys = distinct(rng, DRAWS[self.key], self.keys + others)
-        drawn = iter(distinct(rng, DRAWS[self.value], self.keys * self.values + others))
-        values = {key: [next(drawn) for _ in range(self.values)] for key in keys[: self.keys]}
-        needles = [self._needle(key, value) for key in values for value in values[key]]
-        rng.shuffle(needles)
-        if self.essay:
-            depths = sorted(rng.sample(DEPTHS, len(needles)))
-            context = self.essay.with_insertions(units, list(zip(depths, needles, strict=True)))
-        else:
-            lines = [NOISE] * units
-            if self.distractors:
-                lines = list(map(self._needle, keys[self.keys :], drawn))
-            places = sorted(rng.sample(range(units), len(needles)), reverse=True)
-            for place, needle in zip(places, needles, strict=True):
-                lines.insert(place, needle)
-            context = "\n".join(lines)
-        asked = rng.sample(keys[: self.keys], self.queries)
-        answers = [(key, value) for key in asked for value in values[key]]
-        query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
-        template = ONE if len(answers) == 1 else SEVERAL
-        begin = min(context.index(self._needle(*answer)) for answer in answers)
-        return RulerQuestion(
-            template.format(value=self.value, context=context, query=query),
-            tuple(value for _, value in answers),
-            begin / len(context),
-        )
-
-    def _needle(self, key: str, value: str) -> str:
-        return NEEDLE.format(values=f"{self.value}s", key=key, value=value)
+    hidden = [needle(name, one) for name in stated for one in stated[name]]
+    rng.shuffle(hidden)
+    if essay:
+        depths = sorted(rng.sample(DEPTHS, len(hidden)))
+        context = essay.with_insertions(units, list(zip(depths, hidden, strict=True)))
+    else:
+        lines = list(map(needle, every[keys:], drawn)) if distractors else [NOISE] * units
+        places = sorted(rng.sample(range(units), len(hidden)), reverse=True)
+        for place, line in zip(places, hidden, strict=True):
+            lines.insert(place, line)
+        context = "\n".join(lines)
+    asked = rng.sample(every[:keys], queries)
+    answers = tuple(one for name in asked for one in stated[name])
+    query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
+    template = ONE if len(answers) == 1 else SEVERAL
+    return template.format(value=value, context=context, query=query), answers
 
 
 HOPS = 4
@@ -205,53 +202,44 @@ CHAIN_TEMPLATE = (
 )
 
 
-class VariableTracking:
-    """One chain of assignments among lines of noise, the units of the haystack."""
+def variable_tracking(
+    rng: Random, trial: int, units: int, length: int, *, example_lines: int
+) -> Question:
+    """Ask for the variables of one chain of assignments among lines of noise, the first one first.
 
-    new_tokens = 30
-    least = HOPS + 1
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def question(self, rng: Random, trial: int, units: int, length: int) -> RulerQuestion:
-        """Make a question; the answers are the variables, beginning with the one that got the
-        number."""
-        example = _chain(rng, self._example_lines, letters=3)
-        asked = _chain(rng, units, letters=5)
-        solved = f"{example.text} {' '.join(example.answers)}\n"
-        return RulerQuestion(f"{solved}\n{asked.text}", asked.answers, asked.depth)
-
-    @cached_property
-    def _example_lines(self) -> int:
-        lines = self.least
-        while self._tokens(lines + 1) <= EXAMPLE_TOKENS:
-            lines += 1
-        return lines
-
-    def _tokens(self, lines: int) -> int:
-        text = _chain(Random(0), lines, letters=3).text
-        return len(self.tokenizer.encode(text, add_special_tokens=False).ids)
+    An example of ``example_lines`` lines, with its solution, comes before.
+    """
+    example, solution = _chain(rng, example_lines, letters=3)
+    asked, answers = _chain(rng, units, letters=5)
+    return f"{example} {' '.join(solution)}\n\n{asked}", answers
 
 
-def _chain(rng: Random, lines: int, letters: int) -> RulerQuestion:
+def lines_of_example(tokenizer: Tokenizer) -> int:
+    """Return the lines of noise with which an example has :data:`EXAMPLE_TOKENS` tokens."""
+
+    def tokens(lines: int) -> int:
+        text, _ = _chain(Random(0), lines, letters=3)
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    lines = HOPS + 1
+    while tokens(lines + 1) <= EXAMPLE_TOKENS:
+        lines += 1
+    return lines
+
+
+def _chain(rng: Random, lines: int, letters: int) -> Question:
     names = distinct(rng, lambda r: "".join(r.choices(ascii_uppercase, k=letters)), HOPS + 1)
     value = rng.randrange(10_000, 99_999)
-    first = f"VAR {names[0]} = {value}"
     # As in RULER, every assignment but the first ends with a space.
     chain = [
-        first,
+        f"VAR {names[0]} = {value}",
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
     ]
     text = [NOISE] * lines
     for offset, place in enumerate(sorted(rng.sample(range(lines), len(chain)))):
         text.insert(place + offset, chain[offset])
-    context = "\n".join(text)
-    return RulerQuestion(
-        CHAIN_TEMPLATE.format(context=context, value=value, count=len(names)),
-        tuple(names),
-        context.index(first) / len(context),
-    )
+    asked = CHAIN_TEMPLATE.format(context="\n".join(text), value=value, count=len(names))
+    return asked, tuple(names)
 
 
 COMMON_TEMPLATE = (
@@ -273,18 +261,15 @@ LONG = 4096
 """Tokens from which a list has the full number of repetitions."""
 
 
-class CommonWords:
-    """Ten words of a list occur more often than all others; counted in distinct words."""
+def common_words(rng: Random, trial: int, units: int, length: int) -> Question:
+    """Ask for ten words that a list of ``units`` words has more often than others.
 
-    new_tokens = 120
-    least = COMMON + 1
-
-    def question(self, rng: Random, trial: int, units: int, length: int) -> RulerQuestion:
-        """Make a question: a solved example, then the list to answer for."""
-        full = length >= LONG
-        solved, words = _word_list(rng, *((40, 10, 3) if full else (20, 3, 1)))
-        text, answers = _word_list(rng, units, *((30, 3) if full else (6, 1)))
-        return RulerQuestion(f"{solved} {_numbered(words)}\n{text}", tuple(answers))
+    A solved example comes before.
+    """
+    full = length >= LONG
+    solved, words = _word_list(rng, *((40, 10, 3) if full else (20, 3, 1)))
+    text, answers = _word_list(rng, units, *((30, 3) if full else (6, 1)))
+    return f"{solved} {_numbered(words)}\n{text}", tuple(answers)
 
 
 def _word_list(rng: Random, words: int, often: int, seldom: int) -> tuple[str, list[str]]:
@@ -301,26 +286,24 @@ def _numbered(words: list[str]) -> str:
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
-class FrequentWords:
-    """Made-up words, the k-th with frequency k^-2 / zeta(2); dots come first."""
+FREQUENT_TOKENS = 50
+LEAST_FREQUENT = 53
+"""From here on the fourth rank always has more words than the fifth."""
 
-    new_tokens = 50
 
-    least = 53
-    """From here on the fourth rank always has more words than the fifth."""
+def frequent_words(rng: Random, trial: int, units: int, length: int) -> Question:
+    """Ask for the most frequent of made-up words, the k-th with frequency k^-2 / zeta(2).
 
-    def question(self, rng: Random, trial: int, units: int, length: int) -> RulerQuestion:
-        """Make a question; the answers are the words after the dots."""
-        kinds = max(5, (length - self.new_tokens) // 50)
-        vocabulary = distinct(rng, lambda r: "".join(r.choices(ascii_lowercase, k=6)), kinds)
-        vocabulary[0] = "..."
-        zeta = math.pi**2 / 6
-        counts = [int(units / rank**2 / zeta) for rank in range(1, kinds + 1)]
-        text = [word for word, n in zip(vocabulary, counts, strict=True) for _ in range(n)]
-        rng.shuffle(text)
-        return RulerQuestion(
-            FREQUENT_TEMPLATE.format(context=" ".join(text)), tuple(vocabulary[1:4])
-        )
+    Dots are the first one; the answers are the next three.
+    """
+    kinds = max(5, (length - FREQUENT_TOKENS) // 50)
+    vocabulary = distinct(rng, lambda r: "".join(r.choices(ascii_lowercase, k=6)), kinds)
+    vocabulary[0] = "..."
+    zeta = math.pi**2 / 6
+    counts = [int(units / rank**2 / zeta) for rank in range(1, kinds + 1)]
+    text = [word for word, n in zip(vocabulary, counts, strict=True) for _ in range(n)]
+    rng.shuffle(text)
+    return FREQUENT_TEMPLATE.format(context=" ".join(text)), tuple(vocabulary[1:4])
 
 
 INSTRUCTION = (
@@ -333,8 +316,7 @@ DOCUMENTS_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """A question with its answers, its own paragraphs, and ``related`` ones of the same article.
 
     Related paragraphs are the first distractors.
@@ -346,34 +328,7 @@ class Item:
     related: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class QuestionAnswering:
-    """The first questions of a file, in order; units are paragraphs of all questions."""
-
-    items: tuple[Item, ...]
-    paragraphs: tuple[str, ...]
-    new_tokens: int = 32
-    least: int = 1
-
-    def question(self, rng: Random, trial: int, units: int, length: int) -> RulerQuestion:
-        """Make a trial; a file with too few paragraphs repeats them."""
-        item = self.items[trial]
-        chosen = list(item.paragraphs)
-        wanted = max(units, len(chosen))
-        chosen += rng.sample(item.related, min(wanted - len(chosen), len(item.related)))
-        if (missing := wanted - len(chosen)) > 0:
-            taken = set(chosen)
-            drawn = rng.sample(self.paragraphs, min(wanted, len(self.paragraphs)))
-            chosen += [text for text in drawn if text not in taken][:missing]
-        chosen = list(islice(cycle(chosen), wanted))
-        rng.shuffle(chosen)
-        context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
-        return RulerQuestion(
-            DOCUMENTS_TEMPLATE.format(context=context, query=item.query), item.answers
-        )
-
-
-def read_squad(file: str) -> QuestionAnswering:
+def read_squad(file: str) -> list[Item]:
     """Read the questions of SQuAD's dev-v2.0.json that have an answer."""
     items = []
     for article in json.loads(Path(file).read_text(encoding="utf-8"))["data"]:
@@ -385,29 +340,39 @@ def read_squad(file: str) -> QuestionAnswering:
                 if not row.get("is_impossible"):
                     answers = tuple(answer["text"] for answer in row["answers"])
                     items.append(Item(row["question"], answers, (context,), related))
-    return _of_items(items)
+    return items
 
 
-def read_hotpotqa(file: str) -> QuestionAnswering:
+def read_hotpotqa(file: str) -> list[Item]:
     """Read the questions of HotpotQA's hotpot_dev_distractor_v1.json, with ten paragraphs each."""
     items = []
     for row in json.loads(Path(file).read_text(encoding="utf-8")):
         texts = tuple(f"{title}\n{''.join(lines)}" for title, lines in row["context"])
         items.append(Item(row["question"], (row["answer"],), texts))
-    return _of_items(items)
+    return items
 
 
-def _of_items(items: Sequence[Item]) -> QuestionAnswering:
-    texts = {text for item in items for text in (*item.paragraphs, *item.related)}
-    return QuestionAnswering(tuple(items), tuple(sorted(texts)))
+def answerable(items: Sequence[Item]) -> RulerKind:
+    """Return the kind that asks the first questions of a file; units are paragraphs of all of
+    them, repeated if there are too few."""
+    texts = sorted({text for item in items for text in (*item.paragraphs, *item.related)})
 
+    def question(rng: Random, trial: int, units: int, length: int) -> Question:
+        item = items[trial]
+        chosen = list(item.paragraphs)
+        wanted = max(units, len(chosen))
+        chosen += rng.sample(item.related, min(wanted - len(chosen), len(item.related)))
+        if (missing := wanted - len(chosen)) > 0:
+            taken = set(chosen)
+            drawn = rng.sample(texts, min(wanted, len(texts)))
+            chosen += [text for text in drawn if text not in taken][:missing]
+        chosen = list(islice(cycle(chosen), wanted))
+        rng.shuffle(chosen)
+        context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
+        return DOCUMENTS_TEMPLATE.format(context=context, query=item.query), item.answers
 
-RulerKind = Needles | VariableTracking | CommonWords | FrequentWords | QuestionAnswering
-"""A kind of task.
+    return RulerKind(question, 32, 1)
 
-``question`` makes a trial with a haystack of ``units``, at least ``least``, for a prompt of about
-``length`` tokens. ``new_tokens``: largest number of tokens in an answer.
-"""
 
 SEED = 42
 """Seed of all trials."""
@@ -425,12 +390,12 @@ class RulerTask:
     """
 
     name: str
-    kind: RulerKind
-    score: Score
-    stop: Stop
     tokenizer: Tokenizer
     bos: int | None
     trials: int
+    kind: RulerKind
+    score: Score
+    stop: Stop
 
     def prompts(self, length: int) -> list[Prompt]:
         """Return trials whose prompt and answer have at most ``length`` tokens.
@@ -476,11 +441,10 @@ class RulerTask:
                 draws = Random(f"{SEED} {self.name} {length} {trial}")
                 questions.append(self.kind.question(draws, trial, units, length))
             encoded = self.tokenizer.encode_batch_fast(
-                [question.text for question in questions], add_special_tokens=False
+                [text for text, _ in questions], add_special_tokens=False
             )
-            for question, encoding in zip(questions, encoded, strict=True):
-                tokens = (*before, *encoding.ids)
-                yield Prompt(tokens, question.answers, self.kind.new_tokens, question.depth)
+            for (_, answers), encoding in zip(questions, encoded, strict=True):
+                yield Prompt((*before, *encoding.ids), answers, self.kind.new_tokens)
 
 
 def _total(prompt: Prompt) -> int:
@@ -488,18 +452,30 @@ def _total(prompt: Prompt) -> int:
     return len(prompt.tokens) + prompt.new_tokens
 
 
+def _in_essay(keys: int = 1, values: int = 1, **options: Any) -> Callable[..., RulerKind]:
+    def make(tokenizer: Tokenizer, essay: Essay) -> RulerKind:
+        question = partial(needles, essay=essay, keys=keys, values=values, **options)
+        return RulerKind(question, 128, 1)
+
+    return make
+
+
 KINDS: dict[str, Callable[[Tokenizer, Essay], RulerKind]] = {
-    "niah_single_1": lambda _, essay: Needles(),
-    "niah_single_2": lambda _, essay: Needles(essay),
-    "niah_single_3": lambda _, essay: Needles(essay, value="uuid"),
-    "niah_multikey_1": lambda _, essay: Needles(essay, keys=4),
-    "niah_multikey_2": lambda _, essay: Needles(distractors=True),
-    "niah_multikey_3": lambda _, essay: Needles(distractors=True, key="uuid", value="uuid"),
-    "niah_multivalue": lambda _, essay: Needles(essay, values=4),
-    "niah_multiquery": lambda _, essay: Needles(essay, keys=4, queries=4),
-    "vt": lambda tokenizer, _: VariableTracking(tokenizer),
-    "cwe": lambda *_: CommonWords(),
-    "fwe": lambda *_: FrequentWords(),
+    "niah_single_1": lambda *_: RulerKind(needles, 128, 1),
+    "niah_single_2": _in_essay(),
+    "niah_single_3": _in_essay(value="uuid"),
+    "niah_multikey_1": _in_essay(keys=4),
+    "niah_multikey_2": lambda *_: RulerKind(partial(needles, distractors=True), 128, 1),
+    "niah_multikey_3": lambda *_: RulerKind(
+        partial(needles, distractors=True, key="uuid", value="uuid"), 128, 1
+    ),
+    "niah_multivalue": _in_essay(values=4),
+    "niah_multiquery": _in_essay(keys=4, queries=4),
+    "vt": lambda tokenizer, _: RulerKind(
+        partial(variable_tracking, example_lines=lines_of_example(tokenizer)), 30, HOPS + 1
+    ),
+    "cwe": lambda *_: RulerKind(common_words, 120, COMMON + 1),
+    "fwe": lambda *_: RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT),
 }
 READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_hotpotqa)}
 """Tasks that need a file: its key and its reader."""
@@ -510,7 +486,7 @@ TASKS = (*KINDS, *READERS)
 def ruler_tasks(
     settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
 ) -> tuple[list[Task], list[str]]:
-    """Return the available tasks, and a sentence for each unavailable or incomplete one.
+    """Return the available tasks, and a sentence for each unavailable one.
 
     ``documents``: English text for the haystacks, read from the beginning in every trial,
     repeatedly if it is shorter than the length.
@@ -519,17 +495,16 @@ def ruler_tasks(
     tasks: list[Task] = []
     notes: list[str] = []
     for name in settings.tasks:
-        trials = settings.trials
-        kind: RulerKind
+        common = name, tokenizer, bos
         if name in KINDS:
-            kind, score, stop = KINDS[name](tokenizer, essay), string_match_all, after_all
-        else:
-            key, read = READERS[name]
-            file = getattr(settings, key)
-            if file is None:
-                notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
-                continue
-            kind = read(file)
-            score, stop, trials = string_match_part, after_any, min(trials, len(kind.items))
-        tasks.append(RulerTask(name, kind, score, stop, tokenizer, bos, trials))
+            kind, trials = KINDS[name](tokenizer, essay), settings.trials
+            tasks.append(RulerTask(*common, trials, kind, string_match_all, after_all))
+            continue
+        key, read = READERS[name]
+        if (file := getattr(settings, key)) is None:
+            notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
+            continue
+        items = read(file)
+        kind, trials = answerable(items), min(settings.trials, len(items))
+        tasks.append(RulerTask(*common, trials, kind, string_match_part, after_any))
     return tasks, notes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.analysis.frequency_entropy import Gate, attenuation, frequency_entropies
 from trainer.config import WeightedRopeSettings
-from trainer.evaluation.layouts import require_rotation, with_intervention
+from trainer.evaluation.layouts import with_intervention
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Intervention, LayerEncoding, Layout
 
@@ -31,9 +31,8 @@ def select(
     factor. ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
 
     Raises:
-        UserError: the model does not rotate, or the text is too short.
+        UserError: the text is too short.
     """
-    require_rotation(model.layout, "evaluation.weighted_rope")
     gates = [Gate(rule.entropy, rule.side, rule.tau) for rule in rules]
     alphas = [rule.alpha for rule in rules]
     measures = sorted({gate.measure for gate in gates})
@@ -67,9 +66,8 @@ def apply(layout: Layout, chosen: tuple[Intervention, ...]) -> Layout:
 def _fitted(factors: Intervention, encoding: LayerEncoding) -> Intervention:
     """Return the factors with a row of keys for every spectrum of the layer.
 
-    A temperature per head gives each query head a copy of its keys beyond the training length. A
-    choice at one length then has more or fewer rows than the layer at another one, and all copies
-    have equal rows.
+    DoPE gives the query heads of a layer copies of their keys. After it, a choice at one length may
+    have more or fewer rows than the layer at another one, and all copies have equal rows.
     """
     rows, keys = factors.key, len(encoding.spectra)
     return replace(factors, key=tuple(rows[i * len(rows) // keys] for i in range(keys) if rows))

@@ -87,11 +87,11 @@ def task(tokenizer, question_files):
 
 @pytest.fixture(scope="session")
 def texts(task, tokenizer):
-    """A function from a task's name and a length to (text, answers, depth) of its trials."""
+    """A function from a task's name and a length to text and answers of its trials."""
 
     def read(name, length):
         return [
-            (tokenizer.decode(list(prompt.tokens[1:])), prompt.answers, prompt.depth)
+            (tokenizer.decode(list(prompt.tokens[1:])), prompt.answers)
             for prompt in task(name).prompts(length)
         ]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.evaluation.ruler.conftest import squad
 from trainer.evaluation.ruler import (
-    TASKS,
-    CommonWords,
+    LEAST_FREQUENT,
     Essay,
-    FrequentWords,
+    common_words,
+    frequent_words,
     vocabulary,
 )
 
@@ -61,29 +61,8 @@ def test_an_essay_can_be_asked_again():
     assert essay.with_insertions(2, [(0.0, "X.")]) == "X. One two."
 
 
-NEEDLE = re.compile(r"One of the special magic (\w+) for ([\w .'-]+?) is: ([0-9a-f-]+)\.")
-
-
-def parts(text):
-    """Context, question."""
-    _, text = text.split("afterwards.\n")
-    context, question = text.rsplit("\n", 1)
-    return context, question
-
-
-@pytest.mark.parametrize("name", [name for name in TASKS if name.startswith("niah")])
-def test_depth_is_where_the_first_answer_stands(texts, name):
-    depths = []
-    for text, answers, depth in texts(name, 2048):
-        context, _ = parts(text)
-        begin = min(n.start() for n in NEEDLE.finditer(context) if n[3] in answers)
-        assert depth == pytest.approx(begin / len(context), abs=1e-9)
-        depths.append(depth)
-    assert max(depths) - min(depths) > 0.1
-
-
 def test_the_example_is_about_500_tokens(texts, tokenizer):
-    for text, _, _ in texts("vt", 6144):
+    for text, _ in texts("vt", 6144):
         example = text.split("\n\nMemorize")[0]
         assert 450 < len(tokenizer.encode(example).ids) < 530
 
@@ -99,18 +78,18 @@ def numbered(text):
 
 
 def test_lists_longer_than_the_vocabulary_are_of_compounds():
-    question = CommonWords().question(Random(0), 0, len(vocabulary()) + 1, 200_000)
-    words = Counter(numbered(question.text.split("\n")[4]))
+    text, answers = common_words(Random(0), 0, len(vocabulary()) + 1, 200_000)
+    words = Counter(numbered(text.split("\n")[4]))
     assert len(words) == len(vocabulary()) + 1
-    assert sorted(word for word, n in words.items() if n == 30) == sorted(question.answers)
+    assert sorted(word for word, n in words.items() if n == 30) == sorted(answers)
 
 
-@given(st.integers(FrequentWords.least, 20_000), st.integers(100, 10_000))
+@given(st.integers(LEAST_FREQUENT, 20_000), st.integers(100, 10_000))
 @pytest.mark.slow
 def test_the_three_answers_are_never_tied_with_the_fourth_word(units, length):
-    question = FrequentWords().question(Random(units), 0, units, length)
-    counts = Counter(question.text.split("coded words. ", 1)[1].split("\nQuestion")[0].split())
-    assert {word for word, _ in counts.most_common(4)} == {"...", *question.answers}
+    text, answers = frequent_words(Random(units), 0, units, length)
+    counts = Counter(text.split("coded words. ", 1)[1].split("\nQuestion")[0].split())
+    assert {word for word, _ in counts.most_common(4)} == {"...", *answers}
     assert sorted(counts.values())[-4] > sorted([0, *counts.values()])[-5]
     total = 6 / math.pi**2 * units * sum(1 / k**2 for k in range(1, 6))
     assert sum(counts.values()) > total - 5
@@ -131,7 +110,7 @@ def test_squad(texts, length):
     # The first five questions of the file, without those that have no answer.
     names = [(a, p) for a in range(5) for p in range(4)][:5]
     places = set()
-    for (a, p), (text, answers, _) in zip(names, trials, strict=True):
+    for (a, p), (text, answers) in zip(names, trials, strict=True):
         assert text.endswith(f"Question: How many people has town {a}.{p}? Answer:")
         assert answers == (f"{a + 1}{p}0", f"{a + 1}{p}0 p")
         documents = paragraphs(text)
@@ -145,7 +124,7 @@ def test_squad(texts, length):
 
 
 def test_a_length_beyond_all_paragraphs_repeats_them(texts):
-    for text, _, _ in texts("qa_2", 6144):
+    for text, _ in texts("qa_2", 6144):
         counts = Counter(paragraphs(text))
         assert len(counts) == 60
         assert max(counts.values()) - min(counts.values()) == 1
