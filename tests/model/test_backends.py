@@ -24,11 +24,9 @@ SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0])
 MASKS = {
     "plain": Mask(),
     "window": Mask(window=4),
-    "window of one": Mask(window=1),
     "window beyond the sequence": Mask(window=100),
     "documents": Mask(documents=DOCUMENTS),
     "alibi": Mask(slopes=SLOPES),
-    "window and alibi": Mask(window=4, slopes=SLOPES),
     "all": Mask(window=4, documents=DOCUMENTS, slopes=SLOPES),
 }
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -89,7 +87,7 @@ def test_attention_on_the_cpu(mask, new):
 
 
 @masks
-@pytest.mark.parametrize("block", [1, 5, 12])
+@pytest.mark.parametrize("block", [1, 5])
 def test_sdpa_in_blocks_of_queries(monkeypatch, mask, block):
     monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", block)
     assert_is_attention(BACKENDS["sdpa"], mask)
@@ -239,7 +237,7 @@ def test_flash(fake_flash, mask):
 
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("new", [5, 1])
-@pytest.mark.parametrize("name", ["plain", "window", "alibi", "window and alibi"])
+@pytest.mark.parametrize("name", ["plain", "window", "alibi"])
 def test_flash_with_a_cache(name, new):
     assert_is_attention(BACKENDS["flash"], MASKS[name], new)
 
@@ -309,7 +307,7 @@ def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
 
 
 def chosen(monkeypatch, name="auto", capability=(8, 0), has_flash=False, cudnn=0, **changes):
-    monkeypatch.setattr(backends, "_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(backends, "_has_flash_attn", lambda: has_flash)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     needs = {"masked": False, "half": True, "length": 2048, "head_size": 64, **changes}
@@ -375,13 +373,3 @@ def test_cudnns_attention_is_off_but_where_it_is_asked_for():
             assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.cudnn_sdp_enabled()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-FA3 = """
-import torch
-library = torch.library.Library("flash_attn_3", "FRAGMENT")
-for name in ("fwd", "bwd"):
-    if not hasattr(torch.ops.flash_attn_3, name):
-        library.define(f"{name}(Tensor q) -> Tensor")
-"""
-FA4 = "_flash_attn_fwd = _flash_attn_bwd = None"

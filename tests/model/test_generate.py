@@ -25,7 +25,7 @@ def changing(name):
     def change(spectrum):
         if name == "long":
             slow = tuple(f / 3 for f in spectrum.inv_freq)
-            return replace(spectrum, long=LongFrequencies(8, slow, ntk_aware(slow, 8), growth=2.0))
+            return replace(spectrum, long=LongFrequencies(8, slow, ntk_aware(slow, 8), 2.0, 8))
         return spectrum.with_temperature(coefficient=1.5, per=name) if name else spectrum
 
     return lambda layout: replace(layout.map(change), training_length=8)

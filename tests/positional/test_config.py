@@ -49,15 +49,6 @@ def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
     assert layout(temperature=TemperatureConfig()) == layout()
 
 
-def test_a_temperature_for_heads_that_are_not_there_is_refused():
-    free = TemperatureConfig(coefficient=0.1, heads="free")
-    with pytest.raises(UserError, match="no head of these layers is free of rotation"):
-        layout(layers=["rope"], temperature=free)
-    with pytest.raises(UserError, match="is free of rotation"):
-        layout(layers=["rope"] * 4 + ["nope"], temperature=free)
-    assert layout(layers=["rope"], heads={"nope": 0.5}, temperature=free)
-
-
 def test_a_temperature_beside_one_of_an_encoding_is_refused():
     with pytest.raises(UserError, match="an encoding has a temperature of its own"):
         layout(layers=["rope_id"], temperature=TemperatureConfig(coefficient=0.1))
@@ -95,10 +86,6 @@ def test_a_variant_has_separate_parameters():
     assert bases == [spectrum("rope", base=1e2), spectrum("rope", base=1e6)]
 
 
-def test_parameters_reach_the_encoding_of_that_name():
-    assert layout(encodings={"rope": {"base": 100}}).spectra == (spectrum("rope", base=100),)
-
-
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
     assert {layer.qk_norm for layer in layout(qk_norm=qk_norm).layers} == {qk_norm}
@@ -107,12 +94,9 @@ def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
 @pytest.mark.parametrize(
     "config",
     [
-        {"layers": []},
         {"layers": ["rppe"]},
         {"encodings": {"rppe": {}}},
         {"encodings": {"rope": {"bsae": 1.0}}},
-        {"encodings": {"rope": {"base": 1.0}}},
-        {"windows": [513]},
         {"heads": {"nope": 0.3}},
         {"heads": {"nope": 0.5, "alibi": 1.0}},
     ],

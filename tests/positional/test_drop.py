@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.common.errors import UserError
 from trainer.config import ChangeConfig
 from trainer.positional.config import PositionalConfig, TemperatureConfig
 from trainer.positional.drop import drop
@@ -53,7 +50,7 @@ def test_chosen_layers_and_only_those(chosen, changed):
 
 @pytest.mark.parametrize("index", [4, -5])
 def test_a_layer_that_does_not_exist_is_refused(index):
-    with pytest.raises(ValueError, match=f"layer {index} does not exist in a model of 4"):
+    with pytest.raises(ValueError, match=f"layer {index} does not exist"):
         drop(MIXED, layers=[0, index])
 
 
@@ -77,18 +74,12 @@ def test_another_encoding_may_take_the_place():
     assert after.layers[1].spectra == (SLOW, SLOW)
 
 
-TURNS = (8.0, 16.0, 32.0)
-"""Tokens that the pairs take to turn once."""
-PAIRS = Spectrum(tuple(2 * math.pi / turn for turn in TURNS))
+PAIRS = Spectrum((0.8, 0.4, 0.2))
 SLOWER = Spectrum(tuple(f / 2 for f in PAIRS.inv_freq))
 POSITIONAL = PositionalConfig(
     layers=["rope", "nope"], windows=[16], encodings={"rope": {"base": 100.0}}
 )
 LAYOUT = Layout(C, (LayerEncoding.of_heads((PAIRS, PAIRS, SLOWER, SLOWER), window=16),) * 3)
-
-
-def left_of(spectrum, *factors):
-    return tuple(f * factor for f, factor in zip(spectrum.inv_freq, factors, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -110,18 +101,8 @@ def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
 
 @pytest.mark.parametrize("head", [4, -5])
 def test_a_head_that_does_not_exist_is_refused(head):
-    with pytest.raises(ValueError, match=f"head {head} does not exist in a model of 4 key-value"):
+    with pytest.raises(ValueError, match=f"head {head} does not exist"):
         drop(LAYOUT, heads=[head])
-
-
-@pytest.mark.parametrize(
-    ("limits", "factors"),
-    [],
-)
-def test_pairs_beyond_a_limit_stand_still(limits, factors):
-    after = drop(LAYOUT, **limits, heads=[0])
-    assert after.layers[0].spectra[0].inv_freq == left_of(PAIRS, *factors)
-    assert after.layers[0].spectra[1:] == LAYOUT.layers[0].spectra[1:]
 
 
 def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotates():
@@ -130,12 +111,6 @@ def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotat
     )
     after = dropped_layout(LAYOUT, positional, ChangeConfig(layers=[1], to="half_rope"), 8)
     assert after.layers[1].spectra[0].temperature.is_none
-
-
-def test_an_encoding_that_cannot_be_had_is_refused():
-    wrong = PositionalConfig(encodings={"rope": {"base": 1.0}})
-    with pytest.raises(UserError, match="base must be greater than 1"):
-        dropped_layout(LAYOUT, wrong, ChangeConfig(to="rope"), 6)
 
 
 def test_a_drop_may_set_windows_also_of_layers_that_keep_their_encoding():

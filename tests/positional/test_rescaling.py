@@ -120,20 +120,6 @@ def test_frequencies_read_from_float32_tables_are_geometric_still(head_dim):
     assert shares == pytest.approx(ntk_by_parts(exact.inv_freq, C).kept, abs=1e-3)
 
 
-@pytest.mark.parametrize("rescaling", [ntk_by_parts, yarn])
-def test_fast_pairs_that_stand_still_do_not_move_the_ramp(rescaling):
-    """As a drop of pairs faster than a wavelength leaves them."""
-    whole = rope(64, 1e4, 4096)
-    partial = replace(whole, inv_freq=(0.0,) * 9 + whole.inv_freq[9:])
-    slower = slowed(rescaling, partial, 4.0, 4096)
-    assert slower.inv_freq[9:] == slowed(rescaling, whole, 4.0, 4096).inv_freq[9:]
-
-
-def test_the_full_range_begins_at_the_fastest_pair_that_moves():
-    inv_freq = (0.0, 0.0, *rope(16).inv_freq)
-    assert yarn_full_range(inv_freq, C).kept[2:] == yarn_full_range(inv_freq[2:], C).kept
-
-
 @pytest.mark.parametrize(
     ("head_dim", "base", "length", "bounds"),
     [
@@ -204,16 +190,6 @@ def test_the_dynamic_schedule_is_the_static_method_at_its_length(rescaling, name
     assert (now.temperature, now.long) == (then.temperature.at(length, C), None)
     if length <= C:
         assert now == before.at(length, C)
-
-
-def test_a_schedule_of_a_longrope_model_begins_at_its_training_length():
-    short, long = (1.0,) * 32, tuple(1 + m / 2 for m in range(32))
-    spectrum = longrope(rope(), short, long, C // 2)
-    changed = dynamic(spectrum, position_interpolation, C)
-    for length in (C // 2, C // 2 + 1, C):
-        assert changed.at(length, C) == spectrum.at(length, C)
-    slow = [f / 4 for f in spectrum.long.inv_freq]
-    assert changed.at(4 * C, C).inv_freq == pytest.approx(slow, rel=1e-12)
 
 
 @given(st.sampled_from(sorted(RESCALINGS)), st.floats(1, 64))

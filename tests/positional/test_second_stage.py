@@ -18,8 +18,8 @@ from trainer.config import (
     RescaleConfig,
     RunConfig,
 )
-from trainer.evaluation.layouts import tempered, with_factors
-from trainer.evaluation.longrope import Space, critical_pair, factors_of
+from trainer.evaluation.layouts import with_factors
+from trainer.evaluation.longrope import Space, factors_of
 from trainer.model.config import ModelConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.encodings import by_name
@@ -33,7 +33,6 @@ from trainer.positional.rescaling import (
     position_interpolation,
     yarn,
 )
-from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import phases_of
 
@@ -92,15 +91,6 @@ def test_ntk_aware_scaling_twice_is_one_larger_base(base):
     assert rescaled == pytest.approx(expected, rel=1e-12)
 
 
-@scaled
-def test_ntk_aware_scaling_reads_the_index_of_a_pair_alone(spectrum):
-    """DroPE, Eq. 10 from the fastest pair on: s^(-2 m / (d - 2)), whatever the frequencies are."""
-    d = 2 * len(spectrum.inv_freq)
-    expected = [f * SECOND ** (-2 * m / (d - 2)) for m, f in enumerate(spectrum.inv_freq)]
-    rescaled = slowed(ntk_aware, spectrum, SECOND, LATER).inv_freq
-    assert rescaled == pytest.approx(expected, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("method", "slow", "fast"),
     [("ntk_by_parts_turns", 1, 32), ("yarn_turns", 1, 32), ("llama3", 1, 4)],
@@ -112,21 +102,6 @@ def test_published_ramps_count_turns_in_the_longest_sequences(spectrum, method, 
     expected = np.array(spectrum.inv_freq) * (share + (1 - share) / SECOND)
     rescaled = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
     assert rescaled == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("method", ["ntk_by_parts", "yarn"])
-@scaled
-def test_the_usual_ramp_leaves_fast_pairs_and_interpolates_slow_ones(spectrum, method):
-    """Peng et al.: pairs that turn less than once in C are divided by s, those that turn more than
-    32 times are not. A truncated ramp of geometric frequencies is up to a pair wider."""
-    rescaled = slowed(RESCALINGS[method], spectrum, SECOND, LATER).inv_freq
-    for f, slower, often in zip(
-        spectrum.inv_freq, rescaled, turns(spectrum.inv_freq, LATER), strict=True
-    ):
-        if often <= 0.7:
-            assert slower == pytest.approx(f / SECOND, rel=1e-12)
-        if often >= 48:
-            assert slower == f
 
 
 @pytest.mark.parametrize("method", ["yarn", "yarn_turns"])
@@ -182,14 +157,6 @@ def test_dynamic_ntk_keeps_its_length_in_a_longer_phase(alpha):
         assert all(map(torch.equal, *both))
 
 
-def test_a_schedule_of_an_evaluation_begins_at_the_longest_length_of_training():
-    for spectrum in SCALED.values():
-        layout = one_layer(LATER, spectrum).dynamically_rescaled(ntk_aware, 4.0)
-        for n in (C, LATER, LATER + 1, LAST):
-            expected = dynamic_ntk(spectrum.inv_freq, n, LATER, 4.0)
-            assert layout.at(n).spectra[0].inv_freq == pytest.approx(expected, rel=1e-12)
-
-
 def test_rescalings_after_dynamic_ntk_start_from_its_frequencies_at_the_end_of_training():
     plain = spectrum_of()
     trained = tuned(dynamic(plain, ntk_aware, C), LATER)
@@ -233,14 +200,6 @@ def test_searched_factors_divide_the_frequencies_of_long_sequences(by_needles):
     assert any(f == pytest.approx(rates, rel=1e-12) for f in changed) != by_needles
 
 
-def test_the_critical_pair_is_the_first_that_does_not_turn_once():
-    """LongRoPE2, in the frequencies that the model has at its longest length."""
-    slow = PHI.at(LATER, LATER).inv_freq
-    assert critical_pair(PHI, LATER) == [f * LATER < 2 * math.pi for f in slow].index(True)
-    dropped = replace(spectrum_of(), inv_freq=(0.0,) * 9 + spectrum_of().inv_freq[9:])
-    assert critical_pair(dropped, C) == critical_pair(spectrum_of(), C)
-
-
 NULL = TemperatureConfig(coefficient=0.4, per="sequence")
 
 
@@ -259,42 +218,6 @@ def test_a_temperature_refers_to_its_own_length_or_to_the_longest_of_training(sp
     for n in (1024, C, LATER, LAST):
         expected = (1 + c * math.log(max(n, length) / length)) ** exponent
         assert after.at(n, LATER).temperature.scale == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_fitted_temperature_takes_the_place_of_one_that_began_later(tmp_path):
-    """c of 1 + c ln(n / C) is fitted for C, the training length."""
-    far = replace(NULL, reference=2 * C).tempered(spectrum_of("nope"))
-    layout = one_layer(C, far)
-    fitted = '{"coefficient": 0.5, "per": "sequence", "lengths": [8192], "text": "", "tokens": 1}'
-    (tmp_path / FILE).write_text(fitted)
-    loaded, words = with_fitted_temperature(layout, tmp_path)
-    assert "ln(n / 4096)" in words
-    for layout_with_fit in (loaded, tempered(layout, 0.5)):
-        for n in (C, 2 * C, 8 * C):
-            scale = layout_with_fit.at(n).spectra[0].temperature.scale
-            assert scale == pytest.approx(1 + 0.5 * math.log(n / C), rel=1e-12)
-
-
-SHORT, IDS = 32, torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
-
-
-@pytest.fixture
-def extended(tiny_decoder):
-    """A function from a change of its spectra to a model trained at 32 tokens and tuned at 40."""
-
-    def build(change):
-        model = tiny_decoder(encodings={"rope": {"base": 20.0}}, training_length=SHORT)
-        model.layout = replace(model.layout.map(change), training_length=40)
-        return model
-
-    return build
-
-
-CHANGES = {
-    "YaRN": lambda s: slowed(yarn, s, 40 / SHORT, SHORT),
-    "LongRoPE": lambda s: longrope(s, (1.0,) * 4, (1.0, 1.5, 3.0, 4.0), SHORT),
-}
-by_both = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 def test_an_encoding_that_a_longer_phase_begins_with_is_written_for_its_length(tiny_decoder):

@@ -42,9 +42,7 @@ def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
     assert whole == by_name("rope", 2 * len(whole.inv_freq), 256, base=2e6)
     assert after.training_length == 256
     slowed = layout.rescaled(RESCALINGS["yarn"], 4.0)
-    with pytest.raises(
-        UserError, match=r"phases\.b\.rescale\.base: these frequencies have no base"
-    ):
+    with pytest.raises(UserError, match=r"phases\.b\.rescale\.base: frequencies that are not"):
         layout_of_phase(slowed, longer, ModelConfig())
 
 

@@ -317,41 +317,31 @@ def choose_backend(
     """
     if device != "cuda":
         if name in ("flash", "flex"):
-            raise UserError(f"model.attention_backend: {name!r} needs a GPU; expected auto or sdpa")
+            raise UserError(f"model.attention_backend: {name!r} needs a GPU")
         return Choice("sdpa", "on the CPU")
-    if name in ("auto", "sdpa") and not masked and half and _suits_cudnn(length, head_size):
+    gpu = torch.cuda.get_device_capability()
+    can_flash = half and head_size <= 256 and gpu >= (8, 0) and _has_flash_attn()
+    if name == "flash" and not can_flash:
+        raise UserError(
+            "model.attention_backend: 'flash' needs the package flash-attn, 16 bits, an Ampere GPU "
+            "or later, and heads of at most 256 channels"
+        )
+    # cuDNN makes a plan for every new shape, which costs half a second, and has had wrong results
+    # and gradients with masks and at lengths that are no multiple of 128. SDPA passes it over where
+    # computation is deterministic.
+    regular = length is not None and length % 128 == 0 and head_size <= 128 and head_size % 8 == 0
+    preferred = gpu in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
+    cudnn = regular and preferred and half and not masked
+    if name in ("auto", "sdpa") and cudnn and not torch.are_deterministic_algorithms_enabled():
         return Choice("sdpa", f"cuDNN's kernel: no masks, {length:,} tokens", cudnn=True)
-    can_flash = half and head_size <= 256 and _capability() >= (8, 0) and _has_flash_attn()
     if name != "auto":
-        if name == "flash" and not can_flash:
-            raise UserError(
-                "model.attention_backend: 'flash' needs the package flash-attn, 16 bits, an Ampere "
-                "GPU or later, and heads of at most 256 channels; expected auto, sdpa or flex"
-            )
         return Choice(name, "as configured")
-    if not masked and (not can_flash or _capability() >= (9, 0)):
+    if not masked and (not can_flash or gpu >= (9, 0)):
         return Choice("sdpa", "no masks; torch's own kernels")
     if can_flash:
         return Choice("flash", "flash-attn is installed, in 16 bits")
     # FlexAttention would be compiled for each of an evaluation's many lengths.
     return Choice("sdpa" if length is None else "flex", "masks, without flash-attn")
-
-
-def _suits_cudnn(length: int | None, head_size: int) -> bool:
-    """Whether SDPA takes cuDNN's attention here and it is right and fast.
-
-    cuDNN makes a plan for every new shape, which costs half a second, and has had wrong results and
-    gradients with masks and at lengths that are no multiple of 128.
-    """
-    if length is None or length % 128 or head_size > 128 or head_size % 8:
-        return False
-    if torch.are_deterministic_algorithms_enabled():  # SDPA then passes it over
-        return False
-    return _capability() in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
-
-
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
 
 
 @cache

@@ -40,28 +40,20 @@ class TemperatureConfig:
     heads: Literal["all", "free"] = "all"
     """Heads it applies to: all, or free (those without rotation, as in Llama 4)."""
 
-    @property
-    def is_none(self) -> bool:
-        """Whether the factor is 1 everywhere."""
-        return self.coefficient == 0 and self.scale == 1
-
-    def reaches(self, spectrum: Spectrum) -> bool:
-        """Whether the factor changes the logits of a head with this spectrum."""
-        free = not (spectrum.rotates or spectrum.alibi)
-        return not self.is_none and (self.heads == "all" or free)
-
     def tempered(self, spectrum: Spectrum) -> Spectrum:
         """Return the spectrum with this temperature.
 
         Raises:
             UserError: its encoding already has a temperature.
         """
-        if not self.reaches(spectrum):
+        values = (self.coefficient, self.exponent, self.scale, self.per)
+        temperature = Temperature(*values, self.reference, self.steps)
+        is_free = not (spectrum.rotates or spectrum.alibi)
+        if temperature.is_none or (self.heads == "free" and not is_free):
             return spectrum
         if not spectrum.temperature.is_none:
             raise UserError("positional.temperature: an encoding has a temperature of its own")
-        values = (self.coefficient, self.exponent, self.scale, self.per)
-        return replace(spectrum, temperature=Temperature(*values, self.reference, self.steps))
+        return replace(spectrum, temperature=temperature)
 
 
 @configuration
@@ -107,26 +99,15 @@ def build_layout(
     """Build the layout that ``config`` describes for a model of this shape.
 
     Raises:
-        UserError: names, parameters, windows or shares of heads are wrong.
+        UserError: names, parameters or shares of heads are wrong.
     """
-    if not (config.layers and config.windows):
-        raise UserError("positional.layers, positional.windows: expected at least one entry each")
     for name, values in config.encodings.items():
         if "type" not in values and name not in ENCODINGS:
             raise UserError(f"positional.encodings.{name}: there is no such encoding")
-    for window in config.windows:
-        if window is not None and not 1 <= window <= training_length:
-            raise UserError(
-                f"positional.windows: expected 1 to {training_length}, the training length, or "
-                f"null, got {window}"
-            )
     spectra = {
         name: spectrum_of(config, name, head_dim, training_length)
         for name in (*config.layers[:num_layers], *config.heads)
     }
-    free_only = config.temperature.heads == "free" and not config.temperature.is_none
-    if free_only and not any(map(config.temperature.reaches, spectra.values())):
-        raise UserError("positional.temperature.heads: no head of these layers is free of rotation")
     others: list[str] = []
     for name, share in config.heads.items():
         heads = share * num_key_value_heads

@@ -6,11 +6,11 @@ are the same function.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import Spectrum
 
 NOPE = Spectrum()
 
@@ -37,37 +37,22 @@ def drop(
     chosen = _indices(layers, len(layout.layers), "layer")
 
     def new(spectrum: Spectrum) -> Spectrum:
-        return _as_warm(to, spectrum.temperature, layout.training_length)
+        before = spectrum.temperature
+        is_trained = before.scale != 1 or before.is_trained(layout.training_length)
+        keeps = is_trained and to.temperature.is_none
+        return replace(to, temperature=before) if keeps else to
 
     def changed(index: int, layer: LayerEncoding) -> LayerEncoding:
         if index in chosen:
-            layer = replace(_of_heads(layer, heads, new), qk_norm=layer.qk_norm or qk_norm)
+            of = _indices(heads, len(layer.spectra), "key-value head")
+            spectra = (new(s) if head in of else s for head, s in enumerate(layer.spectra))
+            groups = tuple((spectrum, 1) for spectrum in spectra)
+            layer = replace(layer, groups=groups, qk_norm=layer.qk_norm or qk_norm)
         if windows is None:
             return layer
         return replace(layer, window=windows[index % len(windows)])
 
     return replace(layout, layers=tuple(changed(*item) for item in enumerate(layout.layers)))
-
-
-def _of_heads(
-    layer: LayerEncoding,
-    heads: Collection[int] | None,
-    changed: Callable[[Spectrum], Spectrum],
-) -> LayerEncoding:
-    """Return the layer with the spectra of these key-value heads changed."""
-    if heads is None:
-        return layer.map(changed)
-    chosen = _indices(heads, len(layer.spectra), "head")
-    spectra = (changed(s) if i in chosen else s for i, s in enumerate(layer.spectra))
-    return replace(layer, groups=tuple((spectrum, 1) for spectrum in spectra))
-
-
-def _as_warm(to: Spectrum, before: Temperature, training_length: int) -> Spectrum:
-    """Return ``to`` with the temperature ``before``, if weights were trained with it alone."""
-    is_trained = before.scale != 1 or before.is_trained(training_length)
-    if not is_trained or not to.temperature.is_none:
-        return to
-    return replace(to, temperature=before)
 
 
 def _indices(chosen: Collection[int] | None, count: int, noun: str) -> set[int]:
@@ -76,6 +61,5 @@ def _indices(chosen: Collection[int] | None, count: int, noun: str) -> set[int]:
         return set(range(count))
     for index in chosen:
         if not -count <= index < count:
-            kind = "layers" if noun == "layer" else "key-value heads"
-            raise ValueError(f"{noun} {index} does not exist in a model of {count} {kind}")
+            raise ValueError(f"{noun} {index} does not exist in a model of {count}")
     return {index % count for index in chosen}

@@ -167,17 +167,15 @@ class Layout:
     def with_training_length(self, length: int) -> Layout:
         """Return the layout with another C, for a model that computes the same as before.
 
-        Temperatures and frequencies that grew from the previous C keep it as their reference.
+        Temperatures that grew from the previous C keep it as their reference.
         """
         C = self.training_length
 
         def with_reference(spectrum: Spectrum) -> Spectrum:
-            temperature, long = spectrum.temperature, spectrum.long
-            if not temperature.is_constant and temperature.reference is None:
-                temperature = replace(temperature, reference=C)
-            if long is not None and long.stretch is not None and long.reference is None:
-                long = replace(long, reference=C)
-            return replace(spectrum, temperature=temperature, long=long)
+            temperature = spectrum.temperature
+            if temperature.is_constant or temperature.reference is not None:
+                return spectrum
+            return spectrum.with_temperature(reference=C)
 
         return self if length == C else replace(self.map(with_reference), training_length=length)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -30,12 +29,8 @@ GEOMETRIC = 1e-4
 been read from float32 tables."""
 
 
-class Rescaling(Protocol):
-    """A method of context extension."""
-
-    def __call__(self, inv_freq: Frequencies, training_length: int, /) -> Stretch:
-        """Return how this method slows frequencies that were trained at ``training_length``."""
-        ...
+Rescaling = Callable[[Frequencies, int], Stretch]
+"""Method of context extension: how to slow frequencies that were trained at a length."""
 
 
 def _by_share(shares: np.ndarray) -> Stretch:
@@ -100,7 +95,6 @@ def ntk_by_parts(
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
     moving = [f for f in inv_freq if f > 0]
-    first = next(m for m, f in enumerate(inv_freq) if f > 0)  # a drop may leave slow pairs alone
     step = _geometric_step(moving)
     if step is None:
         once = 2 * math.pi / training_length
@@ -108,7 +102,7 @@ def ntk_by_parts(
 
     def index(turns: float) -> float:
         """Return the fractional index at which a pair turns so often within C."""
-        return first + math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
+        return math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
 
     low, high = index(beta_fast), index(beta_slow)
     if truncate:
@@ -153,12 +147,10 @@ def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
-    moving = [m for m, f in enumerate(inv_freq) if f > 0]
-    turning = [inv_freq[m] for m in moving]
-    if _geometric_step(turning) is None:
-        return _over_logarithm(inv_freq, max(turning), min(turning))
-    share = (np.arange(len(inv_freq)) - moving[0]) / (moving[-1] - moving[0])
-    return _by_share(np.clip(1 - share, 0, 1))
+    moving = [f for f in inv_freq if f > 0]
+    if _geometric_step(moving) is None:
+        return _over_logarithm(inv_freq, max(moving), min(moving))
+    return _by_share(np.clip(1 - np.arange(len(inv_freq)) / (len(moving) - 1), 0, 1))
 
 
 def _over_turns(
@@ -259,18 +251,16 @@ def rebased(spectrum: Spectrum, base: float) -> Spectrum:
     Raises:
         ValueError: the frequencies are not geometric, or depend on the length.
     """
-    moving = [(m, f) for m, f in enumerate(spectrum.inv_freq) if f > 0]
+    moving = [f for f in spectrum.inv_freq if f > 0]
     if len(moving) < 2:
         return spectrum
-    step = _geometric_step([f for _, f in moving])
+    step = _geometric_step(moving)
     if step is None or spectrum.long is not None:
-        raise ValueError(
-            "these frequencies have no base to replace, since an earlier rescaling slowed some "
-            "pairs more than others; expected those of an encoding, or after 'pi' or 'ntk'."
-        )
-    first, fastest = moving[0]
-    a, pairs = fastest * math.exp(first * step), len(spectrum.inv_freq)
-    changed = (a * base ** (-m / pairs) if f else 0.0 for m, f in enumerate(spectrum.inv_freq))
+        raise ValueError("frequencies that are not geometric have no base to replace")
+    pairs = len(spectrum.inv_freq)
+    changed = (
+        moving[0] * base ** (-m / pairs) if f else 0.0 for m, f in enumerate(spectrum.inv_freq)
+    )
     return replace(spectrum, inv_freq=tuple(changed))
 
 
@@ -324,7 +314,7 @@ def longrope(
     return replace(spectrum, inv_freq=short_freq, long=others)
 
 
-RESCALINGS: dict[str, Callable[[Frequencies, int], Stretch]] = {
+RESCALINGS: dict[str, Rescaling] = {
     "pi": position_interpolation,
     "ntk": ntk_aware,
     "ntk_by_parts": ntk_by_parts,

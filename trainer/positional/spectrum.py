@@ -123,7 +123,7 @@ class LongFrequencies:
     With ``stretch``, they are ``inv_freq`` slowed with s = 1 + ``growth`` (n / C - 1) where n > C
     (dynamic NTK and similar methods). Without, they are ``inv_freq`` in all sequences of more than
     ``length`` tokens (LongRoPE). ``reference``: the C of s, unchanged by a later phase with longer
-    sequences; None, in layouts that earlier versions stored: the training length.
+    sequences.
     """
 
     __pydantic_config__ = READ
@@ -131,7 +131,7 @@ class LongFrequencies:
     inv_freq: Frequencies
     stretch: Stretch | None = None
     growth: float = 1.0
-    reference: int | None = None
+    reference: int = 1
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Spectrum:
             return plain
         if long.stretch is None:
             return replace(plain, inv_freq=long.inv_freq)
-        s = 1 + long.growth * (max(length / (long.reference or training_length), 1) - 1)
+        s = 1 + long.growth * (max(length / long.reference, 1) - 1)
         return replace(
             plain,
             inv_freq=long.stretch.frequencies(long.inv_freq, s),
