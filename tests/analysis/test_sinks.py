@@ -54,8 +54,6 @@ def test_curves_are_means_of_attention_in_buckets_of_positions(tiny_decoder):
         check("peak", np.nanmax(dots, axis=1), variant=version, head=3)
         check("sink_weight", attention[:, 0], variant=version, head=3)
     check("key_norm", np.linalg.norm(heads.k[0, 1].double().numpy(), axis=-1), head=1)
-    positions = np.arange(1, T + 1)
-    check("previous", np.append(0, attention.diagonal(-1)) * positions, head=3)
 
 
 @pytest.mark.parametrize("layers", [["nope"], ["rope"]])

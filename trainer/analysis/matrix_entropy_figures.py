@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
-from torch import Tensor
 
 from trainer.analysis.arrays import SIDES, Array, Place, Side, stack_layers
 from trainer.analysis.capture import Heads, capture
@@ -32,13 +30,21 @@ RANKS = (1, 4, 8, 16, 32)
 SHOWN = 16
 """Rank of the maps and of the ranking, if a head has more channels."""
 STAGES: dict[Stage, str] = {"pre_ntk": "before the rotation", "post_ntk": "as they attend"}
-ATTENDING: Stage = "post_ntk"
 POINTS = 2048
-Measure = Literal["bands", "all"] | int
-"""The mean entropy of a head's bands, or the effective rank of all or of the r largest
-eigenvalues."""
-Scores = dict[Measure, Array]
-"""``[layers, heads]`` by measure."""
+Scores = dict[str, Array]
+"""Band entropy and effective ranks by name, ``[layers, heads]``."""
+Key = tuple[Side, Stage]
+
+
+def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
+    """Return the mean entropy of every head's bands, and the effective rank of its r largest
+    eigenvalues and of all."""
+    channels = layers[0].eigenvalues.shape[-1]
+    scores = {"band entropy": [layer.band_mean for layer in layers]}
+    for r in (*(r for r in RANKS if r < channels), None):
+        name = "effective rank" if r is None else f"effective rank, r = {r}"
+        scores[name] = [layer.effective_rank(r) for layer in layers]
+    return {name: torch.stack(values).cpu().numpy() for name, values in scores.items()}
 
 
 class MatrixEntropyFigures(Topic):
@@ -57,16 +63,15 @@ class MatrixEntropyFigures(Topic):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         # Without a rotation both stages are equal.
-        stages = STAGES if target.rotates else {ATTENDING: STAGES[ATTENDING]}
-        self._entropies: dict[tuple[Side, Stage], list[MatrixEntropy]] = {
+        stages: list[Stage] = ["pre_ntk", "post_ntk"] if target.rotates else ["post_ntk"]
+        self._entropies: dict[Key, list[MatrixEntropy]] = {
             (side, stage): [] for side in SIDES for stage in stages
         }
-        self.scores: dict[tuple[Side, Stage], Scores] = {}
-        self.bands: dict[tuple[Side, Stage], Array] = {}
+        self.scores: dict[Key, Scores] = {}
+        self.bands: dict[Key, Array] = {}
         self.shown: dict[Place, str] = {}
-        self._measures: list[Measure] = []
         self.prompt = target.question or copy_prompt(target.ids)
-        self.view: NeedleView | None = None
+        self.view: NeedleView
 
     def on_layer(self, heads: Heads) -> None:
         """Compute matrix entropies of both sides at every stage."""
@@ -75,56 +80,61 @@ class MatrixEntropyFigures(Topic):
 
     def finish(self) -> None:
         """Rank the heads, and read the prompt with the needle."""
-        entropies = self._entropies.items()
-        self.scores = {at: _scores(layers) for at, layers in entropies}
-        self.bands = {at: stack_layers([x.bands for x in layers]) for at, layers in entropies}
-        attending = self.scores["query", ATTENDING]
-        self._measures = ["bands", SHOWN if SHOWN in attending else "all"]
-        needle = self.target.needle
-        ranks = self.scores[needle.by, ATTENDING]
+        model, needle = self.target.model, self.target.needle
+        self.scores = {at: scores_of(layers) for at, layers in self._entropies.items()}
+        self.bands = {
+            at: stack_layers([x.bands for x in layers]) for at, layers in self._entropies.items()
+        }
+        ranks = self.scores[needle.by, "post_ntk"]
         if needle.ranked_on == "prompt":
-            ranks = self._in_the_prompt(needle.by)
-        copies = self.target.model.config.num_attention_heads // len(ranks["all"][0])
-        of_keys = " of keys" if needle.by == "key" else ""
-        ranking = {label(m) + of_keys: ranks[m].repeat(copies, axis=1) for m in self._measures}
+            entropies: list[MatrixEntropy] = []
+
+            def on_layer(heads: Heads) -> None:
+                entropies.append(matrix_entropy_of(heads, needle.by, "post_ntk", model.layout))
+
+            capture(model, self.prompt.ids[:1], on_layer)
+            ranks = scores_of(entropies)
         self.shown = {(i, j): f"L{i}H{j}" for i, j in self.target.chosen}
-        if not self.shown:
-            for name, values in ranking.items():
-                for end, index in (("lowest", values.argmin()), ("highest", values.argmax())):
-                    i, j = divmod(int(index), values.shape[1])
-                    self.shown.setdefault((i, j), f"L{i}H{j}: {end} {name}")
-        self.view = needle_view(self.target.model, self.prompt, self.shown)
+        for name in () if self.shown else self._measures:
+            copies = model.config.num_attention_heads // ranks[name].shape[1]
+            values = ranks[name].repeat(copies, axis=1)
+            of_keys = " of keys" if needle.by == "key" else ""
+            for end, index in (("lowest", values.argmin()), ("highest", values.argmax())):
+                i, j = divmod(int(index), values.shape[1])
+                self.shown.setdefault((i, j), f"L{i}H{j}: {end} {name}{of_keys}")
+        self.view = needle_view(model, self.prompt, self.shown)
+
+    @property
+    def _measures(self) -> list[str]:
+        """The two scores that are mapped and ranked."""
+        rank = f"effective rank, r = {SHOWN}"
+        known = rank in self.scores["query", "post_ntk"]
+        return ["band entropy", rank if known else "effective rank"]
 
     def plots(self) -> list[Plot]:
         """Draw entropies of heads and pairs, and the attention of the extreme heads."""
-        panels = {
-            (m, side): self.scores[side, ATTENDING][m] for m in self._measures for side in SIDES
+        maps = {
+            f"{name} of {SIDES[side]}": self.scores[side, "post_ntk"][name]
+            for name in self._measures
+            for side in SIDES
         }
+        units = [Scale("nats" if title.startswith("band") else "rank") for title in maps]
         means = {
-            f"{SIDES[side]}, {STAGES[stage]}": np.ma.masked_invalid(values)
-            .mean(axis=1)
-            .filled(np.nan)
-            for (side, stage), values in self.bands.items()
+            f"{SIDES[side]}, {STAGES[stage]}": np.ma.masked_invalid(bands).mean(axis=1)
+            for (side, stage), bands in self.bands.items()
         }
+        entropy, pair = Scale("entropy (nats)", 0, math.log(2)), "pair index, from the fastest on"
         return [
             Plot(
                 "head_entropy",
-                heat_maps(
-                    {f"{label(m)} of {SIDES[side]}": v for (m, side), v in panels.items()},
-                    [Scale("nats" if m == "bands" else "rank") for m, _ in panels],
-                    x="head",
-                    y="layer",
-                ),
+                heat_maps(maps, units, x="head", y="layer"),
                 "Matrix entropy of every head as it attends: mean over its bands, and truncated "
                 "effective rank (DoPE, Eq. 26, 30).",
             ),
             Plot(
                 "band_entropy",
                 heat_maps(
-                    means,
-                    Scale("entropy (nats)", 0, math.log(2)),
-                    x="pair index, from the fastest on",
-                    y="layer",
+                    {k: v.filled(np.nan) for k, v in means.items()}, entropy, x=pair, y="layer"
                 ),
                 "Entropy of every band, mean over the heads of a layer (DoPE, Eq. 25).",
             ),
@@ -133,64 +143,41 @@ class MatrixEntropyFigures(Topic):
 
     def rows(self) -> pd.DataFrame:
         """Return entropies of heads and pairs, and attention on the needle."""
-        assert self.view is not None
         tables = []
         for (side, stage), scores in self.scores.items():
             at = f"{SIDES[side]}, {STAGES[stage]}"
-            named = {label(m): values for m, values in scores.items()}
-            tables.append(tidy(named, "layer", "head", variant=at))
+            tables.append(tidy(scores, "layer", "head", variant=at))
             bands = {"band entropy of a pair": self.bands[side, stage]}
             tables.append(tidy(bands, "layer", "head", "pair", variant=at))
+        needle = self.prompt.needle
         numbers = {
-            "attention_on_needle": self._on_needle(self.view.attention),
+            "attention_on_needle": self.view.attention[..., needle].sum(axis=-1),
             "attention_on_first_token": self.view.attention[..., 0],
-            "last_token_on_needle": self._on_needle(self.view.last),
+            "last_token_on_needle": self.view.last[..., needle].sum(axis=-1),
         }
-        tables.append(tidy(numbers, "layer", "head", variant="needle prompt"))
-        return pd.concat(tables)
-
-    def _on_needle(self, attention: Array) -> Array:
-        total: Array = attention[..., self.prompt.needle].sum(axis=-1)
-        return total
-
-    def _in_the_prompt(self, side: Side) -> Scores:
-        """Compute scores of all heads in the text with the needle."""
-        entropies: list[MatrixEntropy] = []
-        layout = self.target.model.layout
-        capture(
-            self.target.model,
-            self.prompt.ids[:1],
-            lambda heads: entropies.append(matrix_entropy_of(heads, side, ATTENDING, layout)),
-        )
-        return _scores(entropies)
+        return pd.concat([*tables, tidy(numbers, "layer", "head", variant="needle prompt")])
 
     def _needle_plots(self) -> list[Plot]:
         """Draw the attention of single heads by position, maps, and directions."""
-        assert self.view is not None
-        view, shown = self.view, self.shown
-        T, needle = self.target.length, self.prompt.needle
+        view, shown, needle = self.view, self.shown, self.prompt.needle
+        T = self.prompt.ids.shape[1]
         mark = ((needle.start + needle.stop) / 2, "needle")
-        position = "position of the key (tokens)"
-        starts, widths = _buckets(T, POINTS)
-        single = [
-            Panel(
-                f"{title}\n{kind}",
-                [Series("", 1, starts.tolist(), values.tolist(), marked=False)],
-                Frame("", "", _from_zero, mark),
-            )
-            for place, title in shown.items()
+        # Means within at most so many buckets of positions.
+        starts = np.arange(0, T, -(-T // POINTS))
+        widths, panels = np.diff([*starts, T]), []
+        for place, title in shown.items():
             for kind, attention in (
                 ("average", view.average[place]),
                 ("last token", view.last[place]),
-            )
-            for values in [np.add.reduceat(attention, starts) / widths]
-        ]
+            ):
+                values = (np.add.reduceat(attention, starts) / widths).tolist()
+                line = Series("", 1, starts.tolist(), values, marked=False)
+                panels.append(Panel(f"{title}\n{kind}", [line], Frame("", "", _from_zero, mark)))
         step = -(-T // len(next(iter(view.maps.values()))))
-        cosines = {title: view.similarity[place] for place, title in shown.items()}
         return [
             Plot(
                 "needle_heads",
-                side_by_side(single, columns=2, height=1.7, x_label=position),
+                side_by_side(panels, columns=2, height=1.7, x_label="position of the key (tokens)"),
                 "Attention weight of single heads by the key's position, mean over all queries and "
                 "of the last token (DoPE, Fig. 2).",
             ),
@@ -203,7 +190,7 @@ class MatrixEntropyFigures(Topic):
             Plot(
                 "query_directions",
                 heat_maps(
-                    cosines,
+                    {title: view.similarity[place] for place, title in shown.items()},
                     Scale("cosine similarity", -1, 1, signed=True),
                     x="eigenvector of the head's queries, from the largest eigenvalue on",
                     y=f"token, from {T - self.prompt.question:,} on",
@@ -212,27 +199,6 @@ class MatrixEntropyFigures(Topic):
                 "(DoPE, Fig. 3-6).",
             ),
         ]
-
-
-def label(measure: Measure) -> str:
-    """Return the name of a measure on the page."""
-    if measure == "bands":
-        return "band entropy"
-    return "effective rank" if measure == "all" else f"effective rank, r = {measure}"
-
-
-def _scores(layers: Sequence[MatrixEntropy]) -> Scores:
-    channels = layers[0].eigenvalues.shape[-1]
-    scores: dict[Measure, list[Tensor]] = {"bands": [layer.band_mean for layer in layers]}
-    scores |= {r: [layer.effective_rank(r) for layer in layers] for r in RANKS if r < channels}
-    scores["all"] = [layer.effective_rank(None) for layer in layers]
-    return {measure: torch.stack(values).cpu().numpy() for measure, values in scores.items()}
-
-
-def _buckets(length: int, count: int) -> tuple[Array, Array]:
-    """Return the starts and the widths of at most ``count`` buckets of positions."""
-    starts = np.arange(0, length, -(-length // count))
-    return starts, np.diff([*starts, length])
 
 
 def _from_zero(axes: Axes) -> None:

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainer.analysis.arrays import Array, Place, bucket_means, position_edges, stacked
-from trainer.analysis.attention import Rows, attention_map, attention_rows
+from trainer.analysis.attention import attention_map, attention_rows
 from trainer.analysis.capture import Heads
 from trainer.analysis.topic import Plot, Target, Topic, extremes, tidy, versions
 from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
@@ -81,52 +81,42 @@ class SinkFigures(Topic):
         self._layers: list[dict[str, Tensor]] = []
         self._within: list[dict[str, Tensor]] = []
         self._maps: dict[Place, Array] = {}
-        self._shares: dict[Place, float] = {}  # of the heads' attention on the first token
 
-    def _bucketed(self, heads: Heads) -> tuple[dict[str, Tensor], Rows]:
-        """Read every row of attention with the encoding and, if it changes attention, without."""
-        rotated = attention_rows(heads)
-        plain = rotated if _is_bare(heads) else attention_rows(heads, rotated=False)
-        # A query that sees one key has entropy 0; log 2 avoids 0 / 0.
-        largest = rotated.visible.clamp(min=2).log()
-        values = {
-            "key_norm": heads.k.norm(dim=-1),
-            "previous": rotated.previous * rotated.visible,
-            "entropy": rotated.entropy / largest,
-        }
-        for version, rows, q, k in (
-            ("plain", plain, heads.q, heads.k),
-            ("rotated", rotated, heads.rotated_q, heads.rotated_k),
-        ):
+    def _bucketed(self, heads: Heads) -> dict[str, Tensor]:
+        """Return means within the buckets of positions, ``[B, heads, buckets]``."""
+        values = {"key_norm": heads.k.norm(dim=-1)}
+        for version in self.versions:
+            rotated = version == "rotated"
+            q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+            rows = attention_rows(heads, rotated=rotated)
             measured = (key_dot(q, k), rows.sink, rows.peak)
             names = (f"{version}.{measure}" for measure in MEASURES)
             values |= dict(zip(names, measured, strict=True))
-        if heads.sinks is not None:
-            values["learned_sink"] = rotated.learned
+            if rotated and heads.sinks is not None:
+                values["learned_sink"] = rows.learned
         edges = [edge for edge in self.edges if edge <= heads.q.shape[2]]
-        return {name: bucket_means(value, edges) for name, value in values.items()}, rotated
+        return {name: bucket_means(value, edges) for name, value in values.items()}
 
     def on_layer(self, heads: Heads) -> None:
         """Measure all heads, and map the attention of those that may be shown."""
-        bucketed, rotated = self._bucketed(heads)
+        bucketed = self._bucketed(heads)
         median = heads.k.norm(dim=-1)[..., 1:].median(dim=-1).values
         self._layers.append(bucketed | {"median_key_norm": median})
-        for head in self._pictured(heads, rotated):
+        for head in self._pictured(heads, bucketed["rotated.sink_weight"][0].mean(dim=-1)):
             self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
-            self._shares[heads.layer, head] = float(rotated.sink[0, head, 1:].mean())
 
     def on_prefix(self, heads: Heads) -> None:
         """Measure what depends on the query's position within the training length."""
-        bucketed, _ = self._bucketed(heads)
         of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
-        self._within.append({k: v for k, v in bucketed.items() if k not in of_keys})
+        values = self._bucketed(heads).items()
+        self._within.append({name: value for name, value in values if name not in of_keys})
 
-    def _pictured(self, heads: Heads, rows: Rows) -> list[int]:
+    def _pictured(self, heads: Heads, on_first: Tensor) -> list[int]:
         if self.target.chosen:
             return [head for layer, head in self.target.chosen if layer == heads.layer]
         if heads.layer not in self.target.sampled_layers:
             return []
-        order = rows.sink[0, :, 1:].mean(dim=-1).argsort().tolist()
+        order = on_first.argsort().tolist()
         return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]]))
 
     def finish(self) -> None:
@@ -134,52 +124,36 @@ class SinkFigures(Topic):
         self.curves = stacked(self._layers, self._within)
 
     def plots(self) -> list[Plot]:
-        """Draw curves by position, a map of heads, and the attention of some heads."""
-        weights = {
-            f"near {n:,} tokens": mean_at(self.curves["rotated.sink_weight"], self.edges, n)
-            for n in self._lengths
-        }
-        layers = len(next(iter(weights.values())))
+        """Draw curves by position, and the attention of some heads."""
         norms = [self._line("all keys", 0, self.curves["key_norm"])]
-        dots = self._lines("key_dot", over_largest)
-        length = "length of the text (tokens)"
+        by_query = {
+            "attention on the first token": ("share", self._lines("sink_weight")),
+            "largest dot product of a query": ("dot product", self._lines("peak")),
+        }
+        by_key = {
+            "length of keys": ("‖k‖", norms),
+            "dot product with later queries": (
+                "over the largest of a head",
+                self._lines("key_dot", over_largest),
+            ),
+        }
         plots = [
             self._draw(
                 "sinks_by_length",
-                [
-                    Panel("attention on the first token", self._lines("sink_weight"), _y("share")),
-                    Panel("largest dot product of a query", self._lines("peak"), _y("dot product")),
-                ],
-                length,
+                by_query,
+                "length of the text (tokens)",
                 "Queries at the end of a text of this length, mean and 80% of heads (RoPE-ID, "
                 "Fig. 6).",
             ),
             self._draw(
                 "sinks_keys",
-                [
-                    Panel("length of keys", norms, _y("‖k‖")),
-                    Panel("dot product with later queries", dots, _y("over the largest of a head")),
-                ],
+                by_key,
                 "position of the key",
                 "Length of keys before the encoding, and their mean dot product with later "
                 "queries, by position (RoPE-ID, Fig. 5).",
             ),
-            Plot(
-                "sinks_heads",
-                heat_maps(
-                    weights,
-                    Scale("attention on the first token", 0, 1),
-                    x="query head",
-                    y="layer",
-                    height=max(1.5, min(3.0, 0.5 + 0.09 * layers)),
-                ),
-                "Attention of every head on the first token, mean over the last quarter of so "
-                "many tokens (RoPE-ID, Sec. 3.2).",
-            ),
         ]
-        if self._maps:
-            plots.append(self._attention())
-        return plots
+        return [*plots, *([self._attention()] if self._maps else [])]
 
     def rows(self) -> pd.DataFrame:
         """Return curves by the last position of a bucket, and values near the lengths of the
@@ -192,10 +166,7 @@ class SinkFigures(Topic):
         ]
         tables += [
             tidy({name: self.curves[name]}, *axes, places=places, variant=variant)
-            for name, variant in (
-                *(("key_norm", "plain"), ("previous", "rotated")),
-                *(("entropy", "rotated"), ("learned_sink", "rotated")),
-            )
+            for name, variant in (("key_norm", "plain"), ("learned_sink", "rotated"))
             if name in self.curves
         ]
         median = {"median_key_norm": self.curves["median_key_norm"]}
@@ -211,13 +182,13 @@ class SinkFigures(Topic):
     def _attention(self) -> Plot:
         """Draw the chosen heads, or those with the most, a medium and the least weight on the
         sink."""
+        shares = mean_at(self.curves["rotated.sink_weight"], self.edges, self.target.length)
         shown = list(self._maps)
         if not self.target.chosen:
-            shown = extremes(shown, key=lambda place: -self._shares[place])
+            shown = extremes(shown, key=lambda place: -shares[place])
         step = -(-self.target.length // len(self._maps[shown[0]]))
         maps = {
-            f"L{i}H{j}: {100 * self._shares[i, j]:.0f}% on the first": self._maps[i, j]
-            for i, j in shown
+            f"L{i}H{j}: {100 * shares[i, j]:.0f}% on the first": self._maps[i, j] for i, j in shown
         }
         return Plot(
             "sinks_attention",
@@ -232,14 +203,10 @@ class SinkFigures(Topic):
         T = self.target.length
         return list(dict.fromkeys([min(self.target.training_length, T), T]))
 
-    @property
-    def positions(self) -> list[float]:
-        """Middles of the buckets, from position 1 on."""
-        edges = np.array(self.edges)
-        return ((edges[:-1] + 1 + edges[1:]) / 2).tolist()
-
     def _line(self, label: str, style: int, curve: Array) -> Series:
-        return over_heads(label, style, self.positions, curve, marked=False)
+        edges = np.array(self.edges)
+        middles = ((edges[:-1] + 1 + edges[1:]) / 2).tolist()
+        return over_heads(label, style, middles, curve, marked=False)
 
     def _lines(
         self, measure: str, change: Callable[[Array], Array] = lambda curve: curve
@@ -256,17 +223,9 @@ class SinkFigures(Topic):
             return list(self.versions)
         return ["plain"]
 
-    def _draw(self, name: str, panels: Sequence[Panel], x_label: str, caption: str) -> Plot:
+    def _draw(
+        self, name: str, curves: Mapping[str, tuple[str, list[Series]]], x_label: str, caption: str
+    ) -> Plot:
+        panels = [Panel(title, lines, Frame("", y)) for title, (y, lines) in curves.items()]
         figure = by_length(panels, x_label=x_label, trained=self.target.training_length)
         return Plot(name, figure, caption)
-
-
-def _y(label: str) -> Frame:
-    return Frame("", label)
-
-
-def _is_bare(heads: Heads) -> bool:
-    """Whether a layer's encoding leaves attention unchanged."""
-    if any(spectrum.rotates or spectrum.alibi for spectrum in heads.encoding.spectra):
-        return False
-    return torch.equal(heads.q, heads.rotated_q) and torch.equal(heads.k, heads.rotated_k)

@@ -8,6 +8,7 @@ length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -107,20 +108,13 @@ class SyntheticFigures(Topic):
 
     def plots(self) -> list[Plot]:
         """Draw both curves of every spectrum."""
-        styles = style_numbers(self.ratios)
-        names = list(reversed(self.ratios))
-        ratios = [
-            Series(name, styles[name], self.lengths, self.ratios[name].tolist(), marked=False)
-            for name in names
-        ]
-        products = [
-            Series(
-                *(name, styles[name]),
-                *_means(self.distances, self.decays[name], self.lengths),
-                marked=False,
+        ratios, products = [], []
+        for name, style in reversed(style_numbers(self.ratios).items()):
+            ratios.append(
+                Series(name, style, self.lengths, self.ratios[name].tolist(), marked=False)
             )
-            for name in names
-        ]
+            means = _means(self.distances, self.decays[name], self.lengths)
+            products.append(Series(name, style, *means, marked=False))
         panels = [
             Panel("first singular value", ratios, Frame("", "after / before the rotation")),
             Panel("dot product with itself", products, Frame("", "relative to distance 0")),
@@ -166,14 +160,11 @@ def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]
         # 32 tokens, or an eighth of a short training length: the slowest pair has half of it.
         "RoPE-ID": ("rope_id", {"fastest_wavelength": min(32.0, max(2.0, training_length / 8))}),
     }
-    if head_dim % 4:
-        kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "high frequency")}
-    if training_length <= 8:
-        kinds = {name: kind for name, kind in kinds.items() if name in ("RoPE", "HalfRoPE")}
-    return {
-        name: by_name(kind, head_dim, training_length, **arguments)
-        for name, (kind, arguments) in kinds.items()
-    }
+    spectra = {}
+    for name, (kind, arguments) in kinds.items():
+        with suppress(ValueError):
+            spectra[name] = by_name(kind, head_dim, training_length, **arguments)
+    return spectra
 
 
 def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
