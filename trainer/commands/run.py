@@ -167,19 +167,18 @@ def generate(composed: Composed) -> None:
     from trainer.commands.console import show
     from trainer.workflows.generate import continue_prompts
 
-    done = continue_prompts(
+    texts = continue_prompts(
         request,
         show=lambda text: show(text, end=""),
         say=lambda text: print(text, file=sys.stderr),
     )
     if request.stream and len(request.prompts) == 1:
         print()
-    elif len(done.texts) == 1:
-        show(done.texts[0])
+    elif len(texts) == 1:
+        show(texts[0])
     else:
-        for prompt, text in zip(request.prompts, done.texts, strict=True):
+        for prompt, text in zip(request.prompts, texts, strict=True):
             show(f"{prompt}{text}\n")
-    print(done.speed(), file=sys.stderr)
 
 
 def export(composed: Composed) -> None:

@@ -8,7 +8,6 @@ from itertools import groupby
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 from torch import Tensor
 
 from trainer.model.cache import KVCache
@@ -164,41 +163,6 @@ def _read(
     return torch.cat(logits), cache
 
 
-class _Characters:
-    """Token-by-token decoder that holds back characters with missing bytes."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._begin()
-
-    def _begin(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._tokens: list[int] = []
-        self._whole = 0  # number of tokens whose text was returned
-        self._returned = 0  # number of characters returned of them
-
-    def push(self, token: int) -> str:
-        self._tokens.append(token)
-        try:
-            new = self._stream.step(self._tokenizer, token) or ""
-        except Exception as error:  # tokenizers raises bare Exception
-            if "Invalid prefix" not in str(error):
-                raise
-            # Invalid bytes can make a byte-fallback decoder change its reading of earlier bytes.
-            # Text already returned stays as it is; decoding continues after it.
-            new = self._tokenizer.decode(self._tokens[self._whole :])
-            self._begin()
-            return new
-        if new:
-            self._whole = len(self._tokens)
-            self._returned += len(new)
-        return new
-
-    def unfinished(self) -> str:
-        """Return the last, incomplete character, which DecodeStream never returns."""
-        return self._tokenizer.decode(self._tokens)[self._returned :]
-
-
 class TextStream:
     """Text of one continuation, returned as soon as later tokens cannot change it.
 
@@ -214,34 +178,30 @@ class TextStream:
             raise ValueError("an empty stop string stops before it begins")
         self.text = ""
         self.stopped = False
-        self._characters = _Characters(tokenizer)
-        self._stop = tuple(stop)
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._tokens: list[int] = []
         self._returned = 0
 
     def push(self, token: int) -> str:
         """Add a token; return new text that no later token can change or cut off."""
-        self._add(self._characters.push(token))
-        return self._give(len(self.text) if self.stopped else len(self.text) - self._pending())
+        self._tokens.append(token)
+        # A character with missing bytes is decoded as U+FFFD.
+        self._read(self._tokenizer.decode(self._tokens).rstrip("\ufffd"))
+        beginnings = (stop[:n] for stop in self._stop for n in range(1, len(stop)))
+        pending = max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
+        return self._give(len(self.text) - (0 if self.stopped else pending))
 
     def finish(self) -> str:
         """Return the text held back, now that no token follows."""
         if not self.stopped:
-            self._add(self._characters.unfinished())
+            self._read(self._tokenizer.decode(self._tokens))
         return self._give(len(self.text))
 
-    def _add(self, new: str) -> None:
-        # A stop string may begin in earlier text.
-        start = max(0, len(self.text) - max(map(len, self._stop), default=0))
-        self.text += new
-        places = [place for stop in self._stop if (place := self.text.find(stop, start)) >= 0]
-        if places:
-            self.text, self.stopped = self.text[: min(places)], True
-
-    def _pending(self) -> int:
-        """Return the number of trailing characters that may begin a stop string."""
-        beginnings = (stop[:n] for stop in self._stop for n in range(1, len(stop)))
-        return max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
+    def _read(self, text: str) -> None:
+        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        self.text, self.stopped = text[: min(places, default=len(text))], bool(places)
 
     def _give(self, end: int) -> str:
-        new, self._returned = self.text[self._returned : end], end
+        new = self.text[self._returned : end]
+        self._returned += len(new)
         return new

@@ -4,59 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer
 
 from trainer.common.processes import usual_threads
 from trainer.config import GenerationRequest
 from trainer.data.tokenizer import end_tokens
 from trainer.model.generate import TextStream, generate
-from trainer.model.language_model import LanguageModel
 from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows.subjects import subject_of
 
 
-@dataclass(frozen=True)
-class Continuations:
-    """Continuations of each prompt, and how fast they were made."""
-
-    texts: tuple[str, ...]
-    read: int
-    """Tokens of all prompts."""
-    written: int
-    """Tokens of all continuations."""
-    read_seconds: float
-    """Seconds until every prompt had its first new token."""
-    write_seconds: float
-    """Seconds from then to the end."""
-    ended: int = 0
-    """Number of continuations that end-of-text or the end of a turn ended."""
-
-    def speed(self) -> str:
-        """Describe tokens and tokens per second of reading the prompts and of writing, and what
-        ended the text if that was the end-of-text token."""
-        tokens = "1 token" if self.read == 1 else f"{self.read} tokens"
-        text = f"{tokens} read, {self.read / self.read_seconds:,.0f} a second"
-        text += f"; {self.written} written"
-        if (later := self.written - len(self.texts)) > 0:
-            text += f", {later / self.write_seconds:,.1f} a second"
-        if self.ended:
-            texts = len(self.texts)
-            which = f"{self.ended} of {texts} texts" if texts > 1 else "the text"
-            text += f"; the end-of-text token ended {which}"
-        return text
-
-
 def continue_prompts(
     request: GenerationRequest, show: Callable[[str], None], say: Callable[[str], None]
-) -> Continuations:
-    """Continue the prompts with the checkpoint.
+) -> list[str]:
+    """Continue the prompts with the checkpoint; return the continuations.
 
-    ``show`` gets pieces of a single continuation if the request streams; ``say`` gets remarks on
-    the model before the first token.
+    ``show`` gets pieces of a single continuation if the request streams; ``say`` gets the model's
+    name before the first token and the speed after the last.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -68,48 +34,36 @@ def continue_prompts(
     model.layout, temperature = with_fitted_temperature(model.layout, candidate.path)
     names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
     say(f"{', '.join(names)}{temperature}")
-    return write(model, candidate.tokenizer, candidate.bos_token, request, show)
-
-
-def write(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    bos_token: int | None,
-    request: GenerationRequest,
-    show: Callable[[str], None],
-) -> Continuations:
-    """Continue the prompts, each after ``bos_token`` if there is one."""
-    bos = [] if bos_token is None else [bos_token]
-    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in request.prompts]
-    ids = [[*bos, *tokens] for tokens in encoded]
-    texts = [TextStream(tokenizer, request.stop) for _ in ids]
-    stream = request.stream and len(ids) == 1
-    times: list[float] = [time.perf_counter()]
+    tokenizer = candidate.tokenizer
+    bos = [] if candidate.bos_token is None else [candidate.bos_token]
+    prompts = [
+        [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
+    ]
+    texts = [TextStream(tokenizer, request.stop) for _ in prompts]
+    streams = request.stream and len(prompts) == 1
+    times = [time.perf_counter()]
 
     def on_token(row: int, token: int) -> bool:
         new = texts[row].push(token)
-        if stream:
+        if streams:
             show(new)
         times.append(time.perf_counter())
         return texts[row].stopped
 
-    ends = model.end_tokens or end_tokens(tokenizer)
-    new = generate(
+    generate(
         model,
-        ids,
+        prompts,
         request.max_new_tokens,
         sampling=request.sampling,
-        end_tokens=ends,
+        end_tokens=model.end_tokens or end_tokens(tokenizer),
         on_token=on_token,
     )
     rests = [text.finish() for text in texts]
-    if stream:
+    if streams:
         show(rests[0])
-    return Continuations(
-        texts=tuple(text.text for text in texts),
-        read=sum(map(len, ids)),
-        written=sum(map(len, new)),
-        read_seconds=times[len(ids)] - times[0],
-        write_seconds=times[-1] - times[len(ids)],
-        ended=sum(tokens[-1] in ends for tokens in new),
-    )
+    # The first token of every prompt comes with reading it.
+    read, later = sum(map(len, prompts)), len(times) - 1 - len(prompts)
+    reading, writing = times[len(prompts)] - times[0], times[-1] - times[len(prompts)]
+    speed = f"{read} tokens read, {read / reading:,.0f} a second; {len(times) - 1} written"
+    say(speed + (f", {later / writing:,.1f} a second" if later else ""))
+    return [text.text for text in texts]
