@@ -88,7 +88,6 @@ BROKEN = {
     "drop.at": {"drop": {"at": 0}},
     "drop.layers": {"drop": {"at": 5, "layers": [30]}},
     "drop.windows": {"drop": {"at": 5, "windows": [65]}},
-    "drop: the layers": {"drop": {"at": 5, "to": "rope"}},
     "phases.a.steps": {"phases": {"a": {}}},
     "phases.b.weights.c": {"phases": merged(PHASES, {"b": {"weights": {"c": 1}}})},
     "phases.b.rescale": {"phases": merged(PHASES, {"b": {"rescale": {}}})},

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.lightning.test_run import assert_same_state, checkpoint_of
+from tests.lightning.test_run import checkpoint_of
 from trainer.checkpoint import (
     MANIFEST,
     load_decoder,
@@ -24,9 +24,7 @@ from trainer.common.files import checksum
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.lightning.fit import train
 from trainer.model.config import ModelConfig
-from trainer.runs.directory import open_run_directory
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
@@ -39,7 +37,6 @@ from trainer.runs.starting_point import (
     starting_point,
     starting_weights,
 )
-from trainer.workflows.training_text import open_corpus
 
 
 @pytest.fixture(scope="module")
@@ -234,37 +231,6 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
         parse(RunConfig, values)
     assert Path(before).name == "step-000006"
-
-
-@pytest.fixture
-def begun(base, finished, tmp_path):
-    """Values of a run that begins with a copy of another, and its end; three steps are undone."""
-    shutil.copytree(finished[0].run_dir, tmp_path / "other")
-    changes = {
-        "run_dir": str(tmp_path / "run"),
-        "model": {"from_run": str(tmp_path / "other"), "qk_norm": {"when": "never"}},
-        "drop": {"at": None},
-    }
-    values = merged(base, changes)
-    config = parse(RunConfig, values)
-    open_run_directory(config)
-    train(config, open_corpus(config))
-    shutil.copytree(checkpoint_of(config), tmp_path / "end")
-    shutil.rmtree(checkpoint_of(config))
-    return values, config, tmp_path
-
-
-@pytest.mark.slow
-def test_it_goes_on_from_its_own_checkpoint_where_the_other_run_has_gone(begun):
-    values, config, place = begun
-    shutil.rmtree(place / "other")
-    again = parse(RunConfig, values)
-    assert asdict(again) == asdict(config)
-    other = parse(RunConfig, merged(values, {"model": {"attention_backend": "sdpa"}}))
-    assert other.model == replace(config.model, attention_backend="sdpa")
-    open_run_directory(again)
-    train(again, open_corpus(again))
-    assert_same_state(checkpoint_of(again), place / "end")
 
 
 def test_another_order_of_samples_is_refused(finished, corpus):

@@ -103,10 +103,9 @@ def plan(composed: Composed) -> None:
     keys, run = split_keys(composed, PlanKeys)
     from trainer.commands.console import print_plan
     from trainer.workflows.plan import plan as tables_of
-    from trainer.workflows.plan import weights_are_here
 
-    model = run.values["model"]
-    weights = weights_are_here(model["from_pretrained"], model["from_run"])
+    models = (run.values["model"][key] for key in ("from_pretrained", "from_run"))
+    weights = all(model is None or Path(model).expanduser().is_dir() for model in models)
     config = read_run(run, weights=weights)
     gpus = 1 if config.strategy.name == "single" else keys.gpus
     print_plan(tables_of(config, gpus, keys.mfu))

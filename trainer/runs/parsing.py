@@ -37,7 +37,6 @@ from trainer.config import (
 )
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.model.config import check_shape
-from trainer.runs.directory import saved_run
 from trainer.runs.layouts import check_layouts, drops_nothing
 from trainer.runs.phases import branch_problem, phases_of, with_lengths
 
@@ -443,8 +442,6 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     model = config.model
     if not model.is_trained:
         return config
-    if own_checkpoint(config) is not None:
-        return _as_it_began(config)
     if model.from_run and not os.path.lexists(model.from_run):
         raise UserError(f"model.from_run: there is no run {model.from_run!r}")
     # Reading weights needs torch, which a wrong configuration must not wait for.
@@ -465,34 +462,3 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     if model.from_run is not None:
         config = replace(config, positional=encodings_of(model.from_run))
     return replace(config, model=shape)
-
-
-def own_checkpoint(config: RunConfig) -> Path | None:
-    """Return a run's own newest checkpoint if the model of its ``model.from_run`` has disappeared.
-
-    The run resumes from its checkpoint and no longer needs the other model. None if the model
-    exists or there is no checkpoint.
-
-    Raises:
-        UserError: the configuration that the run was started with is damaged.
-    """
-    source, run = config.model.from_run, Path(config.run_dir)
-    if not source or config.overwrite or Path(source).exists():
-        return None
-    if not (run / "config.yaml").is_file():
-        return None
-    from trainer.checkpoint import regular_checkpoints
-
-    checkpoints = regular_checkpoints(run / "checkpoints")
-    if not checkpoints or saved_run(run).model.from_run != source:
-        return None
-    return checkpoints[-1]
-
-
-def _as_it_began(config: RunConfig) -> RunConfig:
-    """Return the configuration with the shape and encodings that the missing model gave the run."""
-    model, saved = config.model, saved_run(Path(config.run_dir))
-    shape = replace(saved.model, attention_backend=model.attention_backend)
-    if shape.qk_norm.when != "always":
-        shape = replace(shape, qk_norm=model.qk_norm)
-    return replace(config, model=shape, positional=saved.positional)

@@ -5,15 +5,13 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from torch import nn
 
 from trainer.common.errors import UserError
 from trainer.config import MAIN, RunConfig
-from trainer.data.corpus import prepare_corpus
 from trainer.lightning.devices import dense_peak
 from trainer.lightning.phases import describe
 from trainer.lightning.setup import make_decoder
@@ -21,8 +19,6 @@ from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.runs.arms import arms_of, shard_size
 from trainer.runs.phases import Phase, phases_of, tokens_at
-from trainer.runs.starting_point import epochs_read
-from trainer.workflows.training_text import tokenizer_of_weights
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
 """Names of GPUs as :func:`trainer.lightning.devices.dense_peak` has them."""
@@ -54,11 +50,6 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         f"Memory of each of {gpus} GPUs, about": dict(_memory(config, gpus)),
         f"Time at {mfu:.0%} of the peak": dict(_time(config, gpus, mfu, sum(operations.values()))),
     }
-
-
-def weights_are_here(from_pretrained: str | None, from_run: str | None) -> bool:
-    """Whether the weights that a run begins with, if any, are in a directory of this machine."""
-    return all(Path(p).expanduser().is_dir() for p in (from_pretrained, from_run) if p is not None)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
@@ -122,23 +113,6 @@ def _training(config: RunConfig) -> Rows:
     if (drop := config.drop_step) is not None:
         remaining = tokens_at(config, steps) - tokens_at(config, drop)
         yield "drop", f"after step {drop:,}, then {remaining:,} tokens"
-    yield from _texts(config, phases)
-
-
-def _texts(config: RunConfig, phases: Sequence[Phase]) -> Rows:
-    """Yield how often each text is read; nothing if it is not prepared."""
-    if not weights_are_here(config.model.from_pretrained, config.model.from_run):
-        return
-    try:
-        corpus = prepare_corpus(
-            config.data, config.tokenizer, tokenizer_of_weights(config), alone=False
-        )
-    except (UserError, OSError):
-        return
-    times = epochs_read(corpus, phases)(config.trainer.max_steps)
-    for part in corpus.parts:
-        name = f"text {part.name}" if config.data.mixture else "text"
-        yield name, f"{len(part.text.train):,} tokens, read {times[part.name]:.3g} times"
 
 
 def _memory(config: RunConfig, gpus: int) -> Rows:

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
-from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -20,7 +17,6 @@ from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.runs.arms import arms_of
 from trainer.runs.layouts import configured_layout, layouts_of_phases
-from trainer.runs.parsing import own_checkpoint
 from trainer.runs.starting_point import starting_weights, texts_read
 from trainer.workflows.fit_text import fit_text
 
@@ -100,8 +96,7 @@ def layouts(config: RunConfig) -> list[Layout]:
     Raises:
         UserError: the weights that the run begins with are missing or damaged.
     """
-    is_resumed = own_checkpoint(config) is not None
-    start = None if is_resumed else starting_weights(config.model)
+    start = starting_weights(config.model)
     first = start.layout if start is not None else configured_layout(config)
     return list(layouts_of_phases(config, first))
 
@@ -123,9 +118,6 @@ def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
     Raises:
         UserError: the weights came without one.
     """
-    if not config.tokenizer.path and (checkpoint := own_checkpoint(config)) is not None:
-        state = read_state(checkpoint, hashed=False)
-        return TextTokenizer(Tokenizer.from_str(state["tokenizer"]), (state["end_of_text"],))
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     return TextTokenizer(start.require_tokenizer(), start.eos)
