@@ -1,16 +1,14 @@
 """Plain values to a checked and completed configuration, and the rules between its keys.
 
 A rule is here if breaking it would waste hours of training or give wrong numbers in silence.
-Everything else fails where it happens.
+Everything else fails where it happens; a run makes its evaluation's tasks and methods before it
+trains.
 """
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.common.errors import UserError
@@ -20,20 +18,17 @@ from trainer.config import (
     LONGBENCH,
     MAIN,
     MANY_SHOT,
-    MOST_NAMES,
     PARTS,
     PERIOD,
     PERPLEXITY,
     RULER,
     STATEMENTS,
-    BenchmarksConfig,
     ChangeConfig,
     DataConfig,
     EvaluationConfig,
     MethodsConfig,
     MixedText,
     RunConfig,
-    TrainerConfig,
 )
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.model.config import check_shape
@@ -80,11 +75,6 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
     return config
 
 
-def task_names() -> tuple[str, ...]:
-    """Return the names for ``evaluation.tasks``, including those of plugins."""
-    return (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
-
-
 def _refuse(rules: Rules) -> None:
     """Raise the message of the first rule that is broken."""
     for is_broken, text in rules:
@@ -99,56 +89,58 @@ def check_run(config: RunConfig) -> None:
         UserError: the first rule that is broken.
     """
     check_shape(config.model)
-    _refuse(_trainer_rules(config))
-    _refuse(_data_rules(config.data))
-    _refuse(_benchmark_rules(config.monitor.benchmarks))
-    for key, phase in _phase_keys(config).items():
-        _refuse(_phase_rules(config, key, phase))
-    _refuse(_drop_rules(config))
+    _refuse(_run_rules(config))
     for part in phases_of(config):
-        _refuse([_uneven(part.config.trainer)])
         _refuse(_data_rules(part.config.data))
         if part.drop is not None:
             key = f"phases.{part.name}.drop" if config.phases else "drop"
-            _refuse(_change_rules(config, key, part.drop, part.config.data.sequence_length))
+            _refuse(_change_rules(config, key, part.drop))
     check_layouts(config)
     if config.evaluation.enabled:
         check_evaluation(config.evaluation, config.training_length)
-        _refuse(_run_evaluation_rules(config))
+        if "none" not in config.evaluation.names:
+            raise UserError("evaluation.methods: expected 'none' among them, the run as it is")
 
 
-def _trainer_rules(config: RunConfig) -> Rules:
-    run, model = config.trainer, config.model
-    yield _uneven(run)
+def _run_rules(config: RunConfig) -> Rules:
+    drop, last, benchmarks = config.drop, config.trainer.max_steps, config.monitor.benchmarks
     yield (
-        config.optimizer.name == "muon" and config.strategy.name in ("fsdp2", "hsdp"),
-        "optimizer.name: muon needs whole matrices: strategy single or ddp, got "
-        f"{config.strategy.name}",
-    )
-    yield (
-        model.qk_norm.when == "after_drop" and config.drop_step is None and not config.controls,
+        config.model.qk_norm.when == "after_drop"
+        and config.drop_step is None
+        and not config.controls,
         "model.qk_norm.when: 'after_drop', but there is no drop",
     )
-
-
-def _uneven(run: TrainerConfig) -> tuple[object, str]:
-    return (
-        run.batch_size % (run.micro_batch_size or run.batch_size),
-        f"trainer.micro_batch_size: {run.micro_batch_size} does not divide the {run.batch_size} "
-        "sequences of a step",
+    yield (
+        (benchmarks.every is None) == bool(benchmarks.tasks or benchmarks.multiple_choice),
+        "monitor.benchmarks.every: expected it with tasks or multiple_choice",
     )
+    yield (
+        config.phases and drop.at is not None,
+        "drop: with phases it is one of them that drops; expected phases.NAME.drop",
+    )
+    step, first = drop.step(last), 0 if config.model.is_trained else 1
+    yield (
+        step is not None and not first <= step < last,
+        f"drop.at: step {step}, but steps {first} to {last - 1} are possible: a drop needs trained "
+        f"weights before it, and trainer.max_steps is {last}",
+    )
+    for name, phase in config.phases.items():
+        key, rescale = f"phases.{name}", phase.rescale
+        yield rescale and phase.drop, f"{key}.rescale: expected a phase apart from the drop"
+        for text in phase.weights or ():
+            yield text not in config.data.mixture, f"{key}.weights.{text}: no text of data.mixture"
+        yield (
+            rescale and (rescale.method == "base") != (rescale.base is not None),
+            f"{key}.rescale.base: expected the new base with method base, and null without",
+        )
 
 
 def _data_rules(data: DataConfig) -> Rules:
-    needles = data.needles
     yield (
         data.restart_positions and not data.document_mask,
         "data.restart_positions: needs data.document_mask=true",
     )
-    yield (
-        data.mixture and data.prepared,
-        "data.prepared: one text, but data.mixture names several; give it there",
-    )
+    yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
     for name, changes in data.mixture.items():
         validated(MixedText, changes, f"data.mixture.{name}")
     share = sum(weight for _, weight in data.texts.values()) / PERIOD
@@ -161,76 +153,18 @@ def _data_rules(data: DataConfig) -> Rules:
             text.validation + text.test >= 1,
             "data.validation: with data.test it leaves no documents to train on",
         )
-    for key, (least, most) in (("names", needles.names), ("mentions", needles.mentions)):
-        yield least > most, f"data.needles.{key}: expected least and most, got {[least, most]}"
     yield (
-        needles.names[1] > MOST_NAMES,
-        f"data.needles.names: expected at most {MOST_NAMES}, got {needles.names[1]}",
-    )
-    yield (
-        needles.share and 3 * needles.mentions[1] >= data.sequence_length,
-        f"data.needles.mentions: {needles.mentions[1]} statements of 3 tokens do not fit "
+        data.needles.share and 3 * data.needles.mentions[1] >= data.sequence_length,
+        f"data.needles.mentions: {data.needles.mentions[1]} statements of 3 tokens do not fit "
         f"data.sequence_length {data.sequence_length}",
     )
 
 
-def _phase_keys(config: RunConfig) -> dict[str, Any]:
-    return {f"phases.{name}": phase for name, phase in config.phases.items()}
-
-
-def _phase_rules(config: RunConfig, key: str, phase: Any) -> Rules:
-    yield phase.rescale and phase.drop, f"{key}.rescale: expected a phase apart from the drop"
-    for name in phase.weights or ():
-        yield name not in config.data.mixture, f"{key}.weights.{name}: no text of data.mixture"
-    if rescale := phase.rescale:
-        yield (
-            (rescale.method == "base") != (rescale.base is not None),
-            f"{key}.rescale.base: expected the new base with method base, and null without",
-        )
-
-
-def _drop_rules(config: RunConfig) -> Rules:
-    drop, last = config.drop, config.trainer.max_steps
-    yield (
-        config.phases and drop.at is not None,
-        "drop: with phases it is one of them that drops; expected phases.NAME.drop",
-    )
-    step = drop.step(last)
-    first = 0 if config.model.is_trained else 1
-    yield (
-        step is not None and not first <= step < last,
-        f"drop.at: step {step}, but steps {first} to {last - 1} are possible: a drop needs trained "
-        f"weights before it, and trainer.max_steps is {last}",
-    )
-
-
-def _change_rules(config: RunConfig, key: str, change: ChangeConfig, length: int) -> Rules:
+def _change_rules(config: RunConfig, key: str, change: ChangeConfig) -> Rules:
     model = config.model
     for name, count in (("layers", model.num_hidden_layers), ("heads", model.num_key_value_heads)):
-        chosen = getattr(change, name)
-        yield chosen == [], f"{key}.{name}: expected one or more, or null for all"
-        for index in chosen or ():
+        for index in getattr(change, name) or ():
             yield not -count <= index < count, f"{key}.{name}: there is no {index} among {count}"
-    windows = change.windows
-    yield windows == [], f"{key}.windows: expected one or more, or null"
-    yield (
-        len(windows or ()) > model.num_hidden_layers,
-        f"{key}.windows: {len(windows or ())} for {model.num_hidden_layers} layers",
-    )
-    for window in windows or ():
-        yield (
-            window is not None and window > length,
-            f"{key}.windows: {window} tokens do not fit sequences of {length}",
-        )
-
-
-def _benchmark_rules(asked: BenchmarksConfig) -> Rules:
-    names = [*asked.tasks, *asked.multiple_choice]
-    key = "monitor.benchmarks"
-    yield asked.every and not names, f"{key}: expected tasks or multiple_choice"
-    yield names and not asked.every, f"{key}.every: expected the steps between measurements"
-    for name in asked.tasks:
-        yield name not in task_names(), f"{key}.tasks: unknown task {name!r}"
 
 
 def check_evaluation(config: MethodsConfig, training_length: int | None = None) -> None:
@@ -244,82 +178,47 @@ def check_evaluation(config: MethodsConfig, training_length: int | None = None) 
         _refuse(_task_rules(config))
         if (C := config.training_length or training_length) is not None:
             _refuse(_length_rules(config, C))
-            check_choice(config, C, config.methods or ())
 
 
 def _method_rules(config: MethodsConfig) -> Rules:
-    yield from _listed("evaluation.methods", config.names)
-    dope, choice = config.dope, config.choice
+    dope = config.dope
     intervenes = dope.removal == "zero" or dope.variant == "by_gaussian"
     for name in config.names:
-        yield from method_rules(name, "evaluation.methods")
+        parts = name.split("+")
+        for part in parts:
+            yield part not in PARTS, f"evaluation.methods: unknown method {part!r}"
         yield (
-            intervenes and {"dope", "weighted_rope"} <= {*name.split("+")},
+            len({*parts}) < len(parts) or ("none" in parts and len(parts) > 1),
+            f"evaluation.methods: {name!r} does one thing twice, or 'none' and more",
+        )
+        yield (
+            intervenes and {"dope", "weighted_rope"} <= {*parts},
             f"evaluation.methods: {name!r} changes heads twice, which needs dope.removal=unrotate "
             "and another variant than by_gaussian",
         )
     yield (
-        "weighted_rope" in config.parts and not config.weighted_rope,
-        "evaluation.weighted_rope: expected one rule or more",
-    )
-    yield (
         dope.spectral != "inverse" and (dope.entropy, dope.r) != ("trunc", 1),
         "evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1",
     )
-    texts = ("validation", *NEEDLE_TASKS, "many_shot_needle", "many_shot_skip")
-    yield choice.text not in texts, f"evaluation.choice.text: there is no text {choice.text!r}"
-
-
-def method_rules(name: str, key: str) -> Rules:
-    """Yield the rules of a method's name."""
-    parts = name.split("+")
-    for part in parts:
-        yield part not in PARTS, f"{key}: unknown method {part!r}"
-    yield (
-        len({*parts}) < len(parts) or ("none" in parts and len(parts) > 1),
-        f"{key}: {name!r} does one thing twice, or 'none' and more",
-    )
-
-
-def _listed(key: str, names: list[str]) -> Rules:
-    yield not names, f"{key}: expected one or more, got none"
-    for name, times in Counter(names).items():
-        yield times > 1, f"{key}: expected each one once, got {name!r} {times} times"
-
-
-def _files(key: str, path: str | None) -> Iterator[tuple[object, str]]:
-    yield path is not None and not Path(path).exists(), f"{key}: there is no {path!r}"
 
 
 def _task_rules(config: EvaluationConfig) -> Rules:
-    yield from _listed("evaluation.tasks", config.tasks)
+    names = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
     for name in config.tasks:
-        yield name not in task_names(), f"evaluation.tasks: unknown task {name!r}"
-    yield not (config.tokens or config.lengths), "evaluation.lengths: expected one or more"
+        yield name not in names, f"evaluation.tasks: unknown task {name!r}"
     needles = config.needles
     yield (
         needles.changes >= needles.needles,
         f"evaluation.needles.changes: expected fewer than the {needles.needles} needles",
     )
-    yield not needles.depths, "evaluation.needles.depths: expected one or more"
-    yield from _files("evaluation.many_shot.file", config.many_shot.file)
-    yield from _files("evaluation.longbench.directory", config.longbench.directory)
-    yield from _files("evaluation.ruler.squad_file", config.ruler.squad_file)
-    yield from _files("evaluation.ruler.hotpotqa_file", config.ruler.hotpotqa_file)
 
 
 def _length_rules(config: EvaluationConfig, training_length: int) -> Rules:
     lengths, least = config.in_tokens(training_length), 3 * config.needles.needles + 2
     key, shortest = config.lengths_key, min(lengths)
-    yield shortest < 2 or max(lengths) >= 1 << 31, f"{key}: {lengths} are no lengths in tokens"
     yield len({*lengths}) < len(lengths), f"{key}: expected each length once, got {lengths}"
-    reads = STATEMENTS in config.tasks
     yield (
-        reads and config.needles.needles > MOST_NAMES,
-        f"evaluation.needles.needles: expected at most {MOST_NAMES} for statements",
-    )
-    yield (
-        reads and least > shortest,
+        STATEMENTS in config.tasks and least > shortest,
         f"{key}: {shortest} tokens are too few for {config.needles.needles} statements, which take "
         f"{least}",
     )
@@ -327,55 +226,13 @@ def _length_rules(config: EvaluationConfig, training_length: int) -> Rules:
         PERPLEXITY in config.tasks and config.last is not None and config.last > shortest,
         f"evaluation.last: {config.last} tokens, but the shortest length has {shortest}",
     )
-
-
-def check_choice(config: MethodsConfig, training_length: int, methods: Iterable[str]) -> None:
-    """Check the text on which methods choose, for models of that training length.
-
-    Raises:
-        UserError: it is too short.
-    """
-    _refuse(_choice_rules(config, training_length, methods))
-
-
-def _choice_rules(config: MethodsConfig, training_length: int, methods: Iterable[str]) -> Rules:
-    C = training_length
-    parts = {part for name in methods for part in name.split("+")}
-    for length in config.temperature.lengths or () if "temperature" in parts else ():
-        yield (
-            round(length * C) <= C,
-            f"evaluation.temperature.lengths: {length:g} of {C} tokens is no more than these",
-        )
-    rules = config.weighted_rope if "weighted_rope" in parts else ()
+    rules = config.weighted_rope if "weighted_rope" in config.parts else ()
     least = max((2, *(SHORTEST[rule.entropy] for rule in rules)))
-    tokens = round((config.choice.length or min(config.factors)) * C)
+    tokens = round((config.choice.length or min(config.factors)) * training_length)
     yield (
-        parts & {"dope", "weighted_rope"} and tokens < least,
+        {*config.parts} & {"dope", "weighted_rope"} and tokens < least,
         f"evaluation.choice.length: {tokens} tokens, but {least:,} or more are needed to choose on",
     )
-
-
-def _run_evaluation_rules(config: RunConfig) -> Rules:
-    evaluation, model = config.evaluation, config.model
-    heads = model.num_attention_heads * model.num_hidden_layers
-    yield (
-        "none" not in (evaluation.methods or ["none"]),
-        "evaluation.methods: expected 'none' among them; a run is reported as it is first",
-    )
-    yield (
-        "dope" in evaluation.parts and evaluation.dope.heads > heads,
-        f"evaluation.dope.heads: expected at most {heads}, the heads of the model",
-    )
-    yield (
-        {*evaluation.tasks} == {STATEMENTS} and not config.data.needles.share,
-        "evaluation.tasks: statements alone, but data.needles.share is 0",
-    )
-    if isinstance(layers := evaluation.layers, list):
-        count = model.num_hidden_layers
-        yield (
-            not layers or not all(-count <= index < count for index in layers),
-            f"evaluation.layers: expected some of {count} layers, got {layers}",
-        )
 
 
 def _check_control(
@@ -442,8 +299,6 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     model = config.model
     if not model.is_trained:
         return config
-    if model.from_run and not os.path.lexists(model.from_run):
-        raise UserError(f"model.from_run: there is no run {model.from_run!r}")
     # Reading weights needs torch, which a wrong configuration must not wait for.
     from trainer.runs.starting_point import encodings_of, normalizes, starting_weights
 
