@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from tests.lightning.test_distributed import launch, variant
 from tests.lightning.test_run import (
-    assert_resumes,
     assert_same_tensors,
     checkpoint_of,
     rows_of,
@@ -128,11 +127,6 @@ def expected_perplexity(model, corpus):
         logits = model(ids[None, :-1])[0]
         losses.append(F.cross_entropy(logits[-32:], ids[-32:]).item())
     return math.exp(sum(losses) / 5)
-
-
-def test_a_resumed_run_has_the_same_history_and_rows(run, asked, tmp_path):
-    whole, _ = run("whole", **asked)
-    assert_resumes(run, whole, (3, 6, 9), tmp_path, **asked)  # before, at and after the drop
 
 
 def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, asked, run):

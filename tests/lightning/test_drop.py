@@ -17,13 +17,10 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
 from trainer.lightning.datamodule import Batches
-from trainer.lightning.drop import input_sizes, lost_factors
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
-from trainer.positional.drop import drop
 from trainer.positional.encodings import rope
 from trainer.positional.layout import uniform
-from trainer.positional.spectrum import Spectrum, Temperature
 
 
 class RandomSamples:
@@ -200,29 +197,3 @@ def test_any_ranks_and_parts_read_the_same_samples(ranks, parts):
         ).numbers()
         read += [number for _ in range(2 * parts) for number in next(batches)]
     assert sorted(read) == [*range(24, 40)]
-
-
-@torch.no_grad()
-def test_sizes_of_norm_inputs_are_the_rms_of_projections(tiny_decoder):
-    model = tiny_decoder(model={"qk_norm": QKNormConfig(when="after_drop")})
-    batches, seen = torch.randint(40, (2, 3, 8)), {}
-    for block in model.layers:
-        for name in ("q", "k"):
-            norm = getattr(block.self_attn, f"{name}_norm")
-            getattr(block.self_attn, f"{name}_proj").register_forward_hook(
-                lambda _, __, out, norm=norm: seen.setdefault(norm, []).append(out)
-            )
-    sizes = input_sizes(model, list(batches))
-    for norm, outputs in seen.items():
-        rms = torch.stack(outputs).square().mean().sqrt().item()
-        assert sizes[norm] == pytest.approx(rms, rel=1e-5)
-
-
-def test_matched_gains_make_up_for_factors_that_the_drop_removes():
-    model = decoder()
-    warm = Spectrum((1.0, 0.5), Temperature(0.0, scale=1.5), rotary_scale=1.2)
-    model.layout = uniform(warm, layers=2, heads=2, training_length=32)
-    factors = lost_factors(model, drop(model.layout, Spectrum()))
-    # 4 of 8 channels rotate, scaled by 1.2 in queries and in keys; the temperature stays.
-    expected = (1 + 0.5 * (1.2**2 - 1)) ** 0.5
-    assert [*factors.values()] == [pytest.approx(expected)] * 4

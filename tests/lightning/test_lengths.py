@@ -17,7 +17,6 @@ from tests.lightning.test_run import (
     assert_same_tensors,
     checkpoint_of,
     rows_of,
-    start_from,
 )
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.fields import adapter
@@ -91,14 +90,6 @@ def test_a_resumed_run_has_the_same_history_and_rows(run, tmp_path):
     assert_resumes(run, whole, (3, 6, 9), tmp_path, **MONITORED)  # before, at and after the drop
 
 
-def test_monitors_may_come_with_a_resume(run, tmp_path):
-    plain, _ = run("plain")
-    start_from(plain, 9, tmp_path / "monitored")
-    resumed, _ = run("monitored", **MONITORED)
-    assert [reach["step"] for reach in history_of(resumed)] == [12]
-    assert_same_tensors(checkpoint_of(plain), checkpoint_of(resumed))
-
-
 def test_both_sides_of_the_drop_and_the_end_are_measured(run):
     config, _ = run(monitor={**LENGTHS, "lengths_every": 5})
     history = reaches(config)
@@ -165,12 +156,6 @@ def test_numbers_are_those_of_the_saved_model_on_validation_text(run):
         assert last.retrieval[i] == pytest.approx(sum(hits) / 6)
 
 
-def test_without_needles_there_is_loss_alone(run):
-    config, _ = run(data={"needles": {"share": 0.0}}, monitor=LENGTHS)
-    assert all(reach.retrieval == () and len(reach.loss) == 3 for reach in reaches(config))
-    assert not any(key.startswith("length/retrieval") for row in rows_of(config) for key in row)
-
-
 @pytest.fixture
 def module(tiny_decoder):
     """Stand-in for a module, as :func:`evaluating` needs it."""
@@ -202,18 +187,3 @@ def test_everything_is_put_back(module):
     assert torch.is_grad_enabled()
     assert [part.training for part in model.modules()] == modes
     assert model.layers[1].self_attn.attend is BACKENDS["flex"]
-
-
-def test_other_shapes_compile_nothing(module):
-    torch._dynamo.reset()
-    counts = torch._dynamo.utils.counters["stats"]
-    for block in module.model.layers:
-        block.compile(backend="eager")
-    ids = torch.ones(2, 8, dtype=torch.long)
-    module.model(ids)
-    compiled = counts["unique_graphs"]
-    with evaluating(module) as model:
-        for length in (3, 16, 40):
-            model(ids[:1, :1].expand(1, length))
-    module.model(ids)
-    assert counts["unique_graphs"] == compiled > 0

@@ -53,18 +53,6 @@ def test_hybrid_equals_two_optimizers_side_by_side(tiny_decoder, monkeypatch):
     assert_equal(ours, reference)
 
 
-def test_cleared_state_is_a_fresh_optimizer(tiny_decoder):
-    config = {"name": "muon"}
-    model = tiny_decoder()
-    optimizer = make_optimizer(model, **config)
-    steps(model, [optimizer], 2)
-    other = copy.deepcopy(model)
-    optimizer.state.clear()
-    steps(model, [optimizer], 2)
-    steps(other, [make_optimizer(other, **config)], 2)
-    assert_equal(model, other)
-
-
 @pytest.mark.parametrize("most", [1, 3 * 24 * 16, 10**9])
 def test_batches_of_matrices_are_updated_as_each_alone(tiny_decoder, monkeypatch, most):
     """Whatever their size: one matrix at a time, some, and all of a shape."""
@@ -127,52 +115,6 @@ def test_the_next_step_is_scaled_or_skipped(tiny_decoder, name):
     scale_or_skip_next_step(optimizer, torch.tensor(1.0), torch.tensor(True))
     optimizer.step()
     assert_equal(fresh, tiny_decoder())
-
-
-def test_parameters_without_gradient_stay(tiny_decoder):
-    model = tiny_decoder()
-    frozen = model.layers[0].mlp
-    frozen.requires_grad_(False)
-    before = copy.deepcopy(model)
-    steps(model, [make_optimizer(model, name="muon")], 1)
-    assert_equal(frozen, before.layers[0].mlp)
-    moved, was = (version.layers[1].mlp.down_proj.weight for version in (model, before))
-    assert not torch.equal(moved, was)
-
-
-def test_a_closure_computes_the_loss_with_gradients():
-    model = nn.Linear(2, 2)
-    optimizer = make_optimizer(model, name="muon")
-
-    def closure():
-        model(torch.ones(2)).sum().backward()
-        return "the loss"
-
-    before = model.weight.clone()
-    with torch.no_grad():
-        assert optimizer.step(closure) == "the loss"
-    assert not torch.equal(model.weight, before)
-    assert optimizer.step() is None
-
-
-def test_groups_have_what_is_configured():
-    """Matrices first, then embeddings, then vectors; schedules multiply what they begin with."""
-    model = nn.ModuleDict({"embed_tokens": nn.Embedding(3, 2), "a": nn.Linear(2, 2)})
-    keys = ("lr", "initial_lr", "weight_decay", "momentum", "betas", "eps", "fused")
-
-    def groups(**values):
-        options = {"lr": 0.1, "betas": (0.5, 0.75), "weight_decay": 0.2}
-        made = make_optimizer(model, **options | values)
-        assert [len(g["params"]) for g in made.param_groups] == [1, 1, 1]
-        assert made.param_groups[0]["params"][0] is model["a"].weight
-        assert made.param_groups[1]["params"][0] is model["embed_tokens"].weight
-        return [{k: g[k] for k in keys if k in g} for g in made.param_groups]
-
-    adamw = {"lr": 0.1, "initial_lr": 0.1, "betas": (0.5, 0.75), "eps": 1e-8, "fused": True}
-    others = [adamw | {"weight_decay": 0.0}] * 2
-    assert groups() == [adamw | {"weight_decay": 0.2}, *others]
-    muon = {"lr": 0.5, "initial_lr": 0.5, "weight_decay": 0.2, "momentum": 0.95}
-    assert groups(name="muon", muon_lr=0.5) == [muon, *others]
 
 
 def test_the_norm_is_of_all_gradients_together():

@@ -13,14 +13,13 @@ from tests.lightning.test_run import assert_resumes, checkpoint_of, contents_of,
 from tests.small_runs import trained_in
 from trainer.checkpoint import load_decoder, read_state
 from trainer.config import RunConfig
-from trainer.data.corpus import Corpus, prepare_corpus
+from trainer.data.corpus import prepare_corpus
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs.descriptions import label
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.workflows.training_text import open_corpus
 
 PHASES = {
     "first": {"steps": 4},
@@ -109,13 +108,6 @@ def test_checkpoints_between_phases_stay(run):
     config, _ = run(**{**CHANGES, **changes})
     names = sorted(p.name for p in (Path(config.run_dir) / "checkpoints").glob("step-*"))
     assert names == [checkpoint_of(config, step).name for step in (4, 7, 9, 12)]
-
-
-EARLY = {
-
-
-}  # fmt: skip
-"""The first phase ends at its third look, the second at its first: no loss falls by 100 nats."""
 
 
 def test_texts_are_weighed_anew_and_counted_apart(run, base, tmp_path):
@@ -233,9 +225,3 @@ def test_a_run_that_begins_with_a_dropped_model_is_called_so_and_drops_nothing_a
     assert (label(before), before.positional) == ("RoPE", whole.positional)
     assert config(whole.run_dir).drop_step is None
     assert label(config(early)) == "DroPE"
-
-
-def test_a_corpus_of_some_of_its_texts_keeps_what_is_the_same(whole):
-    corpus = open_corpus(whole[0])
-    assert isinstance(corpus, Corpus)
-    assert corpus.mixed(whole[0].data).fingerprint == corpus.fingerprint

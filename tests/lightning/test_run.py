@@ -21,7 +21,7 @@ from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
-from trainer.lightning import loggers, setup
+from trainer.lightning import loggers
 from trainer.lightning.fit import train
 from trainer.lightning.loggers import log_results
 from trainer.lightning.module import LanguageModule
@@ -115,15 +115,6 @@ VARIANTS = {
         "strategy": {"activation_checkpointing": "selective"},
     },
 }
-
-
-@pytest.mark.slow
-def test_a_resume_draws_no_weights(run, tmp_path, monkeypatch):
-    whole, _ = run("whole")
-    start_from(whole, 9, tmp_path / "at9")
-    monkeypatch.setattr(setup, "initial_value", pytest.fail)
-    resumed, _ = run("at9")
-    assert_same_state(checkpoint_of(resumed), checkpoint_of(whole))
 
 
 @torch.no_grad()

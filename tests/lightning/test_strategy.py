@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy
 
 from tests.lightning.test_run import assert_same_tensors, checkpoint_of, rows_of
 from trainer.common.ranks import shutdown_distributed
@@ -46,44 +45,12 @@ def tiny(**more):
     return RunConfig(model=model, **more)
 
 
-@pytest.mark.parametrize(
-    ("operator", "is_saved"),
-    [
-        ("aten.mm.default", True),
-        ("aten.addmm.default", True),
-        ("aten._scaled_dot_product_flash_attention.default", True),
-        ("flash_attn.forward.default", True),
-        ("aten.mul.Tensor", False),
-        ("aten.silu.default", False),
-    ],
-)
-def test_expensive_results_are_not_computed_again(operator, is_saved):
-    policy = strategy._keep_products(None, operator)
-    assert policy == (CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE)
-
-
 @pytest.mark.parametrize("kind", ["selective", "full"])
 def test_recomputed_activations_give_the_same_run(run, kind):
     plain, _ = run("plain", trainer={"log_every": 1})
     saved, _ = run("saved", trainer={"log_every": 1}, strategy={"activation_checkpointing": kind})
     assert rows_of(saved) == rows_of(plain)
     assert_same_tensors(checkpoint_of(saved), checkpoint_of(plain))
-
-
-def activations(tiny_decoder, kind):
-    """Bytes that a block's forward pass keeps for backward."""
-    model = tiny_decoder()
-    for block in model.layers:
-        checkpoint_activations(block, kind)
-    sizes = {}
-
-    def keep(tensor):
-        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.loss(torch.randint(50, (4, 32)), torch.randint(50, (4, 32)))
-    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
@@ -102,12 +69,6 @@ def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind)
     assert counter.frame_count == 1
     for expected, parameter in zip(plain.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad)
-
-
-def test_full_recomputation_keeps_less_than_selective_than_none(tiny_decoder):
-    sizes = [activations(tiny_decoder, kind) for kind in ("full", "selective", "none")]
-    assert sizes == sorted(sizes)
-    assert sizes[0] < sizes[2]
 
 
 def test_weights_are_drawn_on_the_cpu_whatever_the_default_device_is():

@@ -213,7 +213,7 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(ll
 def test_a_step_that_does_not_fit_a_gpu_is_halved(monkeypatch):
     tried = []
 
-    def fits_512(config, layout, shape, **options):
+    def fits_512(config, layout, shape, *_):
         tried.append(shape)
         if shape[0] * shape[1] > 512:
             raise torch.OutOfMemoryError

@@ -68,12 +68,14 @@ class Metrics(L.Callback):
     """Writes a row to all loggers every ``log_every`` steps, and advances the progress bar.
 
     Sums over steps stay on the device, in the module's tally, so that there is no host sync between
-    two rows. The row also contains what callbacks passed to ``module.log`` or :meth:`add`.
+    two rows. The row also contains what callbacks passed to ``module.log`` or :meth:`add`. A run
+    that has skipped :data:`MOST_SKIPPED` updates in a row ends with the row.
 
     Args:
         phases: of the run.
         epochs: maps a number of steps to how often each text has been read.
         progress: the bar.
+        checkpoints: their directory, which the error of a diverged run names; None: go on.
         peak: dense operations per second of all ranks' GPUs; None if unknown.
     """
 
@@ -82,9 +84,11 @@ class Metrics(L.Callback):
         phases: Sequence[Phase],
         epochs: Callable[[int], dict[str, float]],
         progress: Progress,
+        checkpoints: Path | None,
         peak: float | None = None,
     ) -> None:
         self.phases, self.epochs, self.progress, self.peak = phases, epochs, progress, peak
+        self.checkpoints = checkpoints
         self.pending: dict[str, float] = {}
         self.last_loss: float | None = None
         self._last_time, self._last_step, self._elsewhere = 0.0, 0, 0.0
@@ -143,6 +147,8 @@ class Metrics(L.Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])
+        if self.checkpoints is not None:
+            check_divergence(module.tally.skipped_in_a_row(), step, self.checkpoints)
 
     def _speed(
         self, module: LanguageModule, phase: Phase, step: int, batch: Batch
@@ -236,22 +242,6 @@ MOST_SKIPPED = 32
 Loss spikes skip one update or a few. Skipped updates leave the weights as they are, so 32 batches
 have failed with the same weights.
 """
-
-
-class Divergence(StepCallback):
-    """Ends a run after :data:`MOST_SKIPPED` skipped updates in a row.
-
-    The count is read with each row of metrics, so that it causes no further host sync.
-    """
-
-    def __init__(self, phases: Sequence[Phase], directory: Path) -> None:
-        self.phases, self.directory = phases, directory
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Raise on all ranks if the limit is reached."""
-        step = trainer.global_step
-        if is_due(trainer, phase_before(self.phases, step).config.trainer.log_every):
-            check_divergence(module.tally.skipped_in_a_row(), step, self.directory)
 
 
 def check_divergence(in_a_row: int, step: int, directory: Path) -> None:

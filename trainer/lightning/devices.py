@@ -1,4 +1,4 @@
-"""Devices of a run: settings of torch, NCCL and OpenMP for them, and their peak throughput."""
+"""Devices of a run: settings of torch and OpenMP for them, and their peak throughput."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Products = Literal["bf16", "tf32", "fp32"]
 """Precision in which a GPU multiplies matrices."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
-"""Variables that torch reads, by its present and its older names."""
+"""Variable that torch reads, by its present and its older names."""
 
 
 def check_device(config: RunConfig) -> None:
@@ -70,19 +70,13 @@ def set_threads(config: RunConfig, ranks: Ranks) -> None:
 
 
 def set_environment(config: RunConfig) -> None:
-    """Set the environment that torch, cuBLAS and NCCL read when first used; the user's settings
-    stay."""
+    """Set the environment that torch and cuBLAS read when first used; the user's settings stay."""
     if device_type(config) == "cpu":
         return
-    _set("expandable_segments:True", *ALLOCATOR)
+    if not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
     if config.trainer.deterministic:
-        _set(":4096:8", "CUBLAS_WORKSPACE_CONFIG")
-
-
-def _set(value: str, *names: str) -> None:
-    """Set the first of an environment variable's names, unless one of them is set."""
-    if not any(name in os.environ for name in names):
-        os.environ[names[0]] = value
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextmanager

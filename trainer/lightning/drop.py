@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -18,7 +19,7 @@ from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.drop import drop
 from trainer.positional.encodings import by_name
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
 OptimizerState = Literal["keep", "reset", "reset_new"]
@@ -49,10 +50,10 @@ def apply_change(
     All ranks call this together, with the same probe.
     """
     model = module.model
-    before, new = losses_of(module, probe), change.layout(model.layout)
+    before = losses_of(module, probe)
     if change.gain == "matched":
-        match_gains(module, new, [ids for ids, _ in probe])
-    model.layout = new
+        match_gains(module, [ids for ids, _ in probe])
+    model.layout = change.layout(model.layout)
     # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
     module.choose_attention(*module.last_shape)
     reset_optimizer(trainer, change.optimizer_state)
@@ -80,67 +81,30 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
 
 
 @torch.no_grad()
-def match_gains(module: LanguageModule, after: Layout, batches: Sequence[Tensor]) -> None:
+def match_gains(module: LanguageModule, batches: Sequence[Tensor]) -> None:
     """Set the gain of each QK-norm to the RMS of its inputs on ``batches`` of token ids.
 
     It then rescales each vector to the average size that its layer was trained with, not to 1.
-    Factors on logits that the layout ``after`` the change lacks become part of the gains.
     """
-    with evaluating(module) as model:
-        sizes = input_sizes(model, [ids.to(module.device) for ids in batches])
-        factors = lost_factors(model, after)
-    # Parameters are resharded now; within the block gains were temporary copies.
-    for norm, size in sizes.items():
-        norm.weight.fill_(size * factors[norm])
+    squares: dict[RMSNorm, list[Tensor]] = defaultdict(list)
+    with evaluating(module) as model, ExitStack() as hooks:
+        for block in model.layers:
+            attention = block.self_attn
+            for projection, norm in (
+                (attention.q_proj, attention.q_norm),
+                (attention.k_proj, attention.k_norm),
+            ):
+                if norm is not None:
 
+                    def measure(_: nn.Module, __: Any, out: Tensor, norm: RMSNorm = norm) -> None:
+                        squares[norm].append(out.float().square().mean())
 
-def input_sizes(model: Decoder, batches: Sequence[Tensor]) -> dict[RMSNorm, float]:
-    """Return the RMS of the inputs of each query and key norm on ``batches`` of one size."""
-    squares: dict[RMSNorm, Tensor | float] = defaultdict(float)
-    hooks = []
-    for block in model.layers:
-        attention = block.self_attn
-        for projection, norm in (
-            (attention.q_proj, attention.q_norm),
-            (attention.k_proj, attention.k_norm),
-        ):
-            if norm is not None:
-
-                def measure(_: nn.Module, __: Any, out: Tensor, norm: RMSNorm = norm) -> None:
-                    squares[norm] = squares[norm] + out.float().square().mean()
-
-                hooks.append(projection.register_forward_hook(measure))
-    try:
+                    hooks.callback(projection.register_forward_hook(measure).remove)
         for ids in batches:
-            model.token_losses(ids, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    # one transfer from the device for all norms
-    means = torch.stack([torch.as_tensor(x) for x in squares.values()]) / len(batches)
-    return dict(zip(squares, means.sqrt().tolist(), strict=True))
-
-
-def lost_factors(model: Decoder, after: Layout) -> dict[RMSNorm, float]:
-    """Return the factor of each query and key norm that makes up for what ``after`` lacks.
-
-    The scale of rotated channels (YaRN, LongRoPE) and that of the temperature multiply logits.
-    Queries and keys share their product, averaged over heads, or one norm has all of it.
-    """
-
-    def scale(layer: LayerEncoding) -> float:
-        size = model.config.head_size
-        return fmean(
-            s.temperature.scale * (1 + s.rotary_dim / size * (s.rotary_scale**2 - 1))
-            for s in layer.spectra
-        )
-
-    factors: dict[RMSNorm, float] = {}
-    for block, old, new in zip(model.layers, model.layout.layers, after.layers, strict=True):
-        attention = block.self_attn
-        norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-        factors |= {norm: (scale(old) / scale(new)) ** (1 / len(norms)) for norm in norms}
-    return factors
+            model.token_losses(ids.to(module.device), ids.to(module.device))
+    # Parameters are resharded now; within the block gains were temporary copies.
+    for norm, means in squares.items():
+        norm.weight.fill_(torch.stack(means).mean().sqrt().item())
 
 
 class DropPositions(L.Callback):

@@ -2,7 +2,7 @@
 
 The callbacks of a step, in their order: restore (State), change the model and measure the effect
 (PhaseChange), the user's own, measure (Monitors), write a row (Metrics), save (Saving), stop
-(Stopping, Divergence).
+(Stopping).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.interchange.pretrained import Pretrained
-from trainer.lightning.callbacks import Divergence, Metrics, Saving, Stopping, check_divergence
+from trainer.lightning.callbacks import Metrics, Saving, Stopping, check_divergence
 from trainer.lightning.datamodule import TokenData
 from trainer.lightning.devices import compiles, numerics
 from trainer.lightning.loggers import make_loggers
@@ -151,7 +151,13 @@ def _fit(
     run, phases, corpus = config.trainer, phases_of(config), state.corpus
     directory, permanent = Path(config.run_dir) / "checkpoints", kept_steps(config)
     loggers, user_callbacks = make_loggers(config), make_callbacks(config.callbacks)
-    metrics = Metrics(phases, epochs_read(corpus, phases), progress, peak_of_ranks(config))
+    metrics = Metrics(
+        phases,
+        epochs_read(corpus, phases),
+        progress,
+        None if is_control else directory,
+        peak_of_ranks(config),
+    )
     writer = Writer(directory, run.keep_checkpoints, run.keep_every, permanent)
     saving = Saving(
         writer, run.checkpoint_every, run.checkpoint_minutes, permanent, state.contents, metrics
@@ -166,7 +172,6 @@ def _fit(
     stopping = Stopping(saving, run.max_steps, deadline)
     state.callbacks, state.user_callbacks = (metrics, change, monitors), user_callbacks
     callbacks = [state, change, *user_callbacks, monitors, metrics, saving, stopping]
-    callbacks += [] if is_control else [Divergence(phases, directory)]
     last_shape = None
     with stopping.listening(), closing(writer):
         for phase in phases[phases.index(phase_at(phases, state.steps)) :]:

@@ -219,12 +219,10 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._micro: list[Tensor] = []
+        names = "loss", "steps", "skipped", "skipped_in_a_row"
+        self._counts: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
         self._sums: Tensor | None = None  # loss and weight, in total and per quarter
-        self._loss: Tensor | float = 0.0
-        self._steps: Tensor | float = 0.0
-        self._skipped: Tensor | float = 0.0
-        self._in_a_row: Tensor | float = 0.0
+        self._micro: list[Tensor] = []
         self._gradient_norm: Tensor | float = float("nan")
 
     def add(self, losses: Tensor, weights: Tensor) -> None:
@@ -243,8 +241,8 @@ class Tally:
         self._micro = []
         loss, weight = sums[0, 0] / sums[0, 1], sums[0, 1]
         finite = loss.isfinite()
-        self._loss = self._loss + torch.where(finite, loss, 0.0)
-        self._steps = self._steps + finite.float()
+        self._counts["loss"] += torch.where(finite, loss, 0.0)
+        self._counts["steps"] += finite.float()
         sums = torch.where(finite, sums, 0.0)
         self._sums = sums if self._sums is None else self._sums + sums
         return loss, weight
@@ -252,8 +250,9 @@ class Tally:
     def end_update(self, gradient_norm: Tensor, skipped: Tensor) -> None:
         """Add the update of a step."""
         self._gradient_norm = gradient_norm
-        self._skipped = self._skipped + skipped.float()
-        self._in_a_row = torch.where(skipped, self._in_a_row + 1.0, 0.0)
+        self._counts["skipped"] += skipped.float()
+        in_a_row = self._counts["skipped_in_a_row"] + 1.0
+        self._counts["skipped_in_a_row"] = torch.where(skipped, in_a_row, 0.0)
 
     def read(self) -> dict[str, float]:
         """Return the values to log, and reset losses.
@@ -261,36 +260,28 @@ class Tally:
         These are the mean loss in total and by quarter of the sequence (NaN if no step was finite),
         the last gradient norm and the updates skipped since the start.
         """
-        values = self._loss, self._steps, self._gradient_norm, self._skipped
-        loss, steps, norm, skipped = (float(value) for value in values)
+        loss, steps, skipped, _ = map(float, self._counts.values())
         quarters = {}
         if self._sums is not None:
             means = (self._sums[1:, 0] / self._sums[1:, 1]).tolist()
             quarters = {f"loss/quarter_{i}": mean for i, mean in enumerate(means, 1)}
-        self._loss = self._steps = 0.0
+        self._counts |= {"loss": 0.0, "steps": 0.0}
         self._sums = None
-        mean = loss / steps if steps else float("nan")
-        return {"loss": mean, **quarters, "gradient_norm": norm, "skipped_steps": int(skipped)}
+        values = {"loss": loss / steps if steps else float("nan"), **quarters}
+        return values | {"gradient_norm": float(self._gradient_norm), "skipped_steps": int(skipped)}
 
     def skipped_in_a_row(self) -> int:
         """Return the number of consecutive skipped updates, up to the last one."""
-        return int(self._in_a_row)
+        return int(self._counts["skipped_in_a_row"])
 
     def state(self) -> dict[str, Any]:
         """Return plain numbers for a checkpoint between two logged rows."""
-        return {
-            "loss": float(self._loss),
-            "steps": float(self._steps),
-            "skipped": float(self._skipped),
-            "skipped_in_a_row": float(self._in_a_row),
-            "sums": None if self._sums is None else self._sums.tolist(),
-        }
+        sums = None if self._sums is None else self._sums.tolist()
+        return {name: float(value) for name, value in self._counts.items()} | {"sums": sums}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Resume from :meth:`state`."""
-        names = "loss", "steps", "skipped", "skipped_in_a_row"
-        self._loss, self._steps, self._skipped, self._in_a_row = (
-            torch.tensor(state[name], device=device) for name in names
-        )
+        for name in self._counts:
+            self._counts[name] = torch.tensor(state[name], device=device)
         sums = state["sums"]
         self._sums = None if sums is None else torch.tensor(sums, device=device)

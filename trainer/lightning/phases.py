@@ -18,7 +18,6 @@ from trainer.data.held_out import held_out_windows
 from trainer.lightning.callbacks import Metrics, Saving, StepCallback
 from trainer.lightning.drop import Change, Probe, apply_change, losses_of
 from trainer.lightning.module import LanguageModule
-from trainer.positional.layout import Layout
 from trainer.runs.layouts import layout_of_phase
 from trainer.runs.phases import Phase, phase_at, phase_before
 
@@ -72,7 +71,6 @@ class PhaseChange(StepCallback):
             return
         if phase.drop and not self.has_dropped:
             self.saving.before_drop(trainer)
-        old = module.model.layout
         norms_come_on = module.model.config.qk_norm.when == "after_drop"
         change = Change(
             partial(layout_of_phase, phase=phase, model=module.model.config),
@@ -83,7 +81,7 @@ class PhaseChange(StepCallback):
             before, after = apply_change(trainer, module, change, self._probe_of(phase))
         self.effects[phase.name] = {
             "step": step,
-            "what": describe(phase, old),
+            "what": describe(phase),
             "loss_before": fmean(before),
             "loss_after": fmean(after),
             "loss_end": None,
@@ -94,7 +92,7 @@ class PhaseChange(StepCallback):
         )
         log.info(
             "Step %d: %s; held-out loss %.3f before, %.3f after",
-            *(step, describe(phase, old), fmean(before), fmean(after)),
+            *(step, describe(phase), fmean(before), fmean(after)),
         )
 
     def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
@@ -117,22 +115,16 @@ class PhaseChange(StepCallback):
         return self._probe[1]
 
 
-def describe(phase: Phase, layout: Layout | None = None) -> str:
-    """Describe the changes at the start of a phase; ``layout``: the one before it, if known."""
+def describe(phase: Phase) -> str:
+    """Describe the changes at the start of a phase."""
     if phase.drop is not None:
         text = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}"
         windows = ", ".join(str(window or "none") for window in phase.drop.windows or ())
         return f"{text}; windows {windows}" if windows else text
-    if (rescale := phase.rescale) is not None:
-        layers = None if layout is None else layout.rotating(rescale.layers)
-        if layout is None or layers == layout.rotating("all"):
-            where = ""
-        else:
-            where = f", layers {', '.join(map(str, layers or ()))}"
-        if layers != [] and rescale.base is not None:
-            return f"new base of the frequencies ({rescale.base:,.0f}{where})"
-        if layers != []:
-            return f"frequencies rescaled for longer sequences ({rescale.method}{where})"
+    if (rescale := phase.rescale) is not None and rescale.base is not None:
+        return f"new base of the frequencies ({rescale.base:,.0f})"
+    if rescale is not None:
+        return f"frequencies rescaled for longer sequences ({rescale.method})"
     length = phase.config.data.sequence_length
     return f"phase {phase.name!r} with sequences of {length:,} tokens"
 
