@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.positional.examples import one_layer
 from trainer.evaluation.layouts import (
     TITLES,
     tempered,
@@ -17,7 +13,6 @@ from trainer.evaluation.layouts import (
     with_factors,
 )
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import RESCALINGS
 
 
@@ -65,35 +60,3 @@ def test_factors_divide_the_frequencies_beyond_the_training_length():
 def test_every_rescaling_has_a_distinct_title():
     assert list(TITLES) == list(RESCALINGS)
     assert len(set(TITLES.values())) == len(TITLES)
-
-
-C = 64
-SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.5, 3.0, 7.0, 8.5]
-SCALING = {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
-
-
-@pytest.fixture
-def written(tmp_path):
-    def write(content):
-        path = tmp_path / "factors.json"
-        path.write_text(content if isinstance(content, str) else json.dumps(content))
-        return str(path)
-
-    return write
-
-
-def rotary():
-    return one_layer(C, by_name("rope", 8, C, base=1e4))
-
-
-def theirs(length, **more):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, **SCALING, **more}
-    rope["original_max_position_embeddings"] = C
-    config = LlamaConfig(
-        hidden_size=8,
-        num_attention_heads=1,
-        max_position_embeddings=C * 8,
-        original_max_position_embeddings=C,
-        rope_parameters=rope,
-    )
-    return ROPE_INIT_FUNCTIONS["longrope"](config, None, seq_len=length)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.model.test_cache import MODELS
-from trainer.common.errors import UserError
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation import likelihood
 from trainer.evaluation.likelihood import Encoder, Request, log_likelihoods
@@ -92,14 +91,6 @@ def test_encodings_that_change_with_the_length(tiny_decoder, change):
     assert_same(log_likelihoods(model, requests, 4096), one_at_a_time(model, requests))
 
 
-@pytest.mark.parametrize("enough", [0, 256])
-def test_order_makes_no_difference(tiny_decoder, enough, monkeypatch):
-    monkeypatch.setattr(likelihood, "ENOUGH", enough)
-    model, requests = tiny_decoder(), some_requests()
-    expected = one_at_a_time(model, requests)
-    assert_same(log_likelihoods(model, requests[::-1], 100), expected[::-1])
-
-
 def test_contexts_are_read_once_and_only_continuations_go_through_the_head(
     tiny_decoder, monkeypatch
 ):
@@ -127,20 +118,11 @@ def test_every_row_is_read_once_within_the_budget(lengths, budget, by_length):
         assert not by_length or len(set(sizes)) == 1
 
 
-def test_no_requests_no_answers(tiny_decoder):
-    assert log_likelihoods(tiny_decoder(), [], 100) == []
-
-
 @pytest.mark.parametrize("pair", [("a b  ", "c"), ("a b", "  c"), ("a b ", " c")])
 def test_spaces_belong_to_the_continuation(tokenizer, pair):
     (request,) = Encoder(tokenizer, 100).requests([pair])
     assert tokenizer.decode(list(request.context)) == "a b"
     assert tokenizer.decode(list(request.continuation)) == "  c"
-
-
-def test_a_continuation_without_tokens_is_an_error(tokenizer):
-    with pytest.raises(UserError, match="'' adds no token to 'a'"):
-        Encoder(tokenizer, 100).requests([("a", "")])
 
 
 @pytest.mark.parametrize("add_bos", [False, True])

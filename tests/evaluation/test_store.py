@@ -105,7 +105,6 @@ def test_prompts_depend_on_every_field_but_their_group():
         "group": 2,
         "label": "y",
         "never_first": (),
-        "classes": ("x",),
     }
 
     def print_of(asked):
@@ -137,20 +136,6 @@ def test_a_piece_is_made_once_for_its_key(tmp_path):
     assert not store.has("cell", {"a": 2})
     assert not store.has("fit", {"a": 1})
     assert len(made) == 1
-
-
-def test_the_order_of_a_key_does_not_matter(tmp_path):
-    store = Store(tmp_path)
-    assert store.path("cell", {"a": 1, "b": 2}) == store.path("cell", {"b": 2, "a": 1})
-
-
-def test_a_failure_stores_nothing(tmp_path):
-    def fail():
-        raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        Store(tmp_path).get("cell", {}, fail)
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff"])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from PIL import Image
 
-from trainer.plotting import style
 from trainer.plotting.lines import Frame, Series, draw
 from trainer.plotting.style import (
     DARK_COLOURS,
@@ -55,17 +54,6 @@ def test_every_colour_that_is_drawn_stands_out_from_a_dark_page(drawing):
             continue
         assert contrast(DARK_COLOURS.get(colour, colour), "#181818") > 3, colour
     assert ON_BRIGHT not in DARK_COLOURS
-
-
-def test_a_cloud_of_many_points_is_one_picture_and_the_rest_is_drawn(tmp_path, monkeypatch):
-    monkeypatch.setattr(style, "LARGEST_SVG", 10_000)
-    with paper_style():
-        figure = blank(2)
-        figure.add_subplot().scatter(*np.random.default_rng(0).random((2, 500)))
-        text = save(figure, tmp_path / "a").read_text()
-    assert text.count("<image ") == 1
-    assert "data:image/png;base64," in text
-    assert "text_1" in text
 
 
 def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tmp_path):

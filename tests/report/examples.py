@@ -63,17 +63,15 @@ def example(models=MODELS, methods=tuple(METHODS), factors=FACTORS, trials=100):
 
 
 def cell(scores, model="RoPE", method="none", task="multi_key", length=2048, **fields):
-    """Scores or, as ``by_window``, losses, as an evaluation measures them."""
+    """Scores or, losses, as an evaluation measures them."""
     about = {"model": model, "method": method, "task": task, "length": length}
-    if "by_window" not in fields:
-        fields["scores"] = scores
-    return about, {"edges": (), "losses": (), **fields}
+    return about, fields if "losses" in fields else {"scores": scores, **fields}
 
 
 def loss(value, model="RoPE", method="none", length=2048, **fields):
     """The loss of one window or, from a sequence, of several."""
     values = (value,) if isinstance(value, float) else tuple(value)
-    return cell((), model, method, PERPLEXITY, length, by_window=values, **fields)
+    return cell((), model, method, PERPLEXITY, length, losses=values, **fields)
 
 
 def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
@@ -143,10 +141,8 @@ def _cells(model, method, factor, trials):
     floats, where = depths.tolist(), {"model": model, "method": method, "length": length}
     yield cell(hits[0].astype(float).tolist(), task="multi_key", depths=floats, **where)
     yield cell(hits.mean(0).tolist(), task="multi_value", depths=floats, **where)
-    edges = tuple(range(0, length + 1, TRAINED // 2))
-    losses = [_loss(model, method, factor, end) for end in edges[1:]]
     last = _loss(model, method, factor, length) - 0.01 * math.log2(factor)
-    yield loss(last, edges=edges, losses=losses, **where)
+    yield loss(last, **where)
 
 
 def _success(model, method, factor, depth):

@@ -149,18 +149,6 @@ def test_overlapping_intervals_are_not_taken_for_a_lead():
     assert "leaves it open" in evidence
 
 
-def test_drope_competes_with_its_temperature_where_it_has_one():
-    roles = {"drope": HALF, "drope_temperature": GOOD, "alibi": HALF}
-    shown, evidence = judge("DroPE retrieves more than ALiBi", roles)
-    assert shown is True
-    assert "DroPE with a temperature" in evidence
-
-
-def test_an_extension_not_measured_at_the_training_length_counts_as_its_base():
-    roles = {"rope": BAD, "drope": GOOD, "rope_pi": (None, 50, 50, 50)}
-    assert judge("DroPE retrieves more than PI", roles)[0] is True
-
-
 def test_claims_about_absent_methods_and_lengths_are_left_out():
     assert observe(evidence()) == ()
     assert observed({"alibi": GOOD}) == ()
@@ -169,12 +157,6 @@ def test_claims_about_absent_methods_and_lengths_are_left_out():
     assert not any("longest" in o.claim or "beyond" in o.claim for o in observed(alone))
     beyond = observed(dict.fromkeys(ROLES, ((None, None, 98, 97), (None, None, 4.0, 4.0))))
     assert all("longest" in o.claim or "4×" in o.claim for o in beyond)
-
-
-def test_a_run_without_retrieval_is_judged_by_its_losses():
-    none = (None,) * 4
-    shown, _ = judge("matches RoPE's", {"rope": (none, (4,) * 4), "drope": (none, (4,) * 4)})
-    assert shown is True
 
 
 def test_losses_of_models_with_different_text_are_not_judged():

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tests.report.examples import cell, loss, report
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Drop, Milestone, Reach
 from trainer.plotting.lines import Series
-from trainer.report.figures import apart, depths_of, perplexity_axis, write_figures
+from trainer.report.figures import apart, depths_of, perplexity_axis
 from trainer.report.figures import plots as plots_of
 from trainer.report.training_figures import milestones_figure, reach_figure, training_figure
 
@@ -35,9 +35,7 @@ def cells():
             where = {"model": model, "method": method, "length": int(64 * factor)}
             yield cell(scores, task=STATEMENTS, depths=(0.0, 0.0, 1.0, 1.0), **where)
             if method != "yarn":
-                first = math.log(10 * factor)
-                second = None if model == "DroPE" else first + math.log(2)
-                yield loss(first, edges=(0, 32, where["length"]), losses=(first, second), **where)
+                yield loss(math.log(10 * factor), **where)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +55,6 @@ def test_figures_come_in_the_order_of_the_page(plots):
     assert list(plots) == [
         "success_statements",
         "perplexity_and_retrieval",
-        "perplexity_by_position",
         "depth_statements",
     ]
 
@@ -95,27 +92,10 @@ def test_success_over_length(plots):
     assert "any listed value (25.0%)" in labels(figure)
 
 
-def test_perplexity_by_position(plots):
-    (axes,) = plots["perplexity_by_position"].figure.axes
-    middles = [16.0, 144.0]
-    assert drawn(axes)[:3] == [(middles, [40, 80])] * 2 + [(middles, [40, None])]
-    assert drawn(axes)[3][0] == [64, 64]
-
-
 def test_success_by_depth(plots):
     axes = plots["depth_statements"].figure.axes[1]
     assert axes.get_title() == "RoPE + cropped"
     assert axes.images[0].get_array().tolist() == [[None, 100], [None, 0]]
-
-
-def test_loss_by_position_needs_two_positions(tmp_path):
-    single = report(loss(4.0, length=1024, edges=(0, 1024), losses=(4.0,)))
-    two = report(loss(4.0, length=1024, edges=(0, 512, 1024), losses=(4.0, 4.1)))
-    assert write_figures(single, tmp_path / "one") == []
-    (figure,) = write_figures(two, tmp_path / "two")
-    assert figure.path.with_suffix(".png").is_file()
-    assert "dashed line" not in figure.caption  # nothing lies beyond the training length
-    assert write_figures(report(), tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,6 @@ from tests.report.examples import METHODS, cell, example, loss, report, statemen
 from trainer.report.tables import perplexity, tables, terminal_tables
 
 
-def by_title(made):
-    return {table.title: table for table in tables(made)}
-
-
 def lines(made, width=100, color=None):
     console = Console(width=width, color_system=color, force_terminal=color is not None)
     with console.capture() as capture:
@@ -27,7 +23,7 @@ def lines(made, width=100, color=None):
 
 def test_the_mean_comes_first_and_perplexity_last():
     made = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=18)
-    assert list(by_title(made)) == [
+    assert [table.title for table in tables(made)] == [
         "Mean over tasks",
         "Multi-key needles",
         "Multi-value needles",
@@ -95,14 +91,6 @@ def test_rows_of_equal_means_are_all_best():
     ]
 
 
-def test_notes_tell_trials_from_texts():
-    (table,) = tables(report(cell([1.0, 0.0, 1.0, 1.0], groups=(0, 0, 1, 1))))
-    assert table.note == "4 trials on 2 texts a cell."
-    (table,) = tables(report(cell([1.0])))
-    assert table.note == "1 trial a cell."
-    assert "sign test" not in table.legend  # nothing is compared
-
-
 def test_a_unit_below_the_training_length_is_not_called_trained():
     """Models of context 8,192 whose lengths count from 1,024."""
     made = report(cell([1.0] * 10), cell([1.0] * 10, length=1024), longest_context=8192)
@@ -144,7 +132,3 @@ def test_the_best_of_a_column_is_bold_and_nothing_else():
     ]
     shown = "\n".join(lines(report(*cells), color="standard"))
     assert re.findall(r"\x1b\[1m *(\d+\.\d+)", shown) == ["90.0", "25.0", "25.0"]
-
-
-def test_names_are_text_not_markup():
-    assert any("[red]x[/red]" in line for line in lines(report(cell([1.0], "[red]x[/red]"))))

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -81,7 +80,7 @@ class Measurement(ABC):
 
 @dataclass
 class Perplexity(Measurement):
-    """Held-out loss by position, and on the last tokens of windows that end at the same places.
+    """Held-out loss on the last tokens of windows that end at the same places.
 
     ``windows``: ``[N, length]`` tokens of held-out text for each length. ``last``: number of last
     tokens that are reported (None: the training length, or the shortest length if that is less).
@@ -112,15 +111,9 @@ class Perplexity(Measurement):
         """Number of last tokens reported, equal for all lengths."""
         return self.last or min([self.training_length, *self.windows])
 
-    def _edges(self, length: int) -> list[int]:
-        """Return the edges of buckets of half a training length."""
-        return [*range(0, length, max(1, self.training_length // 2)), length]
-
     def read(self, reading: Reading) -> dict[str, Any]:
-        """Return for every window its mean losses in buckets of positions, and on the last
-        tokens."""
-        buckets, last = [], []
-        for losses in losses_of_batches(
+        """Return the mean loss on the last tokens of each window."""
+        batches = losses_of_batches(
             reading.model,
             self.windows[reading.length],
             self.first_token,
@@ -128,29 +121,14 @@ class Perplexity(Measurement):
             reads=reading.reads,
             done=reading.done,
             piece=reading.piece,
-        ):
-            exact = losses.double()
-            columns = [exact[:, a:b].mean(dim=1) for a, b in pairwise(self._edges(reading.length))]
-            buckets += torch.stack(columns, dim=1).tolist()
-            last += exact[:, -self._last :].mean(dim=1).tolist()
-        return {"buckets": buckets, "last": last}
+        )
+        means = (losses.double()[:, -self._last :].mean(dim=1).tolist() for losses in batches)
+        return {"last": [loss for of_batch in means for loss in of_batch]}
 
     def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return mean losses of buckets, and on the last tokens."""
-        buckets, last = [], []
-        for part in parts:
-            buckets += part["buckets"]
-            last += part["last"]
-        return {
-            "edges": tuple(self._edges(length)),
-            "losses": tuple(map(_finite, np.mean(buckets, axis=0).tolist())),
-            "last_loss": _finite(float(np.mean(last))),
-            "by_window": tuple(map(_finite, last)),
-        }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+        """Return the losses of all windows; NaN if they are not finite."""
+        losses = (loss for part in parts for loss in part["last"])
+        return {"losses": tuple(x if math.isfinite(x) else math.nan for x in losses)}
 
 
 @dataclass

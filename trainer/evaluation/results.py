@@ -37,17 +37,16 @@ COLUMNS = (
     *("run", "model", "method", "task", "length", "factor"),
     *("metric", "value", "low", "high", "n", "seed", "seconds"),
 )
-"""Columns of every results.csv. ``metric``: ``score``; ``loss``, on the last tokens of windows,
-which are the same at every length; or ``loss A-B``, at positions A to B (excluded). ``low``,
-``high``: 95% interval; ``n``: independent texts; ``factor``: length over training length."""
+"""Columns of every results.csv. ``metric``: ``score``, or ``loss``, on the last tokens of windows,
+which are the same at every length. ``low``, ``high``: 95% interval; ``n``: independent texts;
+``factor``: length over training length."""
 TRIAL_COLUMNS = (
     *("model", "method", "task", "length", "factor"),
     *("metric", "text", "value", "depth", "label"),
 )
 """Columns of trials.parquet: a row for each trial, or window of text, in the same order for all
 models and methods. ``text``: number of its text, from 0; trials of one text are not independent.
-``depth``: position of the needle, 0 at the beginning of the text. ``label``: kinds of the trial,
-joined by ``|``."""
+``depth``: position of the needle, 0 at the beginning of the text. ``label``: kind of the trial."""
 
 Row = tuple[str, str]
 """Model name and method key."""
@@ -255,7 +254,7 @@ class Report:
     def scored(self) -> list[str]:
         """Keys of the tasks with scores, the mean over all of them first."""
         measured = {*self.rows.task[self.rows.metric == "score"]}
-        return [key for key in (MEAN, *self.tasks) if key in measured]
+        return [key for key in dict.fromkeys((MEAN, *self.tasks)) if key in measured]
 
     def row_name(self, row: Row) -> str:
         """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -22,7 +21,7 @@ def trials_of(
     ``about``: values of these columns. ``cell``: what :meth:`Measurement.cell` returns. ``texts``:
     number of each trial's text; empty if every trial has its own.
     """
-    metric, values = ("score", cell["scores"]) if "scores" in cell else ("loss", cell["by_window"])
+    metric, values = ("score", cell["scores"]) if "scores" in cell else ("loss", cell["losses"])
     return pd.DataFrame(
         {
             **about,
@@ -42,22 +41,16 @@ def rows_of(
     """Yield the rows of one model, method, task and length; ``about``: its other columns.
 
     A score is the mean over texts. Trials with labels have a row for every label too, as the task
-    ``TASK|LABEL``. The loss is the mean over windows, with a row for every bucket of positions.
+    ``TASK|LABEL``. The loss is the mean over windows.
     """
-    if "scores" in cell:
-        task = about["task"]
-        parts = trials[trials.label != ""]
-        labels = parts.assign(part=parts.label.str.split("|")).explode("part")
-        for name, of_part in [(task, trials)] + [
-            (f"{task}|{label}", part) for label, part in labels.groupby("part", sort=False)
-        ]:
-            texts = by_text(of_part, [task])
-            yield _row({**about, "task": name}, "score", _mean_of(texts), len(texts))
+    if "losses" in cell:
+        yield _row(about, "loss", mean_estimate(trials.value), len(trials))
         return
-    yield _row(about, "loss", mean_estimate(trials.value), len(trials))
-    if len(cell["losses"]) > 1:
-        for (start, end), loss in zip(pairwise(cell["edges"]), cell["losses"], strict=True):
-            yield {**about, "metric": f"loss {start}-{end}", "value": loss, "n": len(trials)}
+    task, labelled = about["task"], trials[trials.label != ""]
+    labels = [(f"{task}|{label}", part) for label, part in labelled.groupby("label", sort=False)]
+    for name, part in [(task, trials), *labels]:
+        texts = by_text(part, [task])
+        yield _row({**about, "task": name}, "score", _mean_of(texts), len(texts))
 
 
 def mean_over_tasks(trials: pd.DataFrame, tasks: Iterable[str]) -> list[dict[str, Any]]:

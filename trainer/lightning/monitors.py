@@ -132,12 +132,14 @@ class Lengths:
 
     def measure(self, module: LanguageModule, step: int, has_dropped: bool) -> dict[str, float]:
         """Read this rank's part; afterwards all ranks have the same values."""
-        loss, retrieval = [], []
+        loss: list[Any] = []
+        retrieval = []
         with evaluating(module) as model, gathered(module.model):
             for length in self.lengths:
                 reading = Reading(model, length, None, self.batch_tokens)
                 parts = all_gather(self.perplexity.read(reading))
-                loss.append(self.perplexity.cell(length, parts)["last_loss"])
+                mean = _mean(self.perplexity.cell(length, parts)["losses"])
+                loss.append(mean if math.isfinite(mean) else None)
                 if self.statements is not None:
                     scores = all_gather(self.statements.read(reading)["scores"])
                     retrieval.append(_mean([x for of_rank in scores for x in of_rank]))
@@ -209,7 +211,7 @@ class Benchmarks:
                 for length in self.lengths:
                     reading = Reading(model, length, None, self.batch_tokens)
                     cell = task.measure(reading) if task.sequences(length) else {}
-                    losses = _gathered(cell.get("by_window", ()))
+                    losses = _gathered(cell.get("losses", ()))
                     hits = _mean(_gathered(cell.get("scores", ())))
                     name = f"{task.key}/{length / self.C:g}x"
                     scores[name] = math.exp(_mean(losses)) if losses else hits

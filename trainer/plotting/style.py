@@ -73,9 +73,7 @@ STYLE_NUMBERS = {
 }
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
-_CLOUD_DPI, _COARSE_DPI = 200, 120
-LARGEST_SVG = 500_000
-"""Bytes of an SVG above which point clouds are embedded as bitmaps."""
+_CLOUD_DPI = 200  # of the bitmaps in SVGs
 
 _RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # ships with matplotlib, so it is the same everywhere
@@ -146,23 +144,17 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
 def save(figure: Figure, stem: Path) -> Path:
     """Write ``stem.png`` (300 dpi, white) and ``stem.svg`` (transparent); return the SVG's path.
 
-    The SVG follows the page's colour scheme. If it is larger than :data:`LARGEST_SVG`, its point
-    clouds become bitmaps, at a lower resolution if it is still large. The files carry no dates.
+    The SVG follows the page's colour scheme. The files carry no dates.
     """
-    path = stem.with_suffix(".svg")
+    path = stem.with_name(f"{stem.name}.svg")
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a name must not start a formula
     with paper_style():
         png = _rendered(figure, "png", metadata={"Software": None})
         figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
-        svg = _svg(figure, _CLOUD_DPI)
-        if len(svg) > LARGEST_SVG:
-            for cloud in (cloud for axes in figure.axes for cloud in axes.collections):
-                cloud.set_rasterized(True)
-            svg = _svg(figure, _CLOUD_DPI)
-        if len(svg) > 2 * LARGEST_SVG:
-            svg = _svg(figure, _COARSE_DPI)
-    write_atomically(path.with_suffix(".png"), png)
+        metadata = {"Date": None, "Creator": None}
+        svg = _rendered(figure, "svg", transparent=True, dpi=_CLOUD_DPI, metadata=metadata)
+    write_atomically(stem.with_name(f"{stem.name}.png"), png)
     write_atomically(path, follow_scheme(svg.decode()))
     return path
 
@@ -181,11 +173,6 @@ def follow_scheme(svg: str) -> str:
     dark = f":root{{fill:{DARK_INK}}}{''.join(rules)}"
     scheme = f":root{{color-scheme:light dark}}@media (prefers-color-scheme:dark){{{dark}}}"
     return svg.replace("</style>", f"{scheme}</style>", 1)
-
-
-def _svg(figure: Figure, dpi: int) -> bytes:
-    metadata = {"Date": None, "Creator": None}
-    return _rendered(figure, "svg", transparent=True, dpi=dpi, metadata=metadata)
 
 
 def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -49,8 +48,6 @@ ROLES = {
     "rope_nope_window": "RNoPE-SWA",
 }
 """Names in claims by role; a run maps roles to the rows of its table."""
-IDENTITIES = ("_pi", "_ntk", "_yarn", "_temperature")
-"""Ends of roles whose method is the identity at factor 1."""
 LEARNED = 0.5
 """Retrieval at the training length below which a model has not learned the task."""
 LEARNED_TEXT = 0.9
@@ -88,36 +85,20 @@ class Evidence:
     arms: Mapping[str, Arm] = field(default_factory=dict)
     one_text: bool = True
 
-    @cached_property
-    def _measured(self) -> dict[tuple[Row, str], dict[float, Point]]:
-        report, made = self.report, {}
-        windows = report.trials[report.trials.metric == "loss"]
-        each = dict(iter(windows.groupby(["model", "method", "length"]).value))
-        for task, metric in ((STATEMENTS, "score"), (PERPLEXITY, "loss")):
-            for row, values in estimates(report.rows, task, metric).items():
-                made[row, task] = {
-                    length / report.training_length: Point(
-                        report.row_name(row),
-                        length,
-                        value,
-                        tuple(each[*row, length]) if metric == "loss" else (),
-                    )
-                    for length, value in values.items()
-                }
-        return made
-
     def points(self, role: str, task: str = STATEMENTS) -> dict[float, Point]:
-        """Return a role's scores, or its losses for :data:`PERPLEXITY`, by factor, ascending.
-
-        An extension or temperature is the identity at factor 1: its base stands in there.
-        """
+        """Return a role's scores, or its losses for :data:`PERPLEXITY`, by factor, ascending."""
         if role not in self.roles:
             return {}
-        own = self._measured.get((self.roles[role], task), {})
-        base = self.roles.get(role.rpartition("_")[0]) if role.endswith(IDENTITIES) else None
-        of_base = self._measured.get((base, task), {}) if base else {}
-        trained = {1.0: of_base[1.0]} if 1.0 in of_base else {}
-        return dict(sorted((trained | own).items()))
+        report, row = self.report, self.roles[role]
+        metric = "loss" if task == PERPLEXITY else "score"
+        trials = report.trials[(report.trials.task == task) & (report.trials.metric == "loss")]
+        of_row = trials[(trials.model == row[0]) & (trials.method == row[1])]
+        return {
+            length / report.training_length: Point(
+                report.row_name(row), length, value, tuple(of_row.value[of_row.length == length])
+            )
+            for length, value in estimates(report.rows, task, metric).get(row, {}).items()
+        }
 
     def best(self, role: str) -> str:
         """Return the role with a temperature if it has one: the paper evaluates DroPE with it."""

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: success and perplexity by length, by position and by depth."""
+"""The figures of an evaluation: success and perplexity by length, and success by depth."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -30,7 +29,7 @@ from trainer.plotting.lines import (
 )
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.style import style_numbers
-from trainer.report.files import Drawn, Plot
+from trainer.report.files import Plot
 from trainer.report.tables import perplexity
 from trainer.report.training_figures import milestones_figure, reach_figure, training_figure
 
@@ -47,11 +46,6 @@ _INTERVALS = "Bars: 95% intervals over texts. Dashed: the training length."
 AxisScale = Callable[[Axes], None]
 
 
-def write_figures(report: Report, directory: Path) -> list[Drawn]:
-    """Draw what the report has numbers for, and return the figures in the order of the page."""
-    return [plot.write(directory / plot.name) for plot in plots(report)]
-
-
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
     names = (*map(report.row_name, _rows(report)), *(arm.name for arm in report.arms))
@@ -61,7 +55,6 @@ def plots(report: Report) -> Iterator[Plot]:
             yield _success(report, task, styles)
     yield from _contrast(report, styles)
     yield from training_figure(report, styles)
-    yield from _by_position(report, styles)
     yield from reach_figure(report, styles)
     yield from milestones_figure(report)
     for task in report.scored:
@@ -131,31 +124,6 @@ def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
         f"read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
         f"Two line charts over sequence length: perplexity and {title}.",
         side_by_side(panels, height=2.6, x_label=panels[0].frame.x_label),
-    )
-
-
-def _by_position(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
-    losses = report.rows[report.rows.metric.str.startswith("loss ")]
-    if losses.empty:
-        return
-    longest = int(losses.length.max())
-    places = losses.metric.str.removeprefix("loss ").str.split("-", expand=True).astype(int)
-    losses = losses.assign(middle=places.mean(axis=1))[losses.length == longest]
-    lines = []
-    for row, of_row in losses.groupby(["model", "method"], sort=False):
-        values = [perplexity(loss) for loss in of_row.value]
-        name = report.row_name(row)
-        lines.append(Series(name, styles[name], of_row.middle.tolist(), values, marked=False))
-    scale = perplexity_axis([y for line in lines for y in line.y])
-    beyond = " Right of the dashed line no position was ever trained on."
-    yield Plot(
-        "perplexity_by_position",
-        f"Perplexity by position at {longest} tokens",
-        "exp of the mean held-out loss over the positions of a bucket, drawn at its middle, in "
-        f"sequences of {longest} tokens.{beyond if longest > report.trained else ''} "
-        f"After Figure 5 of “{_DROPE}”, by position instead of length.",
-        "Line chart of perplexity over the position in the sequence.",
-        draw(lines, positions_frame(report, longest, scale)),
     )
 
 
@@ -257,21 +225,6 @@ def lengths_frame(
         training_length_mark(report.trained, lengths),
         lines,
     )
-
-
-def positions_frame(report: Report, longest: int, scale: AxisScale) -> Frame:
-    """Return a frame of positions, with ticks at multiples of the training length."""
-
-    def prepare(axes: Axes) -> None:
-        scale(axes)
-        axes.set_xlim(0, longest)
-        step = min(report.training_length, longest)
-        while longest / step > 4:
-            step *= 2
-        axes.set_xticks(range(0, longest + 1, step))
-
-    label = f"position in sequences of {longest} tokens"
-    return Frame(label, "perplexity", prepare, training_length_mark(report.trained, (0, longest)))
 
 
 def apart(lines: Sequence[Series]) -> list[Series]:

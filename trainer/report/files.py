@@ -13,13 +13,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from trainer.common.words import counted
-from trainer.plotting.style import save
 
 
 def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any) -> str:
     """Fill in a template of ``templates/`` with escaped values.
 
-    ``filters`` come in addition to ``pretty``, ``embedded`` and ``counted``.
+    ``filters`` come in addition to ``pretty`` and ``counted``.
     """
     page = Environment(
         loader=PackageLoader("trainer.report"),
@@ -30,7 +29,6 @@ def render(template: str, filters: dict[str, Callable[..., Any]], **values: Any)
     )
     page.filters |= {
         "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
-        "embedded": base64,
         "counted": counted,
         **filters,
     }
@@ -43,30 +41,15 @@ def base64(path: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A written figure.
-
-    ``path``: its SVG. ``caption``: what is plotted, by which formula, and the figure it follows.
-    ``alt``: text for readers who cannot see it.
-    """
-
-    path: Path
-    title: str
-    caption: str
-    alt: str
-
-
-@dataclass(frozen=True)
 class Plot:
-    """A drawn figure that is not yet written; fields as of :class:`Drawn`."""
+    """A figure of a page.
+
+    ``caption``: what is plotted, by which formula, and the figure it follows. ``alt``: text for
+    readers who cannot see it.
+    """
 
     name: str
     title: str
     caption: str
     alt: str
     figure: Figure
-
-    def write(self, stem: Path) -> Drawn:
-        """Write ``stem.svg`` and ``stem.png``."""
-        path = save(self.figure, stem.with_name(f"{stem.name}.svg"))
-        return Drawn(path, self.title, self.caption, self.alt)

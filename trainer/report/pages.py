@@ -6,31 +6,28 @@ A page is one HTML file that opens anywhere: no network, no scripts, and figures
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trainer.common.files import write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
 from trainer.evaluation.results import PERPLEXITY, Report, estimates, lengths_of, troubles
-from trainer.report.figures import write_figures
-from trainer.report.files import Drawn, render
+from trainer.plotting.style import save
+from trainer.report.figures import plots
+from trainer.report.files import base64, render
 from trainer.report.tables import highest, interval, tables, trials_of
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of arms
 
 
-def write_renderings(report: Report, directory: Path) -> list[Drawn]:
-    """Write ``figures/`` and ``report.html``, which depend on the report alone; return the
-    figures."""
-    figures = write_figures(report, directory / "figures")
-    write_html(report, figures, directory / PAGE)
-    return figures
-
-
-def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
-    """Write the page of a report atomically. Raises ``OSError`` if a figure cannot be read."""
+def write_renderings(report: Report, directory: Path) -> None:
+    """Write ``figures/NAME.svg`` and ``.png``, and ``report.html`` with the figures in it."""
+    figures = []
+    for plot in plots(report):
+        svg = base64(save(plot.figure, directory / "figures" / plot.name))
+        figures.append((plot, svg))
     filters: dict[str, Callable[..., Any]] = {
         "percent": percent,
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
@@ -52,7 +49,7 @@ def write_html(report: Report, figures: Sequence[Drawn], path: Path) -> None:
         made=report.made,
         details={"Settings": report.config, "Environment": report.environment, "Timing": timing},
     )
-    write_atomically(path, text)
+    write_atomically(directory / PAGE, text)
 
 
 def lead(report: Report) -> str:

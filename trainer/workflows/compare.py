@@ -32,7 +32,6 @@ def compare(runs: Sequence[str]) -> list[Table]:
     names = [Path(run).resolve().name for run in runs]
     named = zip(names if len({*names}) == len(names) else runs, runs, strict=True)
     rows = pd.concat([results(run).assign(run=name) for name, run in named], ignore_index=True)
-    rows = rows[~rows.metric.str.startswith("loss ")]  # losses at positions
     return [
         _table(f"{task}, {metric}", part)
         for (task, metric), part in rows.groupby(["task", "metric"], sort=False)

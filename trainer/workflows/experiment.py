@@ -106,9 +106,9 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     report = make_report(runs, corpus, ranks, beside)
     if ranks.rank:
         return None
-    figures = write_renderings(report, directory)
-    shown = (f.path for f in figures if f.path.stem.startswith(("reach", "benchmarks")))
-    images = {path.stem: path.with_suffix(".png") for path in shown}
+    write_renderings(report, directory)
+    paths = (directory / "figures" / f"{name}.png" for name in ("reach", "benchmarks"))
+    images = {path.stem: path for path in paths if path.is_file()}
     report.write(directory)
     log_results(config, _by_length(report), images)
     return report, False
