@@ -20,7 +20,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from trainer.hf import DropPositions, drop_rotation, to_qwen3
+from trainer.hf import DropPositions, drop_rotation
 
 KINDS = [
     "llama",
@@ -83,18 +83,6 @@ def test_scaled_rotation_is_dropped_with_its_attention_factor(rope_type: str) ->
 def test_a_model_without_rotary_frequencies_is_refused() -> None:
     with pytest.raises(ValueError, match="no rotary frequencies"):
         drop_rotation(nn.Linear(2, 2))
-
-
-def test_qwen3_normalises_the_queries_and_keys_of_a_llama_model() -> None:
-    llama = tiny("llama")
-    qwen = to_qwen3(llama).eval()
-    attention = qwen.model.layers[0].self_attn
-    assert torch.equal(attention.q_norm.weight, torch.ones(8))
-    attention.q_norm = attention.k_norm = nn.Identity()
-    with torch.no_grad():
-        assert torch.allclose(qwen(IDS).logits, llama(IDS).logits, atol=1e-6)
-    with pytest.raises(ValueError, match="expected a Llama model"):
-        to_qwen3(tiny("gemma"))
 
 
 class Counting(Dataset[dict[str, Tensor]]):

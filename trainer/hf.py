@@ -11,9 +11,6 @@ from typing import Any, Literal, TypeVar
 
 from torch import nn
 from transformers import (
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -154,23 +151,3 @@ class DropPositions(TrainerCallback):
         """Put back the schedule's learning rate, which some schedules multiply."""
         for group, lr in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
             group["lr"] = lr
-
-
-def to_qwen3(model: PreTrainedModel) -> nn.Module:
-    """Return a Llama model as Qwen 3, which normalises queries and keys, with gains of one.
-
-    Its outputs differ from the model's until it is trained: QK-norm is on from here.
-
-    Raises:
-        ValueError: the model is no Llama, or one with biases.
-    """
-    old = model.config
-    if old.model_type != "llama" or old.attention_bias or old.mlp_bias:
-        raise ValueError(f"expected a Llama model without biases, got {old.model_type}")
-    values = {k: v for k, v in old.to_dict().items() if k not in ("model_type", "architectures")}
-    new: nn.Module = Qwen3ForCausalLM(Qwen3Config(**values))
-    new.to(model.device, model.dtype)
-    lacking, unexpected = new.load_state_dict(model.state_dict(), strict=False)
-    if unexpected or not all(name.endswith(("q_norm.weight", "k_norm.weight")) for name in lacking):
-        raise ValueError(f"weights do not fit: {lacking + unexpected}")
-    return new

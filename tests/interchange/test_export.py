@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -236,7 +235,9 @@ def test_half_the_size_in_bfloat16(decoder, tmp_path):
 
 
 def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
-    export_model(decoder(), TOKENIZER, 7, tmp_path / "export", longest=999, card="A card.")
+    model = decoder()
+    model.layout = model.layout.with_training_length(999)
+    export_model(model, TOKENIZER, 7, tmp_path / "export", card="A card.")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
     assert tokenizer.eos_token == WORD(7)
@@ -257,25 +258,17 @@ def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
     (published / "chat_template.jinja").write_text("{{ y }}")
     files = read_token_files(published)
 
-    def again(name: str, *, as_published: bool) -> Path:
-        options = {"token_files": files, "as_published": as_published}
-        export_model(decoder(), TOKENIZER, 0, tmp_path / name, **options)
-        return tmp_path / name
-
-    for place in (again("tuned", as_published=False), again("copy", as_published=True)):
-        written = json.loads((place / "tokenizer_config.json").read_text())
-        assert (written["eos_token"], written["chat_template"]) == (WORD(3), "{{ x }}")
-        assert "auto_map" not in written
-        assert ("add_bos_token" in written) == (place.name == "copy")
-        generation = json.loads((place / "generation_config.json").read_text())
-        assert generation == {"eos_token_id": [4]} | (
-            {"max_length": 9} if place.name == "copy" else {}
-        )
-        assert json.loads((place / "config.json").read_text())["eos_token_id"] == [3, 4]
-        assert (place / "chat_template.jinja").read_text() == "{{ y }}"
-        read = read_pretrained(str(place))
-        assert (read.eos, read.stops) == ((3, 4), {4})
-        assert AutoTokenizer.from_pretrained(place)(TEXT)["input_ids"] == TOKENIZER.encode(TEXT).ids
+    place = tmp_path / "tuned"
+    export_model(decoder(), TOKENIZER, 0, place, token_files=files)
+    written = json.loads((place / "tokenizer_config.json").read_text())
+    assert (written["eos_token"], written["chat_template"]) == (WORD(3), "{{ x }}")
+    assert not {"auto_map", "add_bos_token"} & written.keys()
+    assert json.loads((place / "generation_config.json").read_text()) == {"eos_token_id": [4]}
+    assert json.loads((place / "config.json").read_text())["eos_token_id"] == [3, 4]
+    assert (place / "chat_template.jinja").read_text() == "{{ y }}"
+    read = read_pretrained(str(place))
+    assert (read.eos, read.stops) == ((3, 4), {4})
+    assert AutoTokenizer.from_pretrained(place)(TEXT)["input_ids"] == TOKENIZER.encode(TEXT).ids
 
 
 @torch.no_grad()

@@ -73,6 +73,3 @@ def test_a_model_has_the_longest_context_that_it_was_trained_with(base, tmp_path
     export(tmp_path / "short", tmp_path / "to")
     written = json.loads((tmp_path / "to" / "config.json").read_text())
     assert written["max_position_embeddings"] == length
-    export(tmp_path / "to", tmp_path / "again", dtype="bfloat16")
-    again = json.loads((tmp_path / "again" / "config.json").read_text())
-    assert again == written | {"dtype": "bfloat16"}

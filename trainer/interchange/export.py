@@ -69,8 +69,6 @@ def export_model(
     tolerance: float = 1e-4,
     dtype: str = "float32",
     token_files: Mapping[str, str] | None = None,
-    as_published: bool = False,
-    longest: int | None = None,
 ) -> str:
     """Write a decoder so that transformers loads it, and compare the loaded model's logits.
 
@@ -85,25 +83,21 @@ def export_model(
         tolerance: limit of the difference.
         dtype: a key of :data:`DTYPES`.
         token_files: a published model's files about its tokens, chat template and generation, from
-            :func:`~trainer.interchange.token_files.read_token_files`; None: from ``tokenizer``.
-        as_published: whether this is the published model itself; otherwise prompts begin as the
-            training's sequences did.
-        longest: ``max_position_embeddings``, beyond which engines refuse prompts, of a model whose
-            last training length is shorter than its context; the training length by default.
+            :func:`~trainer.interchange.token_files.read_token_files`. Without them, prompts begin
+            with the token that began the training's sequences.
 
     Raises:
         UserError: the directory is not empty, or the loaded model differs; nothing is left then.
     """
     check_destination(to)
-    tokenizer = tokenizer if token_files or as_published else prompting(tokenizer, end)
-    layout = model.layout
-    plan = make_plan(model.config, layout.with_training_length(longest or layout.training_length))
+    tokenizer = tokenizer if token_files else prompting(tokenizer, end)
+    plan = make_plan(model.config, model.layout)
     log.info("Written as %s", plan.architecture)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
         _write(model, plan, tokenizer, end, partial, dtype)
         if token_files:
-            write_token_files(token_files, partial, as_published=as_published)
+            write_token_files(token_files, partial)
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
         # Rounded weights are compared with themselves, as this program reads them.

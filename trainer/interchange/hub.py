@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 
-WAIT = 5.0
-"""Seconds for a connection, of which nothing is read."""
 FILES = "*.json", "model*.safetensors", "chat_template.jinja", "README.md"
-
-
-def check_hub() -> None:
-    """Check that the hub is reachable: its client would retry for half a minute.
-
-    A proxy is assumed to reach it.
-
-    Raises:
-        OSError: it is not.
-    """
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise OSError("HF_HUB_OFFLINE is set")
-    if not getproxies():
-        place = urlsplit(constants.ENDPOINT)
-        port = place.port or (80 if place.scheme == "http" else 443)
-        socket.create_connection((place.hostname, port), WAIT).close()
 
 
 def cached_or_downloaded(download: Callable[..., str], *arguments: str, **options: Any) -> str:
     """Return the path of a file or snapshot, from the local cache without asking the hub.
 
     Raises:
-        OSError: it is not cached and the hub is unreachable; or as the client raises.
+        OSError: it is not cached, and the hub is unreachable or has no such file.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return download(*arguments, local_files_only=True, **options)
     except LocalEntryNotFoundError:
-        check_hub()
         return download(*arguments, **options)
 
 

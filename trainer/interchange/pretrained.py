@@ -170,16 +170,11 @@ def read_pretrained(location: str) -> Pretrained:
             for name, parameter in Decoder(config, layout).named_parameters()
             if not waits(name, layout)
         }
-    redundant = {"lm_head.weight"} if config.tie_word_embeddings else set()
-    wrong = [
-        f"{name}: expected {list(shapes.get(name, ())) or 'no such tensor'}, "
-        f"got {list(ours[name].shape) if name in ours else 'none'}"
-        for name in sorted(shapes.keys() | ours.keys())
-        if (name in shapes or not (name in redundant or name.endswith("rotary_emb.inv_freq")))
-        and (name not in ours or name not in shapes or ours[name].shape != shapes[name])
-    ]
-    if wrong:
-        raise UserError(f"{location}: tensor {'; '.join(wrong[:5])}")
+    redundant = "rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else [])
+    given = {n: t.shape for n, t in ours.items() if n in shapes or not n.endswith(redundant)}
+    for name, _ in sorted(shapes.items() ^ given.items()):
+        expected, got = shapes.get(name), given.get(name)
+        raise UserError(f"{location}: tensor {name}: expected the shape {expected}, got {got}")
     head = ours.get("lm_head.weight") if config.tie_word_embeddings else None
     if head is not None and not all(
         map(torch.equal, head.pieces(), ours["embed_tokens.weight"].pieces())

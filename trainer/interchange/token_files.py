@@ -16,20 +16,17 @@ from tokenizers import Tokenizer
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
-COPIED = "special_tokens_map.json", GENERATION_CONFIG, "chat_template.jinja", "chat_template.json"
+COPIED = "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
 """Files that an export contains as they are."""
-TOKEN_FILES = (CONFIG, TOKENIZER_CONFIG, *COPIED)
+TOKEN_FILES = (CONFIG, TOKENIZER_CONFIG, GENERATION_CONFIG, *COPIED)
 TOKEN_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 """Keys of config.json that are kept."""
 OF_TOKENIZER = (
     *("tokenizer_class", "model_max_length", "added_tokens_decoder", "add_prefix_space"),
-    *("add_bos_token", "add_eos_token", "legacy", "trim_offsets", "auto_map"),
+    *("add_bos_token", "add_eos_token", "legacy", "trim_offsets", "auto_map", "model_input_names"),
 )
-"""Keys of tokenizer_config.json that belong to the published tokenizer.json.
-
-A run's own file differs: it has the first token of every training sequence. transformers would
-replace that by ``add_bos_token``.
-"""
+"""Keys of tokenizer_config.json that an export does not take: tokenizer.json has them, or they are
+of the published class and length."""
 
 
 def read_token_files(directory: Path) -> dict[str, str]:
@@ -77,11 +74,11 @@ def _ends(files: Mapping[str, str], name: str, tokenizer: Tokenizer) -> list[int
     return [i for i in known if tokenizer.id_to_token(i) is not None]
 
 
-def write_token_files(files: Mapping[str, str], directory: Path, *, as_published: bool) -> None:
+def write_token_files(files: Mapping[str, str], directory: Path) -> None:
     """Replace the token settings of an exported model by those of a published one.
 
-    ``files``: as :func:`read_token_files` returns them. ``as_published``: whether the export has
-    the published tokenizer and length; otherwise settings that depend on these stay as written.
+    Settings that depend on the published length stay as written. ``files``: as
+    :func:`read_token_files` returns them.
     """
 
     def update(name: str, values: Mapping[str, Any]) -> None:
@@ -89,18 +86,15 @@ def write_token_files(files: Mapping[str, str], directory: Path, *, as_published
         written = json.loads(path.read_text("utf-8")) | values
         path.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
 
-    tokens = _settings(files, CONFIG)
+    tokens, generation = _settings(files, CONFIG), _settings(files, GENERATION_CONFIG)
     update(CONFIG, {key: tokens.get(key) for key in TOKEN_IDS})
-    # Without this file, transformers takes the tokens of config.json.
-    (directory / GENERATION_CONFIG).unlink()
     for name in COPIED:
         if name in files:
             (directory / name).write_text(files[name], "utf-8")
-    if GENERATION_CONFIG in files and not as_published:
-        settings = _settings(files, GENERATION_CONFIG)
-        settings.pop("max_length", None)
-        (directory / GENERATION_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    generation.pop("max_length", None)
+    # Without this file, transformers takes the tokens of config.json.
+    (directory / GENERATION_CONFIG).unlink()
+    if generation:
+        (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
     published = _settings(files, TOKENIZER_CONFIG)
-    kept = {k: v for k, v in published.items() if as_published or k not in OF_TOKENIZER}
-    kept.pop("auto_map", None)
-    update(TOKENIZER_CONFIG, kept | {"model_input_names": ["input_ids", "attention_mask"]})
+    update(TOKENIZER_CONFIG, {k: v for k, v in published.items() if k not in OF_TOKENIZER})

@@ -13,16 +13,14 @@ from tokenizers import Tokenizer
 from trainer.checkpoint import find_checkpoint, load_decoder, read_state
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.config import ExportRequest, RunConfig
+from trainer.config import ExportRequest
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.export import check_destination, export_model
-from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.descriptions import is_dropped
 from trainer.runs.directory import saved_config
 from trainer.runs.fitted_temperature import with_fitted_temperature
-from trainer.runs.models import published_place
 from trainer.runs.phases import phases_of, training_length_at
 
 log = logging.getLogger(__name__)
@@ -41,37 +39,35 @@ def export_checkpoint(request: ExportRequest) -> str:
     torch.set_num_threads(usual_threads())
     to = Path(request.to)
     check_destination(to)
-    if (published := published_place(request.checkpoint)) is not None:
-        return _export_again(request, published, to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
     config = saved_config(state["config"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
-    model = load_decoder(path, state)
-    stored = model.layout.longest
-    if state["step"]:
-        length = training_length_at(config, state["step"])
-        model.layout = model.layout.with_training_length(length)
+    model, step = load_decoder(path, state), state["step"]
+    longest = model.layout.longest
+    if step:
+        model.layout = model.layout.with_training_length(training_length_at(config, step))
     layout = model.layout
-    no_alibi = not any(spectrum.alibi for spectrum in layout.spectra)
-    is_independent_of_length = no_alibi and not (layout.rotates or layout.follows_length)
-    has_context = is_independent_of_length or not _is_changed(config, state["step"])
     if (factor := request.temperature_at) is not None:
         _temper(model, path, factor)
+    # A drop or a rescaling that leaves positions ends what longer sequences taught before.
+    is_changed = config.model.from_run is not None or any(
+        phase.start < step and (phase.drop or phase.rescale) for phase in phases_of(config)
+    )
+    has_positions = layout.rotates or any(s.alibi for s in layout.spectra) or layout.follows_length
+    if not (is_changed and has_positions):
+        model.layout = model.layout.with_training_length(longest)
     began_with = config.model.from_pretrained or config.model.from_run
     card = (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# {config.name}\n\n"
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {state['step']:,} steps, "
-        f"positional encoding {'dropped' if is_dropped(config, state['step']) else 'kept'}, "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {step:,} steps, "
+        f"positional encoding {'dropped' if is_dropped(config, step) else 'kept'}, "
         f"training length {layout.training_length:,} tokens.\n"
-        + (
-            f"Training began with {Path(began_with).name}, whose licence holds.\n"
-            if began_with
-            else ""
-        )
     )
+    if began_with:
+        card += f"Training began with {Path(began_with).name}, whose licence holds.\n"
     return export_model(
         model,
         tokenizer,
@@ -80,8 +76,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         card=card,
         tolerance=request.tolerance,
         dtype=request.dtype,
-        token_files=state.get("token_files", {}),
-        longest=stored if has_context else None,
+        token_files=state["token_files"],
     )
 
 
@@ -114,32 +109,3 @@ def _temper(model: Decoder, path: Path, factor: float) -> None:
         for old, new in zip(before.layers, layout.layers, strict=True)
     )
     model.layout = replace(before, layers=tuple(layers))
-
-
-def _is_changed(config: RunConfig, step: int) -> bool:
-    """Whether the run may have changed the encoding by a drop or a rescaling.
-
-    If not, a model that was trained on shorter sequences last still has its context.
-    """
-    return config.model.from_run is not None or any(
-        phase.start < step and (phase.drop or phase.rescale) for phase in phases_of(config)
-    )
-
-
-def _export_again(request: ExportRequest, path: Path, to: Path) -> str:
-    """Export a published model or an earlier export again."""
-    assert request.checkpoint is not None
-    published = read_pretrained(request.checkpoint)
-    card = path / "README.md"
-    log.info("Exporting %s again", request.checkpoint)
-    return export_model(
-        published.decoder(),
-        published.require_tokenizer(),
-        published.bos_token or 0,  # published tokens replace those written
-        to,
-        card=card.read_text(encoding="utf-8") if card.is_file() else "",
-        tolerance=request.tolerance,
-        dtype=request.dtype,
-        token_files=published.token_files(),
-        as_published=True,
-    )
