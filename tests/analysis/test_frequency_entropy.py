@@ -277,7 +277,7 @@ def test_a_gate_has_one_rule_or_several():
 def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder):
     """Fig. 4: perplexity by alpha of what Eq. 11 and 12 attenuate, queries and keys by their own
     entropies, here of another text; and both rules of Sec. 5.3 together."""
-    model, ids, other = tiny_decoder(), text(1100, 2), text(1060)[:, 30:]
+    model, ids, other = tiny_decoder(), text(1100), text(1060)[:, 30:]
     sides = ("query", "key")
     entropies = {(m, s): expected(model, other, m, s) for m in MEASURES for s in sides}
     high, low = (round(np.median(entropies[m, "query"]), 4) for m in MEASURES)
@@ -294,7 +294,6 @@ def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder)
         gates=list(gates),
         choice="validation",
         tokens=[40, 80],
-        texts=2,
     )
 
     def perplexity(pairs, alpha, n):

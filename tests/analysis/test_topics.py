@@ -51,7 +51,6 @@ def mixed(tiny_decoder):
             alphas=[0.0, 0.25, 1.0],
             gates=["spectrum>0.4+sequence<0.9", "sequence>0.1"],
             tokens=[30, 70],
-            texts=2,
         ),
         needle=NeedleSettings(kind="question", by="key", ranked_on="prompt"),
     )

@@ -106,11 +106,10 @@ def byte_tokenizer():
     return train_tokenizer([], 257, [])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_what_is_asked_for_is_what_was_stated(byte_tokenizer, seed):
+def test_what_is_asked_for_is_what_was_stated(byte_tokenizer):
     words = byte_tokenizer.encode("So it goes. " * 200).ids
     ids = torch.tensor([words[:2000], words[12:2012]])
-    made = needle_prompt(byte_tokenizer, ids, 1500, seed, 0.1)
+    made = needle_prompt(byte_tokenizer, ids, 1500, 0.1)
     assert made.ids.shape == (2, 1500)
     for row in made.ids.tolist():
         stated = byte_tokenizer.decode(row[made.needle])
@@ -120,20 +119,14 @@ def test_what_is_asked_for_is_what_was_stated(byte_tokenizer, seed):
         assert asked == f"\n\nThe special magic number for {key} mentioned in the provided text is:"
     # As long as it has to be at least, and not a token shorter.
     least = 5 * (made.needle.stop - made.needle.start + made.question)
-    assert needle_prompt(byte_tokenizer, ids, least, seed, 0.1) is not None
-    assert needle_prompt(byte_tokenizer, ids, least - 1, seed, 0.1) is None
-
-
-def test_without_room_there_is_no_prompt(byte_tokenizer):
-    ids = torch.zeros(1, 1000, dtype=torch.long)
-    assert needle_prompt(byte_tokenizer, ids, 300, 0, 0.1) is None
-    assert needle_prompt(byte_tokenizer, ids, 1001, 0, 0.1) is None
+    assert needle_prompt(byte_tokenizer, ids, least, 0.1) is not None
+    assert needle_prompt(byte_tokenizer, ids, least - 1, 0.1) is None
 
 
 def test_a_statement_stands_at_any_depth(byte_tokenizer):
     ids = torch.tensor([byte_tokenizer.encode("So it goes. " * 200).ids[:2000]])
     first, early, last = (
-        needle_prompt(byte_tokenizer, ids, 1500, 0, depth) for depth in (0.0, 0.1, 1.0)
+        needle_prompt(byte_tokenizer, ids, 1500, depth) for depth in (0.0, 0.1, 1.0)
     )
     assert first.needle.start == 1
     text = 1500 - (early.needle.stop - early.needle.start) - early.question

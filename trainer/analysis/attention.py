@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from statistics import fmean
 
 import torch
@@ -76,69 +77,43 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
     slopes = head_slopes(heads) if rotated else None
     statistics = [q.new_empty(B, Hq, T) for _ in fields(Rows)[1:]]
     size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
-    for b in range(B):
-        for kv in range(k.shape[1]):
-            shared = slice(kv * group, (kv + 1) * group)
-            for start in range(0, T, size):
-                stop = min(start + size, T)
-                first = 0 if window is None else max(0, start - window + 1)
-                block = _block(
-                    heads,
-                    q[b, shared, start:stop],
-                    k[b, kv, first:stop],
-                    (start, first),
-                    None if slopes is None else slopes[shared],
-                    None if heads.sinks is None else heads.sinks[shared],
-                )
-                for rows, values in zip(statistics, block, strict=True):
-                    rows[b, shared, start:stop] = values
+    for b, kv, start in product(range(B), range(k.shape[1]), range(0, T, size)):
+        shared, stop = slice(kv * group, (kv + 1) * group), min(start + size, T)
+        first = 0 if window is None else max(0, start - window + 1)
+        i = torch.arange(start, stop, device=q.device)[:, None]
+        j = torch.arange(first, stop, device=q.device)
+        scores = (q[b, shared, start:stop] * heads.scale) @ k[b, kv, first:stop].T
+        # Keys before the block's first query are visible to all its queries: only the rest needs
+        # the mask.
+        past = start - first
+        scores[..., past:].masked_fill_(j[past:] > i, HIDDEN)
+        if window is not None:
+            scores.masked_fill_(j <= i - window, HIDDEN)
+        peak = scores.amax(dim=-1) / heads.scale
+        if heads.softcap is not None:
+            scores = heads.capped(scores).masked_fill_(scores == HIDDEN, HIDDEN)
+        if slopes is not None:
+            scores += slopes[shared, None, None] * (j - i)
+        top = scores.amax(dim=-1, keepdim=True)
+        scores -= top
+        weights = scores.exp()
+        # One product gives the totals and first moments of all rows.
+        moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
+        keys, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
+        entropy = keys.log() - (weights * scores).sum(dim=-1) / keys
+        total = keys
+        if heads.sinks is not None:
+            total = keys + (heads.sinks[shared, None] - top[..., 0]).exp()
+        sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
+        before = weights.diagonal(past - 1, -2, -1)
+        if past == 0:  # the first query of the block does not see the key before it
+            before = F.pad(before, (1, 0))
+        diagonal = weights.diagonal(past, -2, -1) / total
+        distance, learned = i[:, 0] - first - mean, 1 - keys / total
+        block = peak, sink, diagonal, before / total, distance, entropy, learned
+        for rows, values in zip(statistics, block, strict=True):
+            rows[b, shared, start:stop] = values
     return Rows(visible_keys(T, window, q.device), *statistics)
-
-
-def _block(
-    heads: Heads,
-    q: Tensor,
-    k: Tensor,
-    starts: tuple[int, int],
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """Compute the numbers of :class:`Rows` for queries ``[G, b, D]`` and keys ``[n, D]`` of one
-    head, with their ``slopes`` and ``sinks`` ``[G]``.
-
-    ``starts``: positions of the first query and of the first key; the last query sees the last key.
-    """
-    (start, first), window = starts, heads.encoding.window
-    scores = (q * heads.scale) @ k.T
-    i = torch.arange(start, start + q.shape[1], device=q.device)[:, None]
-    j = torch.arange(first, first + k.shape[0], device=q.device)
-    # Keys before the block's first query are visible to all its queries: only the rest needs the
-    # mask.
-    past = start - first
-    scores[..., past:].masked_fill_(j[past:] > i, HIDDEN)
-    if window is not None:
-        scores.masked_fill_(j <= i - window, HIDDEN)
-    peak = scores.amax(dim=-1) / heads.scale
-    if heads.softcap is not None:
-        scores = heads.capped(scores).masked_fill_(scores == HIDDEN, HIDDEN)
-    if slopes is not None:
-        scores += slopes[:, None, None] * (j - i)
-    top = scores.amax(dim=-1, keepdim=True)
-    scores -= top
-    weights = scores.exp()
-    # One product gives the totals and first moments of all rows.
-    moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
-    total, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
-    entropy = total.log() - (weights * scores).sum(dim=-1) / total
-    if sinks is not None:
-        total = total + (sinks[:, None] - top[..., 0]).exp()
-    sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
-    diagonal = weights.diagonal(past, -2, -1) / total
-    before = weights.diagonal(past - 1, -2, -1)
-    if past == 0:  # the first query of the block does not see the key before it
-        before = F.pad(before, (1, 0))
-    learned = 1 - moments[..., 0] / total
-    return peak, sink, diagonal, before / total, i[:, 0] - first - mean, entropy, learned
 
 
 def head_attention(

@@ -109,11 +109,11 @@ class OffsetFeatureFigures(Topic):
             plots.append(channels([view for _, view in self.shown]))
             plots += [points_of_head(view, C, self.target.pairs) for _, view in whole]
             plots.append(terms(self.features, [pair for pair, _ in self.shown], C))
-        if self._sinks:
-            plots.append(_sinks_plot(pd.DataFrame(self._sinks)))
-        if self._fastest:
-            plots.append(_steps_plot(in_steps(self._fastest, self.features)))
-        return plots
+        return plots + effect_plots(pd.DataFrame(self._sinks), self._steps)
+
+    @property
+    def _steps(self) -> pd.DataFrame:
+        return in_steps(self._fastest, self.features) if self._fastest else pd.DataFrame()
 
     def rows(self) -> pd.DataFrame:
         """Return every pair, the effects on attention, and the recall of the bounds (Table 2)."""
@@ -125,8 +125,8 @@ class OffsetFeatureFigures(Topic):
         if self._sinks:
             tables.append(_long(pd.DataFrame(self._sinks)).assign(variant="first token"))
         if self._fastest:
-            steps = in_steps(self._fastest, self.features).drop(columns=[*columns, "scale"])
-            tables.append(_long(steps).assign(variant="token before"))
+            steps = _long(self._steps.drop(columns=[*columns, "scale"]))
+            tables.append(steps.assign(variant="token before"))
         whole = _summary(self.features, "all pairs").assign(length=self.target.training_length)
         return pd.concat([*tables, whole])
 
@@ -306,37 +306,39 @@ def terms(features: pd.DataFrame, shown: Sequence[Any], trained: int) -> Plot:
     )
 
 
-def _sinks_plot(sinks: pd.DataFrame) -> Plot:
-    """Draw the effect of each head's strongest pair under the upper bound on its sink."""
-    first, score = "attention on the first token", "score of the first key over others"
-    without = Frame(first, f"{first}\nwithout the pair", diagonal)
-    panels = [
-        _graded(sinks, "attention", "attention_without", "layer", without),
-        _graded(sinks, "margin", "margin_of_pair", "layer", Frame(score, "of it, the pair's")),
-    ]
-    return Plot(
-        "offset_sinks",
-        points(panels, size=14, index="layer"),
-        "Attention on the first token with and without the strongest pair under the upper bound, "
-        "and the pair's part of the first key's score, a point a head (Sec. 4.2).",
-    )
+def effect_plots(sinks: pd.DataFrame, fastest: pd.DataFrame) -> list[Plot]:
+    """Draw attention with and without a pair: each head's strongest under the upper bound on its
+    sink, and its fastest on the token before."""
 
+    def without(key: str, table: pd.DataFrame) -> Points:
+        frame = Frame(f"attention on {key}", f"attention on {key}\nwithout the pair", diagonal)
+        return _graded(table, "attention", "attention_without", "layer", frame)
 
-def _steps_plot(fastest: pd.DataFrame) -> Plot:
-    """Draw the effect of every head's fastest pair on attention on the token before."""
-    before = "attention on the token before"
-    radius = Frame("radius of the mean key", "angle φ in steps of a token", horizontal=((1.0, ""),))
-    without = Frame(before, f"{before}\nwithout the pair", diagonal)
-    panels = [
-        _graded(fastest, "key_radius", "steps", "layer", radius),
-        _graded(fastest, "attention", "attention_without", "layer", without),
-    ]
-    return Plot(
-        "offset_steps",
-        points(panels, size=14, index="layer"),
-        "The fastest pair of every head: its angle by its radius, and attention on the token "
-        "before with and without it (Sec. 4.3.1).",
-    )
+    plots = []
+    if len(sinks):
+        margin = Frame("score of the first key over others", "of it, the pair's")
+        panels = [
+            without("the first token", sinks),
+            _graded(sinks, "margin", "margin_of_pair", "layer", margin),
+        ]
+        caption = (
+            "Attention on the first token with and without the strongest pair under the upper "
+            "bound, and the pair's part of the first key's score, a point a head (Sec. 4.2)."
+        )
+        plots.append(Plot("offset_sinks", points(panels, size=14, index="layer"), caption))
+    if len(fastest):
+        step = ((1.0, ""),)
+        angle = Frame("radius of the mean key", "angle φ in steps of a token", horizontal=step)
+        panels = [
+            _graded(fastest, "key_radius", "steps", "layer", angle),
+            without("the token before", fastest),
+        ]
+        caption = (
+            "The fastest pair of every head: its angle by its radius, and attention on the token "
+            "before with and without it (Sec. 4.3.1)."
+        )
+        plots.append(Plot("offset_steps", points(panels, size=14, index="layer"), caption))
+    return plots
 
 
 def offset_changes(before: Target, after: Target) -> Results:

@@ -28,20 +28,19 @@ class Target:
 
     ``ids``: ``[B, T]`` tokens on the model's device, each row after a beginning-of-text token.
     ``chosen``: (layer, query head) pairs that figures of single heads show; empty: the analysis
-    chooses. ``pairs``: rotary pairs that figures of single pairs show; empty: all, or the analysis
-    chooses. ``seed``: seed of subsamples. ``prompt``: needle prompts within the training length,
-    if there are any. ``frames``: frames of the short-time transform. ``prefixes``: shorter lengths
-    at which frequency entropies are measured too. ``attenuation``: settings of the attenuation of
-    pairs; ``choice`` ``[B, T]``: texts whose entropies select these pairs (None: ``ids``).
-    ``needle``: how heads of extreme matrix entropy are shown; ``question``: a prompt as long as a
-    text (None: copy the end of a text).
+    chooses. ``prompt``: needle prompts within the training length, if there are any. ``pairs``:
+    rotary pairs that figures of single pairs show; empty: all, or the analysis chooses. ``frames``:
+    frames of the short-time transform. ``prefixes``: shorter lengths at which frequency entropies
+    are measured too. ``attenuation``: settings of the attenuation of pairs; ``choice`` ``[B, T]``:
+    texts whose entropies select these pairs (None: ``ids``). ``needle``: how heads of extreme
+    matrix entropy are shown; ``question``: a prompt as long as a text (None: copy the end of a
+    text).
     """
 
     name: str
     model: LanguageModel
     ids: Tensor
     chosen: tuple[tuple[int, int], ...] = ()
-    seed: int = 0
     prompt: NeedlePrompt | None = None
     pairs: tuple[int, ...] = ()
     frames: ShortTime = USUAL

@@ -73,17 +73,19 @@ def analyze(request: AnalysisRequest, name: str) -> tuple[AnalysisReport, Path]:
         model = subject.load(device).to(DTYPES[config.dtype]).eval()
         if config.method is not None:
             use_method(model, subject, config.method, ids.shape[1], config.layers)
-        read = ids.to(device)
+        read, depth = ids.to(device), config.needle.depth
         within = min(read.shape[1], model.layout.training_length)
-        needle = 0, config.needle.depth
         question = None
         if config.needle.kind == "question" and kind in ("all", "matrix_entropy"):
-            question = needle_prompt(subject.tokenizer, read[:1], read.shape[1], *needle)
+            question = needle_prompt(subject.tokenizer, read, read.shape[1], depth)
             if question is None:
                 raise UserError("analysis.length: too short for analysis.needle.kind=question")
         return Target(
-            *(subject.name, model, read, tuple((a, b) for a, b in config.chosen), 0),
-            needle_prompt(subject.tokenizer, read, within, *needle),
+            subject.name,
+            model,
+            read,
+            chosen=tuple((layer, head) for layer, head in config.chosen),
+            prompt=needle_prompt(subject.tokenizer, read, within, depth),
             pairs=tuple(config.pairs),
             frames=config.frequency_entropy,
             prefixes=tuple(config.prefixes),
@@ -251,34 +253,26 @@ def _windows(
 
 
 def needle_prompt(
-    tokenizer: Tokenizer, ids: Tensor, length: int, seed: int, depth: float
+    tokenizer: Tokenizer, ids: Tensor, length: int, depth: float
 ) -> NeedlePrompt | None:
-    """Insert a statement into the first texts, in the words of DroPE's App. C.2, and the question
-    for it at their end.
+    """Return prompts of ``length`` tokens: the first texts, each after its beginning-of-text token,
+    with a statement in the words of DroPE's App. C.2 and the question for it at the end.
 
-    Args:
-        tokenizer: the model's.
-        ids: ``[B, T]`` texts, each after a beginning-of-text token.
-        length: tokens of a prompt, at most T.
-        seed: seed of the statement.
-        depth: position of the statement, 0 for the beginning of the text and 1 for its end.
-
-    Returns:
-        None if the text would be less than four times as long as statement and question.
+    ``depth``: position of the statement, 0 for the beginning of the text and 1 for its end. None:
+    the text would be less than four times as long as statement and question.
     """
     haystack = Haystack(tokenizer, (), ())
-    quiz = one_of_many(1, "", np.random.default_rng(seed))
+    quiz = one_of_many(1, "", np.random.default_rng(0))
     needle = haystack.encode(f" {quiz.needles[0]}")
     question = haystack.encode(f"\n\n{quiz.question}")
     text = length - len(needle) - len(question)
-    if text < 4 * (len(needle) + len(question)) or length > ids.shape[1]:
+    if text < 4 * (len(needle) + len(question)):
         return None
     place = 1 + round(depth * (text - 1))
     rows = ids[:PROMPTS, :text]
-
-    def inserted(tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, device=ids.device).expand(len(rows), -1)
-
-    parts = [rows[:, :place], inserted(needle), rows[:, place:], inserted(question)]
-    span = slice(place, place + len(needle))
-    return NeedlePrompt(torch.cat(parts, dim=1), span, len(question))
+    inserted = (
+        torch.tensor(x, device=ids.device).expand(len(rows), -1) for x in (needle, question)
+    )
+    stated, asked = inserted
+    prompts = torch.cat([rows[:, :place], stated, rows[:, place:], asked], dim=1)
+    return NeedlePrompt(prompts, slice(place, place + len(needle)), len(question))
