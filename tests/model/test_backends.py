@@ -94,11 +94,6 @@ def test_sdpa_in_blocks_of_queries(monkeypatch, mask, block):
     assert_is_attention(BACKENDS["sdpa"], mask, new=7)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_other_groupings_of_heads(kv_heads):
-    assert_is_attention(BACKENDS["sdpa"], MASKS["all"], kv_heads=kv_heads)
-
-
 def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
     """So that memory and time are linear in the length."""
     monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 3)
@@ -138,30 +133,6 @@ def test_flex_of_the_last_positions_alone(tiny_decoder):
     for block in model.layers:
         block.self_attn.attend = BACKENDS["flex"]
     torch.testing.assert_close(model(ids, last=3), model(ids)[:, -3:])
-
-
-@pytest.mark.parametrize("own_masks", [False, True])
-def test_biases_of_alibi_are_so_many_at_once(monkeypatch, own_masks):
-    """For every row of the batch, where each has its own mask."""
-    length, rows = 40, 3
-    q, k, v = (torch.randn(rows, heads, length, D) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    documents = torch.arange(length).expand(rows, -1) // 13 if own_masks else None
-    mask = Mask(slopes=torch.linspace(0.1, 1, HEADS), documents=documents)
-    whole = BACKENDS["sdpa"](q, k, v, mask)
-    limit = 20 * HEADS * length * (rows if own_masks else 1)
-    monkeypatch.setattr(backends, "SCORES", limit)
-    monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 1000)
-    sizes = []
-
-    def counted(*arguments):
-        biases = bias(*arguments)
-        sizes.append(biases.numel())
-        return biases
-
-    monkeypatch.setattr(backends, "bias", counted)
-    torch.testing.assert_close(BACKENDS["sdpa"](q, k, v, mask), whole)
-    assert len(sizes) == 2
-    assert max(sizes) <= limit
 
 
 def test_heads_that_change_in_a_run_are_compiled_as_one_graph():
@@ -240,14 +211,6 @@ def test_flash(fake_flash, mask):
 @pytest.mark.parametrize("name", ["plain", "window", "alibi"])
 def test_flash_with_a_cache(name, new):
     assert_is_attention(BACKENDS["flash"], MASKS[name], new)
-
-
-@pytest.mark.usefixtures("fake_flash")
-def test_flash_keeps_documents_of_different_rows_apart_whatever_their_numbers():
-    """Numbers may repeat in the next row, or differ by any offset."""
-    for last, first in [(7, 7), (7 + T, 7), (7 + T + 1, 7), (7, 7 + T + 1)]:
-        documents = torch.tensor([[0] * 4 + [last] * 8, [first] * 6 + [99] * 6])
-        assert_is_attention(BACKENDS["flash"], Mask(documents=documents))
 
 
 def test_gradients_are_those_of_the_definition(monkeypatch):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
-from trainer.model.generate import generate
 from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
@@ -41,13 +40,6 @@ def test_appended_keys_and_values_come_back_in_order(sizes, seed):
     assert cache.keys.data_ptr() == keys.data_ptr() == room
     assert torch.equal(keys, torch.cat(pieces, dim=2))
     assert torch.equal(values, -torch.cat(pieces, dim=2))
-
-
-def test_more_than_there_is_room_for_is_an_error():
-    cache = LayerCache(*torch.zeros(2, 1, 1, 4, 2))
-    cache.append(torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2))
-    with pytest.raises(ValueError, match="for 4 tokens cannot hold 5"):
-        cache.append(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=6), st.data())
@@ -177,20 +169,6 @@ def test_rows_of_other_lengths_each_have_their_own_frequencies(tiny_decoder, cha
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lengths", [(30, 4), (30, 20), (7, 4)])
-def test_heads_that_are_alike_in_short_sequences_only_stay_apart_in_a_batch(tiny_decoder, lengths):
-    """One row may lie within the training length, where a temperature is 1, and another beyond."""
-    model = tiny_decoder(
-        training_length=8,
-        layers=["nope"],
-        heads={"warm": 0.5},
-        encodings={"warm": {"type": "nope", "temperature": 1.5}},
-    )
-    prompts = [IDS[0, :n].tolist() for n in lengths]
-    assert generate(model, prompts, 6) == [generate(model, [p], 6)[0] for p in prompts]
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("chunk", [1, 7, 39])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sequence_read_in_chunks_gives_what_it_gives_at_once(tiny_decoder, name, chunk):
@@ -211,12 +189,3 @@ def test_a_sequence_read_in_chunks_gives_what_it_gives_at_once(tiny_decoder, nam
     torch.testing.assert_close(model(IDS[:, 30:], cache=cache, last=9), last)
     handle.remove()
     assert sum(ids.shape[1] for ids in seen) == 40 * 3 + 30 * 2 + 10
-
-
-@pytest.mark.parametrize("kind", sorted(RESCALINGS))
-def test_frequencies_that_follow_the_length_are_those_of_all_chunks(tiny_decoder, kind):
-    model = tiny_decoder().double().eval()
-    model.layout = model.layout.dynamically_rescaled(RESCALINGS[kind])
-    expected = model.token_losses(IDS, IDS)
-    model.prefill_chunk = 16
-    torch.testing.assert_close(model.token_losses(IDS, IDS), expected)

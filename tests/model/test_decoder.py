@@ -1,7 +1,6 @@
 """The decoder has the logits of published architectures, and the initial weights it promises."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -273,21 +272,6 @@ def test_gradients_are_those_of_the_plain_cross_entropy(tiny_decoder, tied):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_layout_of_another_shape_is_refused(tiny_decoder):
-    decoder = tiny_decoder()
-    layers = decoder.layout.layers
-    for wrong, message in (
-        (layers[:1], "1 layers, the model 2"),
-        (
-            tuple(replace(layer, groups=((layer.spectra[0], 1),)) for layer in layers),
-            "key-value heads",
-        ),
-        (tuple(replace(layer, qk_norm=True) for layer in layers), "QK-norm"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decoder.layout = replace(decoder.layout, layers=wrong)
-
-
 @pytest.mark.parametrize("windows", [[None], [5]])
 @pytest.mark.parametrize("last", [1, 3])
 def test_the_last_positions_alone_have_the_logits_they_have_among_all(tiny_decoder, windows, last):
@@ -351,16 +335,6 @@ def test_the_first_loss_is_that_of_guessing(initializer, tied):
     with torch.no_grad():
         loss = model.loss(ids[:, :-1], ids[:, 1:]).mean().item()
     assert loss == pytest.approx(math.log(200), abs=0.6)
-
-
-@pytest.mark.parametrize("initializer", ["normal", "fan_in"])
-def test_norms_start_at_one_and_biases_at_zero(initializer):
-    vectors = [
-        (n, p) for n, p in decoder(initializer=initializer).named_parameters() if p.dim() == 1
-    ]
-    assert len(vectors) == 8 * (2 + 3) + 1
-    for name, value in vectors:
-        assert (value == (0 if name.endswith("bias") else 1)).all(), name
 
 
 def test_a_parameter_depends_on_its_name_and_the_seed_alone():

@@ -77,13 +77,3 @@ def test_torch_counts_the_same(monkeypatch, shape, window, documents):
     assert forward_flops(*ours) == products + attention * seen // computed
     products, attention = counted(lambda: model.loss(ids, ids, documents=mask).backward())
     assert training_flops(*ours) == products + attention * seen // computed
-
-
-def test_an_unknown_vocabulary_or_wrong_documents_are_refused():
-    config = ModelConfig(8, 12, 1, 2, 1)
-    layout = layout_for(config)
-    with pytest.raises(ValueError, match="vocab_size"):
-        forward_flops(config, layout, 10)
-    config = ModelConfig(8, 12, 1, 2, 1, vocab_size=5)
-    with pytest.raises(ValueError, match="documents of 9 tokens in a sequence of 10"):
-        training_flops(config, layout, 10, [4, 5])

@@ -55,19 +55,6 @@ def test_temperature_0_takes_the_likeliest():
     assert torch.equal(Sampler(Sampling(), 7)(logits, range(7)), logits.argmax(-1))
 
 
-def test_a_token_without_probability_is_never_drawn():
-    logits = torch.full((1, 50_000), -math.inf)
-    logits[0, 123] = 0.0
-    sampler = Sampler(Sampling(1.0), 1)
-    assert {sampler(logits, [0]).item() for _ in range(20)} == {123}
-
-
-def test_tokens_that_have_the_share_without_another_are_all_that_is_drawn_from():
-    sampler = Sampler(Sampling(1.0, top_p=0.5), 1)
-    logits = torch.zeros(1, 2)  # half and half: the first alone has the share
-    assert {sampler(logits, [0]).item() for _ in range(20)} == {0}
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_the_least_draw_takes_no_token_without_probability(monkeypatch, top_p):
     """Of [0, 1) the generator may draw exactly 0."""

@@ -119,17 +119,6 @@ def test_stop_strings_are_found_across_tokens_and_never_shown(text, stop):
     assert "".join(streamed(CHARACTERS, map(ord, text), stop)) == expected
 
 
-def test_only_a_possible_stop_string_is_held_back():
-    stream = TextStream(CHARACTERS, ["</s>"])
-    assert [stream.push(ord(c)) for c in "a<b</s"] == ["a", "", "<b", "", "", ""]
-    assert stream.finish() == "</s"
-
-
-def test_an_empty_stop_string_is_an_error():
-    with pytest.raises(ValueError, match="empty stop string"):
-        TextStream(BYTE_LEVEL, [""])
-
-
 @pytest.mark.parametrize(
     ("stop", "text", "shown"),
     [

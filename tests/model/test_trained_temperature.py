@@ -103,8 +103,3 @@ def test_a_trained_temperature_has_gradients_and_survives_checkpoints(tiny_decod
     model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
     assert Layout.from_dict(model.layout.to_dict()) == model.layout
-    before = model.layout.to_dict()
-    for spectrum in before["spectra"]:
-        for key in ("reference", "steps"):  # as earlier versions wrote it
-            del spectrum["temperature"][key]
-    assert Layout.from_dict(before).spectra[0] == model.layout.spectra[0]

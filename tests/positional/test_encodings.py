@@ -162,12 +162,6 @@ def test_a_wrong_setting_is_named(name, parameters, head_dim, message):
         by_name(name, head_dim, 4096, **parameters)
 
 
-@pytest.mark.parametrize("fraction", [0.14, 0.28, 0.58])
-def test_a_decimal_fraction_is_not_refused_for_its_rounding(fraction):
-    """100 * 0.14 is 14.000000000000002 in floating point, 100 * 0.58 is 57.99999999999999."""
-    assert spectrum("rope", 100, rotary_fraction=fraction).rotary_dim == round(100 * fraction)
-
-
 def test_a_plugin_adds_an_encoding(tmp_path, monkeypatch):
     """A plugin may postpone annotations and define dataclasses."""
     plugin = tmp_path / "mine.py"

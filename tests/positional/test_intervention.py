@@ -9,18 +9,15 @@ from hypothesis import strategies as st
 
 from tests.positional.examples import encoded, one_layer
 from trainer.model.cache import KVCache
-from trainer.model.generate import generate
 from trainer.positional.encodings import by_name
 from trainer.positional.intervention import intervene
 from trainer.positional.layout import Intervention
-from trainer.positional.rescaling import dynamic, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
 C, D = 64, 8
 ROPE, NOPE = by_name("rope", D, C), Spectrum()
 HALF = by_name("rope", D, C, rotary_fraction=0.5)
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(3))
-RAGGED = [row[:length].tolist() for length in (12, 5, 1, 9) for row in IDS]
 MODELS = {
     "rope": {},
     "nope": {"layers": ["nope"]},
@@ -187,25 +184,6 @@ def test_reading_in_parts_is_reading_in_one_go(tiny_decoder, positional):
     cache = KVCache.empty(model.config, 2, IDS.shape[1])
     parts = [model(part, cache=cache) for part in IDS.split([7, 1, 1, 15], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), rtol=1e-4, atol=1e-4)
-
-
-CHANGES = {
-    "plain": lambda s: s,
-    "tempered by length": lambda s: s.with_temperature(coefficient=1.5),
-    "slower with length": lambda s: dynamic(s, ntk_aware, 8, 2.0),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
-def test_prompts_of_any_lengths_are_continued_as_if_alone(tiny_decoder, positional, change):
-    model = tiny_decoder(training_length=8, **positional)
-    plain = model.layout.map(change)
-    model.layout = with_intervention(plain, EVERYTHING)
-    together = generate(model, RAGGED, 12)
-    assert together == [generate(model, [prompt], 12)[0] for prompt in RAGGED]
-    model.layout = plain
-    assert together != generate(model, RAGGED, 12)
 
 
 @pytest.mark.slow

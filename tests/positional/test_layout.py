@@ -2,14 +2,13 @@
 
 import json
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
-from trainer.positional.layout import Intervention, LayerEncoding, Layout
+from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import (
     dynamic,
     longrope,
@@ -59,12 +58,6 @@ def test_a_layout_survives_json(layout):
     assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
 
 
-def test_a_spectrum_that_many_heads_share_is_written_once():
-    layout = Layout(C, (LayerEncoding.of_heads((A, B, A)),) * 5)
-    assert len(layout.to_dict()["spectra"]) == 2
-    assert layout.spectra == (A, B)
-
-
 def test_neighbouring_heads_with_one_spectrum_are_one_group():
     assert LayerEncoding.of_heads((A, A, B, A)).groups == ((A, 2), (B, 1), (A, 1))
     assert LayerEncoding(((A, 1), (A, 2))) == LayerEncoding.of_heads((A, A, A))
@@ -102,14 +95,6 @@ def test_spectra_that_follow_the_length_are_constant_within_the_training_length(
     assert layout.frequencies_follow_length == moves_keys
     assert [layer.frequencies_follow_length for layer in layout.layers] == [moves_keys]
     assert layout.at(1) == layout.at(C) != layout.at(2 * C)
-
-
-def test_a_layer_of_spectra_for_query_heads_keeps_what_is_done_to_each_key():
-    intervention = Intervention(key=((0.5, 1.0), (1.0, 2.0)), key_noise=(0.1, 0.0))
-    layer = replace(LayerEncoding.of_heads((A, B)), intervention=intervention).expanded(2)
-    assert layer.spectra == (A, A, B, B)
-    assert layer.intervention.key == ((0.5, 1.0),) * 2 + ((1.0, 2.0),) * 2
-    assert layer.intervention.key_noise == (0.1, 0.1, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("pattern", [[4096, 4096, 4096, -1], [-1, 1024], [-1]])

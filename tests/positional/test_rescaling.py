@@ -24,7 +24,6 @@ from trainer.positional.rescaling import (
     rescaled,
     yarn,
     yarn_full_range,
-    yarn_turns,
 )
 from trainer.positional.spectrum import Spectrum
 
@@ -110,16 +109,6 @@ def test_a_second_stage_counts_the_turns_of_each_pair(rescaling):
             assert slower == pytest.approx(f * (share + (1 - share) / 4), rel=1e-12)
 
 
-@pytest.mark.parametrize("head_dim", [80, 128, 256])
-def test_frequencies_read_from_float32_tables_are_geometric_still(head_dim):
-    """YaRN then agrees with transformers' truncated ramp."""
-    exact = rope(head_dim)
-    angles = torch.tensor(exact.inv_freq)
-    read = torch.complex(angles.cos(), angles.sin()).to(torch.complex128).angle().tolist()
-    shares = ntk_by_parts(tuple(read), C).kept
-    assert shares == pytest.approx(ntk_by_parts(exact.inv_freq, C).kept, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     ("head_dim", "base", "length", "bounds"),
     [
@@ -198,23 +187,6 @@ def test_without_rotation_there_is_nothing_to_rescale(rescaling, factor):
     assert slowed(RESCALINGS[rescaling], nope, factor, C) == nope
     assert dynamic(nope, RESCALINGS[rescaling], C) == nope
     assert longrope(nope, (), (), C) == nope
-
-
-@pytest.mark.parametrize("second", [yarn, yarn_turns, position_interpolation, ntk_aware])
-def test_a_second_rescaling_keeps_the_attention_factor_of_the_first(second):
-    """As where a model that YaRN has extended is extended once more: logarithms add up."""
-    once = slowed(yarn, rope(), 4.0, C)
-    twice = slowed(second, once, 2.0, 4 * C)
-    grown_by = 2.0 if second in (yarn, yarn_turns) else 1.0
-    assert twice.rotary_scale == pytest.approx(0.1 * math.log(4 * grown_by) + 1, rel=1e-12)
-    stretch = second(once.inv_freq, 4 * C)
-    assert twice.inv_freq == pytest.approx(stretch.frequencies(once.inv_freq, 2.0), rel=1e-12)
-    # With a factor that follows the length, and with factors of each pair.
-    for s in (1, 2):
-        following = dynamic(once, second, 4 * C).at(4 * s * C, 4 * C)
-        grown = 0.1 * math.log(s) if second in (yarn, yarn_turns) else 0.0
-        assert following.rotary_scale == pytest.approx(once.rotary_scale + grown, rel=1e-12)
-    assert longrope(once, (1.0,) * 32, (2.0,) * 32, C).rotary_scale == once.rotary_scale
 
 
 def test_yarn_leaves_a_spectrum_of_one_speed_alone():

@@ -18,8 +18,6 @@ from trainer.config import (
     RescaleConfig,
     RunConfig,
 )
-from trainer.evaluation.layouts import with_factors
-from trainer.evaluation.longrope import Space, factors_of
 from trainer.model.config import ModelConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.encodings import by_name
@@ -30,7 +28,6 @@ from trainer.positional.rescaling import (
     llama3,
     longrope,
     ntk_aware,
-    position_interpolation,
     yarn,
 )
 from trainer.runs.layouts import layout_of_phase
@@ -157,19 +154,6 @@ def test_dynamic_ntk_keeps_its_length_in_a_longer_phase(alpha):
         assert all(map(torch.equal, *both))
 
 
-def test_rescalings_after_dynamic_ntk_start_from_its_frequencies_at_the_end_of_training():
-    plain = spectrum_of()
-    trained = tuned(dynamic(plain, ntk_aware, C), LATER)
-    reached = dynamic_ntk(plain.inv_freq, LATER, C, 1.0)
-    static = slowed(position_interpolation, trained, SECOND, LATER)
-    following = dynamic(trained, position_interpolation, LATER)
-    for n, slower in ((LATER, 1), (2 * LATER, 2), (LAST, 4)):
-        expected = [f / slower for f in reached]
-        assert following.at(n, LATER).inv_freq == pytest.approx(expected, rel=1e-12)
-        expected = [f / SECOND for f in reached]
-        assert static.at(n, LATER).inv_freq == pytest.approx(expected, rel=1e-12)
-
-
 LONG = tuple(1.0 + m / 2 for m in range(32))
 PHI = longrope(spectrum_of(), (1.0,) * 32, LONG, C)
 """LongRoPE, trained at 32k with the factors of 4k and more."""
@@ -183,21 +167,6 @@ def test_a_longrope_model_is_rescaled_by_the_frequencies_it_has_in_long_sequence
     assert rescaled.at(LAST, LAST).inv_freq == pytest.approx(expected.inv_freq, rel=1e-12)
     short = slowed(RESCALINGS[method], spectrum_of(), SECOND, LATER)
     assert rescaled.at(C, LAST).inv_freq == pytest.approx(short.inv_freq, rel=1e-12)
-
-
-@pytest.mark.parametrize("by_needles", [False, True])
-def test_searched_factors_divide_the_frequencies_of_long_sequences(by_needles):
-    layout = one_layer(LATER, PHI)
-    slow = PHI.at(LATER, LATER).inv_freq
-    starts = [factors_of(start) for start in Space(layout, SECOND, by_needles).starts()]
-    for factors in starts:
-        (spectrum,) = with_factors(layout, factors).at(LAST).spectra
-        expected = [f / factor for f, factor in zip(slow, factors[0], strict=True)]
-        assert spectrum.inv_freq == pytest.approx(expected, rel=1e-12)
-        assert with_factors(layout, factors).at(C) == layout.at(C)
-    rates = [f / SECOND for f in slow]
-    changed = [with_factors(layout, start).at(LAST).spectra[0].inv_freq for start in starts]
-    assert any(f == pytest.approx(rates, rel=1e-12) for f in changed) != by_needles
 
 
 NULL = TemperatureConfig(coefficient=0.4, per="sequence")

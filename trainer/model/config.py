@@ -92,17 +92,13 @@ def check_shape(config: ModelConfig) -> None:
     Raises:
         UserError: they do not.
     """
-    heads, kv, size = config.num_attention_heads, config.num_key_value_heads, config.head_size
-    for is_broken, text in (
-        (
-            config.head_dim is None and config.hidden_size % heads,
-            f"model.num_attention_heads: {heads} do not divide hidden_size {config.hidden_size}",
-        ),
-        (size % 2, f"model.head_dim: expected an even number (pairs of channels), got {size}"),
-        (heads % kv, f"model.num_key_value_heads: {kv} do not divide {heads} attention heads"),
-    ):
-        if is_broken:
-            raise UserError(text)
+    heads, kv, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+    if config.head_dim is None and width % heads:
+        raise UserError(f"model.num_attention_heads: {heads} do not divide hidden_size {width}")
+    if config.head_size % 2:
+        raise UserError(f"model.head_dim: expected an even number, got {config.head_size}")
+    if heads % kv:
+        raise UserError(f"model.num_key_value_heads: {kv} do not divide {heads} attention heads")
 
 
 @dataclass(frozen=True)

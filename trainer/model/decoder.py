@@ -202,54 +202,36 @@ class Decoder(LanguageModel):
             lengths = document_lengths(documents)
         mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(mask, ids, columns.shape[-1], last)
-        passes = self._layer_passes(positions, columns, lengths, masks, cache, last, x.dtype)
-        for block, layer_pass in zip(self.layers, passes, strict=True):
-            x = block(x, layer_pass)
-        return self.norm(x)
-
-    def _layer_passes(
-        self,
-        positions: Tensor,
-        columns: Tensor,
-        lengths: Lengths,
-        masks: list[Mask],
-        cache: KVCache | None,
-        last: int | None,
-        dtype: torch.dtype,
-    ) -> list[LayerPass]:
-        """Return the data of every layer; ``columns``: positions of cached and new tokens."""
         layers, heads = self.layout.layers, self.config.num_key_value_heads
         copies = [len(layer.spectra) != heads for layer in layers]
+        # Layers whose cached keys are encoded again in every forward pass.
         plain = [
             cache is not None and (copies_keys or layer.frequencies_follow_length)
             for layer, copies_keys in zip(layers, copies, strict=True)
         ]
-        queries = keys = head_groups(self.layout, positions, lengths, dtype)
-        if any(plain) and columns.shape[-1] > positions.shape[-1]:
-            # These layers encode cached keys again in every forward pass.
-            keys = head_groups(self.layout, columns, lengths, dtype)
-        passes = []
-        for i, layer in enumerate(layers):
+        new = seen = head_groups(self.layout, positions, lengths, x.dtype)
+        if past and any(plain):
+            seen = head_groups(self.layout, columns, lengths, x.dtype)
+        for i, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
             change = None
             if layer.intervention is not None:
                 of_keys = columns if plain[i] else positions
                 change = partial(
                     intervene, layer.intervention, q_positions=positions, k_positions=of_keys
                 )
-            passes.append(
-                LayerPass(
-                    queries[i],
-                    keys[i] if plain[i] else queries[i],
-                    masks[i],
-                    None if cache is None else cache.layers[i],
-                    layer.qk_norm,
-                    copies[i],
-                    plain[i],
-                    change,
-                    last if i == len(layers) - 1 else None,
-                )
+            layer_pass = LayerPass(
+                queries=new[i],
+                keys=seen[i] if plain[i] else new[i],
+                mask=masks[i],
+                cache=None if cache is None else cache.layers[i],
+                qk_norm=layer.qk_norm,
+                copies_keys=copies[i],
+                caches_plain_keys=plain[i],
+                intervene=change,
+                last=last if i == len(layers) - 1 else None,
             )
-        return passes
+            x = block(x, layer_pass)
+        return self.norm(x)
 
     def _masks(self, mask: Mask, ids: Tensor, keys: int, last: int | None) -> list[Mask]:
         """Return the mask of every layer; equal ones share the backend's preparation."""
