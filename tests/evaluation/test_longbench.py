@@ -209,11 +209,6 @@ def test_metrics_and_line_ends_are_those_of_the_benchmark():
     assert [name for name, kind in KINDS.items() if kind.one_line] == ["samsum"]
 
 
-def test_the_default_is_all_but_the_synthetic_tasks():
-    """RoPE-ID, App. A.8."""
-    assert set(KINDS) - set(LongBenchSettings().tasks) == {"passage_count", "passage_retrieval_en"}
-
-
 def task_of(name):
     classes = ["Date", "Price"] if name == "trec" else None
     row = LongBenchRow("Who?", "A text.", ["Date"], classes)

@@ -259,7 +259,7 @@ def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
     write_metrics(tmp_path / "metrics.csv", [{"step": 2, "loss": 3.5}, {"step": 4, "loss": 3.0}])
     for offline in (True, False):
         loggers._wandb.cache_clear()
-        loggers._wandb(tmp_path, "run", "run", "project", None, offline)
+        loggers._wandb(tmp_path, "run", "run", offline)
         assert logged == [(2, {"loss": 3.5}), (4, {"loss": 3.0})]  # online the server has them
 
 

@@ -64,6 +64,7 @@ def register_schema() -> None:
     The three kinds of evaluation have keys of their own, which the options of ``evaluation`` start
     from.
     """
+    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)
     store = ConfigStore.instance().store
     run, evaluation = asdict(schema.RunConfig()), asdict(schema.EvaluationConfig())
     store("run_schema", {k: v for k, v in run.items() if k != "evaluation"} | {"run_dir": "???"})

@@ -171,7 +171,7 @@ def generate(composed: Composed) -> None:
         show=lambda text: show(text, end=""),
         say=lambda text: print(text, file=sys.stderr),
     )
-    if request.stream and len(request.prompts) == 1:
+    if len(request.prompts) == 1:
         print()
     elif len(texts) == 1:
         show(texts[0])

@@ -494,7 +494,7 @@ def ruler_tasks(
     essay = Essay(documents)
     tasks: list[Task] = []
     notes: list[str] = []
-    for name in settings.tasks:
+    for name in settings.tasks or TASKS:
         common = name, tokenizer, bos
         if name in KINDS:
             kind, trials = KINDS[name](tokenizer, essay), settings.trials

@@ -50,7 +50,7 @@ def _dashboards(config: RunConfig) -> list[Logger]:
         name = f"{config.name}/{place.name}" if is_control else config.name
         settings = config.logger
         offline = settings.offline or not has_wandb_key()
-        loggers.append(_wandb(place, name, config.name, settings.project, offline))
+        loggers.append(_wandb(place, name, config.name, offline))
     if config.logger.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -59,7 +59,7 @@ def _dashboards(config: RunConfig) -> list[Logger]:
 
 
 @lru_cache
-def _wandb(place: Path, name: str, group: str, project: str, offline: bool) -> Logger:
+def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
     """Create a run's logger once: it stays open for results that are computed after training.
 
     Offline it begins with the rows of earlier processes: each process writes a directory of its own
@@ -73,7 +73,7 @@ def _wandb(place: Path, name: str, group: str, project: str, offline: bool) -> L
     logger = WandbLogger(
         name=name,
         group=group,
-        project=project,
+        project=os.environ.get("WANDB_PROJECT", "unrope"),
         id=path.read_text() if path.exists() else None,
         # Offline there is nothing to resume, and some versions warn of it.
         resume=None if offline else "allow",

@@ -21,7 +21,7 @@ def continue_prompts(
 ) -> list[str]:
     """Continue the prompts with the checkpoint; return the continuations.
 
-    ``show`` gets pieces of a single continuation if the request streams; ``say`` gets the model's
+    ``show`` gets pieces of a single continuation while it grows; ``say`` gets the model's
     name before the first token and the speed after the last.
 
     Raises:
@@ -40,7 +40,7 @@ def continue_prompts(
         [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
     ]
     texts = [TextStream(tokenizer, request.stop) for _ in prompts]
-    streams = request.stream and len(prompts) == 1
+    streams = len(prompts) == 1
     times = [time.perf_counter()]
 
     def on_token(row: int, token: int) -> bool:

@@ -186,6 +186,7 @@ def choose(
         if norm != "never":
             pick("drop.qk_norm_gain", "matched")
     pick("trainer.precision", speed.precision)
+    pick("trainer.keep_checkpoints", 1)
     pick("trainer.checkpoint_minutes", max(minutes / 5, 0.1))
     pick("drop.effect_sequences", min(max(steps * batch // 20, 4), 64))
     if evaluates:
