@@ -12,15 +12,12 @@ from trainer.analysis.capture import capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.common.errors import UserError
 from trainer.evaluation.dope import (
-    Chosen,
     DopeSettings,
-    Selection,
     apply,
     check_heads,
     select,
 )
 from trainer.model.generate import generate
-from trainer.positional.layout import Intervention, Layout
 from trainer.positional.rescaling import RESCALINGS
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
@@ -296,19 +293,6 @@ def test_layers_and_seeds_have_different_noise(model):
     assert all(map(torch.equal, noise(1), draws[6:]))
 
 
-def test_one_head_more_changes_the_factors_of_a_layer_that_has_some(model):
-    """Weights on pairs, made before, go with the copies of the keys."""
-    halves = Intervention(query=((0.5,) * 8,) * 4, key=((0.5,) * 8, (0.25,) * 8))
-    first = replace(model.layout.layers[0], intervention=halves)
-    layout = replace(model.layout, layers=(first, *model.layout.layers[1:]))
-    selection = chosen_by_hand(model, DopeSettings(), 0, 1)
-    before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
-    others = [0, 2, 3]
-    expected = before.rotated_k.repeat_interleave(2, dim=1)
-    torch.testing.assert_close(after.rotated_k[:, others], expected[:, others])
-    torch.testing.assert_close(after.rotated_k[:, 1], after.k[:, 1] / 2)
-
-
 def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
     settings = DopeSettings(heads=4)
@@ -317,12 +301,3 @@ def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     assert {head for _, head in chosen} == {0, 1}
     with pytest.raises(UserError, match=r"evaluation\.dope\.heads: expected at most 4"):
         check_heads(model.layout, model.config, replace(settings, heads=5))
-
-
-def test_gains_that_are_there_already_are_not_overwritten(model):
-    settings = DopeSettings(removal="zero", heads=1)
-    selection = Selection(settings, (Chosen(0, 0, 1.0, (0, 1, 2, 3)),), 4, 8)
-    once = apply(model.layout, selection)
-    assert isinstance(once, Layout)
-    with pytest.raises(ValueError, match="intervention already"):
-        apply(once, selection)

@@ -124,8 +124,3 @@ def test_insertions_keep_their_places(insertions):
     for place, token in insertions:
         behind = [i for i, t in enumerate(result) if t == token]
         assert any(sum(t < 100 for t in result[:i]) == place for i in behind)
-
-
-def test_numbers_are_the_texts_long_ones():
-    haystack = Haystack(TOKENIZERS["bytes"], ["In 1984 there were 1234567,", "or 890123."], ())
-    assert haystack.numbers == "1234567 890123"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from difflib import SequenceMatcher
 from hashlib import sha256
 from itertools import combinations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +23,6 @@ from trainer.evaluation.longbench import (
     label,
     longbench_tasks,
     longest_common_subsequence,
-    middle_out,
     qa_f1,
     retrieval,
     rouge_l,
@@ -46,19 +43,6 @@ from trainer.evaluation.longbench import (
 )
 def test_f1_of_words(prediction, answer, value):
     assert qa_f1(prediction, answer) == pytest.approx(value)
-
-
-@given(st.lists(st.sampled_from("xyz"), max_size=6), st.lists(st.sampled_from("xyz"), max_size=6))
-def test_f1_is_the_harmonic_mean_of_precision_and_recall(predicted, right):
-    remaining = list(right)
-    for word in predicted:
-        if word in remaining:
-            remaining.remove(word)
-    expected = 0.0
-    if common := len(right) - len(remaining):
-        precision, recall = common / len(predicted), common / len(right)
-        expected = 2 * precision * recall / (precision + recall)
-    assert qa_f1(" ".join(predicted), " ".join(right)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -148,12 +132,6 @@ def test_code_similarity(prediction, answer, value):
     assert code_similarity(prediction, answer) == value
 
 
-@given(st.text("ab( ", min_size=1, max_size=12), st.text("ab( ", min_size=1, max_size=12))
-def test_code_similarity_is_within_half_a_percent_of_difflib(line, answer):
-    exact = SequenceMatcher(None, line, answer).ratio()
-    assert code_similarity(line, answer) == pytest.approx(exact, abs=0.00501)
-
-
 def test_numbers_in_an_answer():
     assert count("There are 7 of 12, so 7.", "7") == pytest.approx(2 / 3)
     assert count("seven", "7") == 0
@@ -194,18 +172,15 @@ def test_wording_and_limits_are_those_published():
 def test_metrics_and_line_ends_are_those_of_the_benchmark():
     """``dataset2metric`` and the first lines of its ``eval.py``, the line ends of ``pred.py``."""
     qa = "narrativeqa qasper multifieldqa_en hotpotqa 2wikimqa musique triviaqa"
-    names_by_metric = {
-        qa_f1: qa.split(),
-        rouge_l: ["gov_report", "qmsum", "multi_news", "samsum"],
-        classification: ["trec"],
-        count: ["passage_count"],
-        retrieval: ["passage_retrieval_en"],
-        code_similarity: ["lcc", "repobench-p"],
+    metrics = {
+        **dict.fromkeys(qa.split(), qa_f1),
+        **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), rouge_l),
+        **{"trec": classification, "passage_count": count, "passage_retrieval_en": retrieval},
+        **dict.fromkeys(("lcc", "repobench-p"), code_similarity),
     }
-    for metric, expected in names_by_metric.items():
-        assert [name for name, kind in KINDS.items() if kind.metric is metric] == expected
-    first_line = [name for name, kind in KINDS.items() if kind.first_line]
-    assert first_line == ["trec", "triviaqa", "samsum"]
+    assert {name: kind.metric for name, kind in KINDS.items()} == metrics
+    first_line = {name for name, kind in KINDS.items() if kind.first_line}
+    assert first_line == {"trec", "triviaqa", "samsum"}
     assert [name for name, kind in KINDS.items() if kind.one_line] == ["samsum"]
 
 
@@ -316,15 +291,6 @@ def test_a_long_text_loses_its_middle(write_rows, make_tasks, byte_tokenizer, bo
     assert list(prompt.tokens) == whole[:half] + whole[-half:]
     assert length - 1 <= len(prompt.tokens) + prompt.new_tokens <= length
     assert task.prompts(length) == [prompt]
-
-
-@given(st.integers(0, 30), st.integers(2, 40))
-def test_the_cut_keeps_both_ends_and_fits(size, room):
-    ids = np.arange(size, dtype=np.int32)
-    remaining = middle_out(ids, room).tolist()
-    half = room // 2
-    every = list(range(size))
-    assert remaining == (every if size <= room else every[:half] + every[size - half :])
 
 
 def test_a_length_without_room_for_a_question_is_refused(write_rows, make_tasks, byte_tokenizer):

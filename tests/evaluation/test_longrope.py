@@ -116,14 +116,6 @@ def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
     assert factors == pytest.approx([EXTENSION ** (i / pairs) for i in range(pairs)])
 
 
-def test_the_first_pair_may_be_critical_and_is_slowed_by_the_whole_extension_after_it():
-    """A base so large that the second pair takes 10^6 tokens to turn a radian."""
-    layout = one_layer(LENGTH, by_name("rope", 4, LENGTH, base=1e12))
-    starts = Space(layout, EXTENSION, by_needles=True).starts()
-    assert starts == [((1, (1.0, EXTENSION)),), ((1, (1.0, 1.125 * EXTENSION)),)]
-    assert Space(layout, EXTENSION).starts()[-1] == ((0, (1.0, EXTENSION)),)
-
-
 C, S = 8, 4.0
 WINDOWS = np.random.default_rng(0).integers(0, 50, (3, 32))
 ASKED = AnsweredTexts(WINDOWS[:2], np.array([3, 5]))
@@ -235,9 +227,3 @@ def test_perplexity_is_searched_on_windows_that_spread_over_all(model, fitting, 
         settings = LongRopeSettings(evaluations=1, windows=count)
         fitted_factors(have, settings, S, model.layout)
         assert read.pop() == chosen
-
-
-def test_a_search_begins_with_the_unchanged_model_and_by_needles_with_the_extension(model):
-    for search, slowest_factor in (("perplexity", 1.0), ("needles", S)):
-        factors = search_longrope(model, lambda: 0.0, S, search, budget=1)
-        assert {f[-1] for f in factors if f} == {slowest_factor}

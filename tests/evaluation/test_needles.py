@@ -13,7 +13,7 @@ from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles import NEEDLE_TASKS, draw_keys, draw_values, listed, words
+from trainer.evaluation.needles import NEEDLE_TASKS, draw_keys, draw_values, words
 
 SETTINGS = NeedleTaskSettings(trials=6, depths=(0.0, 0.4, 1.0))
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
@@ -203,7 +203,3 @@ def test_keys_and_values_are_different_ones(count, seed):
         assert adjective in words("adjective")
         assert noun in words("noun")
     assert all(re.fullmatch(r"[1-9]\d{6}", value) for value in values)
-
-
-def test_lists_are_written_as_in_english():
-    assert [listed(list(items)) for items in ("a", "ab", "abc")] == ["a", "a and b", "a, b, and c"]
