@@ -11,13 +11,7 @@ drift of the machine's speed affects all of them. A ratio is the median over the
 quartiles. ``--variants`` selects others; without ``hf``, ratios refer to the first. ``--length``
 sets another sequence length with as many tokens in a step:
 
-    python scripts/benchmark_training.py --variants ours "ours sinks" "ours soft-cap" --length 2048
-
-``--beside`` measures instead how a run shares its cores: tokens/s of `python -m trainer model=nano`
-on idle cores and next to a process that keeps all cores busy, with the OpenMP runtime's default for
-waiting threads and with the program's setting:
-
-    python scripts/benchmark_training.py --beside
+    python scripts/benchmark_training.py --variants ours "ours NoPE" --length 2048
 
 The ceiling is the best rate of products of square matrices of size 512 to 2,048 in the same run.
 The share of it counts 6 operations per token and parameter (without the input embedding) and
@@ -31,15 +25,10 @@ from trainer import __version__  # noqa: F401 - before torch, which reads how th
 
 # isort: split
 import argparse
-import csv
 import json
-import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -54,20 +43,6 @@ from trainer.model.config import ModelConfig
 BATCH, LENGTH, WIDTH, MLP, LAYERS, HEADS = 4, 512, 512, 1376, 4, 8
 VARIANTS = ("ours", "ours NoPE", "hf", "hf cos=1")
 Step = Callable[[], None]
-BUSY = """
-import torch
-torch.set_num_threads({threads})
-x = torch.randn(512, 512)
-while True:
-    x @ x
-"""
-WAITING = {
-    "the runtime's own": {"GOMP_SPINCOUNT": "300000", "KMP_BLOCKTIME": "200"},
-    "the program's": {},
-}
-"""Settings of OpenMP's waiting threads: libgomp's and libomp's defaults, or the package's."""
-WAITS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_WAIT_POLICY")
-NANO = ("model=nano", "optimizer=muon", "evaluation.enabled=false", "trainer.max_steps=300")
 
 
 def ours(
@@ -221,47 +196,6 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
     return table
 
 
-@contextmanager
-def busy(threads: int) -> Iterator[None]:
-    """Keep ``threads`` cores busy with matrix products of another process."""
-    with subprocess.Popen([sys.executable, "-c", BUSY.format(threads=threads)]) as process:
-        time.sleep(5)  # until it has imported torch
-        try:
-            yield
-        finally:
-            process.kill()
-
-
-def training_rate(threads: int, environment: dict[str, str]) -> float:
-    """Return the median tokens/s of a short run of the program in a new process."""
-    unset = {name: value for name, value in os.environ.items() if name not in WAITS}
-    with tempfile.TemporaryDirectory() as place:
-        words = [*NANO, f"run_dir={place}/run", f"trainer.threads={threads}"]
-        subprocess.run(
-            [sys.executable, "-m", "trainer", *words],
-            env=unset | environment,
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            check=True,
-        )
-        with Path(place, "run", "metrics.csv").open(newline="") as file:
-            rates = [float(row["tokens_per_second"] or 0) for row in csv.DictReader(file)]
-    return median(rate for rate in rates if rate)
-
-
-def beside(threads: int) -> Table:
-    """Measure a run alone and next to a busy process, with both settings of thread waiting."""
-    columns = "thread waiting", "idle cores", "beside a busy process", "speed kept"
-    table = table_of(f"{' '.join(NANO)}, {threads} threads, tokens/s", *columns)
-    for name, environment in WAITING.items():
-        print(f"measuring {name}", file=sys.stderr)
-        idle = training_rate(threads, environment)
-        with busy(threads):
-            shared = training_rate(threads, environment)
-        table.add_row(name, f"{idle:,.0f}", f"{shared:,.0f}", f"{shared / idle:.0%}")
-    return table
-
-
 def main() -> None:
     """Run the comparison and print its tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -276,7 +210,6 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--no-compiled", dest="compiled", action="store_false")
     parser.add_argument("--no-memory", dest="memory", action="store_false")
-    parser.add_argument("--beside", action="store_true", help="measure how a run shares its cores")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -284,9 +217,6 @@ def main() -> None:
         run_alone(*json.loads(options.alone))
         return
     console = Console(width=100)
-    if options.beside:
-        console.print(beside(options.threads))
-        return
     for precision in options.precision:
         for vocab in options.vocab:
             console.print(compare(precision, vocab, options))

@@ -18,7 +18,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.lightning import strategy
 from trainer.lightning.fit import train
 from trainer.lightning.setup import make_decoder
-from trainer.lightning.strategy import checkpoint_activations, fill, parallelize
+from trainer.lightning.strategy import fill, parallelize
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
@@ -51,24 +51,6 @@ def test_recomputed_activations_give_the_same_run(run, kind):
     saved, _ = run("saved", trainer={"log_every": 1}, strategy={"activation_checkpointing": kind})
     assert rows_of(saved) == rows_of(plain)
     assert_same_tensors(checkpoint_of(saved), checkpoint_of(plain))
-
-
-@pytest.mark.parametrize("kind", ["none", "selective", "full"])
-def test_a_block_that_recomputes_is_compiled_without_a_break(tiny_decoder, kind):
-    """Forward and backward, and to the same gradients; as many graphs as without recomputing."""
-    torch._dynamo.reset()
-    plain, compiled = tiny_decoder(), tiny_decoder()
-    compiled.load_state_dict(plain.state_dict())
-    counter = CompileCounterWithBackend("aot_eager")
-    for block in compiled.layers:
-        checkpoint_activations(block, kind)
-        block.compile(backend=counter, fullgraph=True)
-    ids = torch.randint(50, (4, 32))
-    for model in (plain, compiled):
-        model.loss(ids, ids).mean().backward()
-    assert counter.frame_count == 1
-    for expected, parameter in zip(plain.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad)
 
 
 def test_weights_are_drawn_on_the_cpu_whatever_the_default_device_is():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -16,11 +15,6 @@ from trainer.common.processes import usual_threads
 from trainer.common.ranks import Ranks, share_of_cores
 from trainer.config import RunConfig
 from trainer.runs.ranks import device_type
-
-log = logging.getLogger(__name__)
-
-Products = Literal["bf16", "tf32", "fp32"]
-"""Precision in which a GPU multiplies matrices."""
 
 ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 """Variable that torch reads, by its present and its older names."""
@@ -103,44 +97,33 @@ def numerics(config: RunConfig) -> Iterator[None]:
             memory.fill_uninitialized_memory = filled
 
 
-# Dense peaks in bf16 and, outside of tensor or matrix cores, fp32 (TFLOP/s), from vendors' data
-# sheets. Many of NVIDIA's print peaks for 2:4 sparse matrices and say so in a footnote; the dense
-# peaks, which count in training, are half of these. The key is the whole name without the vendor.
-# TF32 runs at half of bf16: the same data sheets have 156 for the A100, 495 for the H100 SXM, 653.7
-# for the MI300X.
-_PEAKS: dict[str, tuple[float, float]] = {
-    # A100 data sheet (2021), all form factors
-    r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": (312.0, 19.5),
-    # GA102 architecture whitepaper, appendix on the RTX A6000
-    r"RTX A6000": (154.8, 38.7),
-    # Ada architecture whitepaper, appendix; with float32 accumulation, half of the float16 rate
-    r"GeForce RTX 4090": (165.2, 82.6),
-    # L40S data sheet (2023)
-    r"L40S": (362.05, 91.6),
-    # H100 architecture whitepaper (SXM5: 1978.9 sparse, PCIe: 1513); data sheet (NVL: 1671 sparse)
-    r"H100 80GB HBM3": (989.4, 66.9),
-    r"H100 PCIe": (756.0, 51.2),
-    # H200 data sheet (SXM: 1979 sparse, the H100's cores; NVL: 1671)
-    r"H200": (989.4, 66.9),
-    r"H[12]00 NVL": (835.5, 60.0),
-    # GH200 data sheet: 1979 sparse, the H100's cores
-    r"GH200 (120GB|480GB|144G HBM3e)": (989.4, 66.9),
-    # Blackwell data sheet, a GPU: HGX B200 4500 sparse, GB200 NVL72 5000
-    r"B200": (2250.0, 75.0),
-    r"GB200": (2500.0, 80.0),
-    # MI300X data sheet (2023), fp32 of the vector units
-    r"MI300X( VF)?": (1307.4, 163.4),
+# Dense peaks in bf16 (TFLOP/s), from vendors' data sheets. Many of NVIDIA's print peaks for 2:4
+# sparse matrices and say so in a footnote; the dense peaks, which count in training, are half of
+# these. The key is the whole name without the vendor. TF32 runs at half of bf16: the same data
+# sheets have 156 for the A100, 495 for the H100 SXM, 653.7 for the MI300X.
+PEAKS = {
+    r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": 312.0,  # 2021, all form factors
+    r"RTX A6000": 154.8,  # GA102 architecture whitepaper, appendix
+    r"GeForce RTX 4090": 165.2,  # Ada whitepaper, with float32 accumulation
+    r"L40S": 362.05,  # 2023
+    r"H100 80GB HBM3|H200": 989.4,  # SXM5: 1978.9 sparse
+    r"GH200 (120GB|480GB|144G HBM3e)": 989.4,  # 1979 sparse
+    r"H100 PCIe": 756.0,  # 1513 sparse
+    r"H[12]00 NVL": 835.5,  # 1671 sparse
+    r"B200": 2250.0,  # a GPU of an HGX B200: 4500 sparse
+    r"GB200": 2500.0,  # a GPU of a GB200 NVL72: 5000 sparse
+    r"MI300X( VF)?": 1307.4,  # 2023
 }
 
 
-def dense_peak(device_name: str, products: Products) -> float | None:
+def dense_peak(device_name: str, precision: Literal["fp32", "bf16"]) -> float | None:
     """Return the dense peak in operations per second, or None if it is unknown.
 
     ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
-    longer name, is another device. ``products``: their precision.
+    longer name, is another device. Products of float32 run in TF32.
     """
     name = re.sub(r"^(NVIDIA |AMD Instinct )+", "", device_name)
-    for pattern, (bf16, fp32) in _PEAKS.items():
+    for pattern, peak in PEAKS.items():
         if re.fullmatch(pattern, name):
-            return {"bf16": bf16, "tf32": bf16 / 2, "fp32": fp32}[products] * 1e12
+            return peak * 1e12 / (2 if precision == "fp32" else 1)
     return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
-from trainer.lightning.devices import Products, compiles, dense_peak, precision_of
+from trainer.lightning.devices import compiles, dense_peak, precision_of
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import fill, lightning_strategy, parallelize
 from trainer.model.decoder import Decoder, initial_value
@@ -134,6 +134,5 @@ def peak_of_ranks(config: RunConfig) -> float | None:
     ranks call this together."""
     if device_type(config) == "cpu":
         return None
-    products: Products = "bf16" if precision_of(config) == "bf16" else "tf32"
-    peaks = all_gather(dense_peak(torch.cuda.get_device_name(), products))
+    peaks = all_gather(dense_peak(torch.cuda.get_device_name(), precision_of(config)))
     return None if None in peaks else sum(filter(None, peaks))

@@ -158,7 +158,7 @@ def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
 
 def _time(config: RunConfig, gpus: int, mfu: float, operations: float) -> Rows:
     for name in GPUS:
-        peak = dense_peak(name, "tf32" if config.trainer.precision == "fp32" else "bf16")
+        peak = dense_peak(name, "fp32" if config.trainer.precision == "fp32" else "bf16")
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
         yield f"{gpus} x {name}", f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
