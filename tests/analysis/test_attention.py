@@ -14,7 +14,6 @@ from trainer.analysis.attention import (
     MEASURES,
     attention_rows,
     head_attention,
-    head_statistics,
     probe,
     stable_rank,
 )
@@ -71,29 +70,6 @@ def test_attention_of_some_queries_of_one_head(encoding, softmax):
     for text in range(2):
         expected, _ = attention_of(heads, text, 2)
         np.testing.assert_allclose(measured[text], expected[10:23, :23], rtol=1e-4, atol=1e-6)
-
-
-def statistics_of(heads):
-    """Means over the texts, ``[heads]`` by name."""
-    statistics = head_statistics(attention_rows(heads))
-    return {name: values.mean(dim=0).numpy() for name, values in statistics.items()}
-
-
-@pytest.mark.parametrize("window", [None, 6])
-def test_statistics_are_means_over_queries_that_have_a_choice(window):
-    heads = layer_of_heads(window=window, texts=1)
-    measured = statistics_of(heads)
-    for head in range(4):
-        attention, _ = attention_of(heads, 0, head)
-        distance, entropy = [], []
-        for i in range(1, 40):
-            seen = [(i - j, a) for j, a in enumerate(attention[i]) if a > 0]
-            distance.append(sum(back * a for back, a in seen))
-            most = np.log(min(i + 1, window or 40))
-            entropy.append(-sum(a * np.log(a) for _, a in seen) / most)
-        assert measured["distance"][head] == pytest.approx(np.mean(distance), rel=1e-4)
-        assert measured["entropy"][head] == pytest.approx(np.mean(entropy), rel=1e-4)
-        assert measured["sink_mass"][head] == pytest.approx(attention[1:, 0].mean(), rel=1e-4)
 
 
 PROBED = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,5 @@
 """Capture: queries and keys as they meet in the scores, layer by layer; nothing is left behind."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -68,25 +67,6 @@ def test_temperature_and_gains_are_included(tiny_decoder):
     torch.testing.assert_close(changed.rotated_k[:, 0], 2 * plain.rotated_k[:, 0])
     assert torch.equal(changed.rotated_k[:, 1], plain.rotated_k[:, 1])
     assert torch.equal(changed.q, plain.q)
-
-
-@torch.no_grad()
-def test_layers_come_in_order_and_the_states_are_the_model_s(tiny_decoder):
-    model = tiny_decoder(model={"num_hidden_layers": 4})
-    layers, states = all_layers(model)
-    assert [heads.layer for heads in layers] == [0, 1, 2, 3]
-    assert torch.equal(states, model.hidden_states(IDS))
-
-
-def test_a_layer_that_is_not_kept_is_gone_before_the_next(tiny_decoder):
-    alive = []
-
-    def on_layer(heads):
-        assert not any(reference() is not None for reference in alive)
-        alive.append(weakref.ref(heads.rotated_q))
-
-    capture(tiny_decoder(model={"num_hidden_layers": 3}), IDS, on_layer)
-    assert len(alive) == 3
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import attention_of
 from tests.reference import turned
-from trainer.analysis import matrix_entropy as module
 from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.matrix_entropy import (
     copy_prompt,
@@ -89,30 +88,6 @@ def test_with_one_eigenvalue_heads_are_ranked_by_it():
     rank = entropies(x).effective_rank(1)
     assert rank.tolist() == pytest.approx([1 / share for share in shares])
     assert rank.argsort().tolist() == [0, 1, 2, 3]
-
-
-def test_a_constant_pair_is_a_point_unless_it_turns():
-    """A direction that stays within a cone adds up; one that turns many times is isotropic."""
-    steps = torch.arange(4000, dtype=torch.float64)
-    slow, fast = 1e-6 * steps, 0.7 * steps
-    channels = [slow.cos(), fast.cos(), slow.sin(), fast.sin()]
-    bands = entropies(torch.stack(channels, dim=-1)[None, None]).bands[0]
-    assert float(bands[0]) < 1e-4
-    assert float(bands[1]) == pytest.approx(math.log(2), abs=1e-4)
-
-
-def test_of_a_head_that_rotates_in_half_only_those_pairs_are_bands():
-    x = states()
-    bands = entropies(x, pairs=2).bands
-    torch.testing.assert_close(bands, entropies(x[..., :4]).bands)  # pairs (0, 2) and (1, 3)
-    assert not torch.isclose(bands, entropies(x).bands[:, :2]).any()
-
-
-def test_a_long_text_is_summed_in_parts(monkeypatch):
-    x = states()
-    whole = gram(x)
-    monkeypatch.setattr(module, "CHUNK", 7)
-    torch.testing.assert_close(gram(x), whole)
 
 
 def captured(model):

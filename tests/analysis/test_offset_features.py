@@ -14,16 +14,13 @@ from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, layer_of_heads, rows_of, turned
 from tests.positional.examples import slowed
-from trainer.analysis import offset_features as module
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.offset_features import (
     angle_stability,
     bounds,
     contributions,
     fastest_pairs,
-    head_view,
     offset_features,
-    recall,
     sink_row,
 )
 from trainer.analysis.offset_features_figures import OffsetFeatureFigures, offset_changes
@@ -77,44 +74,6 @@ def test_the_bounds_are_definition_3_1(theta, phi, context_length):
     distances = np.linspace(1e-4, context_length, 20_001)
     below = bool((np.cos(phi - theta * distances) < math.cos(phi)).all())
     assert below == bool(known.possible[0] and phi >= known.angle[0])
-
-
-def planted(angle, *, radius=10.0, pair=3, T=50):
-    """Two texts whose key head 1 and query head 2 have one pair with large means at ``angle``."""
-    spectrum = by_name("rope", 8, T, base=1000.0)
-    generator = torch.Generator().manual_seed(1)
-    q, k = (0.1 * torch.randn(2, n, T, 8, generator=generator) for n in (4, 2))
-    for x, head, turn in ((q, 2, 0.4), (k, 1, 0.4 + angle)):
-        z = cmath.rect(radius, turn)
-        x[:, head, :, pair] += z.real
-        x[:, head, :, pair + 4] += z.imag
-    return Heads(
-        *(5, LayerEncoding(((spectrum, 2),)), q, k),
-        *(turned(q, spectrum), turned(k, spectrum), 50),
-    )
-
-
-def test_a_planted_pair_is_found_with_its_radii_and_angle():
-    measured = offset_features(planted(4.5))
-    assert len(measured) == 4 * 4
-    assert {*measured.scale} == {8**-0.5}
-    (found,) = measured[(measured.query_radius > 1) & (measured.key_radius > 1)].itertuples()
-    assert (found.layer, found.head, found.pair) == (5, 2, 3)
-    assert found.angle == pytest.approx(4.5, abs=0.02)
-    assert found.key_radius == pytest.approx(10, abs=0.1)
-
-
-@pytest.mark.parametrize(("above", "lower", "relaxed"), [(0.1, 1, 1), (-0.05, 0, 1), (-0.2, 0, 0)])
-def test_recall_counts_large_keys_above_the_lower_bound(above, lower, relaxed):
-    """Query heads 2 and 3 read the planted key; head 3 has no query to speak of, and any angle."""
-    bound = math.pi + 1000 ** (-3 / 4) * 50 / 2
-    heads = planted(bound + above)
-    heads.q[:, 3, :, [3, 7]] = heads.q[:, 2, :, [3, 7]]
-    features = offset_features(heads)
-    six, nine, twelve = (recall(features, radius) for radius in (6, 9, 12))
-    assert (six["positives"], nine["positives"], twelve["positives"]) == (2, 2, 0)
-    assert (six["upper"], six["lower"], six["relaxed"]) == (1, lower, relaxed)
-    assert math.isnan(twelve["upper"])
 
 
 def contributions_of(heads):
@@ -181,19 +140,6 @@ def test_every_moving_pair_against_a_loop():
     np.testing.assert_allclose(result["variance"], columns[5], rtol=1e-4)
 
 
-def test_a_long_text_is_sampled_and_its_maps_are_means(monkeypatch):
-    monkeypatch.setattr(module, "POINTS", 8)
-    monkeypatch.setattr(module, "CELLS", 7)
-    heads = layer_of_heads(T=40, D=8)
-    view = head_view(heads, 2)
-    assert view.cell == 6
-    np.testing.assert_array_equal(view.tokens["key"], heads.k[0, 1][::5])
-    assert view.maps["query"].shape == (8, 7)
-    for cell in range(7):  # the last has four tokens
-        mean = heads.q[0, 2][6 * cell : 6 * cell + 6, 3].mean().item()
-        assert view.maps["query"][3, cell] == pytest.approx(mean, rel=1e-5)
-
-
 def looped(heads, head, pair, queries):
     """(weight, weight without the pair, margin, parts of it by pair), means over texts."""
     kv, slope = head // heads.queries_per_key, 0.0
@@ -253,35 +199,6 @@ def test_weights_and_margins_against_loops(name, changes, queries):
     np.testing.assert_allclose(by_pair, parts, rtol=1e-3, atol=1e-4)
     assert measured["strongest_pair"] == np.argmax(parts)
     assert measured["margin_of_strongest"] == max(by_pair)
-
-
-def test_a_window_keeps_queries_that_see_the_first_token():
-    heads = layer_of_heads(window=12)
-    measured = sink_row(heads, 2, 0)
-    assert measured["attention"] == pytest.approx(looped(heads, 2, 0, range(3, 12))[0], rel=1e-4)
-    assert sink_row(layer_of_heads(window=1), 2, 0) is None
-
-
-def test_a_sink_by_one_feature_is_explained_by_it():
-    """All keys lie against the queries in pair 3, the first one lies with them (Sec. 4.2)."""
-    heads = layer_of_heads()
-    spectrum = heads.encoding.spectra[0]
-    q, k = 0.1 * heads.q, 0.1 * heads.k
-    q[..., 3] += 6
-    k[..., 3] -= 6
-    k[:, :, 0, 3] += 12
-    made = replace(heads, q=q, k=k, rotated_q=turned(q, spectrum), rotated_k=turned(k, spectrum))
-    measured = sink_row(made, 1, 3, control=0)
-    assert measured["attention_without_fast_pair"] > 0.99
-    assert measured["attention"] > 0.99
-    assert measured["attention_without"] == pytest.approx(
-        np.mean([1 / (i + 1) for i in range(10, 40)]), rel=0.2
-    )
-    assert measured["explained"] > 0.9
-    assert measured["strongest_pair"] == 3
-    first, mean = k[:, 0, 0, [3, 7]].norm(dim=-1).mean(), k[:, 0][..., [3, 7]].mean((0, 1)).norm()
-    assert measured["first_key"] == pytest.approx(float(first / mean), rel=1e-4)
-    assert measured["margin_of_pair"] == pytest.approx(measured["margin"], rel=0.05)
 
 
 def loud(tiny_decoder, factor=40.0, **positional):
@@ -377,18 +294,6 @@ def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_d
         assert step == pytest.approx(distances[int(parts.argmax())], abs=2e-3)
         expected = [looped_attention_on_the_token_before(layers[layer], head, m) for m in (None, 0)]
         assert (before, after) == pytest.approx(tuple(expected), rel=1e-3)
-
-
-def test_sinks_are_measured_without_the_strongest_pair_under_the_upper_bound(tiny_decoder):
-    model = loud(tiny_decoder)
-    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
-    strongest = {}
-    for layer, head, pair, theta, q, k in pairs_of(model):
-        if theta < TURN / C:
-            strongest.setdefault((layer, head), []).append((abs(q) * abs(k), pair))
-    shown = rows[(rows["variant"] == "first token") & (rows["metric"] == "explained")]
-    found = dict(zip(zip(shown["layer"], shown["head"], strict=True), shown["pair"], strict=True))
-    assert found == {place: max(pairs)[1] for place, pairs in strongest.items()}
 
 
 def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny_decoder):

@@ -13,10 +13,8 @@ from trainer.analysis import positional_bias
 from trainer.analysis.attention import attention_rows
 from trainer.analysis.capture import NeedlePrompt, capture
 from trainer.analysis.positional_bias import (
-    attention_by_distance,
     bias_gradients,
     fresh_decoders,
-    highest_rotating,
     needle_attention,
     positional_biases,
     prefix_spreads,
@@ -177,18 +175,6 @@ def test_spreads_are_the_widest_of_all_prefixes_of_what_enters_attention(tiny_de
     np.testing.assert_allclose(measured, expected, rtol=1e-5)
 
 
-def test_a_small_spread_is_not_lost_beside_a_large_common_vector(tiny_decoder):
-    """Embeddings of norm 6,000 that differ by 0.1, before the norm."""
-    model = tiny_decoder()
-    with torch.no_grad():
-        model.embed_tokens.weight.copy_(1000 + 0.01 * torch.randn(50, 32))
-    states = model.layers[0].input_layernorm(model.embed_tokens(IDS[:1]))[0].detach().double()
-    widest = max(
-        (states[: i + 1].mean(0) - states[j]).norm().item() for i in range(24) for j in range(i + 1)
-    )
-    assert prefix_spreads(model, IDS[:1])[0] == pytest.approx(widest, rel=1e-4)
-
-
 def test_figure_6_all_methods_compress_the_low_frequencies():
     """Fast pairs stay but for PI's, slow ones are divided by s."""
     factors = scaling_factors(by_name("rope", 64, 2048), 2048, 2.0)
@@ -210,15 +196,6 @@ def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
         kappa = min(max((turns - 1) / 31, 0.0), 1.0)
         expected.append((1 - kappa) / s + kappa)
     np.testing.assert_allclose(scaling_factors(spectrum, 2048, s)["yarn"], expected)
-
-
-def test_profile_by_distance(monkeypatch):
-    monkeypatch.setattr(positional_bias, "BLOCK", 16)
-    heads = layer_of_heads(window=30)
-    measured = attention_by_distance(heads, 3)
-    maps = [attention_of(heads, text, 3)[0] for text in range(2)]
-    expected = [np.mean([a.diagonal(-back) for a in maps]) for back in range(40)]
-    np.testing.assert_allclose(measured, expected, rtol=1e-4, atol=1e-7)
 
 
 def captured(model, ids, layout=None):
@@ -284,15 +261,6 @@ def test_norms_are_on_as_they_are_when_a_run_begins(tiny_decoder, when, differ):
     measured, expected = fresh_decoders(normed, LONG), fresh_decoders(plain, LONG)
     for version, values in expected.gradients.items():
         assert (not np.allclose(measured.gradients[version], values)) is differ
-
-
-def test_yarn_leaves_the_layout_alone_and_heads_rotate(tiny_decoder):
-    model = tiny_decoder(layers=["rope", "nope"])
-    layout = model.layout
-    place = highest_rotating(np.array([[0.1, 0.2, 0.1, 0.1], [0.9] * 4]), layout)
-    assert place == (0, 1)
-    profiles(model, LONG, place)
-    assert model.layout is layout
 
 
 def test_attention_under_yarn(rope):

@@ -77,27 +77,6 @@ def test_queries_within_the_training_length_are_read_in_a_text_of_it(tiny_decode
         assert weights[bucket] == pytest.approx(attention[start:stop, 0].mean(), rel=1e-4)
 
 
-def with_sink(scale):
-    """A layer whose queries all lie opposite all keys but the first, which is near the origin."""
-    heads = layer_of_heads("nope", texts=1, T=T, D=8)
-    axis = torch.zeros(8)
-    axis[0] = scale
-    q = axis + 0.01 * heads.q
-    k = -axis + 0.01 * heads.k
-    k[:, :, 0] = 0.01 * heads.k[:, :, 0]
-    return replace(heads, q=q, k=k, rotated_q=q, rotated_k=k)
-
-
-@pytest.mark.parametrize(("scale", "there"), [(6.0, True), (0.1, False)])
-def test_a_small_first_key_across_from_the_queries_is_a_sink(tiny_decoder, scale, there):
-    topic = SinkFigures(target_of(tiny_decoder(layers=["nope"])))
-    topic.on_layer(with_sink(scale))
-    topic.finish()
-    rows = topic.rows()
-    assert (cells(rows, "key_norm", length=1) < cells(rows, "median_key_norm")).all()
-    assert ((cells(rows, "sink_weight_near") > 0.9) == there).all()
-
-
 def test_the_median_key_is_of_all_keys_and_not_of_buckets_of_positions(tiny_decoder):
     """Of 127 other keys the first 62 are long: fewer than half, in most of the buckets."""
     heads = layer_of_heads("nope", texts=1, T=128, D=8)
@@ -118,10 +97,6 @@ def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):
     assert not np.allclose(plain, biased)
     for metric in ("peak", "key_dot"):
         assert set(rows["variant"][rows["metric"] == metric]) == {"plain"}
-
-
-def test_a_text_of_a_few_tokens_is_refused(tiny_decoder):
-    assert SinkFigures.problem(Target("t", tiny_decoder(), torch.zeros(1, 7, dtype=torch.long)))
 
 
 @pytest.mark.parametrize(("T", "size", "cell"), [(40, 512, 1), (40, 20, 2), (201, 30, 7)])

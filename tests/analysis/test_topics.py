@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.golden.files import GOLDEN
-from trainer.analysis import topic as module
-from trainer.analysis.capture import NeedlePrompt, capture
-from trainer.analysis.topic import COLUMNS, Target, Topic, run, summary, tidy
+from trainer.analysis.capture import NeedlePrompt
+from trainer.analysis.topic import COLUMNS, Target, run, summary, tidy
 from trainer.analysis.topics import TOPICS
 from trainer.config import AttenuationSettings, NeedleSettings, ShortTime
 
@@ -86,29 +85,6 @@ def test_a_model_without_rotation_has_all_figures_that_need_none(tiny_decoder):
     assert "attenuation" not in results["frequency_entropy"]
 
 
-def test_every_topic_sees_every_layer_of_one_pass(tiny_decoder, monkeypatch):
-    passes = []
-
-    class Layers(Topic):
-        key, title = "layers", "Layers"
-
-        def plots(self):
-            return []
-
-        def rows(self):
-            return tidy({"seen": np.array(self.seen)}, "layer")
-
-        def on_layer(self, heads):
-            self.seen = [*getattr(self, "seen", []), float(heads.layer)]
-
-    monkeypatch.setattr(module, "capture", lambda *given: passes.append(1) or capture(*given))
-    target = Target("tiny", tiny_decoder(), IDS)
-    first, second = run([Layers(target), Layers(target)], target)
-    assert (len(passes), list(first.rows["value"])) == (1, [0, 1])
-    assert first.rows["value"].equals(second.rows["value"])
-    assert set(first.rows["model"]) == {"tiny"}
-
-
 def test_a_summary_has_the_training_length_and_the_longest():
     values = np.arange(12.0).reshape(2, 2, 3)
     rows = tidy({"m": values}, "layer", "head", "length", places={"length": [16, 32, 64]})
@@ -119,10 +95,3 @@ def test_a_summary_has_the_training_length_and_the_longest():
     assert table["mean"].tolist() == [values[..., 1].mean(), values[..., 2].mean(), 5]
     assert table["n"].tolist() == [4, 4, 1]
     assert table["low"][0] == pytest.approx(np.quantile(values[..., 1], 0.1))
-
-
-def test_rows_leave_out_what_is_no_number():
-    rows = tidy({"m": np.array([[1.0, np.nan], [2.0, 3.0]])}, "head", "pair", variant="keys")
-    assert rows["value"].tolist() == [1, 2, 3]
-    assert rows["pair"].tolist() == [0, 0, 1]
-    assert set(rows["variant"]) == {"keys"}

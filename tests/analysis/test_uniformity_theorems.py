@@ -74,12 +74,6 @@ def test_logits_spread_as_far_as_states_allow(sample):
     )
 
 
-def test_logits_of_states_that_are_not_normalized_spread_further():
-    """Prop. B.3 takes the norm of a state to be the root of its size."""
-    samples = [head(seed, 2, normalized=False) for seed in range(50)]
-    assert any(logit_spread(x) > x.B**2 * np.sqrt(x.H) * spread(x.h) for x in samples)
-
-
 @given(heads)
 def test_attention_is_uniform_up_to_the_spread_and_outputs_are_means_up_to_its_square(sample):
     """Prop. B.5, Eq. 12 and 13."""

@@ -21,7 +21,7 @@ from trainer.analysis.clusters import (
     principal_plane,
     project,
 )
-from trainer.analysis.topic import Plot, Target, Topic, extremes, tidy, versions
+from trainer.analysis.topic import Plot, Target, Topic, tidy, versions
 from trainer.plotting.lines import Frame, Panel, by_length, log_if_wide, over_heads, unscaled
 from trainer.plotting.points import Points, histogram, plane, points
 
@@ -74,10 +74,13 @@ class ClusterFigures(Topic):
             clouds[n, version] = project(heads, kv_head, plane, n, rotated=rotated, points=POINTS)
 
     def _pictured(self, heads: Heads) -> list[int]:
+        """Return the key heads of a layer that are shown: the chosen ones, or the first one of the
+        first, the middle and the last layer."""
         if self.target.chosen:
             chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
             return list(dict.fromkeys(head // heads.queries_per_key for head in chosen))
-        return list(range(heads.k.shape[1])) if heads.layer in self.target.sampled_layers else []
+        last = len(self.target.model.layout.layers) - 1
+        return [0] if heads.layer in (0, last // 2, last) else []
 
     def finish(self) -> None:
         """Average over the texts."""
@@ -184,12 +187,8 @@ class ClusterFigures(Topic):
 
     def _snapshots(self) -> Plot:
         """Draw some heads in the plane of their first two principal components."""
-        shown = list(self._clouds)
-        if not self.target.chosen:
-            shown = extremes(shown, key=self._lost_separation)
         panels = []
-        for layer, kv_head in shown:
-            head_plane, clouds = self._clouds[layer, kv_head]
+        for (layer, kv_head), (head_plane, clouds) in self._clouds.items():
             # The zero vector is the origin of the drawn plane.
             centre = head_plane.centre @ head_plane.axes
             drawn = [np.concatenate([p.keys[None], p.queries]) + centre for p in clouds.values()]
@@ -206,17 +205,8 @@ class ClusterFigures(Topic):
                 panels.append(Points(title, points_by_name, Frame("", label, limits)))
         return Plot(
             "clusters_snapshots",
-            points(panels, columns=len(panels) // len(shown), height=1.9, size=3),
+            points(panels, columns=len(panels) // len(self._clouds), height=1.9, size=3),
             "Keys and the queries that read them in the plane of their first two principal "
             "components, lines through the origin; a row a key head, with the stable rank of its "
             "keys (RoPE-ID, Fig. 3, 14).",
         )
-
-    def _lost_separation(self, place: Place) -> float:
-        """Return how a key head's silhouette score changes past the training length."""
-        layer, kv_head = place
-        scores = self.result["rotated.silhouette"][layer]
-        group = len(scores) // self.result["key_fsv_ratio"].shape[1]
-        mean = scores[kv_head * group : (kv_head + 1) * group].mean(axis=0)
-        within = [n for n in self.lengths if n <= self.target.training_length]
-        return float(mean[-1] - mean[max(len(within) - 1, 0)])

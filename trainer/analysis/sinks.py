@@ -14,11 +14,12 @@ from torch import Tensor
 from trainer.analysis.arrays import Array, Place, bucket_means, position_edges, stacked
 from trainer.analysis.attention import attention_map, attention_rows
 from trainer.analysis.capture import Heads
-from trainer.analysis.topic import Plot, Target, Topic, extremes, tidy, versions
+from trainer.analysis.topic import Plot, Target, Topic, tidy, versions
 from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
 from trainer.plotting.maps import Scale, heat_maps
 
-CELLS = 128
+CELLS, LAYERS = 128, 8
+"""Cells of a map's side, and about how many layers it is chosen from."""
 MEASURES = ("key_dot", "sink_weight", "peak")
 """Measures with and without the encoding: the mean dot product of a key with its own query and all
 later ones, by the key's position; attention on the first key, and the largest dot product with a
@@ -102,7 +103,14 @@ class SinkFigures(Topic):
         bucketed = self._bucketed(heads)
         median = heads.k.norm(dim=-1)[..., 1:].median(dim=-1).values
         self._layers.append(bucketed | {"median_key_norm": median})
-        for head in self._pictured(heads, bucketed["rotated.sink_weight"][0].mean(dim=-1)):
+        chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
+        if not self.target.chosen:
+            # The heads with the least, a medium and the most weight on the first key.
+            order = bucketed["rotated.sink_weight"][0].mean(dim=-1).argsort().tolist()
+            layers = len(self.target.model.layout.layers)
+            chosen = [order[0], order[len(order) // 2], order[-1]]
+            chosen = chosen if heads.layer % max(1, layers // LAYERS) == 0 else []
+        for head in chosen:
             self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
 
     def on_prefix(self, heads: Heads) -> None:
@@ -110,14 +118,6 @@ class SinkFigures(Topic):
         of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
         values = self._bucketed(heads).items()
         self._within.append({name: value for name, value in values if name not in of_keys})
-
-    def _pictured(self, heads: Heads, on_first: Tensor) -> list[int]:
-        if self.target.chosen:
-            return [head for layer, head in self.target.chosen if layer == heads.layer]
-        if heads.layer not in self.target.sampled_layers:
-            return []
-        order = on_first.argsort().tolist()
-        return list(dict.fromkeys([order[0], order[len(order) // 2], order[-1]]))
 
     def finish(self) -> None:
         """Average over the texts."""
@@ -185,7 +185,8 @@ class SinkFigures(Topic):
         shares = mean_at(self.curves["rotated.sink_weight"], self.edges, self.target.length)
         shown = list(self._maps)
         if not self.target.chosen:
-            shown = extremes(shown, key=lambda place: -shares[place])
+            shown.sort(key=lambda place: -shares[place])
+            shown = [shown[0], shown[len(shown) // 2], shown[-1]]
         step = -(-self.target.length // len(self._maps[shown[0]]))
         maps = {
             f"L{i}H{j}: {100 * shares[i, j]:.0f}% on the first": self._maps[i, j] for i, j in shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -54,12 +54,6 @@ class Target:
     def length(self) -> int:
         """Number of tokens of a text."""
         return self.ids.shape[1]
-
-    @property
-    def sampled_layers(self) -> list[int]:
-        """Up to 8 layers, evenly spread, from which an analysis chooses the heads that it shows."""
-        layers = len(self.model.layout.layers)
-        return np.linspace(0, layers - 1, min(layers, 8)).round().astype(int).tolist()
 
     @property
     def rotates(self) -> bool:
@@ -224,18 +218,6 @@ def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
         mean="mean", low=lambda v: v.quantile(0.1), high=lambda v: v.quantile(0.9), n="count"
     )
     return aggregated.reset_index()
-
-
-Item = TypeVar("Item")
-
-
-def extremes(items: Sequence[Item], key: Callable[[Item], float]) -> list[Item]:
-    """Return the items of the smallest, the middle and the largest key; up to three items as they
-    are."""
-    if len(items) <= 3:
-        return list(items)
-    ordered = sorted(items, key=key)
-    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
 
 
 Versions = dict[str, tuple[str, int]]
