@@ -9,13 +9,13 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
@@ -25,9 +25,8 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
 from trainer.config import RunConfig
-from trainer.evaluation.results import FACTS, Report, is_known
+from trainer.evaluation.results import Report, is_known
 from trainer.interchange.hub import find_pretrained
-from trainer.lightning.speed import measure_step
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
@@ -35,6 +34,7 @@ from trainer.runs.directory import RECORD, open_run_directory, plain
 from trainer.runs.parsing import parse
 from trainer.runs.starting_point import starting_weights
 from trainer.workflows.experiment import median_rate, run_experiment
+from trainer.workflows.plan import STATE, activation_bytes
 from trainer.workflows.training_text import open_corpus
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ LARGE, NORMED_RATE = 2e9, 1e-3
 """Parameters up to which 3e-4 is the learning rate (1e-4 above; DroPE, App. D), and the rate from
 which on training needs QK-norm (DroPE, Table 11)."""
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Tokens of a forward pass; on a GPU halved until a step fits."""
+"""Most tokens of a forward pass."""
+SHARE = 0.4
+"""Share of the speed of matrix products that training is expected to reach, before it is known."""
 DEPTHS = [0.0, 0.25, 0.5, 0.75, 1.0]
 """Depths of the evaluated needles."""
 ROWS, FITS = 5, 24
@@ -63,18 +65,11 @@ TOKENS = 5_000_000_000
 """Tokens after which a recalibrated model of up to 2B has 95% of its scores (DroPE, Fig. 10)."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Measured speed of training.
-
-    ``operations``: per second, forward and backward. ``update``: seconds of an update of the
-    optimizer. ``pass_tokens``: tokens of a forward pass that fit. ``precision``: fp32 or bf16.
-    """
+class Speed(NamedTuple):
+    """Operations per second of training, forward and backward, and tokens of a forward pass."""
 
     operations: float
-    update: float
     pass_tokens: int
-    precision: str
 
 
 def source_of(model: str) -> Literal["from_run", "from_pretrained"]:
@@ -100,30 +95,34 @@ def shape_of(model: str) -> tuple[ModelConfig, Layout]:
     return start.config, start.layout
 
 
-def measure(config: ModelConfig, layout: Layout, accelerator: str, threads: int | None) -> Speed:
-    """Measure some steps of training with random weights on this machine.
+def estimate(config: ModelConfig, accelerator: str, threads: int | None) -> Speed:
+    """Estimate the speed of training on this machine from that of a matrix product.
 
     Raises:
-        UserError: not even one sequence fits the GPU.
+        UserError: not even 256 tokens fit the GPU.
     """
     torch.set_num_threads(threads or usual_threads())
-    device: Literal["cpu", "cuda"] = "cpu"
-    if torch.cuda.is_available() and accelerator != "cpu":
-        device = "cuda"
+    device = "cuda" if torch.cuda.is_available() and accelerator != "cpu" else "cpu"
     has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(False)
-    precision = "bf16" if has_bf16 else "fp32"
+    size, times = 1024, []
+    a = torch.ones(size, size, device=device, dtype=torch.bfloat16 if has_bf16 else torch.float32)
+    for _ in range(5):
+        began = time.perf_counter()
+        (a @ a)[0, 0].item()  # a host sync
+        times.append(time.perf_counter() - began)
     tokens = PASS_TOKENS[device]
-    while tokens >= 256:
-        length = min(layout.training_length, tokens, 2048 if device == "cuda" else 512)
-        rows = max(1, (tokens if device == "cuda" else 512) // length)
-        try:
-            times = measure_step(config, layout, (rows, length), device, precision)
-        except torch.OutOfMemoryError:
-            tokens //= 2
-            continue
-        operations = rows * training_flops(config, layout, length) / times.micro_batch
-        return Speed(operations, times.update, tokens, precision)
-    raise UserError("MODEL: expected a model of which a training step fits the GPU")
+    if device == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        left = 0.8 * free - STATE * parameters_of(config)
+        tokens = min(tokens, int(left / activation_bytes(config, 2 if has_bf16 else 4, "none")))
+    if tokens < 256:
+        raise UserError("MODEL: expected a model of which a training step fits the GPU")
+    return Speed(SHARE * 2 * size**3 / min(times), tokens)
+
+
+def parameters_of(config: ModelConfig) -> int:
+    """Return the number of weights in matrices, with one matrix of embeddings."""
+    return config.block_weights + (config.vocab_size or 0) * config.hidden_size
 
 
 def choose(
@@ -172,27 +171,24 @@ def choose(
         next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= fitting),
     )
     # 3. As many steps as the time allows.
-    a_step = batch * time(length) + speed.update
+    a_step = batch * time(length)
     steps = pick("trainer.max_steps", int(seconds / a_step))
     if "trainer.max_steps" not in given and steps < 2 * WARMUP[0]:
         needed = (spent + 2 * WARMUP[0] * a_step) / (60 * share)
         raise UserError(f"minutes: expected at least {needed:.2g} for this model, got {minutes:g}")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, WARMUP[0]), WARMUP[1], steps))
     # 4. The learning rate by size, and QK-norm by the rate.
-    weights = config.block_weights + (config.vocab_size or 0) * config.hidden_size
-    rate = pick("optimizer.lr", 3e-4 if weights <= LARGE else 1e-4)
+    rate = pick("optimizer.lr", 3e-4 if parameters_of(config) <= LARGE else 1e-4)
     if not any(layer.qk_norm for layer in layout.layers):
         norm = pick("model.qk_norm.when", "never" if rate < NORMED_RATE else "after_drop")
         if norm != "never":
             pick("drop.qk_norm_gain", "matched")
-    pick("trainer.precision", speed.precision)
     pick("trainer.keep_checkpoints", 1)
     pick("trainer.checkpoint_minutes", max(minutes / 5, 0.1))
     pick("drop.effect_sequences", min(max(steps * batch // 20, 4), 64))
     if evaluates:
-        for key, value in evaluated(
-            config, layout, speed.operations, 60 * minutes * EVALUATION, length
-        ).items():
+        rest = 60 * minutes * EVALUATION
+        for key, value in evaluated(config, layout, speed.operations, rest, length).items():
             pick(key, value)
     return values
 
@@ -243,18 +239,18 @@ def chosen(
     overwrite: bool,
     began: float,
 ) -> dict[str, Any]:
-    """Return the keys that a run in ``run_dir`` began with, or measure this machine and choose.
+    """Return the keys that a run in ``run_dir`` began with, or choose them for this machine.
 
     ``began``: when the minutes began, in seconds since the epoch.
     """
     record = run_dir / RECORD_OF_KEYS
     if record.is_file() and not overwrite:
-        values: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
-        return {key: value for key, value in values.items() if key not in given}
-    config, layout = shape_of(model)
-    accelerator, threads = given.get("trainer.accelerator", "auto"), given.get("trainer.threads")
-    speed = measure(config, layout, accelerator, threads)
-    values = choose(config, layout, speed, minutes, given, time.time() - began)
+        values = json.loads(record.read_text(encoding="utf-8"))
+    else:
+        config, layout = shape_of(model)
+        accelerator = given.get("trainer.accelerator", "auto")
+        speed = estimate(config, accelerator, given.get("trainer.threads"))
+        values = choose(config, layout, speed, minutes, given, time.time() - began)
     return {key: value for key, value in values.items() if key not in given}
 
 
@@ -271,62 +267,58 @@ def recalibrate(
     Raises:
         PreemptedError: the run was asked to stop.
     """
-    run_dir = Path(config.run_dir)
-    before = [model if source_of(model) == "from_run" else str(find_pretrained(model))]
-    is_finished = (run_dir / FACTS).is_file() and not config.overwrite
-    is_resumed = (run_dir / "checkpoints").is_dir() and not config.overwrite
-    if not is_finished:
-        if not is_resumed:
-            corpus = open_corpus(config)
-            longest = min(corpus.validation.longest, corpus.test.longest)
-            fitting = [n for n in config.evaluation.tokens or () if n <= longest]
-            config, values = _changed(config, values, {"evaluation.tokens": fitting})
-        open_run_directory(config)
-        config = replace(config, overwrite=False)
-        _record(config, values)
-    if is_finished or config.trainer.max_time or "trainer.max_steps" not in values:
-        return _train(config, before)
+    is_resumed = Path(config.run_dir, "checkpoints").is_dir() and not config.overwrite
+    if not is_resumed:
+        corpus = open_corpus(config)
+        longest = min(corpus.validation.longest, corpus.test.longest)
+        fitting = [n for n in config.evaluation.tokens or () if n <= longest]
+        config, values = _changed(config, values, {"evaluation.tokens": fitting})
+    open_run_directory(config)
+    config = replace(config, overwrite=False)
+    _record(config, values)
+
+    def train(config: RunConfig) -> Report:
+        is_run = source_of(model) == "from_run"
+        outcome = run_experiment(config, [model if is_run else str(find_pretrained(model))])
+        assert outcome is not None, "recalibrate uses one process"
+        return outcome[0]
+
+    if config.trainer.max_time:
+        return train(config)
     share = TRAINING if config.evaluation.enabled else TRAINING + EVALUATION
     start, end = time.time(), began + 60 * minutes * share
     for stop in (end,) if is_resumed else (start + (end - start) / 2, end):
         limit = str(timedelta(seconds=max(1, math.ceil(stop - time.time()))))
-        limited = replace(config, trainer=replace(config.trainer, max_time=limit))
         try:
-            return _train(limited, before)
+            return train(replace(config, trainer=replace(config.trainer, max_time=limit)))
         except PreemptedError:
             if time.time() < stop:  # a signal
                 raise
-        changes = planned_again(config, end - time.time(), 60 * minutes * EVALUATION)
+        changes = planned_again(config, model, end - time.time(), 60 * minutes * EVALUATION)
         config, values = _changed(config, values, changes)
         log.info("Planned again: %s steps", f"{config.trainer.max_steps:,}")
         _record(config, values)
-    return _train(config, before)
+    return train(config)
 
 
-def _train(config: RunConfig, before: Sequence[str]) -> Report:
-    outcome = run_experiment(config, before)
-    assert outcome is not None, "recalibrate uses one process"
-    return outcome[0]
-
-
-def planned_again(config: RunConfig, seconds: float, evaluation_seconds: float) -> dict[str, Any]:
+def planned_again(
+    config: RunConfig, model: str, seconds: float, evaluation_seconds: float
+) -> dict[str, Any]:
     """Return the steps and the evaluation that fit the rest of the time at the speed until now.
 
     ``seconds``: left for training; the run takes at least one more step, which ends it.
     """
     run_dir, length = Path(config.run_dir), config.data.sequence_length
-    state = read_state(find_checkpoint(str(run_dir)), hashed=False)
-    done, rate = state["step"], median_rate(run_dir) or 0.0
+    done = read_state(find_checkpoint(str(run_dir)), hashed=False)["step"]
+    rate = median_rate(run_dir) or 0.0
     steps = done + max(1, int(seconds * rate / config.tokens_per_step))
-    start = starting_weights(config.model)
-    assert start is not None
-    operations = rate / length * training_flops(start.config, start.layout, length)
     changes: dict[str, Any] = {"trainer.max_steps": steps}
     if config.evaluation.enabled and rate:
-        changes |= evaluated(start.config, start.layout, operations, evaluation_seconds, length)
+        shape, layout = shape_of(model)
+        operations = rate / length * training_flops(shape, layout, length)
+        changes |= evaluated(shape, layout, operations, evaluation_seconds, length)
         longest = max(config.evaluation.tokens or [length])
-        fitting = [n for n in changes["evaluation.tokens"] if n <= longest]
-        changes["evaluation.tokens"] = fitting
+        changes["evaluation.tokens"] = [n for n in changes["evaluation.tokens"] if n <= longest]
     return changes
 
 
