@@ -17,7 +17,6 @@ from trainer.checkpoint import (
     MANIFEST,
     STATE,
     Writer,
-    check_same_model,
     damage,
     find_checkpoint,
     load_decoder,
@@ -247,12 +246,9 @@ def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
 
 
 def test_another_shape_is_named(saved):
-    model, _, directory = saved
+    directory = saved[2]
     state = read_state(directory / "step-000003")
-    check_same_model(state, model, "step-000003")
     state["model"]["hidden_size"] = 8
-    with pytest.raises(UserError, match=r"model.hidden_size: the checkpoint 'x' has 8, the run 16"):
-        check_same_model(state, model, "x")
     with pytest.raises(UserError, match=r"embed_tokens.weight has shape \(34, 16\) in step-000003"):
         load_decoder(directory / "step-000003", state)
 

@@ -25,7 +25,6 @@ import time
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from functools import lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -410,26 +409,6 @@ def read_state(path: Path, *, hashed: bool = True) -> dict[str, Any]:
 def model_config(state: dict[str, Any]) -> ModelConfig:
     """Return the model configuration stored in a checkpoint."""
     return TypeAdapter(ModelConfig).validate_python(state["model"])
-
-
-FREE_MODEL_KEYS = "attention_backend", "from_pretrained", "from_run"
-"""Keys of the model's configuration that do not affect its shape."""
-
-
-def check_same_model(state: dict[str, Any], model: Decoder, name: str) -> None:
-    """Check that a checkpoint's model has the shape of ``model``.
-
-    Raises:
-        UserError: names the keys of the model's configuration that differ.
-    """
-    saved, wanted = state["model"], asdict(model.config)
-    differing = [
-        f"model.{key}: the checkpoint {name!r} has {saved.get(key)!r}, the run {wanted[key]!r}"
-        for key in wanted
-        if saved.get(key) != wanted[key] and key not in FREE_MODEL_KEYS
-    ]
-    if differing:
-        raise UserError("; ".join(differing))
 
 
 def versions() -> dict[str, str]:

@@ -63,8 +63,6 @@ PARTS = (
     *("dope", "weighted_rope", "drop"),
 )
 """Parts of methods, which ``evaluation.methods`` joins by ``+``."""
-ON_TEXT = ("longrope", "temperature", "dope", "weighted_rope")
-"""Parts that choose something on validation text."""
 
 
 # ---- Text ----

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tests.report.examples import cell, report, statements
+from tests.report.examples import cell, report
 from trainer.commands import console
-from trainer.evaluation.results import STATEMENTS, Arm, Change, Drop, Observation
+from trainer.evaluation.results import Arm, Change, Observation
 from trainer.report.tables import tables, terminal_tables
 
 LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
@@ -24,7 +24,6 @@ WHOLE = replace(
             Arm("NoPE", "nope", 10, 2000, 64_000, changes=(replace(DROPPED, loss_end=None),)),
         )
     ),
-    drop=Drop(500, 3.0, 5.0, 3.5),
     notes=("One [of two] was left out.",),
     observations=(
         Observation("[A] wins", "a [paper]", True, "50% against 10%."),
@@ -51,11 +50,12 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
     shown = terminal(200)
     console.print_report(WHOLE, "runs/[x]", existing=True)
     expected = """
-        Drop after step 500: held-out loss 3.000 before, 5.000 just after, 3.500 at the end of
-        recalibration.
-        RoPE, after step 1000: phase 'long' [of all]; held-out loss at 4,096 tokens 4.250 before, then 4.500
-        to 3.125.
-        NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, then 5.000 to ?.
+        RoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, 3.500 at
+        the end.
+        RoPE, after step 1000: phase 'long' [of all]; held-out loss at 4,096 tokens 4.250 before, 4.500 just
+        after, 3.125 at the end.
+        NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, ? at the
+        end.
         Warning: RoPE: 9 of 2,000 updates were left out, because their loss or gradient was not finite.
         shown: [A] wins (a [paper])
         not shown: B wins (a paper)
@@ -67,27 +67,6 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         Report: runs/[x]/report.html
         """  # noqa: E501
     assert shown.getvalue().split() == expected.split()
-
-
-def test_retrieval_at_chance_and_a_rising_loss_are_reported(terminal):
-    shown = terminal(200)
-    cells = [*statements("RoPE", (20, 10, 5, 5)), *statements("DroPE", (90, 80, 70, 60))]
-    made = report(
-        *cells, training_length=64, tasks={STATEMENTS: "Statements"}, task={"chance_listed": 0.25}
-    )
-    console.print_report(replace(made, drop=Drop(5, 3.0, 4.0, 4.5)), "runs/x", existing=False)
-    printed = " ".join(shown.getvalue().split())
-    assert "Retrieval at the training length is at chance: RoPE." in printed
-    assert "The loss rose in recalibration." in printed
-
-
-def test_changes_of_the_run_itself_are_told_where_it_has_no_drop(terminal):
-    shown = terminal(200)
-    console.print_report(replace(WHOLE, drop=None), "runs/x", existing=False)
-    said = " ".join(shown.getvalue().split())
-    assert "Drop after" not in said
-    assert "finished before" not in said
-    assert "RoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before" in said
 
 
 def test_the_tables_of_what_was_measured_come_first(terminal):

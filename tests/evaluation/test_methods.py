@@ -11,7 +11,6 @@ import torch
 from trainer.analysis.capture import capture
 from trainer.config import (
     BY_LAYER,
-    ON_TEXT,
     ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
@@ -55,7 +54,9 @@ def layout_of(name, fitting, factor, config=CONFIG):
 
 
 def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_without_torch():
-    assert {name for name, part in MAKERS.items() if set(part.fits(CONFIG, 2.0))} == set(ON_TEXT)
+    assert {name for name, part in MAKERS.items() if set(part.fits(CONFIG, 2.0))} == {
+        *("longrope", "temperature", "dope", "weighted_rope")
+    }
 
 
 @pytest.mark.parametrize("name", [*RESCALINGS, "longrope", "temperature"])

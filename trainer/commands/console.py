@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from rich.text import Text
 
 from trainer.common.processes import is_first_process
 from trainer.common.progress import console
-from trainer.evaluation.results import AS_IS, STATEMENTS, Drop, Report, is_known, troubles
+from trainer.evaluation.results import Report, troubles
 from trainer.report.tables import tables, terminal_tables
 
 WIDTH = 100
@@ -42,26 +42,6 @@ def _loss(value: float | None) -> str:
     return "?" if value is None else f"{value:.3f}"
 
 
-def _about_drop(drop: Drop | None) -> Iterator[str]:
-    """Yield the losses before and after a drop, and whether the loss rose later."""
-    if drop is None:
-        return
-    before, after, end = map(_loss, (drop.loss_before, drop.loss_after, drop.loss_end))
-    yield (
-        f"Drop after step {drop.step}: held-out loss {before} before, {after} just after, {end} at "
-        "the end of recalibration."
-    )
-    if is_known(drop.loss_end) and is_known(drop.loss_after) and drop.loss_end > drop.loss_after:
-        yield "The loss rose in recalibration."
-
-
-def _at_chance(report: Report) -> list[str]:
-    """Return the models whose retrieval at the training length is at chance without a method."""
-    rows = report.rows[(report.rows.task == STATEMENTS) & (report.rows.metric == "score")]
-    trained = rows[(rows.method == AS_IS) & (rows.length == report.training_length)]
-    return list(trained.model[trained.low <= report.chance(STATEMENTS)])
-
-
 def report_console() -> Console:
     """Return the console for tables, at most :data:`WIDTH` columns wide."""
     out = Console()
@@ -75,22 +55,17 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     say = partial(out.print, highlight=False, markup=False)
     if not report.rows.empty:
         out.print(terminal_tables(tables(report), out.width))
-    drop = report.drop
-    for text in _about_drop(drop):
-        say(text)
-    for index, arm in enumerate(report.arms):
+    for arm in report.arms:
         for change in arm.changes:
-            if index or drop is None or change.step != drop.step:
-                losses = " to ".join(map(_loss, (change.loss_after, change.loss_end)))
-                say(
-                    f"{arm.name}, after step {change.step}: {change.what}; held-out loss at "
-                    f"{change.length:,} tokens {_loss(change.loss_before)} before, then {losses}."
-                )
-    if warnings := troubles(report.arms):
-        for warning in warnings:
-            out.print(Text(f"Warning: {warning}", style="bold red"))
-    if names := _at_chance(report):
-        say(f"Retrieval at the training length is at chance: {', '.join(names)}.")
+            before, after, end = map(
+                _loss, (change.loss_before, change.loss_after, change.loss_end)
+            )
+            say(
+                f"{arm.name}, after step {change.step}: {change.what}; held-out loss at "
+                f"{change.length:,} tokens {before} before, {after} just after, {end} at the end."
+            )
+    for warning in troubles(report.arms):
+        out.print(Text(f"Warning: {warning}", style="bold red"))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
         verdict = f"{marks[observation.shown]}: {escape(observation.claim)}"
@@ -102,11 +77,6 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     if existing:
         say("This run was finished before; nothing was trained. overwrite=true starts again.")
     say(f"Report: {Path(run_dir) / 'report.html'}")
-
-
-def show(text: str, end: str = "\n") -> None:
-    """Print text immediately."""
-    print(text, end=end, flush=True)
 
 
 def print_benchmarks(table: Table, directory: Path) -> None:

@@ -163,21 +163,20 @@ def generate(composed: Composed) -> None:
     request = parse(GenerationRequest, composed.values)
     if not request.prompts:
         raise UserError("prompt: expected one or more")
-    from trainer.commands.console import show
     from trainer.workflows.generate import continue_prompts
 
     texts = continue_prompts(
         request,
-        show=lambda text: show(text, end=""),
+        show=lambda text: print(text, end="", flush=True),
         say=lambda text: print(text, file=sys.stderr),
     )
     if len(request.prompts) == 1:
         print()
     elif len(texts) == 1:
-        show(texts[0])
+        print(texts[0])
     else:
         for prompt, text in zip(request.prompts, texts, strict=True):
-            show(f"{prompt}{text}\n")
+            print(f"{prompt}{text}\n")
 
 
 def export(composed: Composed) -> None:

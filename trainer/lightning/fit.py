@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from trainer.checkpoint import Writer, check_same_model, restore, step_name, versions
+from trainer.checkpoint import Writer, restore, step_name, versions
 from trainer.common.errors import UserError
 from trainer.common.progress import Progress
 from trainer.common.ranks import Ranks, current_ranks
@@ -115,7 +115,6 @@ def train(
     weights = starting_weights(config.model) if start.checkpoint is None else None
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
     if start.checkpoint is not None:
-        check_same_model(start.state, model, start.checkpoint.name)
         check_same_data(start.state, corpus, config)
         model.layout = Layout.from_dict(start.state["layout"])
         if not is_control:
