@@ -72,7 +72,7 @@ def test_one_directory_by_both_programs_makes_the_same_predictions(llama, tmp_pa
     monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     config = AnalysisConfig("drop", length=64, texts=1)
     request = AnalysisRequest(f"hf:{directory}", str(tmp_path), text, compare=str(directory))
-    report, _ = analyze(replace(request, analysis=config))
+    report, _ = analyze(replace(request, analysis=config), "a")
     (results,) = report.results
     assert cells(results.rows, "kl").max() < 1e-5
     ours, theirs = (cells(results.rows, "loss", model=name) for name in ("llama", "llama-hf"))
@@ -96,7 +96,7 @@ def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_
     monkeypatch.setattr(analysis, "write_analysis", lambda report, output: output)
     config = AnalysisConfig("offset_features", length=64, texts=1)
     request = AnalysisRequest(f"hf:{directory}", str(tmp_path), text, compare=str(directory))
-    report, _ = analyze(replace(request, analysis=config))
+    report, _ = analyze(replace(request, analysis=config), "a")
     _, changes = report.results
     for name in ("key_radius", "angle"):
         ours, theirs = (cells(changes.rows, name, model=m) for m in ("llama", "llama-hf"))
@@ -116,13 +116,13 @@ def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_pa
     request = AnalysisRequest(
         str(other), str(tmp_path), text, compare=str(directory), analysis=config
     )
-    assert [found.key for found in analyze(request)[0].results][1:] == ["offset_changes"]
+    assert [found.key for found in analyze(request, "a")[0].results][1:] == ["offset_changes"]
     words = json.loads(tokenizer.to_str())
     vocabulary = words["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(words))
     with pytest.raises(UserError, match=r"^compare: .*same tokenizer"):
-        analyze(request)
+        analyze(request, "a")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -123,20 +123,8 @@ def _implementations(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 # ---------------------------------------------------------------- rotations of layers
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Rotation of one layer.
-
-    ``spectrum``: of every head. ``order``: the layer's channels in spectrum order: pair m at m and
-    m + pairs, then the channels that do not rotate (None: unchanged).
-    """
-
-    spectrum: Spectrum
-    order: tuple[int, ...] | None = None
-
-    def ordered(self, x: Tensor) -> Tensor:
-        """Reorder the channels of ``[..., D]``."""
-        return x if self.order is None else x[..., list(self.order)]
+Order = tuple[int, ...]
+"""A head's channels in spectrum order: pair m at m and m + pairs, then those that do not rotate."""
 
 
 def no_rotation(tables: Tables) -> Tables:
@@ -160,45 +148,39 @@ def complex_table(tables: Tables) -> Tensor:
     return both[..., ::2] if torch.equal(both[..., ::2], both[..., 1::2]) else both
 
 
-def found_rotation(
-    tables: Tables | None, plain: tuple[Tensor, Tensor], encoded: tuple[Tensor, Tensor]
-) -> Rotation | None:
-    """Determine the rotation from ``plain`` to ``encoded`` queries and keys, ``[B, H, T, D]``
-    float32.
+def found_rotation(plain: Call, call: Call) -> tuple[Spectrum, Order | None]:
+    """Determine the spectrum of one layer, and the order of its channels (None: any).
 
     Args:
-        tables: tables for positions 0, 1, ..., T - 1, with T at least 2.
-        plain: result with the tables of no rotation.
-        encoded: result with ``tables``.
+        plain: its call with the tables of no rotation, at positions 0, 1, ..., T - 1.
+        call: its call with its own tables.
 
-    Returns:
-        None if no known arrangement fits.
+    Raises:
+        UserError: no known arrangement fits.
     """
-    if all(torch.equal(x, y) for x, y in zip(plain, encoded, strict=True)):
-        return Rotation(Spectrum())
-    if tables is None:
-        return None
-    once = complex_table(tables)[0, 1]
-    scale = once.abs().mean().item()
-    spectrum = Spectrum(
-        tuple(once.angle().tolist()), rotary_scale=1.0 if abs(scale - 1) < 1e-6 else scale
-    )
-    size, rotated = encoded[0].shape[-1], spectrum.rotary_dim
-    cos, sin = rotary_table(spectrum, torch.arange(encoded[0].shape[2], device=once.device))
-    # The pairs are halves or neighbours of the first or the last channels.
-    for start in (0, size - rotated) if rotated <= size else ():
-        rotating = range(start, start + rotated)
-        still = [*range(start), *range(start + rotated, size)]
-        for pairs in (rotating, chain(rotating[::2], rotating[1::2])):
-            order = (*pairs, *still)
-            rotation = Rotation(spectrum, None if order == (*range(size),) else order)
-            if all(
-                (rotate(rotation.ordered(x), cos, sin) - rotation.ordered(y)).abs().amax()
-                <= CLOSE * y.abs().amax()
-                for x, y in zip(plain, encoded, strict=True)
-            ):
-                return rotation
-    return None
+    if torch.equal(plain.q, call.q) and torch.equal(plain.k, call.k):
+        return Spectrum(), None
+    size, T = call.q.shape[-1], call.q.shape[2]
+    if call.tables is not None:
+        once = complex_table(call.tables)[0, 1]
+        scale = once.abs().mean().item()
+        scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+        spectrum = Spectrum(tuple(once.angle().tolist()), rotary_scale=scale)
+        cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
+        rotated = spectrum.rotary_dim
+        # The pairs are halves or neighbours of the first or the last channels.
+        for start in (0, size - rotated) if rotated <= size else ():
+            rotating = range(start, start + rotated)
+            still = [*range(start), *range(start + rotated, size)]
+            for pairs in (rotating, chain(rotating[::2], rotating[1::2])):
+                order = (*pairs, *still)
+                if all(
+                    (rotate(x[..., order], cos, sin) - y[..., order]).abs().amax()
+                    <= CLOSE * y.abs().amax()
+                    for x, y in ((plain.q, call.q), (plain.k, call.k))
+                ):
+                    return spectrum, order
+    raise UserError(f"layer {call.index} rotates queries and keys in an unknown way")
 
 
 # ---------------------------------------------------------------- attention and cache
@@ -243,18 +225,13 @@ for _usual, _mask in _MASKS.items():
     AttentionMaskInterface.register(f"unrope_{_usual}", _mask)
 
 
-class _Layer(CacheLayerMixin):
+class _Layer(DynamicLayer):
     """All tokens of a layer, even with a sliding window: masks hide what the window excludes."""
-
-    is_sliding = False
 
     def __init__(self, cache: LayerCache) -> None:
         super().__init__()
         self.cache = cache
         self.keys, self.values, self.is_initialized = cache.keys, cache.values, True
-
-    def lazy_initialization(self, *states: Tensor) -> None:
-        """Do nothing: memory is allocated already."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -265,18 +242,6 @@ class _Layer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Return the number of tokens so far."""
         return self.cache.length
-
-    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
-        """Return the number of keys after appending ``queries`` tokens, and the index of the first
-        key."""
-        new = queries.shape[0] if isinstance(queries, Tensor) else queries
-        return self.cache.length + new, 0
-
-    def get_max_length(self) -> int:
-        """Return -1: transformers need not know the capacity."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 def cache_name(module: nn.Module) -> str:
@@ -309,13 +274,16 @@ class AdaptedModel(LanguageModel):
         q, k = calls[0].q, calls[0].k
         if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
             raise UserError("expected layers with heads of one shape")
-        rotations = [self._rotation(*pair) for pair in zip(plain, calls, strict=True)]
-        # Layers without rotation get the channel order of the others.
-        order = next((r.order for r in rotations if r.spectrum.rotates), None)
-        self.rotations = [r if r.spectrum.rotates else replace(r, order=order) for r in rotations]
+        found = [found_rotation(*pair) for pair in zip(plain, calls, strict=True)]
+        orders = {order for _, order in found if order is not None}
+        inside = any("inv_freq" in n for n, _ in hf.named_buffers())  # past the tables
+        if len(orders) > 1 or (inside and any(call.tables is None for call in calls)):
+            raise UserError("its layers rotate queries and keys in an unknown way")
+        order = list(next(iter(orders), range(q.shape[-1])))
+        self._order = order if order != sorted(order) else None
         layers = (
-            LayerEncoding(((r.spectrum, k.shape[1]),), call.options.get("sliding_window"))
-            for r, call in zip(rotations, calls, strict=True)
+            LayerEncoding(((spectrum, k.shape[1]),), call.options.get("sliding_window"))
+            for (spectrum, _), call in zip(found, calls, strict=True)
         )
         ropes = getattr(text, "rope_parameters", None) or {}
         by_type = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
@@ -394,14 +362,6 @@ class AdaptedModel(LanguageModel):
             for layer in outputs[cache_name(self._base)].layers
         ]
         return plain, calls
-
-    def _rotation(self, plain: Call, call: Call) -> Rotation:
-        """Determine the rotation of one layer from its behaviour."""
-        inside = call.tables is None and any("inv_freq" in n for n, _ in self.hf.named_buffers())
-        rotation = found_rotation(call.tables, (plain.q, plain.k), (call.q, call.k))
-        if inside or rotation is None:
-            raise UserError(f"layer {call.index} rotates queries and keys in an unknown way")
-        return rotation
 
     @contextmanager
     def _calls(self, see: Callable[[Call], tuple[Tensor, Tensor]], *, plain: bool = False) -> Any:
@@ -532,28 +492,39 @@ class AdaptedModel(LanguageModel):
         checked: list[Tables] = []
 
         def see(call: Call) -> tuple[Tensor, Tensor]:
-            rotation, layer = self.rotations[call.index], self.layout.layers[call.index]
+            layer = self.layout.layers[call.index]
             if call.tables is not None and not any(call.tables is tables for tables in checked):
-                check_tables(call.index, call.tables, rotation, last)
+                self._check_tables(call.index, call.tables, last)
                 checked.append(call.tables)
-            plain_q, plain_k = rotation.ordered(call.q), rotation.ordered(call.k)
+            plain_q, plain_k = call.q, call.k
+            if self._order is not None:  # which leaves dot products unchanged
+                plain_q, plain_k = plain_q[..., self._order], plain_k[..., self._order]
             q = encode_queries(plain_q, queries[call.index])
             k = encode_keys(plain_k, of_keys[call.index])
             if layer.intervention is not None:
                 q, k = intervene(layer.intervention, q, k, positions, keys)
             if self._observe is not None:
                 check_mask(call, layer.window)
-                self._observe(
-                    call.index,
-                    *(plain_q, plain_k, q, k),
-                    scaling=call.options.get("scaling"),
-                    softcap=call.options.get("softcap"),
-                    sinks=call.options.get("s_aux"),
-                )
+                scores = {name: call.options.get(name) for name in ("scaling", "softcap")}
+                sinks = call.options.get("s_aux")
+                self._observe(call.index, plain_q, plain_k, q, k, sinks=sinks, **scores)
             return q, k
 
         with self._calls(see, plain=True):
             yield
+
+    def _check_tables(self, index: int, tables: Tables, position: int) -> None:
+        """Check that a layer's tables are those of its spectrum at the last position."""
+        spectrum = self.own_layout.layers[index].spectra[0]
+        if not spectrum.rotates:
+            return
+        table = complex_table(tables)[0, -1]
+        cos, sin = rotary_table(spectrum, torch.tensor([position], device=table.device))
+        if (table - torch.complex(cos[0], sin[0])).abs().amax() > APART:
+            raise UserError(
+                f"hf: the rotation of layer {index} follows the length of the text; expected texts "
+                "within the length it was trained at"
+            )
 
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
@@ -631,18 +602,4 @@ def check_mask(call: Call, window: int | None) -> None:
         raise UserError(
             f"hf: layer {call.index} hides other keys than a window would, of {T:,} tokens: it "
             "attends in chunks, which shorter texts do not fill"
-        )
-
-
-def check_tables(index: int, tables: Tables, rotation: Rotation, position: int) -> None:
-    """Check that one layer's tables are those of its spectrum at the last position."""
-    if not rotation.spectrum.rotates:
-        return
-    table = complex_table(tables)[0, -1]
-    positions = torch.tensor([position], device=table.device)
-    cos, sin = (x[0] for x in rotary_table(rotation.spectrum, positions))
-    if (table - torch.complex(cos, sin)).abs().amax() > APART:
-        raise UserError(
-            f"hf: the rotation of layer {index} follows the length of the text; expected texts "
-            "within the length it was trained at"
         )
