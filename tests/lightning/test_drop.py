@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -131,6 +132,20 @@ def test_accumulation_trains_as_whole_batches():
     whole, parts = fit(ours()), fit(ours(), accumulate_grad_batches=4)
     for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_rewarming_lowers_an_update_once_after_a_sanity_check_too():
+    """The second of four updates has half of the learning rate, which stays the schedule's."""
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    dropping, trainer = DropPositions(0, rewarm=4), SimpleNamespace(optimizers=[optimizer])
+    dropping.on_sanity_check_start(trainer, ours())
+    dropping.on_train_start(trainer, ours())
+    dropping.dropped_at, trainer.global_step = 0, 1
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == -0.5
+    assert optimizer.param_groups[0]["lr"] == 1.0
 
 
 def test_the_effect_is_logged_just_before_and_after(tmp_path):

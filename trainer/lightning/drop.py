@@ -154,10 +154,14 @@ class DropPositions(L.Callback):
         """Take the step of a drop that is done."""
         self.dropped_at = state_dict["dropped_at"]
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Repeat the drop in a resumed model of transformers; rewarm the learning rate."""
+    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Repeat the drop in a resumed model of transformers."""
         if self.dropped_at is not None and _decoder_in(pl_module) is None:
             _drop_rotation(pl_module)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Repeat the drop in a resumed model of transformers; rewarm the learning rate."""
+        self.on_sanity_check_start(trainer, pl_module)
         for optimizer in trainer.optimizers if self.rewarm else ():
             rates: list[float] = []
 
@@ -174,8 +178,6 @@ class DropPositions(L.Callback):
 
             optimizer.register_step_pre_hook(lower)
             optimizer.register_step_post_hook(restore)
-
-    on_sanity_check_start = on_train_start
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
