@@ -366,10 +366,6 @@ class BenchmarksConfig:
 class MonitorConfig:
     """Measurements of the model in training; they do not affect it."""
 
-    lengths_every: Count | None = None
-    """Steps between measurements of retrieval and held-out loss by length; null: never."""
-    lengths: list[Annotated[Count, Field(le=1_000_000)]] = field(default_factory=lambda: [1, 2, 4])
-    """Lengths to measure at, in multiples of the training length (the last phase's)."""
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
 
 

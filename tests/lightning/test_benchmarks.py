@@ -5,7 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from pathlib import Path
+import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from tests.lightning.test_run import (
 )
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.fields import adapter
+from trainer.config import MultipleChoiceConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.results import Milestone
+from trainer.lightning.module import evaluating
+from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.parsing import merged
 
 pytestmark = pytest.mark.slow
@@ -33,8 +37,9 @@ TASK, QUESTIONS = "sentences", 7
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory):
-    """Configuration of benchmarks: a file of questions, and tasks with lengths."""
-    directory = tmp_path_factory.mktemp("questions")
+    """Configuration of benchmarks: a file of questions in the cache, and tasks with lengths."""
+    directory = tmp_path_factory.mktemp("cache") / "benchmarks"
+    directory.mkdir()
     rows = [
         {
             "doc_id": number,
@@ -47,19 +52,21 @@ def asked(tmp_path_factory):
     ]
     with gzip.open(directory / f"{TASK}.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    return {
+    configuration = {
         "monitor": {
             "benchmarks": {
                 "every": 4,
                 "tasks": ["perplexity", "statements"],
                 "lengths": [4, 8],
                 "multiple_choice": [TASK],
-                "directory": str(directory),
                 "limit": 5,
             }
         },
         "evaluation": {"enabled": False},
     }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UNROPE_CACHE", str(directory.parent))
+        yield configuration
 
 
 def milestones(config, step=None):
@@ -102,8 +109,8 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     last = milestones(config)[-1]
     corpus = prepare_corpus(config.data, config.tokenizer)
     model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config))).eval()
-    path = Path(config.monitor.benchmarks.directory) / f"{TASK}.jsonl.gz"
-    questions = multiple_choice.read_questions(path, 5)
+    directory = multiple_choice.benchmark_directory(MultipleChoiceConfig())
+    questions = multiple_choice.read_questions(directory / f"{TASK}.jsonl.gz", 5)
     encoder = Encoder(corpus.tokenizer, 32, add_bos=True)
     expected = multiple_choice.score_questions(model, encoder, TASK, questions, 4096)
     for score in expected:
@@ -144,3 +151,36 @@ def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, as
         assert [m.step for m in shared] == [m.step for m in alone]
         for key, value in alone[0].scores.items():
             assert shared[0].scores[key] == pytest.approx(value, rel=1e-3), key
+
+
+@pytest.fixture
+def module(tiny_decoder):
+    """Stand-in for a module, as :func:`evaluating` needs it."""
+    return SimpleNamespace(model=tiny_decoder(), device=torch.device("cpu"))
+
+
+def test_everything_is_put_back(module):
+    model = module.model.train()
+    model.layers[0].mlp.eval()
+    model.layers[1].self_attn.attend = BACKENDS["flex"]
+    modes = [part.training for part in model.modules()]
+
+    def draws():
+        return torch.rand(3).tolist(), np.random.rand(), random.random()  # noqa: NPY002
+
+    def look():
+        with evaluating(module) as inside:
+            assert not torch.is_grad_enabled()
+            assert not any(part.training for part in inside.modules())
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert {block.self_attn.attend for block in inside.layers} == {BACKENDS["sdpa"]}
+            return draws()
+
+    with cudnn_attention(True):  # as in training at a fixed length
+        assert look() == draws()  # drawn inside, as if never drawn
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(RuntimeError), evaluating(module):
+        raise RuntimeError
+    assert torch.is_grad_enabled()
+    assert [part.training for part in model.modules()] == modes
+    assert model.layers[1].self_attn.attend is BACKENDS["flex"]

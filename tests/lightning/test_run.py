@@ -55,7 +55,7 @@ def assert_same_tensors(first, second, only=""):
         assert torch.equal(value, b[name]), name
 
 
-SAVED = "effects", "lengths", "benchmarks", "loss"
+SAVED = "effects", "benchmarks", "loss"
 
 
 def assert_same_state(a, b):

@@ -10,11 +10,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.report.examples import cell, loss, report
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Drop, Milestone, Reach
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Drop, Milestone
 from trainer.plotting.lines import Series
 from trainer.report.figures import apart, depths_of, perplexity_axis
 from trainer.report.figures import plots as plots_of
-from trainer.report.training_figures import milestones_figure, reach_figure, training_figure
+from trainer.report.training_figures import milestones_figure, training_figure
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
 SCORES = {
@@ -153,20 +153,6 @@ def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
     raw, thick = plot.figure.axes[0].lines
     assert list(raw.get_ydata()) == losses
     assert list(thick.get_ydata())[:-1] == pytest.approx([0.5, *[1.0] * 118])
-
-
-def test_reach_has_the_run_at_every_length_and_others_at_their_longest():
-    history = (
-        Reach(4, False, 64, (64, 128), (4.0, 5.0), (1.0, 0.5)),
-        Reach(8, True, 64, (64, 128), (4.5, None), (0.75,)),
-    )
-    rates = (0.75, 0.5, 0.25)
-    other = (Reach(4, False, 64, (64, 128, 192), (3.0, 3.5, 4.0), rates),)
-    made = report(drop=Drop(6, 4.0, 5.0), reach={"Mine": history, "RoPE": other})
-    (plot,) = reach_figure(made, {"Mine": 1, "RoPE": 0})
-    heights = [y for _, y in drawn(plot.figure.axes[0])]
-    assert heights[:3] == [[100, 75], [50, None], [25]]
-    assert labels(plot.figure) == ["Mine, 1×", "Mine, 2×", "RoPE, 3×", "encoding dropped at step 6"]
 
 
 def test_benchmarks_have_every_task_and_the_mean_without_perplexities():

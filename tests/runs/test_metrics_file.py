@@ -50,7 +50,7 @@ def test_branch_starts_with_the_rows_of_its_source(tmp_path):
 def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path):
     path = written(tmp_path / "metrics.csv", [10, 20])
     rows = [
-        {"loss": 0.1, "length/loss_4x": 5.0},
+        {"loss": 0.1, "benchmark/x": 5.0},
         {"loss": 0.2},
         {"loss": 0.3, "probe/entropy": 1.5},
     ]
@@ -63,7 +63,7 @@ def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path
         {"step": step} | row for step, row in zip((30, 40, 50), rows, strict=True)
     ]
     columns = path.read_text().splitlines()[0].split(",")
-    assert columns == [*COLUMNS, "length/loss_4x", "probe/entropy"]
+    assert columns == [*COLUMNS, "benchmark/x", "probe/entropy"]
 
 
 @pytest.fixture

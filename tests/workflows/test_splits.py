@@ -23,7 +23,7 @@ from trainer.config import (
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.encoding import document_hash
-from trainer.lightning.monitors import Lengths
+from trainer.lightning.monitors import Monitors
 from trainer.lightning.phases import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
@@ -61,7 +61,8 @@ def config(base, tmp_path_factory):
         "test": 0.1,
         "cache_dir": str(directory / "cache"),
     }
-    monitor = {"lengths_every": 2, "lengths": [1, 4]}
+    tasks = {"every": 2, "tasks": ["perplexity", "statements"], "lengths": [1, 4], "limit": 4}
+    monitor = {"benchmarks": tasks}
     others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
     return parse(RunConfig, merged(base, {"data": data, "monitor": monitor, **others}))
 
@@ -95,8 +96,8 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
     ((_, targets),) = effect_probe(corpus, 1000, phases_of(config)[0])
     assert seen(targets.numpy()) == {"validation"}
-    lengths = Lengths(config, corpus, Ranks(0, 1, 0, 1), [])
-    perplexity, statements = lengths.perplexity, lengths.statements
+    change = SimpleNamespace(phases=[])
+    perplexity, statements = Monitors(config, corpus, Ranks(0, 1, 0, 1), change, None).tasks
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.trials[length].prompts) == {"validation"}

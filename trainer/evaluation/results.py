@@ -145,23 +145,6 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Reach:
-    """Loss and retrieval of a model in training, on validation text at several lengths.
-
-    ``dropped``: whether its encoding was dropped by ``step``. ``loss``: mean on the last
-    ``training_length`` tokens, which are the same at every length. ``retrieval``: empty if it was
-    not measured.
-    """
-
-    step: int
-    dropped: bool
-    training_length: int
-    lengths: tuple[int, ...]
-    loss: tuple[float | None, ...]
-    retrieval: tuple[float, ...]
-
-
-@dataclass(frozen=True)
 class Milestone:
     """Scores of a model in training after ``step`` updates and ``tokens``, by task.
 
@@ -201,7 +184,7 @@ class Report:
     ``task`` describes :data:`STATEMENTS` where they were measured: ``needles`` (statements per
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
-    of the training sequences carried such statements). ``reach`` and ``milestones``: measurements
+    of the training sequences carried such statements). ``milestones``: measurements
     during training by arm, the run itself first. ``temperature``: the fitted coefficient c of
     1 + c ln s by row name, such as ``DroPE + temperature``. ``made``: date, command, program and
     inputs, as text by term. ``timing["tokens_per_second"]``, a number by arm, becomes a column of
@@ -227,7 +210,6 @@ class Report:
     task: dict[str, Any] = field(default_factory=dict)
     temperature: dict[str, float] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
-    reach: dict[str, tuple[Reach, ...]] = field(default_factory=dict)
     milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
 

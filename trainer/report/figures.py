@@ -31,7 +31,7 @@ from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.style import style_numbers
 from trainer.report.files import Plot
 from trainer.report.tables import perplexity
-from trainer.report.training_figures import milestones_figure, reach_figure, training_figure
+from trainer.report.training_figures import milestones_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
@@ -49,13 +49,12 @@ AxisScale = Callable[[Axes], None]
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
     names = (*map(report.row_name, _rows(report)), *(arm.name for arm in report.arms))
-    styles = style_numbers((*names, *report.reach))
+    styles = style_numbers(names)
     for task in report.scored:
         if len(lengths_of(report.rows[report.rows.task == task])) > 1:
             yield _success(report, task, styles)
     yield from _contrast(report, styles)
     yield from training_figure(report, styles)
-    yield from reach_figure(report, styles)
     yield from milestones_figure(report)
     for task in report.scored:
         yield from _by_depth(report, task)

@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from trainer.common.words import factor_label
 from trainer.evaluation.results import MEAN, PERPLEXITY, Arm, Drop, Report, is_known
 from trainer.plotting.lines import Frame, Series, draw
 from trainer.report.files import Plot
@@ -69,49 +68,6 @@ def _smoothed_line(arm: Arm, drop: Drop | None, style: int) -> Series:
     window = max(1, len(steps) // _SMOOTHING)
     smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
     return Series(arm.name, style, steps, smooth, raw=losses, marked=False)
-
-
-def reach_figure(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
-    """Draw ``reach`` if an arm was measured in training.
-
-    ``styles``: style numbers by arm; shorter lengths are paler.
-    """
-    arms = {name: history for name, history in report.reach.items() if history}
-    if not arms:
-        return
-    has_retrieval = any(reach.retrieval for history in arms.values() for reach in history)
-    series = []
-    for number, (name, history) in enumerate(arms.items()):
-        lengths = history[-1].lengths
-        shown = lengths if number == 0 else lengths[-1:]
-        for rank, length in enumerate(shown, 1):
-            by_length = [
-                dict(zip(r.lengths, r.retrieval if has_retrieval else r.loss, strict=False))
-                for r in history
-            ]
-            values = [values.get(length) for values in by_length]
-            unit = 100 if has_retrieval else 1
-            series.append(
-                Series(
-                    f"{name}, {factor_label(length / history[-1].training_length)}",
-                    styles[name],
-                    [reach.step for reach in history],
-                    [math.nan if value is None else unit * value for value in values],
-                    marked=False,
-                    opacity=rank / len(shown),
-                )
-            )
-    label = "retrieval (%)" if has_retrieval else "held-out loss (nats/token)"
-    yield Plot(
-        "reach",
-        "Reach while training",
-        "How far models reach while they train, on validation text: the run at every length, its "
-        "controls at the longest. Where the encoding was dropped the run was measured on both "
-        "sides.",
-        "Line chart over training steps of retrieval, or of loss where that was not measured, with "
-        "a line for each length.",
-        draw(series, Frame("training step", label, _steps, _drop_mark(report.drop))),
-    )
 
 
 def milestones_figure(report: Report) -> Iterator[Plot]:

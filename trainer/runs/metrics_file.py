@@ -92,5 +92,3 @@ def _number(text: str) -> int | float:
 
 
 LENGTH = "evaluation/length"
-RETRIEVAL, TEXT_LOSS = "length/retrieval_", "length/loss_"
-"""Prefixes of metrics that are measured at several lengths in training."""

@@ -26,7 +26,6 @@ from trainer.evaluation.results import (
     Change,
     Drop,
     Milestone,
-    Reach,
     Report,
     estimates,
     troubles,
@@ -107,8 +106,8 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     if ranks.rank:
         return None
     write_renderings(report, directory)
-    paths = (directory / "figures" / f"{name}.png" for name in ("reach", "benchmarks"))
-    images = {path.stem: path for path in paths if path.is_file()}
+    image = directory / "figures" / "benchmarks.png"
+    images = {image.stem: image} if image.is_file() else {}
     report.write(directory)
     log_results(config, _by_length(report), images)
     return report, False
@@ -209,7 +208,7 @@ def make_report(
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
     states = {arm.name: arm.state for arm in arms.values()}
-    reaches, milestones = adapter(tuple[Reach, ...]), adapter(tuple[Milestone, ...])
+    milestones = adapter(tuple[Milestone, ...])
     effect = runs[MAIN].effect_of_drop
     rates = {arms[key].name: median_rate(Path(run.config.run_dir)) for key, run in runs.items()}
     seconds = {arms[key].name: run.seconds for key, run in runs.items() if run.seconds is not None}
@@ -219,7 +218,6 @@ def make_report(
         made=origin(ordered),
         arms=tuple(trained.values()),
         drop=adapter(Drop).validate_python(effect) if effect else None,
-        reach={n: reaches.validate_python(s.get("lengths", ())) for n, s in states.items()},
         milestones={
             n: milestones.validate_python(s.get("benchmarks", ())) for n, s in states.items()
         },
