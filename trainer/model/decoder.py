@@ -262,7 +262,6 @@ class Decoder(LanguageModel):
         targets: Tensor,
         weights: Tensor | None = None,
         *,
-        z_loss: float = 0.0,
         losses: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
@@ -271,7 +270,7 @@ class Decoder(LanguageModel):
         See :func:`linear_cross_entropy`, and :meth:`hidden_states` for ``options``.
         """
         x = self.hidden_states(ids, **options)
-        return linear_cross_entropy(x, self.head, targets, weights, z_loss=z_loss, losses=losses)
+        return linear_cross_entropy(x, self.head, targets, weights, losses=losses)
 
     @torch.no_grad()
     def losses(self, states: Tensor, targets: Tensor) -> Tensor:
