@@ -1,17 +1,17 @@
 """Log-likelihoods of continuations; a prefix that requests share is read once.
 
-Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model.
-Rows of similar length are read together, padded on the right, which causal models do not see.
-Several continuations of one context continue from its keys and values. Only states that predict a
-continuation pass through the head, in chunks.
+Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model. Rows of one length
+are read together. Several continuations of one context continue from its keys and values. Only
+states that predict a continuation pass through the head, in chunks.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import torch
 from tokenizers import Tokenizer
@@ -20,10 +20,10 @@ from torch import Tensor
 from trainer.common.errors import UserError
 from trainer.common.progress import Progress
 from trainer.data.tokenizer import end_of_text, own_first_token
-from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
+Tokens = tuple[int, ...]
 Pair = tuple[str, str]
 """A context and a continuation, a space between them belonging to the continuation."""
 
@@ -35,8 +35,8 @@ class Request:
     Neither is empty.
     """
 
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
+    context: Tokens
+    continuation: Tokens
 
     def within(self, max_length: int) -> Request:
         """Truncate the context for a model that reads ``max_length`` tokens.
@@ -124,11 +124,6 @@ def _with_spaces_in_the_continuation(context: str, continuation: str) -> Pair:
     return stripped, context[len(stripped) :] + continuation
 
 
-SHORTEST, ENOUGH = 0.75, 256
-"""A row joins a batch of longer ones if it fills this share of their length, or if the batch has
-fewer tokens than this: reading the weights then costs more than padding."""
-
-
 @dataclass(frozen=True)
 class Likelihood:
     """``log_likelihood`` of a continuation in nats; ``greedy``: whether no token is likelier."""
@@ -137,170 +132,92 @@ class Likelihood:
     greedy: bool
 
 
-@dataclass(frozen=True)
-class _Row:
-    """Tokens to read.
-
-    ``expected``: index of a request, and its tokens that the last tokens of this row predict.
-    ``branches``: continuations from the end of the row.
-    """
-
-    tokens: tuple[int, ...]
-    expected: tuple[tuple[int, tuple[int, ...]], ...]
-    branches: tuple[_Row, ...] = ()
-
-
 @torch.no_grad()
 def log_likelihoods(
     model: LanguageModel, requests: Sequence[Request], batch_tokens: int, title: str | None = None
 ) -> list[Likelihood]:
     """Return the log-likelihood of every continuation, as if each were computed alone.
 
-    ``batch_tokens``: tokens per forward pass, including cached ones (at least one row). ``title``:
-    of the progress bar; None: show none.
+    ``batch_tokens``: tokens per forward pass, including cached ones (at least one context).
+    ``title``: of the progress bar; None: show none.
     """
-    if not requests:
-        return []
-    longest = max(len(r.context) + len(r.continuation) - 1 for r in requests)
-    by_length = model.follows_length(longest)  # then rows cannot share keys
-    rows = [_whole(i, r) for i, r in enumerate(requests)] if by_length else _rows(requests)
-    total = sum(len(r.tokens) + sum(len(b.tokens) for b in r.branches) for r in rows)
-    reader = _Reader(model, len(requests))
-    with Progress(title or "", total, silent=title is None) as progress:
-        progress.advance_to(0)
-        for chosen in _batches([len(row.tokens) for row in rows], batch_tokens, by_length):
-            batch = [rows[i] for i in chosen]
-            if any(row.branches for row in batch):
-                reader.read_with_branches(batch, batch_tokens)
-            else:
-                reader.read(batch)
-            progress.advance_to(reader.tokens)
-    return reader.results()
-
-
-def _whole(index: int, request: Request) -> _Row:
-    return _Row(request.context + request.continuation[:-1], ((index, request.continuation),))
-
-
-def _rows(requests: Sequence[Request]) -> list[_Row]:
-    """Return rows of contexts that several requests share, and rows of all other requests."""
-    sharing: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    longest = max((len(r.context) + len(r.continuation) - 1 for r in requests), default=0)
+    times = Counter(request.context for request in requests)
+    if model.follows_length(longest):  # then continuations cannot share keys
+        times.clear()
+    rows: dict[tuple[bool, int], dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, request in enumerate(requests):
-        sharing[request.context].append(index)
-    rows = []
-    for context, indices in sharing.items():
-        if len(indices) == 1:
-            rows.append(_whole(indices[0], requests[indices[0]]))
-            continue
-        wanted = [(i, requests[i].continuation) for i in indices]
-        first = tuple((i, tokens[:1]) for i, tokens in wanted)
-        onward = (_Row(tokens[:-1], ((i, tokens[1:]),)) for i, tokens in wanted if tokens[1:])
-        rows.append(_Row(context, first, tuple(onward)))
-    return rows
+        shares = times[request.context] > 1
+        tokens = request.context if shares else request.context + request.continuation[:-1]
+        rows[shares, len(tokens)][tokens].append(index)
+    results: dict[int, Likelihood] = {}
+    with Progress(title or "", len(requests), silent=title is None) as progress:
+        progress.advance_to(0)
+        for (shares, length), alike in sorted(rows.items(), reverse=True):
+            longest = max(len(requests[i].continuation) for row in alike.values() for i in row)
+            size = max(map(len, alike.values())) * (length + longest * shares)
+            count = max(1, batch_tokens // size)
+            read, asked = list(alike), list(alike.values())
+            for first in range(0, len(read), count):
+                chosen = asked[first : first + count]
+                places = [place for place, row in enumerate(chosen) for _ in row]
+                indices = [index for row in chosen for index in row]
+                wanted = [requests[index].continuation for index in indices]
+                states = (_after_shared if shares else _within)(
+                    model, read[first : first + count], places, wanted
+                )
+                results |= zip(indices, _likelihoods(model, states, wanted), strict=True)
+                progress.advance_to(len(results))
+    return [results[index] for index in range(len(requests))]
 
 
-def _batches(
-    lengths: Sequence[int], tokens: int, by_length: bool, past: int = 0
-) -> Iterator[list[int]]:
-    """Yield indices of rows to read together, longest first; ``past``: tokens cached earlier."""
-    batch: list[int] = []
-    longest = 0
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[index]
-        full = (len(batch) + 1) * (past + longest) > tokens
-        if by_length:
-            alike = length == longest
-        else:
-            alike = length >= SHORTEST * longest or len(batch) * longest < ENOUGH
-        if batch and (full or not alike):
-            yield batch
-            batch = []
-        if not batch:
-            longest = length
-        batch.append(index)
-    if batch:
-        yield batch
+def _within(
+    model: LanguageModel, rows: Sequence[Tokens], places: list[int], wanted: Sequence[Tokens]
+) -> list[Tensor]:
+    """Return the states ``[n, hidden]`` that predict each continuation at the end of its row.
+
+    ``rows``: tokens, all of one length. ``places``: the row of each continuation.
+    """
+    ids = torch.tensor(rows, device=model.device)
+    states = model.hidden_states(ids, last=max(map(len, wanted)))
+    return [states[place, -len(tokens) :] for place, tokens in zip(places, wanted, strict=True)]
 
 
-def _continued(
-    model: LanguageModel, cache: KVCache, places: list[int], pasts: list[int], new: int
-) -> KVCache:
-    """Copy the rows ``places``, with ``pasts`` tokens each, into a cache with room for ``new``
-    tokens."""
-    longest = max(pasts)
-    onward = model.empty_cache(len(places), longest + new)
-    begins = tuple(longest - past for past in pasts)
-    device = model.device
-    rows = torch.tensor(places, device=device)[:, None]
-    # Rows end in the same column; columns before a row's begin are never visible.
-    columns = torch.arange(longest, device=device) - torch.tensor(begins, device=device)[:, None]
-    columns.clamp_(min=0)
-    for layer, read in zip(onward.layers, cache.layers, strict=True):
-        layer.keys[:, :, :longest] = read.keys[rows, :, columns].transpose(1, 2)
-        layer.values[:, :, :longest] = read.values[rows, :, columns].transpose(1, 2)
-    onward.fill(begins, longest)
-    return onward
+def _after_shared(
+    model: LanguageModel, rows: Sequence[Tokens], places: list[int], wanted: Sequence[Tokens]
+) -> list[Tensor]:
+    """Return the states ``[n, hidden]`` that predict each continuation after its row, read once.
+
+    ``rows``: contexts, all of one length. ``places``: the context of each continuation.
+    """
+    device, length, onward = model.device, len(rows[0]), max(map(len, wanted)) - 1
+    cache = model.empty_cache(len(rows), length)
+    states = model.hidden_states(torch.tensor(rows, device=device), cache=cache, last=1)[places]
+    if onward:
+        copies = model.empty_cache(len(places), length + onward)
+        for copy, layer in zip(copies.layers, cache.layers, strict=True):
+            copy.append(layer.keys[places], layer.values[places])
+        # Padded on the right, which causal models do not see.
+        padded = [[*tokens[:-1], *[0] * (onward + 1 - len(tokens))] for tokens in wanted]
+        more = model.hidden_states(torch.tensor(padded, device=device), cache=copies)
+        states = torch.cat([states, more], dim=1)
+    return [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
 
 
-class _Reader:
-    """Reader of rows that sums their contributions to requests."""
-
-    def __init__(self, model: LanguageModel, requests: int) -> None:
-        self.model = model
-        self.tokens = 0
-        self.sums = torch.zeros(requests, dtype=torch.float64)
-        self.missed = torch.zeros(requests, dtype=torch.bool)
-
-    def results(self) -> list[Likelihood]:
-        return [
-            Likelihood(total, not missed)
-            for total, missed in zip(self.sums.tolist(), self.missed.tolist(), strict=True)
-        ]
-
-    def read_with_branches(self, rows: list[_Row], batch_tokens: int) -> None:
-        longest = len(rows[0].tokens)
-        cache = self.model.empty_cache(len(rows), longest)
-        self.read(rows, cache)
-        places, branches = zip(
-            *((place, branch) for place, row in enumerate(rows) for branch in row.branches),
-            strict=True,
-        )
-        lengths = [len(branch.tokens) for branch in branches]
-        for chosen in _batches(lengths, batch_tokens, by_length=False, past=longest):
-            onto = [places[i] for i in chosen]
-            pasts = [len(rows[place].tokens) for place in onto]
-            onward = _continued(self.model, cache, onto, pasts, new=lengths[chosen[0]])
-            self.read([branches[i] for i in chosen], onward)
-
-    def read(self, rows: list[_Row], cache: KVCache | None = None) -> None:
-        device = self.model.device
-        ids = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.long)
-        for place, row in enumerate(rows):
-            ids[place, : len(row.tokens)] = torch.tensor(row.tokens)
-        states = self.model.hidden_states(ids.to(device), cache=cache)
-        owners, places, columns, targets = torch.tensor(
-            [
-                (request, place, column, token)
-                for place, row in enumerate(rows)
-                for request, tokens in row.expected
-                for column, token in enumerate(tokens, len(row.tokens) - len(tokens))
-            ]
-        ).T
-        losses, missed = self._predict(states[places.to(device), columns.to(device)], targets)
-        self.sums.index_add_(0, owners, losses, alpha=-1)
-        self.missed[owners[missed]] = True
-        self.tokens += sum(len(row.tokens) for row in rows)
-
-    def _predict(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return losses ``[N]`` in nats after ``[N, hidden]``, and whether another token is more
-        likely."""
-        losses, missed = [], []
-        size = chunk_size(self.model.vocab_size, self.model.device)
-        for x, y in zip(
-            states.split(size), targets.to(states.device)[:, None].split(size), strict=True
-        ):
-            logits = self.model.logits(x).float()
-            picked = logits.gather(-1, y)
-            missed.append(logits.argmax(dim=-1, keepdim=True) != y)
-            losses.append(logits.logsumexp(dim=-1, keepdim=True) - picked)
-        return torch.cat(losses)[:, 0].double().cpu(), torch.cat(missed)[:, 0].cpu()
+def _likelihoods(
+    model: LanguageModel, states: Sequence[Tensor], wanted: Sequence[Tokens]
+) -> list[Likelihood]:
+    """Return the likelihoods of tokens that states ``[n, hidden]`` predict, one for each pair."""
+    likelihoods, is_likeliest = [], []
+    targets = torch.tensor(list(chain.from_iterable(wanted)), device=model.device)[:, None]
+    size = chunk_size(model.vocab_size, model.device)
+    for x, y in zip(torch.cat(list(states)).split(size), targets.split(size), strict=True):
+        logits = model.logits(x).float()
+        likelihoods.append(logits.gather(-1, y) - logits.logsumexp(dim=-1, keepdim=True))
+        is_likeliest.append(logits.argmax(dim=-1, keepdim=True) == y)
+    sizes = [len(tokens) for tokens in wanted]
+    by_token = torch.cat(likelihoods)[:, 0].double().cpu().split(sizes)
+    greedy = torch.cat(is_likeliest)[:, 0].cpu().split(sizes)
+    return [
+        Likelihood(float(a.sum()), bool(b.all())) for a, b in zip(by_token, greedy, strict=True)
+    ]
