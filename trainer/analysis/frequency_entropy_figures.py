@@ -33,7 +33,7 @@ from trainer.analysis.frequency_entropy import (
     sweep,
 )
 from trainer.analysis.topic import Plot, Target, Topic, tidy
-from trainer.plotting.lines import Frame, Panel, Series, side_by_side
+from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.points import Points, points
 from trainer.plotting.style import GREY
@@ -270,10 +270,6 @@ def attenuation_sweeps(
 
 def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
     """Draw perplexity by the factor on the chosen pairs, a panel for each number of tokens."""
-
-    def log_y(axes: Axes) -> None:
-        axes.set_yscale("log")
-
     panels = []
     for tokens in dict.fromkeys(measured.tokens for measured in sweeps):
         lines = [
@@ -282,7 +278,7 @@ def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
                 measured for measured in sweeps if measured.tokens == tokens
             )
         ]
-        frame = Frame("factor α on the chosen pairs", "perplexity", log_y)
+        frame = Frame("factor α on the chosen pairs", "perplexity", log_if_wide)
         panels.append(Panel(f"{tokens:,} tokens", lines, frame))
     return Plot(
         "attenuation",

@@ -279,6 +279,7 @@ def terms(features: pd.DataFrame, shown: Sequence[Any], trained: int) -> Plot:
 
     def log_x(axes: Axes) -> None:
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.axhline(0, color=GREY, linewidth=0.5)
 
     x, panels = (distances + 1).tolist(), []

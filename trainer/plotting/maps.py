@@ -96,9 +96,10 @@ def heat_maps(
             else:
                 _number(axes, values, norm, names)
             if not shared:
-                figure.colorbar(image, label=colours.label, pad=0.02)
+                figure.colorbar(image, label=colours.label, pad=0.02, format="%g")
         if shared:
-            figure.colorbar(image, ax=grid, label=scales[0].label, pad=0.02, aspect=30)
+            label = scales[0].label
+            figure.colorbar(image, ax=grid, label=label, pad=0.02, aspect=30, format="%g")
     return figure
 
 

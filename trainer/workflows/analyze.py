@@ -40,7 +40,7 @@ from trainer.workflows.subjects import held_out_corpus
 log = logging.getLogger(__name__)
 
 
-def analyze(request: AnalysisRequest, name: str) -> tuple[AnalysisReport, Path]:
+def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[AnalysisReport, Path]:
     """Make the requested analyses and write their page.
 
     ``name``: the analysis option, which names the page's directory in the run; the kind of analysis
@@ -59,7 +59,7 @@ def analyze(request: AnalysisRequest, name: str) -> tuple[AnalysisReport, Path]:
     if kind not in kinds:
         raise UserError(f"analysis.kind: there is no analysis {kind!r}")
     candidate = find_candidate(str(request.checkpoint))
-    place = kind if name in kinds else name
+    place = kind if name is None or name in kinds else name
     output = Path(request.output or candidate.home / "analysis" / place)
     other = _other(request, candidate, kind)
     if other is not None:
