@@ -131,7 +131,7 @@ class MixedText(SourceConfig):
 class DataConfig(SourceConfig):
     """Text, and how it becomes sequences."""
 
-    sequence_length: Annotated[int, Field(ge=2, lt=1 << 31)] = 64
+    sequence_length: Length = 64
     """Tokens of a sequence; the training length of the model."""
     prepared: str | None = None
     """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
@@ -727,7 +727,7 @@ class PhaseConfig:
 
     steps: Count
     """Optimizer steps of the phase."""
-    sequence_length: Annotated[int, Field(ge=2, lt=1 << 31)] | None = None
+    sequence_length: Length | None = None
     """Tokens of a sequence; null: data.sequence_length."""
     batch_size: Count | None = None
     """Sequences per optimizer step; null: trainer.batch_size."""
