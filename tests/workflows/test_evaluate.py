@@ -24,7 +24,6 @@ from trainer.config import (
     TemperatureSettings,
 )
 from trainer.evaluation.results import Report, estimates
-from trainer.model.decoder import Decoder
 from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows import evaluate
@@ -92,7 +91,10 @@ def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
 
 
 def test_statements_are_left_out_of_a_model_that_saw_none(runs, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate.Text, "training_share", 0.0)
+    held_out_of = evaluate.held_out_of
+    monkeypatch.setattr(
+        evaluate, "held_out_of", lambda *given: replace(held_out_of(*given), training_share=0.0)
+    )
     report, _ = evaluate_lengths(request(runs, tmp_path, methods=["none"]))
     assert {*report.tasks} == {"perplexity"}
     assert ["carried none" in note for note in report.notes] == [True]
@@ -149,25 +151,6 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     manifest.write_text(manifest.read_text() + "\n")
     evaluate_lengths(replace(asked, checkpoint=str(checkpoint), compare=[]))
     assert len([*cells.glob("part-*")]) == 3
-
-
-@pytest.mark.slow
-def test_sequences_are_read_in_chunks_where_that_is_asked_for(runs, tmp_path, monkeypatch):
-    """The results are those of one pass up to rounding, and the report says in which precision."""
-    asked = {"lengths": [2], "tasks": ["perplexity"], "methods": ["none"]}
-    whole, _ = evaluate_lengths(request(runs, tmp_path / "whole", **asked))
-    widths, hidden_states = set(), Decoder.hidden_states
-
-    def looking(model, ids, **options):
-        widths.add(ids.shape[1])
-        return hidden_states(model, ids, **options)
-
-    monkeypatch.setattr(Decoder, "hidden_states", looking)
-    monkeypatch.setattr(evaluate, "PREFILL", 24)
-    chunked, _ = evaluate_lengths(request(runs, tmp_path / "chunks", **asked))
-    assert widths == {24, 16}
-    assert chunked.rows.value.tolist() == pytest.approx(whole.rows.value.tolist(), rel=1e-5)
-    assert whole.environment["precision"] == whole.config["evaluation"]["dtype"] == "fp32"
 
 
 @pytest.fixture

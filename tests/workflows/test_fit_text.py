@@ -28,7 +28,7 @@ from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.store import Store
-from trainer.workflows.fit_text import _task_prompts, choice_texts, fit_text
+from trainer.workflows.fit_text import choice_texts, fit_text
 
 BOS = 0
 CONFIG = EvaluationConfig()
@@ -64,17 +64,6 @@ def test_prompts_with_needles_end_with_their_question(haystack):
     # The trials spread over the depths, from the beginning to the end.
     assert places == pytest.approx([0, 0.4, 0.8], abs=0.2)
     assert places == sorted(places)
-
-
-def test_prompts_are_spread_over_all_that_a_task_has(haystack):
-    """From the first to the last; where it has fewer, each is there once."""
-    task = NEEDLE_TASKS["standard"](haystack, replace(CONFIG.needles, trials=3, depths=(0, 1)))
-    prompts = [list(prompt.tokens) for prompt in task.prompts(600)]
-    assert len(prompts) == 6
-    for texts, chosen in ((1, [0]), (2, [0, 5]), (3, [0, 2, 5]), (9, [0, 1, 2, 3, 4, 5])):
-        shortest = min(len(prompts[i]) for i in chosen)
-        found = _task_prompts(task, 600, texts, bos=1).tolist()
-        assert found == [[BOS, *prompts[i][len(prompts[i]) - shortest + 1 :]] for i in chosen]
 
 
 def test_they_are_others_than_those_that_are_evaluated(haystack):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
 from tests.report.examples import cell, report
 from trainer.config import DataConfig
 from trainer.evaluation.results import STATEMENTS
@@ -43,21 +41,3 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
     assert run.arms == {"rope": "arm of first", "drope": "arm of second"}
     with_observations(told, candidates)
     assert asked[-1].arms == {}
-
-
-@pytest.mark.parametrize(
-    ("other", "is_same"),
-    [(DataConfig(), True), (DataConfig(source="files", files=["a.txt"]), False), (None, False)],
-)
-def test_losses_compare_between_models_of_one_text(monkeypatch, other, is_same):
-    """None: published weights, whose text nobody knows."""
-    asked = []
-    monkeypatch.setattr(evaluate, "observe", lambda run: asked.append(run) or ())
-    told = report(cell((1.0,), "a", task=STATEMENTS, length=64), training_length=64)
-    texts = DataConfig(), other
-    candidates = [
-        SimpleNamespace(name=name, role="rope", run=text and SimpleNamespace(data=text))
-        for name, text in zip("ab", texts, strict=True)
-    ]
-    with_observations(told, candidates)
-    assert asked[0].one_text is is_same

@@ -30,7 +30,7 @@ from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
-from trainer.workflows.evaluate import Text, measure_models
+from trainer.workflows.evaluate import measure_models
 
 WORDS = {"train": "appel rivur stoon", "validation": "quarz quivir", "test": "zebbra zefyr"}
 SHARES = {"train": (0.0, 0.8, 3200), "validation": (0.8, 0.9, 400), "test": (0.9, 1.0, 400)}
@@ -132,7 +132,9 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
         temperature=TemperatureSettings(models="all"),
     )
     with pytest.raises(KeyboardInterrupt):
-        measure_models("r", [candidate], evaluation, Text(corpus, candidate), tmp_path)
+        measure_models(
+            "r", [candidate], evaluation, evaluate.held_out_of(corpus, candidate), tmp_path
+        )
     assert [seen(windows) for windows in asked["text"].windows.values()] == [{"validation"}] * 2
     perplexity, statements, *prompted = asked["tasks"]
     assert len(prompted) == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from trainer.common.errors import UserError
 from trainer.config import DopeSettings, EvaluationConfig
@@ -70,14 +69,3 @@ def test_a_subject_is_told_from_others_by_its_weights_and_their_type():
     assert print_of("fp32", name="b") == print_of(None) == first
     assert first == fingerprint("1", "fp32")
     assert print_of("bf16", device="cuda") == print_of("bf16")
-
-
-@pytest.mark.parametrize(("supported", "same_as"), [(True, "bf16"), (False, "fp32")])
-def test_a_gpu_evaluates_in_bf16_and_float32_there_is_tf32(monkeypatch, supported, same_as):
-    """So that results of one precision are never taken for those of another."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: supported)
-    own = SimpleNamespace(fingerprint="1", name="a", computed_by=None, config=1, layout=2)
-    keys = {dtype: subject_of(own, dtype, "cuda").fingerprint for dtype in (None, "bf16", "fp32")}
-    assert keys[None] == keys[same_as]
-    assert keys["fp32"] == fingerprint("1", "tf32")
-    assert len({*keys.values(), fingerprint("1", "fp32")}) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +16,11 @@ from trainer.common.ranks import Ranks
 from trainer.config import EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.engine import Measured, measure_cells, plan_cells
+from trainer.evaluation.engine import Measured, Subject, measure_cells, plan_cells
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import unigram_loss
-from trainer.evaluation.methods import applicable
+from trainer.evaluation.measurements import Measurement
+from trainer.evaluation.methods import Recipe, applicable
 from trainer.evaluation.passes import PREFILL, precision_of
 from trainer.evaluation.results import AS_IS, MEAN, STATEMENTS, Arm, Report, Row
 from trainer.evaluation.rows import all_rows, averaged
@@ -75,7 +77,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = fitting_together([first, *others])
     check_evaluation(evaluation, first.layout.training_length)
-    text = Text(held_out_corpus(request.text, first), first)
+    text = held_out_of(held_out_corpus(request.text, first), first)
     if name == DEFAULT:  # same order as a run's own table
         candidates = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     title = "Length evaluation" if first.run is None else first.run.name
@@ -89,31 +91,38 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     return report, output
 
 
-@dataclass(frozen=True)
-class Text:
-    """Held-out text in the tokens of the ``first`` model: for perplexity, fits and haystacks."""
+def held_out_of(corpus: Corpus, first: Candidate) -> HeldOut:
+    """Return the test split, in the tokens of the first model, for tasks and fits."""
+    share = None if first.run is None else first.run.data.needles.share
+    return HeldOut(corpus, corpus.test, first.bos_token, share)
 
-    corpus: Corpus
-    first: Candidate
 
-    @property
-    def training_share(self) -> float | None:
-        """Share of the first model's training sequences with statements; None if it was trained
-        elsewhere."""
-        return None if self.first.run is None else self.first.run.data.needles.share
+def prepared(
+    subjects: Sequence[Subject], config: EvaluationConfig, text: HeldOut
+) -> tuple[dict[str, list[Recipe]], list[Measurement], FitText, list[str], list[str]]:
+    """Return the methods of each model, the tasks, text for fits, and notes on methods and tasks.
 
-    @property
-    def held_out(self) -> HeldOut:
-        """The test split, for tasks."""
-        corpus = self.corpus
-        return HeldOut(corpus, corpus.test, self.first.bos_token, self.training_share)
+    ``config``: with lengths in multiples of the training length.
+
+    Raises:
+        UserError: the text is too short, a prompt does not fit a length, or no method applies to
+            any model.
+    """
+    C = subjects[0].layout.training_length
+    lengths = config.in_tokens(C)
+    recipes, notes = applicable(subjects, config)
+    tasks, task_notes = make_tasks(text, config, lengths, C)
+    check_prompts(tasks, lengths)
+    used = [recipe for applied in recipes.values() for recipe in applied]
+    fit = fit_text(text.corpus, text.bos_token, config, used, lengths, C)
+    return recipes, tasks, fit, notes, task_notes
 
 
 def measure_models(
     name: str,
     candidates: Sequence[Candidate],
     config: EvaluationConfig,
-    text: Text,
+    text: HeldOut,
     cells: Path,
     accelerator: str = "auto",
     ranks: Ranks = Ranks(),  # noqa: B008
@@ -123,15 +132,9 @@ def measure_models(
     Cells that are stored in ``cells``, by an interrupted evaluation or for another table, are not
     measured again. A temperature fitted for a run as trained is stored with its checkpoint.
 
-    Args:
-        name: name of the report.
-        candidates: in the order of tables, see :func:`fitting_together`; with the training length
-            that ``config`` gives, if any.
-        config: methods, tasks and lengths.
-        text: text in the first candidate's tokens.
-        cells: directory of finished cells.
-        accelerator: cpu, or a GPU if there is one.
-        ranks: this process among those that share the work; only the first one returns results.
+    ``candidates``: as :func:`fitting_together` returns them. ``text``: in the first one's tokens.
+    ``cells``: directory of finished cells. ``accelerator``: cpu, or a GPU if there is one.
+    ``ranks``: this process among those that share the work; only the first one returns results.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
@@ -144,11 +147,7 @@ def measure_models(
     C = subjects[0].layout.training_length
     lengths = config.in_tokens(C)
     config = replace(config.in_multiples(C), dtype=dtype)
-    recipes, notes = applicable(subjects, config)
-    tasks, task_notes = make_tasks(text.held_out, config, lengths, C)
-    check_prompts(tasks, lengths)
-    used = [recipe for applied in recipes.values() for recipe in applied]
-    fit = fit_text(text.corpus, text.first.bos_token, config, used, lengths, C)
+    recipes, tasks, fit, notes, task_notes = prepared(subjects, config, text)
     for note in task_notes if ranks.is_rank_zero else ():
         log.warning("%s", note)
     plans = plan_cells(subjects, recipes, tasks, lengths, fit, config.batch_tokens)
@@ -158,7 +157,7 @@ def measure_models(
     if ranks.rank:
         return unmeasured(name, C, text.corpus)
     _keep_temperatures(candidates, measured, config)
-    titles = {recipe.key: recipe.title for recipe in used}
+    titles = {recipe.key: recipe.title for applied in recipes.values() for recipe in applied}
     task_titles = {task.key: task.title for task in tasks}
     if mean_of := averaged(measured.trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"

@@ -48,8 +48,8 @@ from trainer.runs.models import find_candidate, origin
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.runs.ranks import process_group
 from trainer.workflows.evaluate import (
-    Text,
     fitting_together,
+    held_out_of,
     measure_models,
     unmeasured,
     with_observations,
@@ -192,7 +192,7 @@ def make_report(
             config.name,
             ordered,
             config.evaluation,
-            Text(corpus, arms[MAIN]),
+            held_out_of(corpus, arms[MAIN]),
             run_dir / "evaluation" / "cells",
             config.trainer.accelerator,
             ranks,

@@ -34,12 +34,7 @@ def held_out_corpus(text: DataConfig | None, candidate: Candidate) -> Corpus:
         texts = (candidate.state.get("data") or {}).get("texts")
         corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
         if not same_tokens(corpus.tokenizer, candidate.tokenizer):
-            raise UserError(
-                "checkpoint: "
-                "it was trained with another tokenizer than its text source gives here (another "
-                "version of Python, or changed files); where a command takes text=, that names "
-                "another source."
-            )
+            raise UserError("text: the run's text has changed, and its tokenizer with it")
         return corpus
     return prepare_corpus(source, TokenizerConfig(), candidate.text_tokenizer)
 

@@ -11,14 +11,13 @@ from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import TextTokenizer, same_tokens, vocabulary_size
 from trainer.evaluation.engine import Subject
-from trainer.evaluation.methods import applicable
-from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.evaluation.tasks import HeldOut
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.runs.arms import arms_of
 from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.starting_point import starting_weights, texts_read
-from trainer.workflows.fit_text import fit_text
+from trainer.workflows.evaluate import prepared
 
 
 def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
@@ -80,14 +79,8 @@ def check_evaluated_text(configs: Mapping[str, RunConfig], corpus: Corpus) -> No
         Subject(name, "", arm.model, layouts(arm)[-1].with_training_length(C), _not_trained_yet)
         for name, arm in configs.items()
     ]
-    wanted = wanted.in_multiples(C)
-    lengths = wanted.in_tokens(C)
-    recipes, _ = applicable(subjects, few)
-    bos = corpus.first_token
-    measured, _ = make_tasks(HeldOut(corpus, corpus.test, bos, share), few, lengths, C)
-    check_prompts(measured, lengths)
-    used = [recipe for applied in recipes.values() for recipe in applied]
-    fit_text(corpus, bos, few, used, lengths, C)
+    text = HeldOut(corpus, corpus.test, corpus.first_token, share)
+    prepared(subjects, few.in_multiples(C), text)
 
 
 def layouts(config: RunConfig) -> list[Layout]:
