@@ -18,10 +18,10 @@ from tests.reference import turned
 from tests.test_checkpoint import assert_same_model
 from trainer.analysis.attention import attention_rows, head_attention, probe
 from trainer.analysis.capture import capture
-from trainer.analysis.offset_features import offset_features
-from trainer.analysis.positional_bias import prefix_spreads
 from trainer.common.errors import UserError
+from trainer.hf import NO_ROTATION as DROPPED
 from trainer.interchange.adapted import AdaptedModel, read_adapted
+from trainer.interchange.hf_rope import NO_ROTATION
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.generate import generate
 from trainer.positional.layout import Intervention, LayerEncoding
@@ -173,38 +173,6 @@ def test_models_that_are_read_in_another_dtype_are_the_converted_ones(saved):
         assert_same_model(load("cpu", half), load().to(half), ids)
 
 
-def test_the_control_has_the_heads_of_our_decoder(both):
-    (ours, states), (other, their_states) = (observed(model) for model in both)
-    torch.testing.assert_close(states, their_states, rtol=0, atol=2e-5)
-    for mine, heads in zip(ours, other, strict=True):
-        assert mine.training_length == heads.training_length
-        assert heads.scale == pytest.approx(mine.scale)
-        for name in ("q", "k", "rotated_q", "rotated_k"):
-            expected = getattr(mine, name)
-            torch.testing.assert_close(getattr(heads, name), expected, rtol=0, atol=2e-5)
-        assert heads.encoding.spectra[0].inv_freq == pytest.approx(
-            mine.encoding.spectra[0].inv_freq
-        )
-
-
-def test_the_control_gives_the_numbers_of_our_decoder(both):
-    def numbers(model):
-        radii, sinks = [], []
-        for heads in observed(model)[0]:
-            radii.append(torch.tensor(offset_features(heads).key_radius))
-            sinks.append(attention_rows(heads).sink)
-        return {
-            "probe": torch.tensor(list(probe(model, IDS).values())),
-            "angles": torch.cat(radii),
-            "sinks": torch.stack(sinks),
-            "spreads": torch.tensor(prefix_spreads(model, IDS)),
-        }
-
-    ours, other = map(numbers, both)
-    for name, expected in ours.items():
-        torch.testing.assert_close(other[name], expected, rtol=1e-3, atol=1e-4, msg=name)
-
-
 GAIN = Intervention(query=tuple((0.2 + h,) * 8 for h in range(4)), key=((0.5,) * 8,) * 2)
 CHANGES = {
     "YaRN": lambda layout: layout.rescaled(yarn, 4.0),
@@ -290,6 +258,12 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
             assert torch.equal(layers[0].q, layers[0].rotated_q)
             one_layer.append(attention_rows(layers[0]).entropy[:, :, -1])
     torch.testing.assert_close(*one_layer, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("drop", [NO_ROTATION, DROPPED | {"rope_theta": 1e4}])
+def test_a_dropped_model_has_its_own_length(drop):
+    layout = AdaptedModel(made("Llama", rope_parameters=dict(drop))).layout
+    assert (layout.rotates, layout.training_length, layout.longest) == (False, 64, 64)
 
 
 def test_layouts_that_need_our_decoder_are_refused(both):

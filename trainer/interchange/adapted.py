@@ -288,7 +288,10 @@ class AdaptedModel(LanguageModel):
         ropes = getattr(text, "rope_parameters", None) or {}
         by_type = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
         lengths = [trained_and_reach(rope, text.max_position_embeddings) for rope in by_type]
-        self.own_layout = Layout(min(lengths)[0], tuple(layers), max(r for _, r in lengths))
+        self.own_layout = Layout(text.max_position_embeddings, tuple(layers))
+        if self.own_layout.rotates:  # a drop is written with lengths that mean nothing
+            reach = max(reach for _, reach in lengths)
+            self.own_layout = Layout(min(lengths)[0], self.own_layout.layers, reach)
         self._layout = self.own_layout
         self.config = ModelConfig(
             hidden_size=text.hidden_size,

@@ -167,10 +167,11 @@ def measure_models(
         for name, fitted in measured.temperature.items()
     }
     corpus = text.corpus
+    rows = all_rows(measured.rows, measured.trials, run=name, seed=config.needles.seed)
     return Report(
         name=name,
         training_length=C,
-        rows=all_rows(measured.rows, measured.trials, run=name, seed=config.needles.seed),
+        rows=rows.assign(reach=rows["model"].map({c.name: c.layout.longest for c in candidates})),
         trials=measured.trials,
         longest_context=None if longest == C else longest,
         unigram_loss=unigram_loss(
