@@ -67,21 +67,6 @@ def test_few_lines_share_a_panel():
     assert [segment.tolist() for segment in segments] == [[[1, 1], [1, 2.5]], [[2, 3], [2, 6]]]
 
 
-def test_many_lines_have_panels_of_their_own_over_the_others():
-    lines = [Series(str(n), n, [1, 2], [n, n], marked=n > 6) for n in range(9)]
-    frame = Frame("step", "loss", unscaled, (4, "here"), ((0.5, "chance"),))
-    figure = draw(lines, frame)
-    for number, axes in enumerate(figure.axes):
-        assert axes.get_title() == str(number)
-        heights = [line.get_ydata()[0] for line in axes.lines]
-        assert heights[:10] == [*range(9), number]
-        assert heights[10:] == [0.5, 0]  # the two reference lines
-    colours = [axes.title.get_color() for axes in figure.axes[5:8]]
-    assert colours == ["#E69F00", "#CC79A7", "#000000"]
-    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("step", "loss")
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["chance", "here"]
-
-
 def test_a_line_and_a_reference_are_named_once_for_all_panels():
     frame = Frame("x", "y", unscaled, (2, "here\nor so"), ((0.5, "chance"), (0.75, "better")))
     first, second = Series("one", 0, [1, 2, 3], [0, 1, 0]), Series("other", 8, [1, 3], [1, 1])

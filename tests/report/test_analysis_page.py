@@ -56,10 +56,3 @@ def test_rows_of_all_topics_are_one_table_beside_the_figures(written):
             f"{key}_curves.png",
             f"{key}_curves.svg",
         ]
-
-
-def test_a_second_page_replaces_the_first(tmp_path):
-    write_analysis(report("one"), tmp_path)
-    (tmp_path / "one" / "old.svg").touch()
-    write_analysis(report("one"), tmp_path)
-    assert not (tmp_path / "one" / "old.svg").exists()

@@ -83,6 +83,17 @@ def test_perplexity_against_retrieval(plots):
     assert set(labels(figure)) == {"RoPE", "RoPE + cropped", "DroPE", "training length"}
 
 
+def test_many_rows_have_a_panel_for_each_model():
+    cells = [
+        cell([1.0], model, method, length=length)
+        for model in ("RoPE", "DroPE")
+        for method in ("none", "pi", "ntk", "yarn", "crop")
+        for length in (1024, 2048)
+    ]
+    (plot,) = plots_of(report(*cells))
+    assert [axes.get_title() for axes in plot.figure.axes] == ["RoPE", "DroPE"]
+
+
 def test_success_over_length(plots):
     figure = plots["success_statements"].figure
     heights = [y for _, y in drawn(figure.axes[0])]

@@ -1,4 +1,4 @@
-"""Line charts with intervals: one panel, small multiples, and panels beside each other."""
+"""Line charts with intervals: one panel, and panels beside each other."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from trainer.plotting.style import COLOURS, GRADED, GREY, blank, paper_style, whole_ticks
 
 Array = np.ndarray
-OVERLAY = 8
-"""Most lines of one panel; more become small multiples."""
+MOST_LINES = 8
+"""Most lines of one panel."""
 LOW, HIGH = 0.1, 0.9
 """Quantiles of heads that a band spans."""
 
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
-_BACKGROUND: dict[str, Any] = {"color": "#d0d0d0", "linewidth": 0.6, "zorder": 1}
 _LINEAR = 5  # values that span less than this factor stay on a linear axis
 
 
@@ -150,19 +149,8 @@ def over_heads(
 
 
 def draw(series: Sequence[Series], frame: Frame) -> Figure:
-    """Draw one panel, or for many lines a small panel each over all other lines in grey."""
-    if len(series) <= OVERLAY:
-        return side_by_side([Panel("", series, frame)], height=2.8)
-    panels = [Panel(line.label, [line], frame) for line in series]
-    columns = min((4, 3), key=lambda count: -len(panels) % count)  # the fuller last row
-    return side_by_side(
-        panels,
-        columns=columns,
-        height=1.22,
-        x_label=frame.x_label,
-        y_label=frame.y_label,
-        background=True,
-    )
+    """Draw one panel."""
+    return side_by_side([Panel("", series, frame)], height=2.8)
 
 
 def side_by_side(
@@ -173,39 +161,32 @@ def side_by_side(
     x_label: str = "",
     y_label: str = "",
     bands: bool = False,
-    background: bool = False,
 ) -> Figure:
     """Draw panels beside each other with one legend; a label has one style in all of them.
 
     ``columns``: panels in a row (None: all); ``height``: inches of a row. ``x_label``, ``y_label``:
     one label for all panels, instead of their own. ``bands``: shade intervals instead of drawing
-    bars. ``background``: panels share their axes and show the lines of all others in grey; titles
-    in the colour of the first line take the place of a legend.
+    bars.
     """
     columns = min(columns or len(panels), len(panels))
     with paper_style():
-        figure = blank(height * math.ceil(len(panels) / columns) + (0.75 if background else 0.3))
-        share = {"share_x": background, "share_y": background}
-        grid = panel_grid(figure, len(panels), columns, x=x_label, y=y_label, **share)
-        lines: dict[str, Line2D] = {}
+        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
+        grid = panel_grid(figure, len(panels), columns, x=x_label, y=y_label)
+        handles: dict[str, Line2D] = {}
         references: dict[str, Line2D] = {}
         for axes, panel in zip(grid, panels, strict=True):
-            if background:
-                for other in (line for shown in panels for line in shown.series):
-                    axes.plot(other.x, other.y, **_BACKGROUND)
             _draw_panel(axes, panel, bands=bands)
-            colour = line_style(panel.series[0])["color"] if background else "black"
-            axes.set_title(panel.title, pad=4, color=colour)
+            axes.set_title(panel.title, pad=4)
             if not y_label:
                 axes.set_ylabel(panel.frame.y_label)
             if not x_label:
                 axes.set_xlabel(panel.frame.x_label)
-            for series in (line for line in panel.series if line.label and not background):
+            for series in (line for line in panel.series if line.label):
                 handle = Line2D([], [], label=series.label, **line_style(series))
-                lines.setdefault(series.label, handle)
+                handles.setdefault(series.label, handle)
             for handle in reference_handles(panel.frame):
                 references.setdefault(str(handle.get_label()), handle)
-        legend_above(figure, [*lines.values(), *references.values()])
+        legend_above(figure, [*handles.values(), *references.values()])
     return figure
 
 

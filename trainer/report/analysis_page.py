@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from trainer.analysis.topic import Results, summary
-from trainer.common.files import partial_directory, write_atomically
+from trainer.common.files import write_atomically
 from trainer.plotting.style import WIDTH, save
 from trainer.report.files import base64, render
 
@@ -44,46 +43,30 @@ class AnalysisReport:
 
 
 def write_analysis(report: AnalysisReport, directory: Path) -> Path:
-    """Write ``TOPIC/NAME.svg`` and ``.png`` of every figure, ``results.csv`` and ``report.html``.
-
-    Older files are replaced only after all new ones are written.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        OSError: as the file system does.
-    """
-    page, directory = directory / PAGE, directory.resolve()
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with partial_directory(directory) as partial:
-        shown = []
-        for result in report.results:
-            figures = []
-            for plot in result.plots:
-                svg = base64(save(plot.figure, partial / result.key / plot.name))
-                width = f"{min(plot.figure.get_figwidth() / WIDTH, 1) * _WIDEST:.1f}rem"
-                figures.append((svg, width, plot.caption))
-            table = summary(result.rows, report.training_length)
-            empty = [c for c in table.columns if (table[c].fillna("") == "").all()]
-            shown.append((result, figures, table.drop(columns=empty)))
-        report.rows.to_csv(partial / TABLE, index=False, float_format="%.8g")
-        text = render(
-            "geometry.html.j2",
-            {"cell": _cell},
-            report=report,
-            shown=shown,
-            made=report.made,
-            details=report.details,
-        )
-        write_atomically(partial / PAGE, text)
-        directory.mkdir(exist_ok=True)
-        for made in sorted(partial.iterdir()):
-            place = directory / made.name
-            if place.is_dir():
-                shutil.rmtree(place)
-            made.replace(place)
-    return page
+    """Write ``TOPIC/NAME.svg`` and ``.png`` of every figure, ``results.csv`` and ``report.html``;
+    return the path of the page."""
+    shown = []
+    for result in report.results:
+        figures = []
+        for plot in result.plots:
+            svg = base64(save(plot.figure, directory / result.key / plot.name))
+            width = f"{min(plot.figure.get_figwidth() / WIDTH, 1) * _WIDEST:.1f}rem"
+            figures.append((svg, width, plot.caption))
+        table = summary(result.rows, report.training_length)
+        empty = [c for c in table.columns if (table[c].fillna("") == "").all()]
+        shown.append((result, figures, table.drop(columns=empty)))
+    directory.mkdir(parents=True, exist_ok=True)
+    report.rows.to_csv(directory / TABLE, index=False, float_format="%.8g")
+    text = render(
+        "geometry.html.j2",
+        {"cell": _cell},
+        report=report,
+        shown=shown,
+        made=report.made,
+        details=report.details,
+    )
+    write_atomically(directory / PAGE, text)
+    return directory / PAGE
 
 
 def _cell(value: Any) -> str:

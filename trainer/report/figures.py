@@ -17,11 +17,10 @@ from trainer.common.words import factor_label, percent
 from trainer.evaluation.results import AS_IS, PERPLEXITY, Report, Row, estimates, lengths_of
 from trainer.evaluation.statistics import Estimate
 from trainer.plotting.lines import (
-    OVERLAY,
+    MOST_LINES,
     Frame,
     Panel,
     Series,
-    draw,
     log_axis,
     padded,
     side_by_side,
@@ -66,7 +65,10 @@ def _rows(report: Report) -> list[Row]:
 
 def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
     title, scores = report.tasks[task], estimates(report.rows, task)
-    lines = [_success_line(report, row, scores[row], styles) for row in scores]
+    models = dict.fromkeys(model for model, _ in scores)
+    groups: list[list[Row]] = [list(scores)]
+    if len(scores) > MOST_LINES:
+        groups = [[row for row in scores if row[0] == model] for model in models]
     lengths = lengths_of(report.rows[report.rows.task == task])
     chances = tuple(
         (100 * report.task[key], f"{text} ({percent(report.task[key])}%)")
@@ -74,13 +76,21 @@ def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
         if report.chance(task) and key in report.task
     )
     frame = lengths_frame(report, lengths, "success (%)", success, chances)
+    panels = [
+        Panel(
+            group[0][0] if len(groups) > 1 else "",
+            apart([_success_line(report, row, scores[row], styles) for row in group]),
+            frame,
+        )
+        for group in groups
+    ]
     return Plot(
         f"success_{_slug(task)}",
         f"Success over length: {title}",
         f"Mean score of the trials over sequence length (logarithmic axis): {title}. {_INTERVALS} "
         f"After Figure 1 and Table 1 of “{_DROPE}”.",
         f"Line chart of success over sequence length, {title}; the same numbers are in the tables.",
-        draw(lines if len(lines) > OVERLAY else apart(lines), frame),
+        side_by_side(panels, columns=2, height=2.8 if len(panels) == 1 else 2.3),
     )
 
 
