@@ -1,22 +1,19 @@
-"""Statistics of attention: for every query, for every head, and the five that a training run logs.
+"""Statistics of attention: for every query and for every head.
 
 No function holds a whole attention matrix: scores are computed and reduced in blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.analysis.arrays import Array
-from trainer.analysis.capture import Heads, observing
-from trainer.model.language_model import LanguageModel
+from trainer.analysis.capture import Heads
 from trainer.positional.encodings import alibi_slopes
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
@@ -178,48 +175,6 @@ def head_statistics(rows: Rows) -> dict[str, Tensor]:
         "entropy": (rows.entropy[..., 1:].double() / largest).mean(dim=-1),
         "sink_mass": rows.sink[..., 1:].double().mean(dim=-1),
     }
-
-
-MEASURES: dict[str, Callable[[Sequence[float]], float]] = {
-    "sink_mass": fmean,
-    "entropy": fmean,
-    "distance": fmean,
-    "largest_logit": max,
-    "stable_rank": fmean,
-}
-"""Measures of :func:`probe`, with the function that reduces the values of all layers to one."""
-
-
-@torch.no_grad()
-def probe(model: LanguageModel, ids: Tensor) -> dict[str, list[float]]:
-    """Read ``ids`` ``[B, T]``, T >= 2, and return each of :data:`MEASURES` for every layer.
-
-    The five are cheap enough to be computed during training: attention on the first token
-    (attention sinks, Xiao et al. 2024), entropy, whose collapse comes with instability (Zhai et al.
-    2023), the largest logit, whose growth does too (Dehghani et al. 2023), the distance attended
-    over, and the stable rank of the keys (Rudelson and Vershynin 2007). All use encoded queries and
-    keys.
-
-    The first three are means over heads and queries, see :func:`head_statistics`.
-    ``largest_logit``: the largest score of the same queries, q k / sqrt(D) in most models.
-    ``stable_rank``: mean over heads and sequences, see :func:`stable_rank`.
-    """
-    measured, grams = [], []
-
-    def on_layer(heads: Heads) -> None:
-        rows = attention_rows(heads)
-        means = {name: values.mean() for name, values in head_statistics(rows).items()}
-        largest = heads.capped(rows.peak[..., 1:].amax() * heads.scale)
-        measured.append(means | {"largest_logit": largest})
-        grams.append(heads.rotated_k.mT @ heads.rotated_k)
-
-    with observing(model, on_layer):
-        model(ids.to(model.device), last=1)
-    by_name = {name: torch.stack([layer[name] for layer in measured]) for name in measured[0]}
-    by_name["stable_rank"] = stable_rank(torch.stack(grams)).mean(dim=(1, 2))
-    # One host sync for all measures of all layers.
-    rows = torch.stack([by_name[name].double() for name in MEASURES]).tolist()
-    return dict(zip(MEASURES, rows, strict=True))
 
 
 def stable_rank(gram: Tensor) -> Tensor:

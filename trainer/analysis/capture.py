@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +80,10 @@ class NeedlePrompt:
     question: int = 1
 
 
-@contextmanager
-def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterator[None]:
-    """Call ``on_layer`` for each layer, before its attention, in every forward pass inside the
-    context.
+@torch.no_grad()
+def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
+    """Read ``ids`` ``[B, T]``, call ``on_layer`` for each layer before its attention, and return
+    the normalised states ``[B, T, hidden_size]``.
 
     Tensors that ``on_layer`` does not keep are freed before the next layer.
     """
@@ -93,11 +92,4 @@ def observing(model: LanguageModel, on_layer: Callable[[Heads], None]) -> Iterat
         on_layer(Heads.of_layer(model.layout, layer, *tensors, **scores))
 
     with model.observed(observe):
-        yield
-
-
-@torch.no_grad()
-def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
-    """Read ``ids`` ``[B, T]`` and return the normalised states ``[B, T, hidden_size]``."""
-    with observing(model, on_layer):
         return model.hidden_states(ids.to(model.device))
