@@ -682,9 +682,6 @@ class HarnessConfig(BenchmarkConfig):
     """Solved examples before each question; null: as the task says."""
     include_path: str | None = None
     """Directory with more tasks; null: none."""
-    metadata: dict[str, Any] = field(default_factory=dict)
-    """Arguments of tasks that make their questions, such as max_seq_lengths and tokenizer of
-    RULER."""
 
 
 # ---- A run ----

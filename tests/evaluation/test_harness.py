@@ -133,53 +133,6 @@ def test_of_a_group_the_questions_of_all_its_tasks_are_known(models, task):
     assert len(by_task["both"].each) == 8
 
 
-@pytest.fixture
-def sized(tmp_path, monkeypatch):
-    """The directory of a task that makes questions of the lengths it is given, as RULER's do."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "making.py").write_text(
-        "import datasets\n"
-        "LISTED = (32, 64)\n"
-        "def make(max_seq_lengths=LISTED, tokenizer=None, **others):\n"
-        "    assert tokenizer, 'No tokenizer provided.'\n"
-        "    rows = [{'text': 'The answer ' * (n // 4), 'size': n} for n in max_seq_lengths] * 2\n"
-        "    return {'test': datasets.Dataset.from_list(rows)}\n"
-        "def score(doc, answers):\n"
-        "    scores = {str(n): -1.0 for n in LISTED}\n"
-        "    return {**scores, str(doc['size']): doc['size'] / 100}\n"
-        "def mean(scores):\n"
-        "    real = [score for score in scores if score != -1]\n"
-        "    return sum(real) / len(real) if real else -1\n"
-    )
-    (tmp_path / "long.yaml").write_text(
-        "task: long\n"
-        "dataset_path: ''\n"
-        "custom_dataset: !function making.make\n"
-        "test_split: test\n"
-        "output_type: generate_until\n"
-        "generation_kwargs: {until: [], max_gen_toks: 2}\n"
-        "doc_to_text: text\n"
-        "doc_to_target: size\n"
-        "process_results: !function making.score\n"
-        "metric_list:\n"
-        "- {metric: '32', aggregation: !function making.mean, higher_is_better: true}\n"
-        "- {metric: '64', aggregation: !function making.mean, higher_is_better: true}\n"
-    )
-    return tmp_path
-
-
-@pytest.mark.parametrize("lengths", [[32], [48, 64]])
-def test_metadata_size_a_task(models, sized, lengths):
-    """The scores of lengths that were not asked, -1 in lm-eval, are no results."""
-    ours = models[0]
-    metadata = {"max_seq_lengths": lengths, "tokenizer": "any"}
-    config = HarnessConfig(["long"], include_path=str(sized), metadata=metadata)
-    check_tasks(config)
-    scores = score_tasks(ours.model, ours.encoder, config)
-    result = {score.metric: (score.value, score.questions, score.each) for score in scores}
-    assert result == {str(n): (n / 100, 2, (n / 100, n / 100)) for n in lengths}
-
-
 def test_a_task_that_cannot_be_loaded_is_named(task):
     config = HarnessConfig(["sums"], include_path=str(task))
     check_tasks(config)

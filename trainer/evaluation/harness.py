@@ -24,8 +24,6 @@ from trainer.model.config import Sampling
 from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 
-NO_QUESTION = -1.0
-"""Score of a question at other lengths than its own in lm-eval's tasks of RULER."""
 MAX_NEW_TOKENS = 256
 """Default for tasks without ``max_gen_toks``, as for lm-eval's own models."""
 
@@ -109,22 +107,17 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return [text.text for text in texts]
 
 
-def _manager(config: HarnessConfig) -> TaskManager:
-    """Return lm-eval's index of tasks, whose tasks have the configuration's metadata."""
-    return _index_of_tasks(config.include_path, json.dumps(config.metadata, sort_keys=True))
-
-
 @cache
-def _index_of_tasks(include_path: str | None, metadata: str) -> TaskManager:
-    """Return lm-eval's index of tasks, which takes seconds to make; ``metadata``: JSON."""
-    return TaskManager(include_path=include_path, metadata=json.loads(metadata))
+def _index_of_tasks(include_path: str | None) -> TaskManager:
+    """Return lm-eval's index of tasks, which takes seconds to make."""
+    return TaskManager(include_path=include_path)
 
 
 def check_tasks(config: HarnessConfig) -> None:
     """Load the tasks and their data, which lm-eval then caches."""
     try:
-        get_task_dict(config.tasks, _manager(config))
-    except Exception as error:  # of a task's package, its data set, its metadata, or the network
+        get_task_dict(config.tasks, _index_of_tasks(config.include_path))
+    except Exception as error:  # of a task's package, its data set, or the network
         asked = ", ".join(config.tasks)
         raise UserError(f"evaluation.tasks: lm-eval cannot load {asked}: {error}") from error
 
@@ -136,17 +129,13 @@ def score_tasks(model: LanguageModel, encoder: Encoder, config: HarnessConfig) -
         tasks=config.tasks,
         num_fewshot=config.num_fewshot,
         limit=config.limit,
-        task_manager=_manager(config),
+        task_manager=_index_of_tasks(config.include_path),
     )
     return [score for task in results["results"] for score in _scores(results, task)]
 
 
 def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
-    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``.
-
-    Metrics of RULER are lengths in tokens; scores of -1, for other lengths than the question's, are
-    left out.
-    """
+    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``."""
     numbers = results["results"][task]
     count = results["n-samples"].get(task, {}).get("effective") or numbers.get("sample_len", 0)
     for key, value in numbers.items():
@@ -156,14 +145,8 @@ def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
         error = numbers.get(f"{metric}_stderr,{filtered}")
         known = error if isinstance(error, float) else None
         better = results.get("higher_is_better", {}).get(task, {}).get(metric)
-        is_length = metric.isdigit()
-        each = tuple(_each(results, task, metric, filtered)) if better or is_length else ()
-        if is_length:
-            each = tuple(score for score in each if score != NO_QUESTION)
-            if not each:
-                continue
-        asked = len(each) if is_length else count
-        yield Score(task, metric if filtered == "none" else key, float(value), known, asked, each)
+        each = tuple(_each(results, task, metric, filtered)) if better else ()
+        yield Score(task, metric if filtered == "none" else key, float(value), known, count, each)
 
 
 def _each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
