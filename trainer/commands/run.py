@@ -197,7 +197,7 @@ def export(composed: Composed) -> None:
 def with_chosen_keys(words: Sequence[str]) -> tuple[list[str], Callable[[Composed], None]]:
     """Return the words of ``recalibrate`` with the keys that it chooses, and what they run.
 
-    Measures this machine, unless the run has begun.
+    They follow from this machine's speed, unless the run has begun.
     """
     composed = compose_words(words, "recalibrate")
     keys, run = split_keys(composed, RecalibrateKeys)

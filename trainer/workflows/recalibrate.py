@@ -40,7 +40,7 @@ from trainer.workflows.training_text import open_corpus
 log = logging.getLogger(__name__)
 
 RECORD_OF_KEYS = "recalibrate.json"
-"""File of a run directory with the chosen keys, so that a resumed run measures nothing again."""
+"""File of a run directory with the chosen keys, so that a resumed run has the same."""
 TRAINING, EVALUATION = 0.75, 0.2
 """Shares of the minutes after which training ends, and that the evaluation takes; the export has
 the rest."""
@@ -291,8 +291,8 @@ def recalibrate(
         limit = str(timedelta(seconds=max(1, math.ceil(stop - time.time()))))
         try:
             return train(replace(config, trainer=replace(config.trainer, max_time=limit)))
-        except PreemptedError:
-            if time.time() < stop:  # a signal
+        except PreemptedError as error:
+            if time.time() < stop or "time limit" not in str(error):  # a signal, or a job's end
                 raise
         changes = planned_again(config, model, end - time.time(), 60 * minutes * EVALUATION)
         config, values = _changed(config, values, changes)
