@@ -1,27 +1,17 @@
 """Logits of other programs' models, which they computed once (tests/golden/models)."""
 
 import json
-import re
-import shlex
 import shutil
-from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from tests.golden.files import GOLDEN
-from tests.program import ROOT
-from trainer.commands.composing import compose_words
-from trainer.config import EvaluationRequest
-from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange.adapted import AdaptedModel
 from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
 from trainer.interchange.pretrained import read_pretrained
-from trainer.runs.parsing import parse
-from trainer.workflows import evaluate
 
 MODELS = {path.name: path for path in sorted((GOLDEN / "models").iterdir())}
 ADAPTED = ("olmo2",)
@@ -68,38 +58,3 @@ def test_a_drope_checkpoint_may_name_its_type_alone_and_no_rotation(tmp_path, na
     assert (read.config, read.layout) == (whole.config, whole.layout)
     assert not any(spectrum.rotates for spectrum in read.layout.spectra)
     assert read.layout.training_length == 64
-
-
-@pytest.mark.weekly
-def test_the_documented_command_has_rows_of_ruler_for_a_released_checkpoint(tmp_path, monkeypatch):
-    """A golden model whose embeddings are repeated for a tokenizer of 1,024 tokens."""
-    text = "\n\n".join(topics.values())
-    (tmp_path / "text.txt").write_text(text)
-    tokenizer = train_tokenizer([text], 1024, [])
-    page = (ROOT / "docs" / "pretrained.md").read_text()
-    (line,) = re.findall(r"python -m trainer (evaluate \S*DroPE \+evaluation=ruler .*)", page)
-    words = shlex.split(line)[1:]
-    directory = tmp_path / words[0].removeprefix("checkpoint=")
-    directory.parent.mkdir()
-    shutil.copytree(MODELS["drope_llama_qk_norm"], directory)
-    values = config_of("drope_llama_qk_norm")
-    values |= {"vocab_size": 1024, "max_position_embeddings": 2048}
-    (directory / "config.json").write_text(json.dumps(values))
-    tensors = load_file(directory / "model.safetensors")
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        tensors[name] = tensors[name][torch.arange(1024) % 32].contiguous()
-    save_file(tensors, directory / "model.safetensors")
-    tokenizer.save(str(directory / "tokenizer.json"))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
-    few = ["evaluation.lengths=[1]", "evaluation.ruler.trials=1", "evaluation.fit_windows=1"]
-    data = "{source: files, files: [text.txt], validation: 0.3, test: 0.6, cache_dir: cache}"
-    small = ["output=out", f"text={data}"]
-    composed = compose_words([*words, *few, *small], "evaluate")
-    report, _ = evaluate.evaluate_lengths(parse(EvaluationRequest, composed.values), "ruler")
-    rows = {*zip(*(report.trials[key] for key in ("method", "task", "length")), strict=True)}
-    asked = {"niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1"}
-    asked |= {"niah_multikey_2", "niah_multikey_3", "niah_multivalue", "niah_multiquery"}
-    asked |= {"vt", "cwe", "fwe"}
-    assert rows == {(method, task, 2048) for method in ("none", "temperature") for task in asked}
-    assert all("squad_file" in note or "hotpotqa_file" in note for note in report.notes[:2])

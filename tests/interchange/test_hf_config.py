@@ -82,18 +82,6 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind):
     assert set(windows(layout)) == {window}
 
 
-def test_old_and_new_style_are_the_same():
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling |= {"original_max_position_embeddings": 512}
-    old = read(rope_scaling=scaling | {"type": "llama3"})
-    new = read(
-        rope_theta=None,
-        rope_parameters=scaling | {"rope_type": "llama3", "rope_theta": 1e5},
-    )
-    assert old == new
-    assert old != read()
-
-
 def test_the_length_before_extension_may_stand_beside_the_parameters():
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     _, layout = read(
@@ -212,23 +200,6 @@ def test_windows_of_qwen_begin_where_those_of_transformers_do(kind):
     assert windows(read(architectures=[f"{kind}ForCausalLM"], **values)[1]) == expected
 
 
-def test_qwen3_normalises_queries_and_keys_of_each_head():
-    config, layout = read(architectures=["Qwen3ForCausalLM"])
-    assert (config.qk_norm.when, config.qk_norm.kind) == ("always", "per_head")
-    assert all(layer.qk_norm for layer in layout.layers)
-    assert config.head_size == 128
-
-
-def test_mistral_has_a_window_everywhere_or_nowhere():
-    mistral = {"architectures": ["MistralForCausalLM"]}
-    assert windows(read(**mistral, sliding_window=256)[1]) == [256] * 8
-    assert windows(read(**mistral, sliding_window=None)[1]) == [None] * 8
-
-
-def test_llama_takes_no_notice_of_a_window():
-    assert windows(read(sliding_window=256)[1]) == [None] * 8
-
-
 def test_smollm3_does_not_rotate_in_some_layers():
     smollm3 = {"architectures": ["SmolLM3ForCausalLM"]}
     assert rotating(read(**smollm3)[1]) == [True, True, True, False] * 2
@@ -251,12 +222,6 @@ def test_a_null_where_a_number_is_needed_stands_for_the_default():
     assert read(**qwen, max_window_layers=None) == read(**qwen)
     smollm = {"architectures": ["SmolLM3ForCausalLM"]}
     assert read(**smollm, no_rope_layer_interval=None) == read(**smollm)
-
-
-def test_harmless_keys_are_let_pass():
-    more = {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True}
-    more |= {"pretraining_tp": 1, "attention_bias": False, "logit_scale": None}
-    assert read(**more) == read()
 
 
 @pytest.mark.parametrize(

@@ -172,16 +172,6 @@ def test_the_forward_pass_takes_frequencies_of_its_length_and_scales_rotated_cha
             torch.testing.assert_close(after[0, 0, t], torch.tensor(expected), rtol=0, atol=1e-5)
 
 
-def test_a_rotary_scale_has_the_right_gradient():
-    spectrum = Spectrum((1.0, 0.1), rotary_scale=1.5)
-    (groups,) = head_groups(one_layer(8, spectrum), torch.arange(3), 3)
-    groups = tuple(
-        type(g)(g.kv_heads, g.cos.double(), g.sin.double(), g.temperature) for g in groups
-    )
-    x = torch.randn(1, 1, 3, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: encode(x, x, groups), (x,))
-
-
 def test_a_rescaling_takes_the_place_of_growth_with_the_length():
     dynamic, longrope = ours({"rope_type": "dynamic", "factor": 2.0}), ours(LONG)
     after = slowed(position_interpolation, dynamic, 4.0, C)

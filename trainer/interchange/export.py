@@ -34,7 +34,6 @@ from trainer.positional.spectrum import Spectrum, Temperature
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 KEPT, DECODED, BEYOND, LONGEST = 32, 4, 256, 4096
 """Of the comparison: last positions, generated tokens, tokens beyond the training length, and the
 most tokens."""
@@ -76,12 +75,11 @@ def export_model(
 
     Args:
         model: float32, on the CPU.
-        tokenizer: the model's.
         end: id of the end-of-text token.
         to: a new or empty directory.
         card: text of ``README.md``.
         tolerance: limit of the difference.
-        dtype: a key of :data:`DTYPES`.
+        dtype: ``float32`` or ``bfloat16``.
         token_files: a published model's files about its tokens, chat template and generation, from
             :func:`~trainer.interchange.token_files.read_token_files`. Without them, prompts begin
             with the token that began the training's sequences.
@@ -290,7 +288,7 @@ def _write(
         (directory / name).write_text(text, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
     weights = {
-        published_name(name): exported(model, name, plan).to(DTYPES[dtype]).contiguous()
+        published_name(name): exported(model, name, plan).to(getattr(torch, dtype)).contiguous()
         for name, _ in model.named_parameters()
         if not waits(name, model.layout)
     }
@@ -328,11 +326,8 @@ def largest_difference(
     transformers keeps cached keys rotated as they were when read, and derives the frequencies of a
     batch from its longest row, so then one prompt is continued within the training length.
 
-    Args:
-        model: on the CPU, with the weights that were written.
-        tokenizer: the model's.
-        directory: the export.
-        custom: whether our code in the directory is needed.
+    ``model``: on the CPU, with the weights that were written. ``custom``: whether our code in the
+    directory is needed.
 
     Raises:
         UserError: transformers tokenizes differently.
