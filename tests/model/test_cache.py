@@ -42,23 +42,6 @@ def test_appended_keys_and_values_come_back_in_order(sizes, seed):
     assert torch.equal(values, -torch.cat(pieces, dim=2))
 
 
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=6), st.data())
-def test_a_removed_row_is_replaced_by_the_last(begins, data):
-    rows = list(range(len(begins)))
-    cache = KVCache([LayerCache(*torch.zeros(2, len(rows), 1, 5, 1))])
-    values = torch.arange(len(rows) * 5.0).view(-1, 1, 5, 1)
-    cache.layers[0].append(values, -values)
-    cache.fill(tuple(begins), 5)
-    while len(rows) > 1:
-        place = data.draw(st.integers(0, len(rows) - 1))
-        cache.remove(place)
-        rows[place] = rows[-1]
-        rows.pop()
-        assert torch.equal(cache.layers[0].keys, values[rows])
-        assert torch.equal(cache.layers[0].values, -values[rows])
-        assert cache.begins == (tuple(begins[row] for row in rows) if any(begins) else ())
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("sizes", [[40], [10, 30], [25] + [1] * 15, [1] * 40])

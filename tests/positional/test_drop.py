@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.config import ChangeConfig
@@ -54,19 +53,9 @@ def test_a_layer_that_does_not_exist_is_refused(index):
         drop(MIXED, layers=[0, index])
 
 
-@given(subsets, st.booleans())
-def test_dropping_twice_is_dropping_once(layers, qk_norm):
-    once = drop(MIXED, layers=layers, qk_norm=qk_norm)
-    assert drop(once, layers=layers, qk_norm=qk_norm) == once
-
-
 def test_qk_norm_comes_on_only_where_the_encoding_went():
     after = drop(MIXED, layers=[0, 1], qk_norm=True)
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]
-
-
-def test_qk_norm_is_never_turned_off():
-    assert [layer.qk_norm for layer in drop(MIXED).layers] == [False, False, True, False]
 
 
 def test_another_encoding_may_take_the_place():

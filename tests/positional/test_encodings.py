@@ -126,7 +126,7 @@ def test_published_hope_is_rope_without_wavelengths_beyond_the_training_length(s
 
 
 def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
-    wavelengths = spectrum("hope", 64, 4096).wavelengths
+    wavelengths = [2 * math.pi / f for f in spectrum("hope", 64, 4096).inv_freq]
     assert len(wavelengths) == 16
     assert wavelengths[0] == pytest.approx(2 * math.pi)
     assert wavelengths[-1] == pytest.approx(4096)

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.positional.examples import encoded, one_layer
 from trainer.model.cache import KVCache
@@ -103,16 +101,6 @@ def test_a_head_of_zeros_attends_evenly(tiny_decoder, side):
     torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-6)
 
 
-@given(st.lists(st.floats(-2, 2), min_size=4, max_size=4), st.integers(0, 10**6))
-def test_a_factor_before_the_rotation_is_one_after_it(by_pair, start):
-    factors = tuple(by_pair) * 2
-    q, k = queries_and_keys()
-    positions = start + torch.arange(q.shape[2])
-    after, _ = with_seam(q, k, (ROPE, ROPE), Intervention(query=(factors,) * 4), positions)
-    before, _ = with_seam(q * torch.tensor(factors), k, (ROPE, ROPE), None, positions)
-    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("spectra", [(ROPE, NOPE), (NOPE, ROPE), (HALF, ROPE)])
 def test_two_spectra_in_a_layer_keep_gains_with_their_heads(spectra):
     q, k = queries_and_keys()
@@ -133,19 +121,6 @@ def noise_at(positions, intervention=EVERYTHING):
     zeros = [torch.zeros(batch, heads, tokens, D) for heads in (4, 2)]
     q, k = with_seam(*zeros, (ROPE, ROPE), intervention, positions)
     return (q, k) if positions.dim() == 2 else (q[0], k[0])
-
-
-@pytest.mark.slow
-@given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20))
-def test_noise_is_a_fixed_function_of_the_position(positions):
-    together = noise_at(torch.tensor(positions))
-    rows = noise_at(torch.tensor([positions[::-1], positions]))
-    for i, position in enumerate(positions):
-        alone = noise_at(torch.tensor([position]))
-        for all_at_once, of_rows, single in zip(together, rows, alone, strict=True):
-            assert torch.equal(all_at_once[:, i], single[:, 0])
-            assert torch.equal(of_rows[1, :, i], single[:, 0])
-            assert torch.equal(of_rows[0, :, -1 - i], single[:, 0])
 
 
 def test_noise_does_not_repeat_between_positions_heads_and_channels():

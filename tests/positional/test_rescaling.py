@@ -189,12 +189,6 @@ def test_without_rotation_there_is_nothing_to_rescale(rescaling, factor):
     assert longrope(nope, (), (), C) == nope
 
 
-def test_yarn_leaves_a_spectrum_of_one_speed_alone():
-    """A ramp from fast pairs to slow ones needs both."""
-    for inv_freq in [(0.5,), (0.5, 0.5), (0.5, 0.0)]:
-        assert slowed(yarn, Spectrum(inv_freq), 4.0, C) == Spectrum(inv_freq)
-
-
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -208,11 +202,6 @@ def test_a_new_base_gives_the_encoding_with_that_base(name, parameters):
     before, after = (by_name(name, 64, 512, **parameters, base=b) for b in (5e4, 2e6))
     assert rebased(before, 2e6) == after
     assert rebased(rebased(before, 1e7), 2e6).inv_freq == pytest.approx(after.inv_freq, rel=1e-12)
-
-
-def test_a_new_base_leaves_what_has_none():
-    for spectrum in (Spectrum(), Spectrum(alibi=True), Spectrum((0.5,)), Spectrum((0.0, 0.1))):
-        assert rebased(spectrum, 2e6) == spectrum
 
 
 def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():

@@ -100,15 +100,6 @@ def test_tables_are_right_to_float32_at_a_million_tokens_where_naive_phases_are_
     assert error(naive.cos(), naive.sin()) > 1e-2
 
 
-def test_channels_beyond_the_rotary_ones_pass_through():
-    half = by_name("half_rope", 16, C)
-    q, k = queries_and_keys()
-    new_q, new_k = encode(q, k, groups_of(half, half))
-    assert torch.equal(new_q[..., 8:], q[..., 8:])
-    assert torch.equal(new_k[..., 8:], k[..., 8:])
-    assert not torch.equal(new_q[..., :8], q[..., :8])
-
-
 @pytest.fixture
 def computed(monkeypatch):
     """The frequencies whose tables were computed."""
@@ -128,11 +119,6 @@ def test_a_table_is_computed_once_for_each_distinct_spectrum(tiny_decoder, compu
     assert len(computed) == 2
     model(torch.arange(8)[None])
     assert len(computed) <= 4
-
-
-def test_heads_of_equal_frequencies_keep_their_own_scale():
-    scaled = groups_of(ROPE, replace(ROPE, rotary_scale=1.5))
-    torch.testing.assert_close(scaled[1].cos, 1.5 * scaled[0].cos, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["nope", "alibi"])
@@ -188,13 +174,6 @@ def test_temperature_per_query_is_that_of_the_keys_it_sees(batched):
         seen = i + 1 + (100 if batched and b else 0)
         factor = 1.5 * (1 + 0.1 * math.log(max(seen, C) / C)) ** 2
         torch.testing.assert_close(new_q[b, :, i], q[b, :, i] * factor)
-
-
-def test_bfloat16_stays_bfloat16():
-    spectrum = by_name("rope_id", 16, 128)
-    q, k = (x.bfloat16() for x in queries_and_keys())
-    new_q, new_k = encode(q, k, groups_of(spectrum, spectrum, length=256))
-    assert new_q.dtype == new_k.dtype == torch.bfloat16
 
 
 CASES = json.loads((GOLDEN / "rope.json").read_text())

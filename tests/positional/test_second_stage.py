@@ -26,7 +26,6 @@ from trainer.positional.rescaling import (
     RESCALINGS,
     dynamic,
     llama3,
-    longrope,
     ntk_aware,
     yarn,
 )
@@ -70,13 +69,6 @@ SCALED = {
 }
 """Spectra of models that were trained at LATER tokens."""
 scaled = pytest.mark.parametrize("spectrum", SCALED.values(), ids=SCALED)
-
-
-def test_pi_twice_is_pi_for_both():
-    """Chen et al.: positions are divided by L' / L."""
-    before = spectrum_of()
-    expected = [f / 32 for f in before.inv_freq]
-    assert tuned(before, LATER, LAST, method="pi").inv_freq == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("base", [1e4, 5e5])
@@ -152,21 +144,6 @@ def test_dynamic_ntk_keeps_its_length_in_a_longer_phase(alpha):
         positions = torch.arange(n, n + 8) - 8
         both = [encoded(q, k, layout, positions, n) for layout in (model, later)]
         assert all(map(torch.equal, *both))
-
-
-LONG = tuple(1.0 + m / 2 for m in range(32))
-PHI = longrope(spectrum_of(), (1.0,) * 32, LONG, C)
-"""LongRoPE, trained at 32k with the factors of 4k and more."""
-
-
-@pytest.mark.parametrize("method", RESCALINGS)
-def test_a_longrope_model_is_rescaled_by_the_frequencies_it_has_in_long_sequences(method):
-    slow = tuple(f / factor for f, factor in zip(spectrum_of().inv_freq, LONG, strict=True))
-    expected = slowed(RESCALINGS[method], replace(PHI, inv_freq=slow, long=None), SECOND, LATER)
-    rescaled = slowed(RESCALINGS[method], PHI, SECOND, LATER)
-    assert rescaled.at(LAST, LAST).inv_freq == pytest.approx(expected.inv_freq, rel=1e-12)
-    short = slowed(RESCALINGS[method], spectrum_of(), SECOND, LATER)
-    assert rescaled.at(C, LAST).inv_freq == pytest.approx(short.inv_freq, rel=1e-12)
 
 
 NULL = TemperatureConfig(coefficient=0.4, per="sequence")

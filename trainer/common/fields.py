@@ -33,8 +33,6 @@ NotNegative = Annotated[float, Field(ge=0)]
 """A number from 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number from 0 to 1."""
-Factor = Annotated[float, Field(ge=1)]
-"""How many times something else, at least once."""
 
 _adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
 

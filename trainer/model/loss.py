@@ -93,13 +93,13 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
     """Write ``beta * total + a @ b`` to ``total`` in float32; if ``beta`` is 0, ``total`` may hold
     anything. On a GPU the product itself adds, without another pass."""
     if total.dtype == a.dtype:
-        total.addmm_(a, b, beta=beta)
+        torch.addmm(total, a, b, beta=beta, out=total)
     elif total.is_cuda and _adds_in_float32(total.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     elif total.is_cuda:
         total.copy_(total * beta + a @ b if beta else a @ b)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
 @cache

@@ -123,10 +123,9 @@ def yarn(
     """YaRN (Peng et al. 2023) as transformers computes it.
 
     NTK-by-parts scaling, and an attention factor of 0.1 ln s + 1 on the rotated channels of both
-    queries and keys. Where the whole head rotates, this multiplies logits by its square, the
-    paper's temperature. The paper does not cover heads that rotate in part. As in transformers, the
-    factor then is on all pairs of the spectrum, also on those with frequency zero (p-RoPE), and on
-    no channel beyond them (HalfRoPE), where the content of a query and a key is not tempered.
+    queries and keys: where the whole head rotates, logits are multiplied by its square, the paper's
+    temperature. As in transformers, pairs with frequency zero have it too (p-RoPE), and channels
+    that do not rotate have none (HalfRoPE).
     """
     parts = ntk_by_parts(
         inv_freq, training_length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate
@@ -137,13 +136,10 @@ def yarn(
 def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     """YaRN-style scaling for encodings that are fast throughout (RoPE-ID, App. A.9).
 
-    The thresholds are the fastest and the slowest pair: the fastest stays as it is, the slowest is
-    divided by s, and the ramp between them is linear in the pair's index. The paper does not say
-    over what it interpolates. The index is YaRN's choice in transformers, on which RoPE-ID's code
-    is built; for RoPE-ID's log-spaced pairs it equals the logarithm of the frequency. After an
-    earlier rescaling pairs are no longer log-spaced, and the ramp is linear in that logarithm, as
-    in :func:`ntk_by_parts`. There is no attention factor: RoPE-ID has it as a temperature of its
-    own.
+    The fastest pair stays as it is, the slowest is divided by s, and the ramp between them is
+    linear in the pair's index, which for RoPE-ID's log-spaced pairs equals the logarithm of the
+    frequency (the paper does not say over what it interpolates). After an earlier rescaling it is
+    linear in that logarithm. RoPE-ID has a temperature of its own in place of an attention factor.
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))

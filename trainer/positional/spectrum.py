@@ -165,11 +165,6 @@ class Spectrum:
         return any(self.inv_freq)
 
     @property
-    def wavelengths(self) -> tuple[float, ...]:
-        """Tokens per full turn of every pair (infinite at frequency zero)."""
-        return tuple(2 * math.pi / f if f else math.inf for f in self.inv_freq)
-
-    @property
     def follows_length(self) -> bool:
         """Whether the frequencies or the temperature depend on the length of the sequence."""
         return self.long is not None or self.temperature.follows_length
