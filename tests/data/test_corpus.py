@@ -147,7 +147,6 @@ FILES = {"source": "files", "files": ["a.txt"]}
         ({"validation": 0.5, "test": 0.5}, "data.validation"),
         ({"mixture": {"a": FILES | {"weigth": 1.0}}}, "data.mixture.a"),
         ({"mixture": {"a": FILES, "b": FILES | {"weight": 1e-6}}}, "data.mixture.b.weight"),
-        ({"needles": {"names": [3, 2]}}, "data.needles.names"),
         ({"sequence_length": 60, "needles": {"share": 0.1}}, "data.needles.mentions"),
     ],
 )
