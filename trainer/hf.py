@@ -16,6 +16,9 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 # transformers has no rope_type for "no rotation". Llama 3's divides all frequencies with
@@ -94,13 +97,17 @@ class DropPositions(TrainerCallback):
     """Callback of ``transformers.Trainer`` that removes the rotary encoding in mid-run.
 
     A run that resumes behind the drop begins without the encoding, so checkpoints of either side
-    can be resumed with the same model and arguments.
+    can be resumed with the same model, callback and arguments. Logged learning rates are those of
+    the schedule, without ``rewarm``.
 
     Args:
         at: updates before the drop; a float is a share of ``max_steps``.
         rewarm: updates after the drop over which the learning rate rises linearly to the
             schedule's.
         optimizer_state: "reset" forgets the optimizer's moments at the drop; "keep" does not.
+
+    Raises:
+        ValueError: at once for a negative ``at`` or another policy.
     """
 
     def __init__(
@@ -109,6 +116,8 @@ class DropPositions(TrainerCallback):
         rewarm: int = 0,
         optimizer_state: Literal["keep", "reset"] = "keep",
     ) -> None:
+        if at < 0 or optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"DropPositions: {at=}, {optimizer_state=}")
         self.at = at
         self.rewarm = rewarm
         self.optimizer_state = optimizer_state
@@ -122,14 +131,19 @@ class DropPositions(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Drop before the first step of a run that resumes behind the drop."""
-        if state.global_step > self.step(state):
+        at = self.step(state)
+        if state.global_step > at:
+            logger.warning("Resuming behind the drop of positional encodings at update %d", at)
             drop_rotation(kwargs["model"])
+        elif at >= state.max_steps:
+            logger.warning("Training ends at update %d, before the drop at %d", state.max_steps, at)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Drop at the step."""
         if state.global_step == self.step(state):
+            logger.warning("Dropping positional encodings after %d updates", state.global_step)
             drop_rotation(kwargs["model"])
             if self.optimizer_state == "reset":
                 kwargs["optimizer"].state.clear()

@@ -168,7 +168,7 @@ def different(lines):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, place):
     """Skip slow work that does not depend on the command; other tests cover it."""
-    monkeypatch.setattr(analyze, "write_geometry_report", lambda report, output: output)
+    monkeypatch.setattr(analyze, "write_analysis", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     for name, kind in KINDS.items():
         monkeypatch.setitem(KINDS, name, replace(kind, new_tokens=4))
@@ -187,11 +187,11 @@ class TestAnalyses:
     """Three classes, so that processes share the commands."""
 
     @pytest.mark.parametrize("line", different(commands_with("analyze")))
-    def test_every_section_finds_something(self, line, tmp_path):
+    def test_every_topic_has_figures_and_rows(self, line, tmp_path):
         request = asked("analyze", line, tmp_path)
         report, _ = analyze.analyze(request, request.analysis.kind)
-        assert report.sections
-        assert all(section.findings for section in report.sections)
+        assert report.results
+        assert all(result.plots and len(result.rows) for result in report.results)
 
 
 class TestEvaluations:

@@ -138,7 +138,8 @@ def test_rewarming_lowers_an_update_once_after_a_sanity_check_too():
     """The second of four updates has half of the learning rate, which stays the schedule's."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    dropping, trainer = DropPositions(0, rewarm=4), SimpleNamespace(optimizers=[optimizer])
+    dropping = DropPositions(0, rewarm=4)
+    trainer = SimpleNamespace(optimizers=[optimizer], estimated_stepping_batches=4)
     dropping.on_sanity_check_start(trainer, ours())
     dropping.on_train_start(trainer, ours())
     dropping.dropped_at, trainer.global_step = 0, 1
@@ -146,6 +147,63 @@ def test_rewarming_lowers_an_update_once_after_a_sanity_check_too():
     optimizer.step()
     assert weight.item() == -0.5
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def trainer_of(callback, **options):
+    return L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+        **options,
+    )
+
+
+def test_a_share_counts_all_updates_of_the_epochs():
+    dropping = DropPositions(0.5)
+    samples = [RandomSamples().__getitems__([n])["input_ids"][0] for n in range(16)]
+    batches = torch.utils.data.DataLoader([{"input_ids": ids} for ids in samples], batch_size=2)
+    trainer_of(dropping, max_epochs=2).fit(Llama(), batches)
+    assert dropping.dropped_at == 8
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "options"),
+    [
+        (ours, DropPositions(0.5), {"max_steps": -1}),
+        (ours, DropPositions(3, to="banana"), {"max_steps": 4}),
+        (Llama, DropPositions(3, layers=[0]), {"max_steps": 4}),
+        (Llama, DropPositions(3, to="rope"), {"max_steps": 4}),
+        (
+            lambda: LanguageModule(
+                Decoder(
+                    ModelConfig(32, 48, 2, 4, 2, None, 64),
+                    uniform(rope(8), layers=2, heads=2, training_length=32),
+                )
+            ),
+            DropPositions(3),
+            {"max_steps": 4},
+        ),
+    ],
+    ids=["share of nothing", "unknown encoding", "layers", "another encoding", "no norms"],
+)
+def test_what_cannot_be_dropped_is_refused_before_the_first_update(module, callback, options):
+    module = module()
+    with pytest.raises((ValueError, KeyError)):
+        trainer_of(callback, **options).fit(module, TokenData("", 32, 8, samples=RandomSamples()))
+    assert module.global_step == 0
+
+
+def test_a_module_is_loaded_from_lightnings_checkpoint_with_its_encoding(tmp_path):
+    trained = fit(ours(), save=tmp_path / "a.ckpt")
+    loaded = LanguageModule.load_from_checkpoint(tmp_path / "a.ckpt", model=decoder(1))
+    assert loaded.model.layout == trained.model.layout
+    for a, b in zip(trained.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_the_effect_is_logged_just_before_and_after(tmp_path):

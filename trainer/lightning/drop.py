@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from trainer.lightning.module import LanguageModule, evaluating
@@ -25,6 +27,8 @@ from trainer.positional.spectrum import Spectrum
 OptimizerState = Literal["keep", "reset", "reset_new"]
 Probe = Sequence[tuple[Tensor, Tensor]]
 """Held-out batches, inputs and targets ``[B, T]`` each."""
+NEEDS_NO_DECODER: tuple[Any, ...] = "nope", None, None, "one", []
+"""``to``, ``layers``, ``heads``, ``gain`` and ``probe`` for a model of transformers."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +115,12 @@ class DropPositions(L.Callback):
     """Drops the positional encoding in mid-run (DroPE), in any Lightning trainer and strategy.
 
     A module that holds a :class:`Decoder` gets another layout. Any other module must hold a model
-    of transformers, which loses its rotation, see :func:`trainer.hf.drop_rotation`. Runs resume
-    from Lightning's checkpoints on either side of the drop.
+    of transformers, which loses the rotation of all layers, see :func:`trainer.hf.drop_rotation`;
+    ``to``, ``layers``, ``heads``, ``qk_norm``, ``gain`` and ``probe`` are for a decoder. Runs
+    resume from Lightning's checkpoints on either side of the drop, with the same callback.
 
     Args:
-        at: updates before the drop; a float is a share of ``max_steps``.
+        at: updates before the drop; a float is a share of all updates.
         to: what takes the encoding's place: a spectrum, or the name of one, such as "nope".
         layers: indices of the layers to drop; None: all.
         heads: indices of their key-value heads; None: all.
@@ -125,6 +130,10 @@ class DropPositions(L.Callback):
         rewarm: updates over which the learning rate rises again to the schedule's.
         optimizer_state: keep, reset, or reset_new (of the QK-norms).
         probe: held-out token ids ``[B, T + 1]`` whose loss is logged just before and just after.
+
+    Raises:
+        ValueError: at once for a negative ``at`` or another policy; when training starts, for a
+            layout that the decoder cannot take, or what a model of transformers has not.
     """
 
     def __init__(
@@ -140,6 +149,8 @@ class DropPositions(L.Callback):
         optimizer_state: OptimizerState = "keep",
         probe: Tensor | None = None,
     ) -> None:
+        if at < 0 or optimizer_state not in get_args(OptimizerState):
+            raise ValueError(f"DropPositions: {at=}, {optimizer_state=}")
         self.at, self.to, self.layers, self.heads = at, to, layers, heads
         self.qk_norm, self.gain, self.rewarm = qk_norm, gain, rewarm
         self.optimizer_state: OptimizerState = optimizer_state
@@ -160,8 +171,23 @@ class DropPositions(L.Callback):
             _drop_rotation(pl_module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Repeat the drop in a resumed model of transformers; rewarm the learning rate."""
+        """Find the step; repeat the drop in a resumed model of transformers; prepare rewarming."""
         self.on_sanity_check_start(trainer, pl_module)
+        steps = trainer.estimated_stepping_batches
+        if isinstance(self.at, float) and not 0 < steps < math.inf:
+            raise ValueError(
+                f"DropPositions: at={self.at} is a share of max_steps, which is not set"
+            )
+        self.step = round(self.at * steps) if isinstance(self.at, float) else self.at
+        if self.step >= steps > 0:
+            rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
+        if (model := _decoder_in(pl_module)) is None:
+            if (self.to, self.layers, self.heads, self.gain, self.probe) != NEEDS_NO_DECODER:
+                raise ValueError("DropPositions: to, layers, heads, gain and probe need a Decoder")
+        elif self.dropped_at is None:
+            layout = model.layout
+            model.layout = self._dropped(model)(layout)  # raises if it cannot take it
+            model.layout = layout
         for optimizer in trainer.optimizers if self.rewarm else ():
             rates: list[float] = []
 
@@ -183,10 +209,10 @@ class DropPositions(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Drop before the first micro-batch of the step."""
-        at = round(self.at * trainer.max_steps) if isinstance(self.at, float) else self.at
-        if self.dropped_at is not None or trainer.global_step != at:
+        if self.dropped_at is not None or trainer.global_step < self.step:
             return
-        self.dropped_at = at
+        self.dropped_at = trainer.global_step
+        rank_zero_info(f"Dropping positional encodings after {self.dropped_at} updates")
         model = _decoder_in(pl_module)
         if model is None:
             _drop_rotation(pl_module)
@@ -198,7 +224,7 @@ class DropPositions(L.Callback):
             names = "drop/loss_before", "drop/loss_after"
             effect = dict(zip(names, map(fmean, losses), strict=True))
             for logger in trainer.loggers:
-                logger.log_metrics(effect, step=at)
+                logger.log_metrics(effect, step=self.dropped_at)
 
     def _dropped(self, model: Decoder) -> Callable[[Layout], Layout]:
         C, to = model.layout.training_length, self.to

@@ -68,7 +68,9 @@ class LanguageModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
-        Lightning may call it repeatedly."""
+        Lightning may call it repeatedly, and without a trainer in ``load_from_checkpoint``."""
+        if self._trainer is None:
+            return
         strategy = self.trainer.strategy
         if self.prepare is not None:
             if self.model.norm.weight.is_meta:
