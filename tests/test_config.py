@@ -84,6 +84,7 @@ BROKEN = {
     "data.restart_positions": {"data": {"restart_positions": True}},
     "data.validation": {"data": {"validation": 0.5, "test": 0.5}},
     "data.needles.mentions": {"data": {"needles": {"share": 0.5, "mentions": [2, 50]}}},
+    "data.needles.names": {"data": {"needles": {"names": [5, 2]}}},
     "data.mixture.b.weight": {"data": {"mixture": {"a": {"weight": 1e6}, "b": {}}}},
     "data.mixture.a.wieght": {"data": {"mixture": {"a": {"wieght": 1}}}},
     "drop.at": {"drop": {"at": 0}},

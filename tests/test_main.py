@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -127,6 +128,28 @@ def test_a_stopped_run_exits_with_the_code_to_requeue(jobs):
     with pytest.raises(SystemExit) as stopped:
         main(["name=stopped"])
     assert stopped.value.code == 85
+
+
+@pytest.mark.parametrize(
+    ("words", "workflow", "code"),
+    [
+        (["name=long"], "experiment.run_experiment", 85),
+        (["evaluate", "x", "+evaluation=multiple_choice"], "benchmarks.run_benchmarks", 143),
+    ],
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_first_process_requeues_what_can_resume(monkeypatch, words, workflow, code, rank):
+    asked = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", rank)
+    monkeypatch.setattr("trainer.common.processes.requeue", lambda: asked.append(rank))
+    monkeypatch.setattr(
+        f"trainer.workflows.{workflow}", lambda *_: signal.raise_signal(signal.SIGUSR1)
+    )
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == code
+    assert asked == (["0"] if (code, rank) == (85, "0") else [])
 
 
 def test_cfg_prints_the_whole_configuration(capsys):

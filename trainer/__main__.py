@@ -89,9 +89,9 @@ def ending_when_preempted() -> Iterator[None]:
         print(stop, file=sys.stderr)
         if not stop.is_resumable:
             sys.exit(STOPPED)
-        if stop.requeues and os.environ.get("RANK", "0") == "0":
-            from trainer.common.processes import requeue
+        from trainer.common.processes import is_first_process, requeue
 
+        if stop.requeues and is_first_process():
             requeue()
         sys.exit(REQUEUE_EXIT_CODE)
 

@@ -41,10 +41,11 @@ MAIN = "main"
 """Name of the run itself among its controls."""
 PERIOD = 10_000
 """Samples in which each text of a mixture has exactly its share."""
-MOST_NAMES = 16
-"""Different names that statements can have; :data:`trainer.data.needles.NAMES` lists them."""
 Window = Literal["hann", "hamming", "blackman", "rectangular"]
-PERPLEXITY, STATEMENTS = "perplexity", "statements"
+PERPLEXITY = "perplexity"
+"""Task whose trials are losses of windows instead of scores."""
+STATEMENTS = "statements"
+"""Task that training sequences can contain; its score is called retrieval."""
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 METHODS = (
     *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
@@ -971,7 +972,7 @@ class ExportRequest:
     """Request of the export command."""
 
     checkpoint: str = MISSING
-    """A run directory, a checkpoint, or a published model or an earlier export to write anew."""
+    """A run directory or a checkpoint."""
     to: str = MISSING
     """Directory to write, new or empty."""
     tolerance: NotNegative = 1e-4

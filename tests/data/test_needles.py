@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.config import MOST_NAMES, NeedlesConfig
+from trainer.config import NeedlesConfig
 from trainer.data.needles import NAMES, WORDS, NeedleVocabulary, insert, make_trials, mix_needles
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -167,7 +167,7 @@ def test_trials_do_not_depend_on_how_many_are_made():
     [(5, 14, "at most 4"), (17, 128, "at most 16, got 17")],
 )
 def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, length, message):
-    assert len(NAMES) == MOST_NAMES
+    assert len(NAMES) == 16
     with pytest.raises(UserError, match=message):
         make_trials(text_of(1, length), np.arange(1), VOCABULARY, needles, 1)
 

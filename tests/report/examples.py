@@ -8,17 +8,8 @@ import math
 import numpy as np
 import pandas as pd
 
-from trainer.evaluation.results import (
-    MEAN,
-    PERPLEXITY,
-    STATEMENTS,
-    TRIAL_COLUMNS,
-    Arm,
-    Drop,
-    Observation,
-    Report,
-    table,
-)
+from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Arm, Drop, Observation, Report, table
 from trainer.evaluation.rows import all_rows, averaged, rows_of, trials_of
 
 TRAINED = 1024

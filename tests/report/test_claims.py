@@ -16,8 +16,11 @@ ASTRAY = (30, 20, 15, 10)  # never learned the task
 
 
 def evidence(*cells, roles=(), arms=(), one_text=True, **facts):
-    made = report(*cells, training_length=64, **facts)
+    made = report(*cells, training_length=64, arms=tuple(dict(arms).values()), **facts)
     return Evidence(made, {r: (ROLES[r], "none") for r in roles}, dict(arms), one_text)
+
+
+DROPE = {"drope": Arm("DroPE", "rope, dropped", 1, 2, 3)}
 
 
 def observed(roles, **others):
@@ -175,9 +178,11 @@ def test_losses_of_models_with_different_text_are_not_judged():
     ],
 )
 def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message):
-    (observation,) = observe(evidence(drop=drop))
+    (observation,) = observe(evidence(drop=drop, arms=DROPE))
     assert observation.shown is shown
     assert message in observation.evidence
+    partial = {"rope_dropped": Arm("RoPE, drop of layers 0 to nope", "rope", 1, 2, 3)}
+    assert not observe(evidence(drop=drop, arms=partial | DROPE))  # DroPE is a control
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
     remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
     sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
     means = [fmean(sequences[name]) for name in ("before", "after", "end")]
-    (observation,) = observe(evidence(drop=Drop(800, *means, sequences)))
+    (observation,) = observe(evidence(drop=Drop(800, *means, sequences), arms=DROPE))
     assert observation.shown is shown
 
 

@@ -10,7 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.report.examples import cell, loss, report
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS, Arm, Drop, Milestone
+from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import Arm, Drop, Milestone
 from trainer.plotting.lines import Series
 from trainer.report.figures import apart, depths_of, perplexity_axis
 from trainer.report.figures import plots as plots_of

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from tests.report.examples import EXPERIMENT, cell, example, loss, report, statements
-from trainer.evaluation.results import FACTS, PERPLEXITY, STATEMENTS, Report, estimates
+from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import FACTS, Report, estimates
 from trainer.evaluation.rows import averaged, by_text
 from trainer.evaluation.statistics import estimate, wilson_interval
 

@@ -55,6 +55,24 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
 
 
 @pytest.mark.parametrize(
+    ("drop", "expected"),
+    [
+        ({}, ("drope", "DroPE")),
+        ({"to": "none"}, ("drope", "DroPE")),
+        ({"to": "alibi"}, ("rope_dropped", "RoPE, drop to alibi")),
+        ({"layers": [0, 1]}, ("rope_dropped", "RoPE, drop of layers 0, 1 to nope")),
+        ({"heads": [0]}, ("rope_dropped", "RoPE, drop of heads 0 to nope")),
+        ({"windows": [16]}, ("rope_dropped", "RoPE, drop to nope and windows")),
+    ],
+)
+def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
+    positional = PositionalConfig(encodings={"none": {"type": "nope"}})
+    config = replace(DROPS, drop=DropConfig(at=10, **drop), positional=positional)
+    assert (role(config), label(config)) == expected
+    assert (role(config, False), label(config, False)) == ("rope", "RoPE")
+
+
+@pytest.mark.parametrize(
     ("step", "called"),
     [(5, "RoPE (a)"), (10, "RoPE (a)"), (11, "DroPE (a)"), (20, "DroPE")],
 )

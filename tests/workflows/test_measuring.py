@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from tests.report.examples import cell, report
-from trainer.config import DataConfig
-from trainer.evaluation.results import STATEMENTS
+from trainer.config import STATEMENTS, DataConfig
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import with_observations
 

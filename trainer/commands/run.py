@@ -34,6 +34,9 @@ from trainer.runs.parsing import parse
 
 log = logging.getLogger(__name__)
 
+STOPS = signal.SIGTERM, signal.SIGUSR1
+"""Signals of a batch system, which requeues the job; its command then resumes."""
+
 T = TypeVar("T")
 
 
@@ -81,8 +84,9 @@ def train(composed: Composed) -> None:
         log.warning("drop: the encoding has nothing to drop, so the run has no drop")
     from trainer.workflows.experiment import run_experiment
 
-    if (outcome := run_experiment(config)) is not None:
-        print_report(outcome[0], config.run_dir, outcome[1])
+    with stopping_at_once("Stopped", *STOPS):  # training has handlers of its own
+        if (outcome := run_experiment(config)) is not None:
+            print_report(outcome[0], config.run_dir, outcome[1])
 
 
 def prepare(composed: Composed) -> None:
@@ -118,9 +122,9 @@ def evaluate(composed: Composed) -> None:
     from trainer.commands.console import print_benchmarks, print_report, set_up_console
 
     set_up_console()
-    # A batch script requeues the job. Its command then resumes from the stored results.
-    with stopping_at_once("Stopped", signal.SIGTERM, signal.SIGUSR1):
-        if isinstance(request.evaluation, EvaluationConfig):
+    is_resumable = isinstance(request.evaluation, EvaluationConfig)  # benchmarks store nothing
+    with stopping_at_once("Stopped", *STOPS, is_resumable=is_resumable):
+        if is_resumable:
             from trainer.workflows.evaluate import evaluate_lengths
 
             if (outcome := evaluate_lengths(request, name)) is not None:
@@ -241,11 +245,12 @@ def recalibrate(composed: Composed, values: Mapping[str, Any], began: float) -> 
     is_exported = (to / "config.json").is_file() and not config.overwrite
     if not is_exported and not to.is_relative_to(config.run_dir):
         check_destination(to)
-    report = recalibrate_run(config, values, keys.checkpoint, keys.minutes, began)
-    print_report(report, config.run_dir, existing=False)
-    print(verdict(report))
-    if not is_exported:
-        export_checkpoint(ExportRequest(config.run_dir, str(to)))
+    with stopping_at_once("Stopped", *STOPS):
+        report = recalibrate_run(config, values, keys.checkpoint, keys.minutes, began)
+        print_report(report, config.run_dir, existing=False)
+        print(verdict(report))
+        if not is_exported:
+            export_checkpoint(ExportRequest(config.run_dir, str(to)))
     print(f"For transformers: {to}")
 
 

@@ -1,1 +1,1 @@
-"""Errors as values, checked values, files, locks, processes and progress, used by every room."""
+"""Errors, checked values, files, processes and progress, used by every room."""

@@ -24,8 +24,6 @@ TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>
 """Tokens with which instruct models (Qwen and SmolLM2, Llama 3, Gemma, Phi) end an answer."""
 SAMPLE_MEGABYTES = 64
 """Megabytes of the training text that a tokenizer is trained on."""
-SMALLEST_VOCABULARY = 257
-"""Every byte, and the end of a text."""
 
 
 @dataclass(frozen=True)

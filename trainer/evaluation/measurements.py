@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.data.held_out import HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import losses_of_batches, windows_with_common_ends
 from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.scoring import Prompt, Task
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel

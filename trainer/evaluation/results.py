@@ -21,12 +21,9 @@ from pydantic import ConfigDict
 
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
+from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import Estimate
 
-PERPLEXITY = "perplexity"
-"""Task whose trials are losses of windows instead of scores."""
-STATEMENTS = "statements"
-"""Task that training sequences can contain; its score is called retrieval."""
 AS_IS = "none"
 AS_IS_TITLE = "as is"
 """Key and title of the method that leaves a model as it was trained."""

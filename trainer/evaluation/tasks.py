@@ -7,7 +7,7 @@ from functools import cached_property
 
 from trainer.common.errors import UserError
 from trainer.common.words import counted
-from trainer.config import LONGBENCH, MANY_SHOT, RULER, EvaluationConfig
+from trainer.config import LONGBENCH, MANY_SHOT, PERPLEXITY, RULER, STATEMENTS, EvaluationConfig
 from trainer.data.corpus import Corpus
 from trainer.data.held_out import HeldOutText
 from trainer.data.needles import NeedleVocabulary
@@ -18,7 +18,6 @@ from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.ruler import ruler_tasks
 
 HAYSTACK = 1 << 22

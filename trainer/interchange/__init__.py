@@ -1,1 +1,1 @@
-"""Weights and configurations of other projects: Hugging Face, GGUF, export."""
+"""Weights and configurations of other projects: Hugging Face, export."""

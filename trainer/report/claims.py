@@ -17,16 +17,8 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from trainer.common.words import percent
-from trainer.evaluation.results import (
-    PERPLEXITY,
-    STATEMENTS,
-    Arm,
-    Observation,
-    Report,
-    Row,
-    estimates,
-    is_known,
-)
+from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import Arm, Observation, Report, Row, estimates, is_known
 from trainer.evaluation.statistics import Estimate, change
 from trainer.report.tables import interval
 
@@ -308,8 +300,8 @@ def _learns_slower(evidence: Evidence) -> Verdict | None:
 
 def _is_won_back(evidence: Evidence) -> Verdict | None:
     drop = evidence.report.drop
-    if drop is None:
-        return None
+    if drop is None or evidence.arms.get("drope") not in evidence.report.arms[:1]:
+        return None  # the run itself comes first, and its drop may be another one
     known = {"before": drop.loss_before, "after": drop.loss_after, "end": drop.loss_end}
     losses = {name: loss for name, loss in known.items() if is_known(loss)}
     if len(losses) < len(known):

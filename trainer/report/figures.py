@@ -14,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from trainer.common.words import factor_label, percent
-from trainer.evaluation.results import AS_IS, PERPLEXITY, Report, Row, estimates, lengths_of
+from trainer.config import PERPLEXITY
+from trainer.evaluation.results import AS_IS, Report, Row, estimates, lengths_of
 from trainer.evaluation.statistics import Estimate
 from trainer.plotting.lines import (
     MOST_LINES,

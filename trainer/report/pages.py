@@ -12,7 +12,8 @@ from typing import Any
 
 from trainer.common.files import write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
-from trainer.evaluation.results import PERPLEXITY, Report, estimates, lengths_of, troubles
+from trainer.config import PERPLEXITY
+from trainer.evaluation.results import Report, estimates, lengths_of, troubles
 from trainer.plotting.style import save
 from trainer.report.figures import plots
 from trainer.report.files import base64, render

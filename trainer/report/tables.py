@@ -15,15 +15,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.common.words import counted, factor_label, percent
-from trainer.evaluation.results import (
-    AS_IS,
-    MEAN,
-    PERPLEXITY,
-    Report,
-    Row,
-    estimates,
-    lengths_of,
-)
+from trainer.config import PERPLEXITY
+from trainer.evaluation.results import AS_IS, MEAN, Report, Row, estimates, lengths_of
 from trainer.evaluation.rows import averaged, by_text
 from trainer.evaluation.statistics import (
     KEPT,

@@ -9,7 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from trainer.evaluation.results import MEAN, PERPLEXITY, Arm, Drop, Report, is_known
+from trainer.config import PERPLEXITY
+from trainer.evaluation.results import MEAN, Arm, Drop, Report, is_known
 from trainer.plotting.lines import Frame, Series, draw
 from trainer.report.files import Plot
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import trainer
 from trainer.common.processes import cores
-from trainer.config import SAME, RunConfig
+from trainer.config import SAME, ChangeConfig, RunConfig
 from trainer.data.needles import NAMES, WORDS
+from trainer.runs.phases import phases_of
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -30,6 +31,8 @@ ENCODING_TITLES = {
 }
 RESCHEDULED = "_rescheduled"
 """End of the role of a run with the schedule of a drop and no drop."""
+DROPPED = "_dropped"
+"""End of the role of a run after another drop than DroPE's."""
 
 
 def reference_first(role: str | None) -> int:
@@ -46,18 +49,30 @@ def is_dropped(config: RunConfig, step: int) -> bool:
 
 
 def role(config: RunConfig, dropped: bool | None = None) -> str:
-    """Return the role of a run in comparisons: ``drope`` after a drop, otherwise its encoding.
+    """Return the role of a run in comparisons: ``drope`` if it has dropped all of its encodings as
+    in the paper, otherwise its encoding.
 
     ``dropped``: None for a finished run.
     """
-    if config.drop_step is not None if dropped is None else dropped:
+    ends = DROPPED if (config.drop_step is not None if dropped is None else dropped) else ""
+    if ends and not _other_drops(config):
         return "drope"
     positional = config.positional
     used = dict.fromkeys([*_of_layers(config), *positional.heads])
     kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
     name = "_".join(kinds) + ("_heads" if positional.heads else "")
     name += "_window" if any(positional.windows[: config.model.num_hidden_layers]) else ""
-    return f"{name}{RESCHEDULED}" if _is_rescheduled(config) else name
+    return f"{name}{RESCHEDULED}" if _is_rescheduled(config) else f"{name}{ends}"
+
+
+def _other_drops(config: RunConfig) -> list[ChangeConfig]:
+    """List the drops that leave some layers or heads, or put anything in their place."""
+    encodings, found = config.positional.encodings, []
+    for change in (phase.drop for phase in phases_of(config) if phase.drop):
+        kind = encodings.get(change.to, {}).get("type", change.to)
+        if kind != "nope" or change.of_what or change.windows:
+            found.append(change)
+    return found
 
 
 def _is_rescheduled(config: RunConfig) -> bool:
@@ -69,7 +84,13 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
     name = role(config, dropped)
     if name == "drope":
         return "DroPE"
-    title = ENCODING_TITLES.get(name.removesuffix(RESCHEDULED)) or encodings(config)
+    title = ENCODING_TITLES.get(name.removesuffix(RESCHEDULED).removesuffix(DROPPED))
+    title = title or encodings(config)
+    if name.endswith(DROPPED):
+        for change in _other_drops(config):
+            windows = " and windows" if change.windows else ""
+            title += f", drop{change.of_what} to {change.to}{windows}"
+        return title
     return f"{title}, schedule of a drop" if _is_rescheduled(config) else title
 
 

@@ -153,6 +153,9 @@ def _data_rules(data: DataConfig) -> Rules:
             text.validation + text.test >= 1,
             "data.validation: with data.test it leaves no documents to train on",
         )
+    for key in ("names", "mentions"):
+        least, most = getattr(data.needles, key)
+        yield least > most, f"data.needles.{key}: expected the least first, got {[least, most]}"
     yield (
         data.needles.share and 3 * data.needles.mentions[1] >= data.sequence_length,
         f"data.needles.mentions: {data.needles.mentions[1]} statements of 3 tokens do not fit "

@@ -72,7 +72,7 @@ def process_group(config: RunConfig) -> Iterator[Ranks]:
     The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
     error may have occurred on one rank only, and with NCCL destroying the group would wait for its
     peers: the program exits without destroying it
-    (:func:`trainer.commands.exit_codes.leaving_ranks`).
+    (:func:`trainer.__main__.leaving_ranks`).
     """
     ranks = init_distributed(config)
     try:

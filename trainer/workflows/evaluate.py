@@ -13,7 +13,7 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
-from trainer.config import EvaluationConfig, EvaluationRequest
+from trainer.config import STATEMENTS, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Measured, Subject, measure_cells, plan_cells
@@ -22,7 +22,7 @@ from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.measurements import Measurement
 from trainer.evaluation.methods import Recipe, applicable
 from trainer.evaluation.passes import PREFILL, precision_of
-from trainer.evaluation.results import AS_IS, MEAN, STATEMENTS, Arm, Report, Row
+from trainer.evaluation.results import AS_IS, MEAN, Arm, Report, Row
 from trainer.evaluation.rows import all_rows, averaged
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks

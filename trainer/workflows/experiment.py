@@ -15,13 +15,11 @@ from statistics import median_high
 from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.fields import adapter
 from trainer.common.ranks import Ranks, all_gather, on_rank_zero
-from trainer.config import MAIN, RunConfig
+from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import (
     AS_IS,
     FACTS,
-    PERPLEXITY,
-    STATEMENTS,
     Arm,
     Change,
     Drop,
