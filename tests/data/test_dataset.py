@@ -9,17 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from torch.utils.data import DataLoader
 
 from trainer.config import DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import (
     BOUNDS,
-    CountingSampler,
     TrainingSamples,
     as_batch,
 )
@@ -43,22 +41,13 @@ def corpus_and_config(tmp_path_factory):
     return prepare_corpus(config, TokenizerConfig(vocab_size=300)), config
 
 
-def batches(samples, **kwargs):
-    sampler = CountingSampler(steps=12, batch_size=4, start=kwargs.pop("start", 0))
-    return list(DataLoader(samples, batch_sampler=sampler, collate_fn=lambda b: b, **kwargs))
+def assert_same_in_any_batch(samples):
+    whole, part = samples.__getitems__([*range(48)]), samples.__getitems__([40, 20])
+    assert all(torch.equal(part[key], whole[key][[40, 20]]) for key in whole)
 
 
-def assert_same(a, b):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        assert all(torch.equal(x[key], y[key]) for key in x)
-
-
-def test_restart_reads_on_and_workers_change_nothing(corpus_and_config):
-    samples = TrainingSamples(*corpus_and_config, seed=3)
-    whole = batches(samples)
-    assert_same(batches(samples, start=5), whole[5:])
-    assert_same(batches(samples, num_workers=2), whole)
+def test_a_sample_is_the_same_in_any_batch(corpus_and_config):
+    assert_same_in_any_batch(TrainingSamples(*corpus_and_config, seed=3))
 
 
 def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
@@ -76,27 +65,6 @@ def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
     weights = [samples.targets(numbers)[1] > 1 for samples in (first, second)]
     assert weights[0].any()
     assert (weights[0] != weights[1]).any(axis=1).mean() > 0.3
-
-
-@given(
-    st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5), st.integers(0, 5)
-)
-@settings(max_examples=40, deadline=None)
-def test_ranks_and_micro_batches_cut_each_step_into_the_same_samples(
-    ranks, micro_batches, size, start, more
-):
-    """Every sample once, in the same global order, whatever the world's size."""
-    B, steps = ranks * micro_batches * size, start + more
-    options = {"steps": steps, "batch_size": B, "start": start, "micro_batches": micro_batches}
-    parts = [list(CountingSampler(**options, rank=r, ranks=ranks)) for r in range(ranks)]
-    assert all(len(part) == more * micro_batches for part in parts)
-    read = [number for micro in zip(*parts, strict=True) for part in micro for number in part]
-    assert read == list(range(start * B, steps * B))
-
-
-def test_a_step_may_read_other_samples_than_its_number_says():
-    sampler = CountingSampler(steps=5, batch_size=2, start=3, first=lambda step: 100 - 10 * step)
-    assert list(sampler) == [[70, 71], [60, 61]]
 
 
 def test_inputs_are_targets_moved_by_one_behind_an_end_token(corpus_and_config):
@@ -122,7 +90,7 @@ def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_confi
         assert counts.max() - counts.min() <= 1
         epochs = samples.epochs(40_000)["ab"[part]]
         assert abs(epochs - counts.mean()) < 1e-6
-    assert_same(batches(samples, start=5), batches(samples)[5:])
+    assert_same_in_any_batch(samples)
 
 
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.booleans())
@@ -163,11 +131,11 @@ def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_texts(lla
     corpus, config, first = llama_corpus
     assert corpus.first_token == first != corpus.end_of_text
     samples = TrainingSamples(corpus, config, seed=3)
-    for batch in batches(samples):
-        inputs, ends = batch["input_ids"], batch["input_ids"] == corpus.end_of_text
-        assert (inputs[:, 0] == first).all()
-        assert torch.equal(inputs[:, 1:], batch["labels"][:, :-1])
-        assert not (inputs[:, 1:] == first).any()
-        assert torch.equal(batch["documents"], 1 + ends.cumsum(dim=1))
-        assert (batch["positions"][:, 0] == 0).all()
-        assert (batch["positions"][ends] == 0).all()
+    batch = samples.__getitems__([*range(48)])
+    inputs, ends = batch["input_ids"], batch["input_ids"] == corpus.end_of_text
+    assert (inputs[:, 0] == first).all()
+    assert torch.equal(inputs[:, 1:], batch["labels"][:, :-1])
+    assert not (inputs[:, 1:] == first).any()
+    assert torch.equal(batch["documents"], 1 + ends.cumsum(dim=1))
+    assert (batch["positions"][:, 0] == 0).all()
+    assert (batch["positions"][ends] == 0).all()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
-from trainer.checkpoint import read_state
+from trainer.checkpoint import read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError
 from trainer.lightning import callbacks
-from trainer.lightning.callbacks import flops_per_token
+from trainer.lightning.callbacks import Metrics, Saving, check_divergence, flops_per_token
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
 
@@ -66,6 +67,54 @@ def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeyp
     changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
     with pytest.raises(DivergedError, match=message):
         run(trainer=changes)
+
+
+def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
+    for step in (999_998, 999_999, 1_000_000):
+        (tmp_path / step_name(step)).mkdir()
+    with pytest.raises(DivergedError, match=r"step-999999$"):
+        check_divergence(32, 1_000_031, tmp_path)
+
+
+def test_ranks_save_once_when_the_time_is_over(monkeypatch):
+    """With a minute a step: a vote is known to all a step later."""
+    trainer = SimpleNamespace(
+        global_step=0,
+        max_steps=100,
+        lightning_module=SimpleNamespace(model=None),
+        optimizers=[None],
+    )
+    clock = SimpleNamespace(
+        monotonic=lambda: 60.0 * trainer.global_step, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(callbacks, "time", clock)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    work = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, async_op: work)
+    saved = []
+    writer = SimpleNamespace(save=lambda *_: saved.append(trainer.global_step))
+    metrics = Metrics([], lambda _: {}, None, None)
+    saving = Saving(writer, 1000, 9.5, frozenset(), lambda _: {}, metrics)
+    module = SimpleNamespace(tally=SimpleNamespace(skipped_in_a_row=lambda: 0))
+    for trainer.global_step in range(1, 35):
+        saving.end_step(trainer, module)
+    assert saved == [11, 22, 33]
+
+
+def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(monkeypatch):
+    """With a second a step, and a minute for each checkpoint, one of them between phases."""
+    times = iter([0.0, 60.0, 60.0, 61.0, 121.0, 122.0])
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    metrics = Metrics([], lambda _: {}, SimpleNamespace(advance_to=lambda _: None), None)
+    with metrics.elsewhere():
+        pass
+    metrics.on_train_start(SimpleNamespace(global_step=6), None)
+    with metrics.elsewhere():
+        pass
+    phase = SimpleNamespace(config=SimpleNamespace(tokens_per_step=1000))
+    module = SimpleNamespace(device=torch.device("cpu"))
+    assert metrics._speed(module, phase, 8, {}) == {"tokens_per_second": 1000.0}
 
 
 class Shrink(L.Callback):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from tests.program import run_ranks
 from trainer.config import DataConfig, TokenizerConfig
@@ -135,18 +137,23 @@ def test_accumulation_trains_as_whole_batches():
 
 
 def test_rewarming_lowers_an_update_once_after_a_sanity_check_too():
-    """The second of four updates has half of the learning rate, which stays the schedule's."""
+    """The second of four updates has half of the learning rate, which stays the schedule's; also
+    in another fit with the same optimizer."""
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     dropping = DropPositions(0, rewarm=4)
     trainer = SimpleNamespace(optimizers=[optimizer], estimated_stepping_batches=4)
-    dropping.on_sanity_check_start(trainer, ours())
-    dropping.on_train_start(trainer, ours())
-    dropping.dropped_at, trainer.global_step = 0, 1
     weight.grad = torch.ones(1)
+    for dropped_at, step, total in ((0, 1, -0.5), (0, 1, -1.0), (4, 0, -2.0)):
+        dropping.on_sanity_check_start(trainer, ours())
+        dropping.on_train_start(trainer, ours())
+        dropping.dropped_at, trainer.global_step = dropped_at, step
+        optimizer.step()
+        assert weight.item() == total
+        assert optimizer.param_groups[0]["lr"] == 1.0
+        dropping.on_train_end(trainer, ours())
     optimizer.step()
-    assert weight.item() == -0.5
-    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert weight.item() == -3.0
 
 
 def trainer_of(callback, **options):
@@ -262,11 +269,20 @@ def test_importing_it_loads_few_of_our_files():
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (2, 2), (1, 4)])
-def test_any_ranks_and_parts_read_the_same_samples(ranks, parts):
-    read = []
-    for rank in range(ranks):
-        batches = Batches(
-            RandomSamples(), 8, start=3, micro_batches=parts, rank=rank, ranks=ranks
-        ).numbers()
-        read += [number for _ in range(2 * parts) for number in next(batches)]
-    assert sorted(read) == [*range(24, 40)]
+def test_any_ranks_and_parts_read_the_same_samples_in_the_same_order(ranks, parts):
+    """Also of steps that begin at other samples than their numbers say."""
+    for first, expected in (
+        (None, [*range(24, 40)]),
+        (lambda step: 100 - 10 * step, [*range(70, 78), *range(60, 68)]),
+    ):
+        options = {"start": 3, "first": first, "micro_batches": parts, "ranks": ranks}
+        of_ranks = [Batches(RandomSamples(), 8, rank=r, **options).numbers() for r in range(ranks)]
+        micro_batches = [next(numbers) for _ in range(2 * parts) for numbers in of_ranks]
+        assert [number for micro in micro_batches for number in micro] == expected
+
+
+def test_workers_take_turns():
+    batches = Batches(RandomSamples(), 4, micro_batches=2)
+    loaders = (DataLoader(batches, batch_size=None, num_workers=n) for n in (0, 2))
+    for alone, shared in islice(zip(*loaders, strict=True), 5):
+        assert torch.equal(alone["input_ids"], shared["input_ids"])

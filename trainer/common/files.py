@@ -1,17 +1,14 @@
-"""Files that are written whole or not at all, their checksums, and the text of CSV files."""
+"""Files that are written whole or not at all, and their checksums."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from secrets import randbelow
-from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -66,12 +63,3 @@ def partial_directory(final: Path) -> Iterator[Path]:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def csv_text(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return rows under their head as CSV, with ``\\n`` as line ends."""
-    text = StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(rows)
-    return text.getvalue()

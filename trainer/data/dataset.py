@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import NotRequired, TypedDict
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
@@ -133,42 +132,3 @@ def _bounds(begins: NDArray[np.bool_]) -> NDArray[np.int32]:
     bounds = np.full(-(-(len(starts) + 1) // BOUNDS) * BOUNDS, begins.size, dtype=np.int32)
     bounds[: len(starts)] = starts
     return bounds
-
-
-class CountingSampler(Sampler[list[int]]):
-    """Sample numbers of one rank's micro-batches, from step ``start`` to ``steps``.
-
-    Step s reads samples s B to (s + 1) B - 1 for batch size B, on any number of ranks: the batch is
-    split into ``micro_batches`` equal parts, and each part is split among the ranks. ``first``
-    gives the first sample of a step if it differs from s B.
-    """
-
-    def __init__(
-        self,
-        steps: int,
-        batch_size: int,
-        *,
-        start: int = 0,
-        micro_batches: int = 1,
-        rank: int = 0,
-        ranks: int = 1,
-        first: Callable[[int], int] | None = None,
-    ) -> None:
-        if batch_size % (micro_batches * ranks):
-            raise ValueError(f"{batch_size} does not divide into {micro_batches} x {ranks} parts")
-        self.steps, self.batch_size, self.start = steps, batch_size, start
-        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
-        self.first = first or (lambda step: step * batch_size)
-
-    def __len__(self) -> int:
-        """Return the number of micro-batches left."""
-        return (self.steps - self.start) * self.micro_batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Iterate over the micro-batches left."""
-        size = self.batch_size // (self.micro_batches * self.ranks)
-        for step in range(self.start, self.steps):
-            first = self.first(step)
-            for part in range(self.micro_batches):
-                begin = first + (part * self.ranks + self.rank) * size
-                yield list(range(begin, begin + size))

@@ -21,7 +21,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from trainer.checkpoint import BEFORE_DROP, Writer, regular_checkpoints, step_name
+from trainer.checkpoint import BEFORE_DROP, Writer, regular_checkpoints, step_name, step_of
 from trainer.common.errors import DivergedError, PreemptedError
 from trainer.common.progress import Progress
 from trainer.common.ranks import Vote
@@ -90,16 +90,15 @@ class Metrics(L.Callback):
         self.phases, self.epochs, self.progress, self.peak = phases, epochs, progress, peak
         self.checkpoints = checkpoints
         self.pending: dict[str, float] = {}
-        self.last_loss: float | None = None
         self._last_time, self._last_step, self._elsewhere = 0.0, 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last loss, and the values for the next row."""
-        return {"pending_metrics": dict(self.pending), "loss": self.last_loss}
+        """Return the values for the next row."""
+        return {"pending_metrics": dict(self.pending)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        self.pending, self.last_loss = dict(state_dict["pending_metrics"]), state_dict["loss"]
+        self.pending = dict(state_dict["pending_metrics"])
 
     def add(self, metrics: dict[str, float]) -> None:
         """Add ``metrics`` to the next row."""
@@ -117,6 +116,7 @@ class Metrics(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock."""
         self._last_time, self._last_step = time.perf_counter(), trainer.global_step
+        self._elsewhere = 0.0  # what came before
         self.progress.advance_to(trainer.global_step)
 
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
@@ -143,7 +143,7 @@ class Metrics(L.Callback):
             },
             **self.pending,
         }
-        self.pending, self.last_loss = {}, metrics["loss"]
+        self.pending = {}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])
@@ -228,6 +228,7 @@ class Saving(StepCallback):
             state = self.state(trainer)
             self.writer.save(name, module.model, trainer.optimizers[0], state)
         self._saved_at, self._last_saved = time.monotonic(), trainer.global_step
+        self._vote = Vote()  # votes of this step asked for this checkpoint
 
     def save_now(self, trainer: L.Trainer) -> None:
         """Save this step, if it is not yet saved, and wait for the file system."""
@@ -247,7 +248,7 @@ have failed with the same weights.
 def check_divergence(in_a_row: int, step: int, directory: Path) -> None:
     """Raise if too many updates in a row, until ``step``, had no finite loss and gradient."""
     if in_a_row >= MOST_SKIPPED:
-        paths = [p for p in regular_checkpoints(directory) if p.name <= step_name(step - in_a_row)]
+        paths = [p for p in regular_checkpoints(directory) if step_of(p) <= step - in_a_row]
         raise DivergedError(
             f"the loss or the gradient was not finite in steps {step - in_a_row + 1} to {step}; "
             f"the last healthy checkpoint is {str(paths[-1]) if paths else None}"

@@ -15,6 +15,7 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trainer.lightning.module import LanguageModule, evaluating
 from trainer.model.attention import RMSNorm
@@ -156,6 +157,7 @@ class DropPositions(L.Callback):
         self.optimizer_state: OptimizerState = optimizer_state
         self.probe: Probe = [] if probe is None else [(probe[:, :-1], probe[:, 1:])]
         self.dropped_at: int | None = None
+        self._hooks: list[RemovableHandle] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step of the drop."""
@@ -194,7 +196,7 @@ class DropPositions(L.Callback):
             def lower(optimizer: Any, *_: Any, rates: list[float] = rates) -> None:
                 rates[:] = [group["lr"] for group in optimizer.param_groups]
                 since = trainer.global_step - (self.dropped_at or 0)
-                if self.dropped_at is not None and since < self.rewarm:
+                if self.dropped_at is not None and 0 <= since < self.rewarm:
                     for group in optimizer.param_groups:
                         group["lr"] *= (since + 1) / self.rewarm
 
@@ -202,8 +204,20 @@ class DropPositions(L.Callback):
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate  # schedulers may multiply it
 
-            optimizer.register_step_pre_hook(lower)
-            optimizer.register_step_post_hook(restore)
+            self._hooks += (
+                optimizer.register_step_pre_hook(lower),
+                optimizer.register_step_post_hook(restore),
+            )
+
+    def on_train_end(self, *_: Any) -> None:
+        """End rewarming: the module may keep its optimizer for another fit."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def on_exception(self, *_: Any) -> None:
+        """End rewarming also with an error."""
+        self.on_train_end()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

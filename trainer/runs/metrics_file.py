@@ -39,8 +39,6 @@ COLUMNS = (
     "mfu",
     *DROP_LOSSES,
 )
-TIMES = ("tokens_per_second", "mfu", "memory")
-"""Prefixes of the columns that differ between two runs of one configuration."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
