@@ -22,13 +22,16 @@ logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 # transformers has no rope_type for "no rotation". Llama 3's divides all frequencies with
-# wavelengths above original_max_position_embeddings by its factor, until no product differs from 0.
+# wavelengths above original_max_position_embeddings / low_freq_factor by its factor, until no
+# product differs from 0. Every wavelength is above it, at least 2 pi, also for 8192, which
+# llama.cpp's converter takes as the original length of a file that does not name one beside the
+# parameters.
 NO_ROTATION: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 1e30,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1,
+    "low_freq_factor": 8192.0,
+    "high_freq_factor": 16384.0,
+    "original_max_position_embeddings": 2,
 }
 
 

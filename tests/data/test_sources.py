@@ -15,7 +15,14 @@ from trainer.commands.composing import compose_words
 from trainer.common.errors import UserError
 from trainer.config import DataConfig
 from trainer.data import sources
-from trainer.data.sources import documents, find_files, state_of, stdlib_docs, text_source
+from trainer.data.sources import (
+    documents,
+    find_files,
+    is_remote,
+    state_of,
+    stdlib_docs,
+    text_source,
+)
 
 TEXTS = [f"Text {i}, with commas and\nlines. " * i for i in range(1, 150)]
 
@@ -110,6 +117,20 @@ def test_the_state_of_files_is_their_names_and_sizes_wherever_they_lie(tmp_path)
     assert state_of(here) != state_of(there)
     states = [state_of(files_of(f"@https://no.where/{name}", "s3://no/where")) for name in "aba"]
     assert states[0] == states[2] != states[1]  # without a network
+
+
+def test_the_state_of_a_list_is_that_of_its_addresses(tmp_path):
+    config, states = files_of(f"@{tmp_path}/list"), []
+    (tmp_path / "a.txt").write_text("some text")
+    for name in "aba":
+        lines = f"{tmp_path}/a.txt\nhttps://no.where/{name}.txt\n"
+        (tmp_path / "list").write_text(lines)
+        states.append(state_of(config))
+    assert states[0] == states[2] != states[1]
+    assert states[0] == state_of(files_of(*lines.split()))
+    assert is_remote(config)
+    assert not is_remote(replace(config, allow_patterns=["/*"]))
+    assert state_of(replace(config, allow_patterns=["/*"])) == state_of(files_of(tmp_path))
 
 
 @pytest.mark.slow

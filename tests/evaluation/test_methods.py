@@ -199,13 +199,28 @@ def test_a_search_goes_through_the_spectra_of_the_layers_that_change(fitting):
     assert all_layers.layers[0] != have.model.layout.layers[0]
 
 
-@pytest.mark.parametrize("name", ["longrope", "temperature"])
+@pytest.mark.parametrize("name", ["longrope", "temperature", "dope", "weighted_rope"])
 def test_a_fit_depends_on_the_parts_before_it(fitting, name):
     have, asked = fitting(), []
     have.stored = lambda kind, settings, make: asked.append(settings) or make()
     for before in ("", "pi+"):
         layout_of(before + name, have, 2.0)
     assert asked[0] != asked[1]
+
+
+@pytest.mark.parametrize("name", ["dope", "weighted_rope"])
+def test_a_stored_choice_gives_the_same_layout_without_another_forward_pass(
+    fitting, name, monkeypatch
+):
+    have = fitting()
+    rules = [WeightedRopeSettings("sequence", "below", 0.9, 0.5)]
+    config = replace(CONFIG, weighted_rope=rules)
+    first, notes = layout_of(name, have, 2.0, config), [*have.notes]
+    assert first != have.model.layout
+    for module in (dope, weighted_rope):
+        monkeypatch.setattr(module, "select", lambda *_: 1 / 0)
+    assert layout_of(name, have, 2.0, config) == first
+    assert have.notes == notes * 2
 
 
 def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):

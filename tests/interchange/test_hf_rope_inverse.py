@@ -68,6 +68,11 @@ def test_parameters_of_published_models_come_back(name):
     assert spectrum_from_rope_parameters(parameters, head_dim, length) == spectrum
 
 
+def test_nothing_turns_with_the_original_length_that_llama_cpp_assumes():
+    values = NO_ROTATION | {"original_max_position_embeddings": 8192}
+    assert not spectrum_from_rope_parameters(values, 64, 4096).rotates
+
+
 def test_longrope_comes_back_as_the_same_frequencies():
     values = LONG | {"rope_theta": 500.0, "original_max_position_embeddings": 4096}
     spectrum = spectrum_from_rope_parameters(values, 96, 131_072)

@@ -135,6 +135,37 @@ def test_too_few_minutes_are_refused_with_those_that_suffice():
     choose(*model, cpu(model, 1), 1.05 * needed, {})
 
 
+def test_the_speed_of_a_gpu_is_that_of_its_products_and_not_of_their_launches(monkeypatch):
+    """A simulated H100: a launch and a synchronization take the host 10 and 40 microseconds."""
+    now = ready = 0.0
+
+    class Matrix:
+        def __init__(self, *shape, device, dtype):
+            self.n, self.peak = shape[0], {torch.bfloat16: 700e12, torch.float32: 50e12}[dtype]
+
+        def __matmul__(self, other):
+            nonlocal now, ready
+            now += 1e-5 if now else 0.1  # the first product initializes the library
+            ready = max(now, ready) + 2 * self.n**3 / self.peak
+            return self
+
+        def __getitem__(self, place):
+            return self
+
+        def item(self):
+            nonlocal now
+            now = max(now, ready) + 4e-5
+
+    monkeypatch.setattr(torch, "ones", Matrix)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80e9, 80e9))
+    monkeypatch.setattr(recalibrate.time, "perf_counter", lambda: now)
+    speed = recalibrate.estimate(shape("135M", 2048)[0], "auto", torch.get_num_threads())
+    assert speed.operations == pytest.approx(0.4 * 700e12, rel=0.05)
+    assert speed.pass_tokens == 16384
+
+
 @pytest.mark.parametrize(
     ("losses", "words"),
     [

@@ -146,12 +146,11 @@ class Plane(NamedTuple):
 class Projection(NamedTuple):
     """Points of a prefix of ``length`` tokens in a plane.
 
-    ``positions``: those of the points. ``keys`` ``[points, 2]``, ``queries`` ``[query heads,
-    points, 2]``. ``stable_rank``: of all keys of the prefix.
+    ``keys`` ``[points, 2]``, ``queries`` ``[query heads, points, 2]``. ``stable_rank``: of all keys
+    of the prefix.
     """
 
     length: int
-    positions: Array
     keys: Array
     queries: Array
     stable_rank: float
@@ -187,7 +186,6 @@ def project(
     spectrum = np.linalg.eigvalsh(keys.T @ keys)
     return Projection(
         length,
-        chosen,
         (keys[chosen] - plane.centre) @ plane.axes,
         (queries[:, chosen] - plane.centre) @ plane.axes,
         float(spectrum.sum() / spectrum[-1]),

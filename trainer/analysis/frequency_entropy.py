@@ -31,7 +31,7 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
     "blackman": torch.blackman_window,
     "rectangular": torch.ones,
 }
-"""Windows by their names in :data:`~trainer.analysis.settings.Window`."""
+"""Windows by their names in :data:`~trainer.config.Window`."""
 
 
 def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:

@@ -70,14 +70,15 @@ def state_of(config: DataConfig) -> str | None:
         return f"{platform.python_implementation()} {platform.python_version()}"
     if config.source != "files":
         return digest(inspect.getsource(_function(config)))
-    here = find_files(replace(config, files=[name for name in config.files if "://" not in name]))
-    sizes = [[Path(path).name, Path(path).stat().st_size] for path in here if "://" not in path]
-    return digest([[name for name in config.files if "://" in name], sizes])
+    names = list(_addresses(config, offline=True))
+    here = find_files(replace(config, files=[name for name in names if "://" not in name]))
+    sizes = [[Path(path).name, Path(path).stat().st_size] for path in here]
+    return digest([[name for name in names if "://" in name], sizes])
 
 
 def is_remote(config: DataConfig) -> bool:
     """Whether the source needs a network."""
-    return config.source == "hub" or any("://" in name for name in config.files)
+    return config.source == "hub" or any("://" in name for name in _addresses(config, offline=True))
 
 
 def _function(config: DataConfig) -> Callable[..., Iterable[str]]:
@@ -197,11 +198,14 @@ def _is_hidden(name: str, root: str) -> bool:
     return any(part.startswith(".") for part in parts)
 
 
-def _addresses(config: DataConfig) -> Iterator[str]:
-    """Yield the configured addresses, each ``@LIST`` as its lines that match a pattern."""
+def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
+    """Yield the configured addresses, each ``@LIST`` as its lines that match a pattern.
+
+    ``offline``: yield a list that is elsewhere as it is, instead of reading it.
+    """
     wanted = config.allow_patterns or ["*"]
     for pattern in config.files:
-        if not pattern.startswith("@"):
+        if not pattern.startswith("@") or (offline and "://" in pattern):
             yield pattern
             continue
         with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:

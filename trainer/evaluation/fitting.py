@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.common.fields import adapter
 from trainer.data.held_out import divided
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts
 from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
+
+T = TypeVar("T")
 
 
 def spread_evenly(count: int, total: int, parts: Sequence[int] = ()) -> Integers:
@@ -109,6 +112,13 @@ class Fitting:
         """Return a fit, made once for these weights, this text and these settings."""
         key = {"model": self.fingerprint, **self.text.key, "settings": settings}
         return self.store.get(kind, key, make)
+
+    def chosen(self, kind: str, settings: Any, of_type: type[T], make: Callable[[], T]) -> T:
+        """Return a choice of heads or pairs, made once; ``settings`` identify its text and
+        layout."""
+        plain = adapter(of_type)
+        found = self.stored(kind, settings, lambda: plain.dump_python(make()))
+        return plain.validate_python(found)
 
 
 LARGEST_TRIED = 2.0

@@ -31,6 +31,7 @@ from trainer.evaluation.layouts import (
 from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE
+from trainer.evaluation.store import fingerprint
 from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
@@ -303,8 +304,10 @@ def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
 
     @cache
     def chosen(factor: float) -> dope.Selection:
-        ids = fitting.ids(factor, config.choice.texts)
-        selection = dope.select(fitting.model, ids, config.dope, before(factor))
+        ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
+        select = partial(dope.select, fitting.model, ids, config.dope, layout)
+        key = [_plain(config.dope), fingerprint(ids.numpy(force=True)), _identity(layout)]
+        selection = fitting.chosen("dope", key, dope.Selection, select)
         fitting.notes.append(f"{selection.words}, {_chosen_on(ids, config)}")
         return selection
 
@@ -316,8 +319,11 @@ def _weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
 
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
-        ids = fitting.ids(factor, config.choice.texts)
-        factors = weighted_rope.select(fitting.model, ids, config.weighted_rope, before(factor))
+        ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
+        rules = config.weighted_rope
+        select = partial(weighted_rope.select, fitting.model, ids, rules, layout)
+        key = [_plain(rules), fingerprint(ids.numpy(force=True)), _identity(layout)]
+        factors = fitting.chosen("weighted_rope", key, tuple[Intervention, ...], select)
         pairs = counted(weighted_rope.pairs(factors), "pair")
         fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
         return factors

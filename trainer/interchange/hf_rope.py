@@ -52,10 +52,9 @@ NO_ROTATION: Parameters = {
 }
 """Parameters that leave queries and keys as they are.
 
-Every wavelength, at least 2 pi, is above original_max_position_embeddings / low_freq_factor, so all
-frequencies are divided. That also holds for 8192, which llama.cpp's converter takes as the original
-length of a file that does not name one beside the parameters. ``proportional`` with a share of 0
-says the same more plainly, and vLLM refuses it.
+They are those of :data:`trainer.hf.NO_ROTATION`, which explains the numbers; importing it would
+load transformers. ``proportional`` with a share of 0 says the same more plainly, and vLLM refuses
+it.
 """
 
 

@@ -70,7 +70,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def target_of(subject: Candidate) -> Target:
-        model = subject.load(device).to(DTYPES[config.dtype]).eval()
+        model = subject.load(device, DTYPES[config.dtype]).eval()
         if config.method is not None:
             use_method(model, subject, config.method, ids.shape[1], config.layers)
         read, depth = ids.to(device), config.needle.depth

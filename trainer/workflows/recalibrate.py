@@ -104,12 +104,6 @@ def estimate(config: ModelConfig, accelerator: str, threads: int | None) -> Spee
     torch.set_num_threads(threads or usual_threads())
     device = "cuda" if torch.cuda.is_available() and accelerator != "cpu" else "cpu"
     has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(False)
-    size, times = 1024, []
-    a = torch.ones(size, size, device=device, dtype=torch.bfloat16 if has_bf16 else torch.float32)
-    for _ in range(5):
-        began = time.perf_counter()
-        (a @ a)[0, 0].item()  # a host sync
-        times.append(time.perf_counter() - began)
     tokens = PASS_TOKENS[device]
     if device == "cuda":
         free, _ = torch.cuda.mem_get_info()
@@ -117,6 +111,16 @@ def estimate(config: ModelConfig, accelerator: str, threads: int | None) -> Spee
         tokens = min(tokens, int(left / activation_bytes(config, 2 if has_bf16 else 4, "none")))
     if tokens < 256:
         raise UserError("MODEL: expected a model of which a training step fits the GPU")
+    # On a GPU, products that take milliseconds: launches and the host sync take microseconds.
+    size, products = (8192, 4) if device == "cuda" else (1024, 1)
+    a = torch.ones(size, size, device=device, dtype=torch.bfloat16 if has_bf16 else torch.float32)
+    times = []
+    for _ in range(5):  # the first is the warm-up
+        began = time.perf_counter()
+        for _ in range(products):
+            b = a @ a
+        b[0, 0].item()  # a host sync
+        times.append((time.perf_counter() - began) / products)
     return Speed(SHARE * 2 * size**3 / min(times), tokens)
 
 
