@@ -57,10 +57,10 @@ def run_command(name: str, command: Command, words: Sequence[str]) -> None:
     def job(config: DictConfig) -> None:
         from trainer.commands.run import EXECUTE  # torch-free, but slow for --cfg
 
-        composed = Composed.from_hydra(config)
-        if prompts:
-            composed.values["prompts"] += prompts
         try:
+            composed = Composed.from_hydra(config)
+            if prompts:
+                composed.values["prompts"] += prompts
             with ending_when_preempted():
                 (run or EXECUTE[name])(composed)
         except Exception as error:

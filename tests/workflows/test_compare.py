@@ -59,6 +59,13 @@ def test_the_control_of_a_drop_with_its_schedule_is_missed(tmp_path):
     assert [missing_control(runs) for runs in ([dropped], [dropped, never, same])] == [None, None]
 
 
+def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path):
+    place = run(tmp_path / "a", {}, evaluation=True)
+    write_csv(tmp_path / "a" / "results.csv", table([]))
+    (scores,) = compare([place])
+    assert scores.rows[0][1] == "a: RoPE"
+
+
 def test_a_directory_without_results_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"runs: expected directories with results\.csv"):
+    with pytest.raises(UserError, match=r"runs: expected directories with rows in results\.csv"):
         compare([str(tmp_path)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import signal
@@ -269,9 +270,7 @@ def word_of(value: Any) -> str:
     """Return a value as Hydra reads it from a word."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(word_of, value))}]"
-    if isinstance(value, str):
-        return quoted(value)
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    return quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 EXECUTE: dict[str, Callable[[Composed], None]] = {

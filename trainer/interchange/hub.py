@@ -51,7 +51,7 @@ def find_pretrained(name: str) -> Path:
 
 def tokenizer_from_file(path: str) -> Tokenizer:
     """Load the tokenizer with truncation and padding disabled."""
-    tokenizer = Tokenizer.from_file(path)
+    tokenizer = Tokenizer.from_str(Path(path).read_text(encoding="utf-8"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -55,9 +55,9 @@ def _table(title: str, rows: pd.DataFrame) -> Table:
 def results(run: str) -> pd.DataFrame:
     """Read the result table of a run, or of its evaluation."""
     for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
-        if path.is_file():
-            return read_csv(path)
-    raise UserError(f"runs: expected directories with {TABLE}, got {run!r}")
+        if path.is_file() and len(rows := read_csv(path)):
+            return rows
+    raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")
 
 
 def cell(row: Mapping[str, Any]) -> Entry:
