@@ -39,6 +39,8 @@ KINDS = {
 }
 """Readers by the suffix of a file."""
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+READ_WHOLE, END = 1 << 26, 1 << 16
+"""Bytes of a file whose whole content tells two states apart, and of the ends of larger ones."""
 AT_ONCE = 64
 """Rows that are read together: a row may be a book."""
 
@@ -72,8 +74,18 @@ def state_of(config: DataConfig) -> str | None:
         return digest(inspect.getsource(_function(config)))
     names = list(_addresses(config, offline=True))
     here = find_files(replace(config, files=[name for name in names if "://" not in name]))
-    sizes = [[Path(path).name, Path(path).stat().st_size] for path in here]
-    return digest([[name for name in names if "://" in name], sizes])
+    return digest([[name for name in names if "://" in name], [_imprint(path) for path in here]])
+
+
+def _imprint(path: str) -> list[str | int]:
+    """Return a file's name and size, and a hash of its content, of a large one's both ends."""
+    size = Path(path).stat().st_size
+    with Path(path).open("rb") as file:
+        content = file.read(size if size <= READ_WHOLE else END)
+        if size > READ_WHOLE:
+            file.seek(-END, os.SEEK_END)
+            content += file.read()
+    return [Path(path).name, size, hashlib.sha256(content).hexdigest()]
 
 
 def is_remote(config: DataConfig) -> bool:
