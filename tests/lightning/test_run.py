@@ -270,6 +270,7 @@ def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, tmp_path):
     """Without a key; the newest directory has all rows of metrics.csv, and the report."""
+    monkeypatch.setenv("WANDB_CONSOLE", "off")  # it would stay in this process's streams
     import wandb
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)

@@ -28,7 +28,6 @@ def phase(steps, length, batch, micro, log, peak, a, **more):
         "sequence_length": length,
         "batch_size": batch,
         "micro_batch_size": micro,
-        "log_every": log,
         "schedule": {"name": "constant", "peak": peak, "warmup_steps": 1},
         "weights": {"a": a, "b": 1.0},
         **more,
@@ -47,7 +46,7 @@ OTHER = {
         "sequence_length": 20,
         "mixture": {"a": {"weight": 9.0}, "b": {"weight": 0.5}},
     },
-    "trainer": {"batch_size": 40, "micro_batch_size": 2, "log_every": 7},
+    "trainer": {"batch_size": 40, "micro_batch_size": 2},
     "schedule": {"name": "wsd", "peak": 3.0, "warmup_steps": 500, "final": 0.5},
 }
 """Other values of what all phases set."""

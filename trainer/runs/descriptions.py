@@ -27,6 +27,7 @@ ENCODING_TITLES = {
     "hope": "HoPE",
     "hope_published": "HoPE (published)",
     "nope": "NoPE",
+    "nope_continued": "NoPE, continued",
     "alibi": "ALiBi",
 }
 RESCHEDULED = "_rescheduled"
@@ -60,6 +61,8 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
     positional = config.positional
     used = dict.fromkeys([*_of_layers(config), *positional.heads])
     kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
+    if kinds == ["nope"] and config.model.from_run is not None:
+        kinds = ["nope_continued"]  # from scratch or behind a drop
     name = "_".join(kinds) + ("_heads" if positional.heads else "")
     name += "_window" if any(positional.windows[: config.model.num_hidden_layers]) else ""
     return f"{name}{RESCHEDULED}" if _is_rescheduled(config) else f"{name}{ends}"
