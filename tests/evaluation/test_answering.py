@@ -114,7 +114,7 @@ def read(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "enough"), [(None, 0), ("sequence", 60), ("query", 10_000), ("long", 60)]
+    ("change", "enough"), [(None, 0), ("sequence", 150), ("query", 10_000), ("long", 60)]
 )
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
 def test_sharing_and_batching_change_nothing(

@@ -172,3 +172,10 @@ def test_a_sequence_read_in_chunks_gives_what_it_gives_at_once(tiny_decoder, nam
     torch.testing.assert_close(model(IDS[:, 30:], cache=cache, last=9), last)
     handle.remove()
     assert sum(ids.shape[1] for ids in seen) == 40 * 3 + 30 * 2 + 10
+
+
+def test_a_removed_row_takes_its_beginning_along():
+    layer = LayerCache(torch.zeros(3, 1, 4, 2), torch.zeros(3, 1, 4, 2), 4)
+    cache = KVCache([layer], begins=(2, 1, 0))
+    cache.remove(0)
+    assert cache.begins == (0, 1)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.encodings import by_name
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.rescaling import (
     dynamic,
     longrope,
@@ -161,3 +162,12 @@ def test_published_temperatures(stretch):
     assert rope_id == pytest.approx((1 + 0.1 * math.log(max(length, 4096) / 4096)) ** 2, rel=1e-12)
     drope = Temperature(coefficient=0.412).at(length, 4096).scale
     assert drope == pytest.approx(1 + 0.412 * math.log(stretch), rel=1e-12)
+
+
+def test_interventions_of_shared_keys_go_to_each_of_their_queries():
+    rope = by_name("rope", 16, 32)
+    changed = Intervention(key=((1.0,), (0.5,)), key_noise=(0.0, 1.0))
+    layer = LayerEncoding(((rope, 2),), intervention=changed).expanded(2)
+    assert layer.intervention == Intervention(
+        key=((1.0,), (1.0,), (0.5,), (0.5,)), key_noise=(0.0, 0.0, 1.0, 1.0)
+    )

@@ -19,6 +19,7 @@ from trainer.positional.rescaling import (
     longrope,
     ntk_aware,
     ntk_by_parts,
+    ntk_by_parts_turns,
     position_interpolation,
     rebased,
     rescaled,
@@ -209,3 +210,11 @@ def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():
     for uneven in (rescaled(rope, yarn, 512, 4.0), dynamic(rope, ntk_aware, 512)):
         with pytest.raises(ValueError, match="have no base to replace"):
             rebased(uneven, 2e6)
+
+
+def test_long_frequencies_are_stretched_by_their_own_wavelengths():
+    factors = [float(2**i) for i in range(8)]
+    spectrum = longrope(by_name("rope", 16, 32), [1.0] * 8, factors, 32)
+    long = spectrum.long.inv_freq
+    stretched = rescaled(spectrum, ntk_by_parts_turns, 32, 4.0).long.inv_freq
+    assert stretched == ntk_by_parts_turns(long, 32).frequencies(long, 4.0)

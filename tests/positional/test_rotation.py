@@ -16,6 +16,7 @@ from tests.reference import turned
 from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.positional import rotation
 from trainer.positional.encodings import by_name
+from trainer.positional.layout import LayerEncoding, uniform
 from trainer.positional.rotation import head_groups, rotary_table, rotate
 from trainer.positional.spectrum import Spectrum, Temperature
 
@@ -200,3 +201,11 @@ def test_frequencies_and_tables_are_those_of_transformers(case):
         # frequencies, while ours are exact to float64.
         error = (table - torch.tensor(wanted)).abs().amax(dim=-1)
         assert (error <= 2e-7 + 1e-7 * positions).all(), error
+
+
+def test_heads_that_differ_in_their_scale_alone_have_tables_of_their_own():
+    rope = by_name("rope", 16, 32)
+    heads = LayerEncoding.of_heads((rope, replace(rope, rotary_scale=2.0)))
+    layout = replace(uniform(rope, layers=1, heads=2, training_length=32), layers=(heads,))
+    ((plain, scaled),) = head_groups(layout, torch.arange(4), 4)
+    torch.testing.assert_close(scaled.cos, 2 * plain.cos)
