@@ -66,7 +66,7 @@ def run_command(name: str, command: Command, words: Sequence[str]) -> None:
         except Exception as error:
             if os.getpid() != process:  # a job of a launcher
                 raise
-            errors.append(error)  # Hydra would print a line of its own
+            errors.append(error)  # if it were raised here, Hydra would print another line
 
     argv, sys.argv = sys.argv, ["unrope", *flags, *overrides]
     shows_traceback = os.environ.get("HYDRA_FULL_ERROR", "")

@@ -202,7 +202,7 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._work: Future[None] | None = None
         self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
-        # The thread's collectives would mix with those of training in one group.
+        # In the group of training, collectives of both threads would mix.
         self._group = _group_of_threads(dist.group.WORLD) if dist.is_initialized() else None
 
     def save(
@@ -227,7 +227,7 @@ class Writer:
             work, self._work = self._work, None
             try:
                 work.result()
-            except CheckpointException as error:  # no Exception; holds those of all ranks
+            except CheckpointException as error:  # a BaseException with the errors of all ranks
                 raise OSError(str(next(iter(error.failures.values()))[0])) from error
 
     def close(self) -> None:

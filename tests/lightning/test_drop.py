@@ -185,6 +185,7 @@ def test_a_share_counts_all_updates_of_the_epochs():
         (ours, DropPositions(3, to="banana"), {"max_steps": 4}),
         (Llama, DropPositions(3, layers=[0]), {"max_steps": 4}),
         (Llama, DropPositions(3, to="rope"), {"max_steps": 4}),
+        (Llama, DropPositions(3, optimizer_state="reset_new"), {"max_steps": 4}),
         (
             lambda: LanguageModule(
                 Decoder(
@@ -196,7 +197,14 @@ def test_a_share_counts_all_updates_of_the_epochs():
             {"max_steps": 4},
         ),
     ],
-    ids=["share of nothing", "unknown encoding", "layers", "another encoding", "no norms"],
+    ids=[
+        "share of nothing",
+        "unknown encoding",
+        "layers",
+        "another encoding",
+        "new parameters",
+        "no norms",
+    ],
 )
 def test_what_cannot_be_dropped_is_refused_before_the_first_update(module, callback, options):
     module = module()

@@ -1,6 +1,7 @@
-"""Rotary offset features: slow pairs whose queries and keys have large means at a fixed angle, the
-bounds on frequency and angle that predict them, and their effect on attention (Rotary Offset
-Features, Sec. 3 and 4, Table 2).
+"""Rotary offset features (Rotary Offset Features, Sec. 3 and 4, Table 2).
+
+These are slow pairs whose queries and keys have large means at a fixed angle. Bounds on frequency
+and angle predict them.
 
 For a fixed key and a rotating query, a pair of means at the initial angle phi contributes |q| |k|
 cos(phi - theta delta) to the dot product. This stays below its value at distance 0 up to the

@@ -190,7 +190,7 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     """
     config, layout = model.config, model.layout
     wanted = min(TOKENS, ids.shape[1], layout.training_length)
-    # Of one token: the gradients of both biases in both versions, in every head.
+    # Operations for one token: gradients of both biases in both versions, in every head.
     projected = (config.num_attention_heads + config.num_key_value_heads) * config.head_size
     heads = config.num_hidden_layers * config.num_attention_heads
     cost = 4 * heads * 2.0 * config.hidden_size * projected

@@ -1,4 +1,4 @@
-"""What all analyses share: the model and text they read, one forward pass, figures and rows."""
+"""Base of all analyses: model and text, one shared forward pass, figures and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each command does with its composed configuration, and what it prints."""
+"""Commands: each takes its composed configuration, works, and prints the outcome."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def train(composed: Composed) -> None:
         log.warning("drop: the encoding has nothing to drop, so the run has no drop")
     from trainer.workflows.experiment import run_experiment
 
-    with stopping_at_once("Stopped", *STOPS):  # training has handlers of its own
+    with stopping_at_once("Stopped", *STOPS):  # while training, its own handlers save first
         if (outcome := run_experiment(config)) is not None:
             print_report(outcome[0], config.run_dir, outcome[1])
 

@@ -19,8 +19,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same directory: a rename is atomic only within one file system. Process ids are not
-    # unique: processes in containers on several machines often have the same one.
+    # A rename is atomic only within one file system, so the directory is the same. Process ids are
+    # not unique: processes in containers on several machines often have the same one.
     temporary = path.with_name(f".{path.name}.{randbelow(10**12)}.tmp")
     try:
         temporary.write_bytes(data)

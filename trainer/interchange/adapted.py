@@ -443,7 +443,15 @@ class AdaptedModel(LanguageModel):
                 )
         self._layout = layout
 
-    def use_backend(self, name: str, device: str, **needs: Any) -> Choice:
+    def use_backend(
+        self,
+        name: str,
+        device: str,
+        *,
+        documents: bool = False,
+        half: bool = True,
+        length: int | None = None,
+    ) -> Choice:
         """Report transformers' own backend, which is always used."""
         return Choice(self._usual, "chosen by transformers")
 

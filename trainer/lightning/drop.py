@@ -75,7 +75,7 @@ def losses_of(module: LanguageModule, probe: Probe) -> list[float]:
 
 
 def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
-    """Forget the optimizer's state: all of it, or that of the QK-norms, which the drop turns on."""
+    """Clear the optimizer's state, or with reset_new the state of the QK-norms alone."""
     for optimizer in trainer.optimizers:
         if policy == "reset":
             optimizer.state.clear()
@@ -184,8 +184,11 @@ class DropPositions(L.Callback):
         if self.step >= steps > 0:
             rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
         if (model := _decoder_in(pl_module)) is None:
-            if (self.to, self.layers, self.heads, self.gain, self.probe) != NEEDS_NO_DECODER:
-                raise ValueError("DropPositions: to, layers, heads, gain and probe need a Decoder")
+            chosen = self.to, self.layers, self.heads, self.gain, self.probe
+            if chosen != NEEDS_NO_DECODER or self.optimizer_state == "reset_new":
+                raise ValueError(
+                    "DropPositions: to, layers, heads, gain, probe and reset_new need a Decoder"
+                )
         elif self.dropped_at is None:
             layout = model.layout
             model.layout = self._dropped(model)(layout)  # raises if it cannot take it

@@ -65,7 +65,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """What claims are judged by.
+    """Evidence of claims.
 
     ``roles``: model and method by role, for roles of :data:`ROLES`. ``arms``: training runs by
     role. ``one_text``: whether all models trained on the same text. Otherwise a model's loss says

@@ -116,7 +116,7 @@ class Candidate:
 
     @property
     def text_tokenizer(self) -> TextTokenizer:
-        """Its tokenizer, for text of its own."""
+        """Tokenizer for text that the model reads."""
         return TextTokenizer(self.tokenizer, self.eos)
 
     @property
