@@ -15,15 +15,16 @@ weights safetensors.
 from __future__ import annotations
 
 import inspect
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,27 +55,17 @@ from trainer.positional.rotation import (
 )
 from trainer.positional.spectrum import Spectrum
 
-IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")
-"""Implementations of attention and experts that a configuration may ask for. For any other name,
-transformers may download a kernel from the hub and run it."""
 TRIED = 16
 """Tokens that are read to see what the layers do."""
 CLOSE = 1e-4
 """Of the largest entry: how far a rotation in float32 may be from the model's own."""
-CAUSAL = 1e-5
-"""Of the largest state: how far a later token may move those of earlier tokens."""
-APART = 0.05
-"""Between tables of cosines and those of the spectrum: the float32 phases of a model are off by so
-much at position 10^6."""
-EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
-"""What families call the number that their norms add."""
 
 Tables = Tensor | tuple[Tensor, Tensor]
 """What a layer is given as ``position_embeddings``: complex numbers, or cosines and sines."""
 
 
-def read_adapted(directory: Path) -> AdaptedModel:
-    """Load a model in float32 and determine the behaviour of its layers.
+def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> AdaptedModel:
+    """Load a model, determine the behaviour of its layers in float32, and convert its weights.
 
     Raises:
         UserError: transformers cannot compute it by itself, or its attention cannot be observed.
@@ -84,19 +75,15 @@ def read_adapted(directory: Path) -> AdaptedModel:
         raise UserError(
             f"{directory}: model_type: {kind!r} needs code, and code of a model is never run"
         )
+    # For an implementation of another name, transformers may download a kernel and run it.
+    kernels = set(re.findall(r'_implementation": "([^"]*)', json.dumps(values)))
+    if unknown := kernels - {"eager", "sdpa", "grouped_mm", "batched_mm"}:
+        raise UserError(f"{directory}: attn_implementation: {unknown} needs code of others")
     elsewhere = (directory / "adapter_config.json").exists()
     if elsewhere or values.get("transformers_weights") is not None:
         raise UserError(
             f"{directory}: adapter_config.json and transformers_weights are not supported"
         )
-    for key, value in _implementations(values):
-        if value not in IMPLEMENTATIONS:
-            raise UserError(
-                f"{directory}: {key}: expected one of {IMPLEMENTATIONS[1:]}, got {value!r}"
-            )
-    ropes = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if "dynamic" in (ropes.get("rope_type"), ropes.get("type")):
-        raise UserError(f"{directory}: rope_type: 'dynamic' depends on the texts read before")
     loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
@@ -105,107 +92,32 @@ def read_adapted(directory: Path) -> AdaptedModel:
         trust_remote_code=False,
         output_loading_info=True,
     )
-    model, info = loaded
+    hf, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")
-    return AdaptedModel(model)
-
-
-def _implementations(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every ``*_implementation`` key at any depth, with its value."""
-    for key, value in values.items():
-        if str(key).endswith("_implementation"):
-            yield key, value
-        elif isinstance(value, dict):
-            yield from _implementations(value)
-
-
-# ---------------------------------------------------------------- rotations of layers
-
-
-Order = tuple[int, ...]
-"""A head's channels in spectrum order: pair m at m and m + pairs, then those that do not rotate."""
-
-
-def no_rotation(tables: Tables) -> Tables:
-    """Return tables of the same form that leave queries and keys unchanged."""
-    if isinstance(tables, Tensor):
-        return torch.ones_like(tables)
-    return torch.ones_like(tables[0]), torch.zeros_like(tables[1])
-
-
-def complex_table(tables: Tables) -> Tensor:
-    """Return the values ``[B, T, pairs]`` of tables as complex128.
-
-    Tables of cosines and sines have every number once, or twice: in both halves or side by side.
-    """
-    if isinstance(tables, Tensor):
-        return tables.to(torch.complex128)
-    both = torch.complex(*(table.double() for table in tables))
-    pairs = both.shape[-1] // 2
-    if torch.equal(both[..., :pairs], both[..., pairs:]):
-        return both[..., :pairs]
-    return both[..., ::2] if torch.equal(both[..., ::2], both[..., 1::2]) else both
-
-
-def found_rotation(plain: Call, call: Call) -> tuple[Spectrum, Order | None]:
-    """Determine the spectrum of one layer, and the order of its channels (None: any).
-
-    Args:
-        plain: its call with the tables of no rotation, at positions 0, 1, ..., T - 1.
-        call: its call with its own tables.
-
-    Raises:
-        UserError: no known arrangement fits.
-    """
-    if torch.equal(plain.q, call.q) and torch.equal(plain.k, call.k):
-        return Spectrum(), None
-    size, T = call.q.shape[-1], call.q.shape[2]
-    if call.tables is not None:
-        once = complex_table(call.tables)[0, 1]
-        scale = once.abs().mean().item()
-        scale = 1.0 if abs(scale - 1) < 1e-6 else scale
-        spectrum = Spectrum(tuple(once.angle().tolist()), rotary_scale=scale)
-        cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
-        rotated = spectrum.rotary_dim
-        # The pairs are halves or neighbours of the first or the last channels.
-        for start in (0, size - rotated) if rotated <= size else ():
-            rotating = range(start, start + rotated)
-            still = [*range(start), *range(start + rotated, size)]
-            for pairs in (rotating, chain(rotating[::2], rotating[1::2])):
-                order = (*pairs, *still)
-                if all(
-                    (rotate(x[..., order], cos, sin) - y[..., order]).abs().amax()
-                    <= CLOSE * y.abs().amax()
-                    for x, y in ((plain.q, call.q), (plain.k, call.k))
-                ):
-                    return spectrum, order
-    raise UserError(f"layer {call.index} rotates queries and keys in an unknown way")
+    model = AdaptedModel(hf)
+    for parameter in model.parameters():  # rounded buffers would be wrong frequencies
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 # ---------------------------------------------------------------- attention and cache
 
 
-@dataclass(frozen=True)
-class Call:
-    """Attention call of one layer, with queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]``.
-
-    ``tables``: tables that the model meant for the layer (None: none). ``mask``: ``[B, 1, T, Tk]``,
-    booleans or a bias on the scores (None: causal). ``options``: of the scores: ``scaling``,
-    ``softcap``, ``sliding_window``, and ``s_aux``, ``[Hq]``, logits of learned sinks.
-    """
-
-    index: int
-    q: Tensor
-    k: Tensor
-    tables: Tables | None
-    mask: Tensor | None
-    options: dict[str, Any]
-
-
-Watch = Callable[..., tuple[Tensor, Tensor]]
-_WATCH: ContextVar[Watch | None] = ContextVar("watch", default=None)
+Encoded = tuple[Tensor, Tensor]
+"""Queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]`` as they enter the scores."""
+_WATCH: ContextVar[Callable[..., Encoded] | None] = ContextVar("watch", default=None)
 """Gets the arguments of every attention call and returns its queries and keys."""
+
+
+@contextmanager
+def _watching(watch: Callable[..., Encoded]) -> Iterator[None]:
+    """Let ``watch`` see all attention calls within the block."""
+    token = _WATCH.set(watch)
+    try:
+        yield
+    finally:
+        _WATCH.reset(token)
 
 
 def _attend(usual: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
@@ -244,10 +156,81 @@ class _Layer(DynamicLayer):
         return self.cache.length
 
 
-def cache_name(module: nn.Module) -> str:
-    """Return the name of a model's cache argument: ``cache`` from transformers 5.24 on,
-    ``past_key_values`` before."""
-    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+# ---------------------------------------------------------------- rotations of layers
+
+Order = tuple[int, ...]
+"""A head's channels in spectrum order: pair m at m and m + pairs, then those that do not rotate."""
+
+
+def _without_rotation(options: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer's arguments with tables that leave queries and keys unchanged, if any."""
+    tables = options.get("position_embeddings")
+    if tables is None:
+        return options
+    if isinstance(tables, Tensor):
+        return options | {"position_embeddings": torch.ones_like(tables)}
+    return options | {
+        "position_embeddings": (torch.ones_like(tables[0]), torch.zeros_like(tables[1]))
+    }
+
+
+def first_step(tables: Tables) -> Tensor:
+    """Return the rotations ``[pairs]`` of position 1 as complex128.
+
+    Cosines and sines have every number once, or twice: in both halves or side by side.
+    """
+    if isinstance(tables, Tensor):
+        return tables[0, 1].to(torch.complex128)
+    both = torch.complex(*(table[0, 1].double() for table in tables))
+    pairs = len(both) // 2
+    if torch.equal(both[:pairs], both[pairs:]):
+        return both[:pairs]
+    return both[::2] if torch.equal(both[::2], both[1::2]) else both
+
+
+class Trial(NamedTuple):
+    """A layer's call of a few tokens at positions 0, 1, ..., T - 1.
+
+    ``plain``: queries and keys with tables of no rotation. ``rotated``: with its own ``tables``
+    (None: it has none). ``window``: keys that a query sees.
+    """
+
+    plain: Encoded
+    rotated: Encoded
+    tables: Tables | None
+    window: int | None
+
+
+def found_rotation(trial: Trial) -> tuple[Spectrum, Order | None]:
+    """Determine the spectrum of one layer, and the order of its channels (None: any).
+
+    Raises:
+        UserError: no known arrangement fits.
+    """
+    plain, rotated, tables, _ = trial
+    if all(map(torch.equal, plain, rotated)):
+        return Spectrum(), None
+    size, T = rotated[0].shape[-1], rotated[0].shape[2]
+    if tables is not None:
+        once = first_step(tables)
+        scale = once.abs().mean().item()
+        scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+        spectrum = Spectrum(tuple(once.angle().tolist()), rotary_scale=scale)
+        cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
+        turning = spectrum.rotary_dim
+        # The pairs are halves or neighbours of the first or the last channels.
+        for start in (0, size - turning) if turning <= size else ():
+            channels = range(start, start + turning)
+            still = [*range(start), *range(start + turning, size)]
+            for pairs in (channels, chain(channels[::2], channels[1::2])):
+                order = (*pairs, *still)
+                if all(
+                    (rotate(x[..., order], cos, sin) - y[..., order]).abs().amax()
+                    <= CLOSE * y.abs().amax()
+                    for x, y in zip(plain, rotated, strict=True)
+                ):
+                    return spectrum, order
+    raise UserError("a layer rotates queries and keys in an unknown way")
 
 
 # ---------------------------------------------------------------- the model
@@ -258,6 +241,7 @@ class AdaptedModel(LanguageModel):
 
     Its layout is determined from the behaviour of its layers. Channels of queries and keys are
     reordered to the order of spectra, which leaves dot products unchanged. ``hf`` is in float32.
+    Its layout can change in the spectra of key-value heads and in interventions, nothing else.
 
     Raises:
         UserError: its attention cannot be observed, or rotates in an unknown way.
@@ -266,48 +250,47 @@ class AdaptedModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf.eval()
-        text = hf.config.get_text_config()
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
+        # From transformers 5.24 on, the argument past_key_values is called cache.
+        names = inspect.signature(self._base.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"
         self._observe: OnLayer | None = None
-        self._route(text.num_hidden_layers)
-        plain, calls = self._tried()
-        q, k = calls[0].q, calls[0].k
-        if any(c.q.shape != q.shape or c.k.shape != k.shape for c in calls):
-            raise UserError("expected layers with heads of one shape")
-        found = [found_rotation(*pair) for pair in zip(plain, calls, strict=True)]
+        text = hf.config.get_text_config()
+        trials = self._trials(text.num_hidden_layers)
+        found = [found_rotation(trial) for trial in trials]
         orders = {order for _, order in found if order is not None}
+        shapes = {tuple(x.shape for x in trial.plain) for trial in trials}
         inside = any("inv_freq" in n for n, _ in hf.named_buffers())  # past the tables
-        if len(orders) > 1 or (inside and any(call.tables is None for call in calls)):
+        if len(orders) > 1 or (inside and any(trial.tables is None for trial in trials)):
             raise UserError("its layers rotate queries and keys in an unknown way")
-        order = list(next(iter(orders), range(q.shape[-1])))
+        if len(shapes) > 1:
+            raise UserError("expected layers with heads of one shape")
+        ((_, heads, _, size), (_, kv_heads, _, _)) = shapes.pop()
+        order = list(next(iter(orders), range(size)))
         self._order = order if order != sorted(order) else None
         layers = (
-            LayerEncoding(((spectrum, k.shape[1]),), call.options.get("sliding_window"))
-            for (spectrum, _), call in zip(found, calls, strict=True)
+            LayerEncoding(((spectrum, kv_heads),), trial.window)
+            for (spectrum, _), trial in zip(found, trials, strict=True)
         )
-        ropes = getattr(text, "rope_parameters", None) or {}
-        by_type = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
-        lengths = [trained_and_reach(rope, text.max_position_embeddings) for rope in by_type]
-        self.own_layout = Layout(text.max_position_embeddings, tuple(layers))
-        if self.own_layout.rotates:  # a drop is written with lengths that mean nothing
-            reach = max(reach for _, reach in lengths)
-            self.own_layout = Layout(min(lengths)[0], self.own_layout.layers, reach)
-        self._layout = self.own_layout
+        self.own_layout = self.layout = self._with_lengths(text, tuple(layers))
         self.config = ModelConfig(
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            num_hidden_layers=len(calls),
-            num_attention_heads=q.shape[1],
-            num_key_value_heads=k.shape[1],
-            head_dim=q.shape[-1],
+            num_hidden_layers=len(trials),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=size,
             vocab_size=text.vocab_size,
             tie_word_embeddings=bool(text.tie_word_embeddings),
-            rms_norm_eps=next((e for n in EPSILONS if (e := getattr(text, n, None))), 1e-5),
         )
 
     @torch.no_grad()
-    def _route(self, depth: int) -> None:
-        """Show all attention calls to ``_WATCH`` from now on, and list the attention layers."""
+    def _trials(self, depth: int) -> list[Trial]:
+        """Run a few tokens with and without the rotation of each layer.
+
+        Attention goes through :func:`_attend` from now on. The attention layers, the type of the
+        outputs and the shapes in the cache are noted.
+        """
         self._usual = self.hf.config._attn_implementation
         # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which omits the soft-cap.
         capped = getattr(self.hf.config, "attn_logit_softcapping", None) is not None
@@ -316,79 +299,59 @@ class AdaptedModel(LanguageModel):
         self.hf.set_attn_implementation(f"unrope_{self._usual}")
         self._attentions: list[nn.Module] = []
 
-        def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Any:
+        def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Encoded:
             self._attentions.append(module)
             return q, k
 
+        ids = torch.arange(TRIED, device=self.device)[None]
         with _watching(note):
-            self.hf(torch.zeros(1, 2, dtype=torch.long, device=self.device), use_cache=False)
+            outputs = self._base(ids, use_cache=True)
         if len(self._attentions) != depth:
             raise UserError(
                 f"{len(self._attentions)} of its {depth} layers call attention through "
                 "transformers' AttentionInterface; expected all"
             )
-
-    @torch.no_grad()
-    def _tried(self) -> tuple[list[Call], list[Call]]:
-        """Run a few tokens; return the attention call of every layer without and with rotation, and
-        record the shapes in the cache.
-
-        Raises:
-            UserError: tokens see later ones.
-        """
-        plain: list[Call] = []
-        calls: list[Call] = []
-
-        def see(call: Call) -> tuple[Tensor, Tensor]:
-            (calls if len(calls) < len(plain) else plain).append(call)
-            return call.q, call.k
-
-        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
-            """Call the layer twice, the first time with tables of no rotation."""
-            tables = options.get("position_embeddings")
-            changed = {} if tables is None else {"position_embeddings": no_rotation(tables)}
-            module.forward(*args, **options | changed)
-
-        size = self.hf.config.get_text_config().vocab_size
-        ids = torch.arange(TRIED, device=self.device)[None] % size
-        with self._calls(see), self._before(before):
-            self.hf(ids, use_cache=False)
-        outputs = self._base(ids, use_cache=True)
-        ids[:, -1] = ids[:, 0]
-        states, after = outputs.last_hidden_state, self._base(ids).last_hidden_state
-        if (after - states)[:, :-1].abs().amax() > CAUSAL * states.abs().amax():
-            raise UserError("expected a causal model, but its tokens see later ones")
         self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
         self._cached = [
             (layer.keys.shape[1::2], layer.values.shape[1::2])
-            for layer in outputs[cache_name(self._base)].layers
+            for layer in outputs[self._cache_name].layers
         ]
-        return plain, calls
+        trials: list[Trial] = []
 
-    @contextmanager
-    def _calls(self, see: Callable[[Call], tuple[Tensor, Tensor]], *, plain: bool = False) -> Any:
-        """Show all attention calls within the block to ``see``, which returns the queries and keys
-        to use.
+        def before(index: int, module: nn.Module, args: Any, given: dict[str, Any]) -> None:
+            seen: list[tuple[Encoded, int | None]] = []
 
-        ``plain``: whether layers get tables of no rotation.
+            def see(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **options: Any) -> Encoded:
+                seen.append(((q, k), options.get("sliding_window")))
+                return q, k
+
+            with _watching(see):
+                module.forward(*args, **_without_rotation(given))
+                module.forward(*args, **given)
+            (plain, _), (rotated, window) = seen
+            trials.append(Trial(plain, rotated, given.get("position_embeddings"), window))
+
+        with self._before(before):
+            self._base(ids, use_cache=False)
+        return trials
+
+    def _with_lengths(self, text: Any, layers: tuple[LayerEncoding, ...]) -> Layout:
+        """Return the layout with the lengths of a configuration.
+
+        ``_short``: tokens up to which frequencies are those of the layout (None: any number).
         """
-        tables: Tables | None = None
-
-        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
-            nonlocal tables
-            tables = options.get("position_embeddings")
-            if plain and tables is not None:
-                options = options | {"position_embeddings": no_rotation(tables)}
-            return args, options
-
-        def watch(
-            module: nn.Module, q: Tensor, k: Tensor, _: Any, mask: Any, **options: Any
-        ) -> Any:
-            return see(Call(self._attentions.index(module), q, k, tables, mask, options))
-
-        with self._before(before), _watching(watch):
-            yield
+        longest, ropes = text.max_position_embeddings, getattr(text, "rope_parameters", None) or {}
+        ropes = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+        kinds = {rope.get("rope_type") for rope in ropes}
+        if "dynamic" in kinds:
+            raise UserError("rope_type: 'dynamic' depends on the texts read before")
+        lengths = [trained_and_reach(rope, longest) for rope in ropes]
+        layout, trained = Layout(longest, layers), min(lengths)[0]
+        self._short = trained if "longrope" in kinds else None
+        if layout.rotates:  # a drop is written with lengths that mean nothing
+            layout = Layout(trained, layers, max(reach for _, reach in lengths))
+        return layout
 
     @contextmanager
     def _before(self, hook: Callable[..., Any]) -> Iterator[None]:
@@ -403,55 +366,12 @@ class AdaptedModel(LanguageModel):
             for handle in hooks:
                 handle.remove()
 
-    def _apply(self, *args: Any, **options: Any) -> AdaptedModel:
-        """Apply ``function`` to all tensors, as torch does to change device or dtype.
-
-        Buffers keep their dtype: frequencies rounded to 16 bits would be wrong.
-        """
-        before = dict(self.named_buffers(remove_duplicate=False))
-        super()._apply(*args, **options)
-        for name, buffer in before.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(self.get_submodule(owner), leaf, buffer.to(self.device))
-        return self
-
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.hf.device
 
-    @property
-    def layout(self) -> Layout:
-        """Present positional encoding.
-
-        Raises:
-            UserError: on assignment of a layout that this model cannot have.
-        """
-        return self._layout
-
-    @layout.setter
-    def layout(self, layout: Layout) -> None:
-        for new, trained in zip(layout.layers, self.own_layout.layers, strict=True):
-            if (
-                len(new.spectra) != len(trained.spectra)
-                or (new.window, new.qk_norm) != (trained.window, trained.qk_norm)
-                or any(spectrum.alibi for spectrum in new.spectra)
-            ):
-                raise UserError(
-                    "hf: a model that transformers computes cannot have an encoding for each query "
-                    "head, other windows, norms or a bias"
-                )
-        self._layout = layout
-
-    def use_backend(
-        self,
-        name: str,
-        device: str,
-        *,
-        documents: bool = False,
-        half: bool = True,
-        length: int | None = None,
-    ) -> Choice:
+    def use_backend(self, name: str, device: str, **options: Any) -> Choice:
         """Report transformers' own backend, which is always used."""
         return Choice(self._usual, "chosen by transformers")
 
@@ -466,76 +386,66 @@ class AdaptedModel(LanguageModel):
     ) -> Tensor:
         """Compute states ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
         past = cache.length if cache else 0
-        end = past + ids.shape[1]
-        keys = torch.arange(end, device=ids.device)
-        lengths: int | list[int] = length or end
+        keys = torch.arange(past + ids.shape[1], device=ids.device)
+        lengths: int | list[int] = length or len(keys)
         options: dict[str, Any] = {}
         if cache is not None:
             layers: list[Any] = [_Layer(layer) for layer in cache.layers]
-            options[cache_name(self._base)] = Cache(layers=layers)
+            options[self._cache_name] = Cache(layers=layers)
         if cache is not None and cache.begins:
             begins = torch.tensor(cache.begins, device=ids.device)[:, None]
-            lengths = [(length or end) - begin for begin in cache.begins]
+            lengths = [(length or len(keys)) - begin for begin in cache.begins]
             options["attention_mask"] = (keys >= begins).long()
             keys = keys - begins
             options["position_ids"] = keys[:, past:]
-        with self._encoding(keys[..., past:], keys, lengths):
+        encoding: Any = nullcontext()
+        if self._observe is not None or self.layout.layers != self.own_layout.layers:
+            encoding = self._encoding(past, keys, lengths)
+        with encoding:
             outputs = self._base(ids, use_cache=cache is not None, **options)
         states = outputs.last_hidden_state
         return states if last is None else states[:, -last:]
 
     @contextmanager
-    def _encoding(
-        self, positions: Tensor, keys: Tensor, lengths: int | list[int]
-    ) -> Iterator[None]:
-        """Encode queries and keys by the layout and show them, if it was changed or somebody
-        observes.
+    def _encoding(self, past: int, keys: Tensor, lengths: int | list[int]) -> Iterator[None]:
+        """Encode queries and keys by the layout within the block, and show them to an observer.
 
-        ``positions``, ``keys``: ``[T]`` and ``[Tk]``, or with a first dimension for rows.
+        ``keys``: positions ``[Tk]`` or ``[B, Tk]``; queries are those from ``past`` on.
         """
-        if self._observe is None and self.layout.layers == self.own_layout.layers:
-            yield
-            return
-        queries = of_keys = head_groups(self.layout, positions, lengths, self.hf.dtype)
-        if keys is not positions:
-            of_keys = head_groups(self.layout, keys, lengths, self.hf.dtype)
-        last = int(positions.reshape(-1, positions.shape[-1])[0, -1])
-        checked: list[Tables] = []
-
-        def see(call: Call) -> tuple[Tensor, Tensor]:
-            layer = self.layout.layers[call.index]
-            if call.tables is not None and not any(call.tables is tables for tables in checked):
-                self._check_tables(call.index, call.tables, last)
-                checked.append(call.tables)
-            plain_q, plain_k = call.q, call.k
-            if self._order is not None:  # which leaves dot products unchanged
-                plain_q, plain_k = plain_q[..., self._order], plain_k[..., self._order]
-            q = encode_queries(plain_q, queries[call.index])
-            k = encode_keys(plain_k, of_keys[call.index])
-            if layer.intervention is not None:
-                q, k = intervene(layer.intervention, q, k, positions, keys)
-            if self._observe is not None:
-                check_mask(call, layer.window)
-                scores = {name: call.options.get(name) for name in ("scaling", "softcap")}
-                sinks = call.options.get("s_aux")
-                self._observe(call.index, plain_q, plain_k, q, k, sinks=sinks, **scores)
-            return q, k
-
-        with self._calls(see, plain=True):
-            yield
-
-    def _check_tables(self, index: int, tables: Tables, position: int) -> None:
-        """Check that a layer's tables are those of its spectrum at the last position."""
-        spectrum = self.own_layout.layers[index].spectra[0]
-        if not spectrum.rotates:
-            return
-        table = complex_table(tables)[0, -1]
-        cos, sin = rotary_table(spectrum, torch.tensor([position], device=table.device))
-        if (table - torch.complex(cos[0], sin[0])).abs().amax() > APART:
+        if self._short is not None and keys.shape[-1] > self._short:
             raise UserError(
-                f"hf: the rotation of layer {index} follows the length of the text; expected texts "
-                "within the length it was trained at"
+                f"hf: the rotation follows the length of texts beyond {self._short} tokens"
             )
+        positions = keys[..., past:]
+        of_keys = queries = head_groups(self.layout, keys, lengths, self.hf.dtype)
+        if past:
+            queries = head_groups(self.layout, positions, lengths, self.hf.dtype)
+
+        def see(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+        ) -> Encoded:
+            index = self._attentions.index(module)
+            layer = self.layout.layers[index]
+            if self._order is not None:  # which leaves dot products unchanged
+                q, k = q[..., self._order], k[..., self._order]
+            rotated_q = encode_queries(q, queries[index])
+            rotated_k = encode_keys(k, of_keys[index])
+            if layer.intervention is not None:
+                rotated_q, rotated_k = intervene(
+                    layer.intervention, rotated_q, rotated_k, positions, keys
+                )
+            if self._observe is not None:
+                check_mask(mask, q.shape[2], layer.window)
+                scores = {name: options.get(name) for name in ("scaling", "softcap")}
+                sinks = options.get("s_aux")
+                self._observe(index, q, k, rotated_q, rotated_k, sinks=sinks, **scores)
+            return rotated_q, rotated_k
+
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+            return args, _without_rotation(options)
+
+        with self._before(before), _watching(see):
+            yield
 
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
@@ -592,25 +502,14 @@ class AdaptedModel(LanguageModel):
             yield
 
 
-@contextmanager
-def _watching(watch: Watch) -> Iterator[None]:
-    token = _WATCH.set(watch)
-    try:
-        yield
-    finally:
-        _WATCH.reset(token)
-
-
-def check_mask(call: Call, window: int | None) -> None:
-    """Check that the mask is causal, within the layer's window."""
-    if call.mask is None:
+def check_mask(mask: Tensor | None, tokens: int, window: int | None) -> None:
+    """Check that a mask, booleans or a bias, is causal and within the window."""
+    if mask is None:
         return
-    T, mask = call.q.shape[2], call.mask
     seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-    if not torch.equal(
-        *torch.broadcast_tensors(seen, allowed(Mask(window), range(T), range(T), mask.device))
-    ):
+    expected = allowed(Mask(window), range(tokens), range(tokens), mask.device)
+    if not torch.equal(*torch.broadcast_tensors(seen, expected)):
         raise UserError(
-            f"hf: layer {call.index} hides other keys than a window would, of {T:,} tokens: it "
-            "attends in chunks, which shorter texts do not fill"
+            f"hf: {tokens:,} tokens: a layer hides other keys than a window would; it attends in "
+            "chunks, which shorter texts do not fill"
         )

@@ -228,7 +228,7 @@ def _computed_by_transformers(reference: str) -> Candidate:
     program = f"transformers {version('transformers')}"
 
     def load(device: str = "cpu", dtype: torch.dtype = torch.float32) -> LanguageModel:
-        return read_adapted(path).to(dtype).to(device)
+        return read_adapted(path, dtype).to(device)
 
     return Candidate(
         reference,
