@@ -21,7 +21,7 @@ from trainer.lightning.fit import train
 from trainer.lightning.phases import effect_probe
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
-from trainer.workflows.training_text import open_corpus
+from trainer.workflows.text import open_corpus
 
 
 @pytest.fixture(scope="module")

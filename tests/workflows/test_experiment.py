@@ -18,7 +18,6 @@ from trainer.lightning.fit import TrainedRun
 from trainer.runs.arms import arms_of
 from trainer.runs.descriptions import checkpoint_label, label, role
 from trainer.runs.fitted_temperature import FILE
-from trainer.runs.metrics_file import write_metrics
 from trainer.runs.models import find_candidate
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
@@ -27,7 +26,6 @@ from trainer.workflows.experiment import (
     arm_of,
     branch_checkpoint,
     check_start,
-    median_rate,
     run_experiment,
 )
 
@@ -195,19 +193,14 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     assert report.arms[0].final_loss is None
     assert (tmp_path / "run" / "report.html").is_file()
     assert (report.config["name"], report.drop.step) == (base["name"], 6)
-    assert report.timing["tokens_per_second"]["DroPE"] == median_rate(tmp_path / "run") > 0
-
-
-def test_the_rate_of_a_run_is_the_median_of_its_rows(tmp_path):
-    rows = [{"step": i, "loss": 1.0, "tokens_per_second": rate} for i, rate in enumerate((4, 9, 1))]
-    write_metrics(tmp_path / "metrics.csv", [*rows, {"step": 99}])
-    assert median_rate(tmp_path) == 4
+    rates = pd.read_csv(tmp_path / "run" / "metrics.csv").tokens_per_second
+    rate = report.timing["tokens_per_second"]["DroPE"]
+    assert rate == round(rates.quantile(0.5, interpolation="higher")) > 0
 
 
 def made(tmp_path, rows, effects=None, **values):
     config = parse(RunConfig, {"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
-    write_metrics(tmp_path / "metrics.csv", rows)
-    return arm_of(TrainedRun(config, Path("x"), effects or {}, 1.0), "Mine", 123)
+    return arm_of(TrainedRun(config, Path("x"), effects or {}, 1.0), rows, "Mine", 123)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):

@@ -12,12 +12,12 @@ from trainer.commands.composing import compose_words
 from trainer.config import RunConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import saved_run
+from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows import experiment
 from trainer.workflows.experiment import run_experiment
-from trainer.workflows.training_text import layouts
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 STEPS, C = 4, 64
@@ -96,7 +96,8 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
-        assert layouts(saved)[-1] == Layout.from_dict(state["layout"])  # as was foreseen
+        *_, last = layouts_of_phases(saved, configured_layout(saved))
+        assert last == Layout.from_dict(state["layout"])  # as was foreseen
 
 
 def _few(controls):

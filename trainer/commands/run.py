@@ -94,7 +94,7 @@ def prepare(composed: Composed) -> None:
     """Prepare the text of a run, and say what there is."""
     config = read_run(composed)
     from trainer.commands.console import set_up_console
-    from trainer.workflows.prepare import prepare_texts
+    from trainer.workflows.text import prepare_texts
 
     set_up_console()
     with stopping_at_once("Stopped", signal.SIGTERM):
@@ -238,7 +238,6 @@ def recalibrate(composed: Composed, values: Mapping[str, Any], began: float) -> 
     from trainer.interchange.export import check_destination
     from trainer.workflows.export import export_checkpoint
     from trainer.workflows.recalibrate import recalibrate as recalibrate_run
-    from trainer.workflows.recalibrate import verdict
 
     for key, value in values.items():
         print(f"{key}={word_of(value)}")
@@ -249,7 +248,6 @@ def recalibrate(composed: Composed, values: Mapping[str, Any], began: float) -> 
     with stopping_at_once("Stopped", *STOPS):
         report = recalibrate_run(config, values, keys.checkpoint, keys.minutes, began)
         print_report(report, config.run_dir, existing=False)
-        print(verdict(report))
         if not is_exported:
             export_checkpoint(ExportRequest(config.run_dir, str(to)))
     print(f"For transformers: {to}")

@@ -34,8 +34,8 @@ from trainer.evaluation.statistics import sign_test
 from trainer.evaluation.store import Store, fingerprint
 from trainer.model.language_model import LanguageModel
 from trainer.runs.models import Candidate, distinct, find_candidate
-from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import held_out_corpus, subject_of
+from trainer.workflows.text import fit_text
 
 log = logging.getLogger(__name__)
 

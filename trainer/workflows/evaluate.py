@@ -38,12 +38,12 @@ from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.parsing import check_evaluation
 from trainer.runs.ranks import join_evaluation
-from trainer.workflows.fit_text import fit_text
 from trainer.workflows.subjects import (
     held_out_corpus,
     multiplied_in,
     subject_of,
 )
+from trainer.workflows.text import fit_text
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,12 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
+from typing import Any
 
 from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.fields import adapter
@@ -52,8 +53,7 @@ from trainer.workflows.evaluate import (
     unmeasured,
     with_observations,
 )
-from trainer.workflows.training_text import (
-    check_evaluated_text,
+from trainer.workflows.text import (
     check_vocabularies,
     open_corpus,
 )
@@ -77,26 +77,25 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
         PreemptedError: the run was asked to stop.
     """
     start_time, directory = time.time(), Path(config.run_dir)
-    arms = arms_of(config)
+    configs = arms_of(config)
     set_environment(config)
     with process_group(config) as ranks:
-        finished = on_rank_zero(lambda: _finished_report(config))
-        if finished is not None:
-            return (finished, True) if ranks.is_rank_zero else None
+        if on_rank_zero(lambda: _is_finished(config)):
+            return (Report.read(directory), True) if ranks.is_rank_zero else None
         set_threads(config, ranks)
-        check_start(arms, ranks)
+        check_start(configs, ranks)
         with ExitStack() as lock:
-            places = on_rank_zero(lambda: _open(config, arms, ranks, lock))
+            places = on_rank_zero(lambda: _open(config, configs, ranks, lock))
             corpus = corpus_at(config.data, places)
             runs = {
                 name: train(
-                    arm,
+                    run,
                     corpus,
                     branch_checkpoint(config, name),
                     is_control=name != MAIN,
                     start_time=start_time,
                 )
-                for name, arm in arms.items()
+                for name, run in configs.items()
             }
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
@@ -104,59 +103,52 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     if ranks.rank:
         return None
     write_renderings(report, directory)
+    report.write(directory)
     image = directory / "figures" / "benchmarks.png"
     images = {image.stem: image} if image.is_file() else {}
-    report.write(directory)
     log_results(config, _by_length(report), images)
     return report, False
 
 
-def _finished_report(config: RunConfig) -> Report | None:
-    """Return the report of a finished run; nothing is written.
-
-    Raises:
-        UserError: the finished run is another one.
-    """
-    directory = Path(config.run_dir)
-    if config.overwrite or not (directory / FACTS).exists():
-        return None
+def _is_finished(config: RunConfig) -> bool:
+    """Whether this run has its report; raises UserError if it is another run's."""
+    if config.overwrite or not Path(config.run_dir, FACTS).exists():
+        return False
     check_run_directory(config, finished=True)
-    return Report.read(directory)
+    return True
 
 
 def _open(
-    config: RunConfig, arms: dict[str, RunConfig], ranks: Ranks, lock: ExitStack
+    config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: ExitStack
 ) -> list[str]:
     """Prepare text and directories, and return where the text lies.
 
     Raises:
         UserError: the text does not suffice, or a directory holds something else.
     """
-    for arm in arms.values():
-        if not config.overwrite or arm is config:  # overwriting the run deletes its controls too
-            check_run_directory(arm)
+    for run in configs.values():
+        if not config.overwrite or run is config:  # overwriting the run deletes its controls too
+            check_run_directory(run)
     corpus = open_corpus(config, alone=ranks.world_size == 1)
-    check_vocabularies(arms, corpus)
-    check_evaluated_text(arms, corpus)
-    directory = Path(config.run_dir)
-    lock.enter_context(locked(directory))
-    for arm in arms.values():
-        open_run_directory(arm)
-    log_to_file(directory)
+    check_vocabularies(configs, corpus)
+    lock.enter_context(locked(Path(config.run_dir)))
+    for run in configs.values():
+        open_run_directory(run)
+    log_to_file(Path(config.run_dir))
     return list(corpus.directories)
 
 
-def check_start(arms: dict[str, RunConfig], ranks: Ranks) -> None:
+def check_start(configs: dict[str, RunConfig], ranks: Ranks) -> None:
     """Check what shows without the text: packages, devices, batches, and the controls.
 
     Raises:
         UserError: some of it does not fit.
     """
-    for arm in arms.values():
-        check_device(arm)
-        for phase in phases_of(arm):
+    for config in configs.values():
+        check_device(config)
+        for phase in phases_of(config):
             check_spread(phase.config, ranks.world_size, ranks.local_size)
-    check_arms(arms)
+    check_arms(configs)
 
 
 def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
@@ -171,71 +163,70 @@ def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
 def make_report(
     runs: dict[str, TrainedRun], corpus: Corpus, ranks: Ranks, beside: Sequence[str] = ()
 ) -> Report:
-    """Evaluate all arms as saved, and make the report; that of the first rank is complete.
+    """Evaluate all runs as saved, and make the report; that of the first rank is complete.
 
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
 
-    ``runs``: results of the arms, the run itself first. ``beside``: names of other models to
+    ``runs``: the run itself as ``main``, and its controls. ``beside``: names of other models to
     measure.
     """
     began, config = time.perf_counter(), runs[MAIN].config
-    length, run_dir = config.evaluation.training_length, Path(config.run_dir)
+    length = config.evaluation.training_length
     paths = [*(str(run.checkpoint) for run in runs.values()), *beside]
     candidates = fitting_together([find_candidate(p).with_training_length(length) for p in paths])
-    arms = dict(zip(runs, candidates, strict=False))
+    models = dict(zip(runs, candidates, strict=False))
     ordered = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     if config.evaluation.enabled:
         report = measure_models(
             config.name,
             ordered,
             config.evaluation,
-            held_out_of(corpus, arms[MAIN]),
-            run_dir / "evaluation" / "cells",
+            held_out_of(corpus, models[MAIN]),
+            Path(config.run_dir) / "evaluation" / "cells",
             config.trainer.accelerator,
             ranks,
         )
     else:
         report = unmeasured(config.name, config.training_length, corpus)
     losses = estimates(report.rows, PERPLEXITY, "loss")
-    trained = {}
-    for key, candidate in arms.items():
-        loss = losses.get((candidate.name, AS_IS), {}).get(report.training_length)
-        arm = arm_of(runs[key], candidate.name, candidate.parameters)
-        trained[candidate.name] = replace(arm, final_loss=None if loss is None else loss.mean)
+    trained, milestones, rates, seconds = {}, {}, {}, {}
+    for key, run in runs.items():
+        model, rows = models[key], read_metrics(Path(run.config.run_dir) / "metrics.csv")
+        loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
+        arm = arm_of(run, rows, model.name, model.parameters)
+        trained[model.name] = replace(arm, final_loss=None if loss is None else loss.mean)
+        measured = model.state.get("benchmarks", ())
+        milestones[model.name] = adapter(tuple[Milestone, ...]).validate_python(measured)
+        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        rates[model.name] = round(median_high(speeds), 0) if speeds else None
+        if run.seconds is not None:
+            seconds[model.name] = round(run.seconds, 1)
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
-    states = {arm.name: arm.state for arm in arms.values()}
-    milestones = adapter(tuple[Milestone, ...])
     effect = runs[MAIN].effect_of_drop
-    rates = {arms[key].name: median_rate(Path(run.config.run_dir)) for key, run in runs.items()}
-    seconds = {arms[key].name: run.seconds for key, run in runs.items() if run.seconds is not None}
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
         arms=tuple(trained.values()),
         drop=adapter(Drop).validate_python(effect) if effect else None,
-        milestones={
-            n: milestones.validate_python(s.get("benchmarks", ())) for n, s in states.items()
-        },
+        milestones=milestones,
         timing={
             "tokens_per_second": rates,
             "evaluation_seconds": round(time.perf_counter() - began, 1),
-            "training_seconds": {name: round(spent, 1) for name, spent in seconds.items()},
+            "training_seconds": seconds,
         },
     )
     return with_observations(report, ordered, trained)
 
 
-def arm_of(run: TrainedRun, name: str, parameters: int) -> Arm:
+def arm_of(run: TrainedRun, rows: Sequence[Mapping[str, Any]], name: str, parameters: int) -> Arm:
     """Return what the training of a run shows, without an evaluation.
 
-    ``name``, ``parameters``: of its model.
+    ``rows``: its metrics. ``name``, ``parameters``: of its model.
     """
-    config = run.config
-    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
-    last = rows[-1] if rows else {}
+    config, last = run.config, rows[-1] if rows else {}
     changes = tuple(
         Change(
             phase.start,
@@ -258,13 +249,6 @@ def arm_of(run: TrainedRun, name: str, parameters: int) -> Arm:
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
         changes=changes,
     )
-
-
-def median_rate(run_dir: Path) -> float | None:
-    """Return the median tokens per second of a run's metrics; None without any."""
-    rows = read_metrics(run_dir / "metrics.csv")
-    rates = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    return round(median_high(rates), 0) if rates else None
 
 
 def _by_length(report: Report) -> dict[int, dict[str, float]]:

@@ -1,34 +1,50 @@
-"""What heads and pairs are chosen on: prompts and files, of a length of their own."""
+"""Text of runs, and the prompts and windows on which methods are fitted."""
 
 from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
+from tests.data.conftest import write_texts
 from tests.data.streams import held_out
+from trainer.common.errors import UserError
 from trainer.config import (
     ChoiceSettings,
     DataConfig,
     EvaluationConfig,
     LongRopeSettings,
+    RunConfig,
     TemperatureSettings,
     TokenizerConfig,
 )
 from trainer.data.corpus import prepare_corpus
-from trainer.data.tokenizer import train_tokenizer
+from trainer.data.tokenizer import TextTokenizer, train_tokenizer
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.store import Store
-from trainer.workflows.fit_text import choice_texts, fit_text
+from trainer.runs.arms import arms_of, check_arms
+from trainer.runs.parsing import parse
+from trainer.workflows import text
+from trainer.workflows.text import (
+    check_vocabularies,
+    choice_prompts,
+    fit_text,
+    open_corpus,
+    prepare_texts,
+)
 
 BOS = 0
 CONFIG = EvaluationConfig()
@@ -46,7 +62,7 @@ def haystack():
 
 def texts(haystack, length, *, config=CONFIG, **choice):
     config = replace(config, choice=ChoiceSettings(**choice))
-    return choice_texts(config, haystack, [length])[length]
+    return choice_prompts(config, haystack, length)
 
 
 def test_prompts_with_needles_end_with_their_question(haystack):
@@ -141,8 +157,8 @@ def test_what_comes_before_a_temperature_has_text_at_its_lengths(
         temperature=TemperatureSettings(grid=[0.0, 0.5], models="all", lengths=[12.0]),
     )
     made = recipe(name, model.layout, config)
-    text = fit_text(corpus, corpus.end_of_text, config, [made], [320], 32)
-    fitting = Fitting(model, "weights", text, Store(tmp_path), 4096)
+    made_text = fit_text(corpus, corpus.end_of_text, config, [made], [320], 32)
+    fitting = Fitting(model, "weights", made_text, Store(tmp_path), 4096)
     assert made.make(fitting).layout_at(10.0) != model.layout
     assert fitting.temperature["lengths"] == [384]
 
@@ -184,3 +200,73 @@ def test_windows_of_a_mixture_name_their_texts(tiny_decoder, weights):
         assert read.parts == tuple(windows[:, 0] // 1000)
     chosen = read.spread(5, 128)[:, 0] // 1000
     assert np.bincount(chosen).tolist() == [4, 1] if len(weights) == 2 else [3, 1, 1]
+
+
+PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "sequence_length": 64},
+          "c": {"steps": 2, "sequence_length": 16}}  # fmt: skip
+
+
+@pytest.mark.parametrize(("phases", "length"), [({}, 32), (PHASES, 64)])
+def test_text_must_hold_the_longest_sequences_of_any_run(phases, length, monkeypatch):
+    monkeypatch.setattr(text, "prepare_corpus", lambda data, *_, **__: data)
+    controls = {"other": {"phases": phases}}
+    for keys in ({"phases": phases}, {"controls": controls}):
+        config = parse(RunConfig, {"run_dir": "x", "data": {"sequence_length": 32}, **keys})
+        assert open_corpus(config) == replace(config.data, sequence_length=length)
+
+
+def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypatch):
+    def tokenizer(word):
+        return Tokenizer(WordLevel({word: 299}, unk_token=word))
+
+    corpus = SimpleNamespace(tokenizer=tokenizer("a"))
+    config = RunConfig()
+    arms = [replace(config, model=replace(config.model, vocab_size=n)) for n in (300, 299)]
+    check_vocabularies({"main": arms[0]}, corpus)
+    with pytest.raises(UserError, match="expected at least 300, got 299"):
+        check_vocabularies({"main": config, "small": arms[1]}, corpus)
+    own = TextTokenizer(tokenizer("b"))
+    monkeypatch.setattr(text, "tokenizer_of_weights", lambda arm: own)
+    with pytest.raises(UserError, match="another tokenizer"):
+        check_vocabularies({"main": config}, corpus)
+
+
+MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "revision": "2"}}}
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "said"),
+    [
+        ({}, {"optimizer": {"lr": 0.1}}, []),
+        ({}, {"data": {"document_mask": True, "needles": {"share": 0.5}}}, []),
+        ({}, {"data": {"num_workers": 1}}, []),
+        ({}, {"data": {"source": "files", "files": ["other.txt"]}}, ["data"]),
+        ({}, {"data": {"revision": "other"}}, ["data"]),
+        ({}, {"data": {"text_field": "t"}}, ["data"]),
+        ({}, {"data": {"test": 0.2}}, ["data"]),
+        ({}, {"data": {"prepared": "elsewhere"}}, ["data"]),
+        ({}, {"tokenizer": {"vocab_size": 300}}, ["tokenizer"]),
+        (MIXED, {"data": {"mixture": {"a": {"weight": 5}}}}, []),
+        (MIXED, {"data": {"mixture": {"b": {"revision": "3"}}}}, ["data"]),
+        (MIXED, {"data": {"mixture": {"c": {"weight": 1}}}}, ["data"]),
+    ],
+)
+def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
+    """It would be trained on the run's."""
+    controls = {"other": changes}
+    config = parse(RunConfig, {"run_dir": "x", "data": data, "controls": controls})
+    with pytest.raises(UserError) if said else nullcontext():
+        check_arms(arms_of(config))
+
+
+def test_all_texts_of_a_mixture_have_the_tokenizer_of_the_first(tmp_path):
+    write_texts(tmp_path / "texts")
+    mixture = {name: {"files": [str(tmp_path / "texts" / f"{name}.jsonl")]} for name in "01"}
+    data = {"source": "files", "mixture": mixture, "cache_dir": str(tmp_path / "cache")}
+    config = parse(RunConfig, {"data": data, "tokenizer": {"vocab_size": 300}})
+    first, second = lines = list(prepare_texts(config))
+    for line in lines:
+        assert re.fullmatch(r".*jsonl: 40 documents, tokens train [\d,]+, val.*, test .*", line)
+    places = [Path(line.rpartition(" in ")[2]) / "tokenizer.json" for line in (first, second)]
+    assert places[0].read_text() == places[1].read_text()
+    assert list(prepare_texts(config)) == lines
