@@ -13,7 +13,7 @@ from trainer.data.tokenizer import train_tokenizer
 from trainer.interchange import export as module
 from trainer.interchange.export import TEXT, export_model
 from trainer.interchange.pretrained import read_pretrained
-from trainer.interchange.token_files import read_token_files
+from trainer.interchange.published import read_token_files
 from trainer.model.config import QKNormConfig
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.drop import drop

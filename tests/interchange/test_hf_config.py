@@ -8,7 +8,8 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer.common.errors import UserError
-from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config, named_bos
+from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config
+from trainer.interchange.published import named_bos
 from trainer.positional.rescaling import rescaled, yarn
 
 LLAMA = {
@@ -145,34 +146,17 @@ def test_the_old_key_counts_where_the_new_one_stands_beside_it():
     assert read(rope_scaling=None, rope_parameters=new) == read(rope_parameters=new)
 
 
-def test_a_base_that_is_stated_and_not_used_is_a_warning(caplog):
-    """transformers takes the old key whole, and with it the base of its class."""
-    old, new = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 500_123.0}
-    both = {"rope_scaling": old, "rope_parameters": new}
-    config = transformers.LlamaConfig(**copy.deepcopy(both))
-    assert config.rope_parameters["rope_theta"] == 10_000
-    assert read(rope_theta=None, **both) == read(rope_theta=1e4, rope_scaling=old)
-    assert caplog.messages == ["rope_theta: 500123 is not used; the base is 10000"]
-
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    ("changes", "longest", "reach", "warned"),
-    [({}, 64, 256, False), ({}, 256, 256, False), ({"factor": 2.0}, 256, 128, True)],
+    ("changes", "longest", "reach"), [({}, 64, 256), ({}, 256, 256), ({"factor": 2.0}, 256, 128)]
 )
-def test_yarn_in_a_file_reaches_its_factor_times_the_length_before(
-    changes, longest, reach, warned, caplog
-):
-    """Warned as transformers does, which also takes the factor; a further YaRN starts from the
-    reach."""
+def test_yarn_in_a_file_reaches_its_factor_times_the_length_before(changes, longest, reach):
+    """transformers also takes the factor; a further YaRN starts from the reach."""
     rope = YARN | changes
     _, layout = read(max_position_embeddings=longest, rope_scaling=rope)
     assert (layout.training_length, layout.longest) == (64, reach)
-    assert ["is used, though max_position" in text for text in caplog.messages] == [True] * warned
-    read(max_position_embeddings=longest, rope_scaling=rope)
-    assert len(caplog.messages) == warned  # once
     for length in (64, 128, reach):
         assert layout.rescaled(yarn, length / 64) == layout
     farther = layout.rescaled(yarn, 2 * reach / 64).spectra[0]
@@ -217,21 +201,13 @@ def test_a_file_may_name_its_type_alone():
         from_hf_config(values | {"model_type": "gpt2"})
 
 
-def test_a_null_where_a_number_is_needed_stands_for_the_default():
-    qwen = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
-    assert read(**qwen, max_window_layers=None) == read(**qwen)
-    smollm = {"architectures": ["SmolLM3ForCausalLM"]}
-    assert read(**smollm, no_rope_layer_interval=None) == read(**smollm)
-
-
 @pytest.mark.parametrize(
     ("values", "token"),
     [
         ({"bos_token_id": 3}, 3),
         ({"bos_token_id": 0}, 0),
         ({"text_config": {"bos_token_id": 3, "vocab_size": 9}, "bos_token_id": 4}, 3),
-        *(({"bos_token_id": odd}, None) for odd in (9, -1, None, "3", True, [3])),
-        ({"vocab_size": "9", "bos_token_id": 3}, None),
+        *(({"bos_token_id": odd}, None) for odd in (9, -1, None, [3])),
         ({}, None),
     ],
 )

@@ -161,15 +161,6 @@ def test_longrope_is_generated_across_its_boundary_as_without_a_cache(tmp_path):
         assert tokens == ids[-20:]
 
 
-@pytest.mark.slow
-def test_slices_make_up_the_tensor(tmp_path, monkeypatch):
-    theirs = published()
-    theirs.save_pretrained(tmp_path)
-    for piece in (1, 33, 100):  # elements: less than a row, one row, three rows of 32
-        monkeypatch.setattr("trainer.interchange.pretrained.PIECE", piece)
-        assert_same_logits(tmp_path, theirs)
-
-
 def test_norms_that_wait_for_a_drop_begin_at_one(saved):
     pretrained = read_pretrained(str(saved))
     config = replace(pretrained.config, qk_norm=QKNormConfig("after_drop"))
@@ -264,8 +255,8 @@ print((peak() - before) / size, size)
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_loading_takes_hardly_more_memory_than_the_model(tmp_path, dtype):
-    shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 32_768}
-    published(**shape, num_hidden_layers=12).to(dtype).save_pretrained(tmp_path)
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192}
+    published(**shape, num_hidden_layers=16).to(dtype).save_pretrained(tmp_path)
     result = run_python(MEASURE, tmp_path)
     assert result.returncode == 0, result.stderr
     ratio, size = map(float, result.stdout.split())

@@ -13,8 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.errors import UserError
 from trainer.config import TokenizerConfig
-from trainer.interchange.hub import cached_or_downloaded, tokenizer_from_file
-from trainer.interchange.token_files import eos_ids, read_token_files
+from trainer.interchange.published import (
+    cached_or_downloaded,
+    eos_ids,
+    read_token_files,
+    tokenizer_from_file,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents, and begins every sequence if the tokenizer puts no token before texts."""

@@ -38,7 +38,7 @@ from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.scoring import Prompt, Task
-from trainer.interchange.hub import cached_or_downloaded
+from trainer.interchange.published import cached_or_downloaded
 
 HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
 """The file holds ``data/TASK.jsonl``; the data set's loading script would be foreign code."""

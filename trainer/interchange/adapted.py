@@ -38,7 +38,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.common.errors import UserError
 from trainer.interchange.hf_config import trained_and_reach
-from trainer.interchange.pretrained import read_config
+from trainer.interchange.published import read_config
 from trainer.model.backends import Choice, Mask, allowed
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig

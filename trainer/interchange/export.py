@@ -25,7 +25,7 @@ from trainer.common.files import partial_directory
 from trainer.interchange.hf_config import ARCHITECTURES, OWN, Architecture
 from trainer.interchange.hf_rope import Parameters, rope_parameters, spectrum_from_rope_parameters
 from trainer.interchange.pretrained import published_name, read_pretrained, waits
-from trainer.interchange.token_files import write_token_files
+from trainer.interchange.published import write_token_files
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import alibi_slopes
@@ -81,7 +81,7 @@ def export_model(
         tolerance: limit of the difference.
         dtype: ``float32`` or ``bfloat16``.
         token_files: a published model's files about its tokens, chat template and generation, from
-            :func:`~trainer.interchange.token_files.read_token_files`. Without them, prompts begin
+            :func:`~trainer.interchange.published.read_token_files`. Without them, prompts begin
             with the token that began the training's sequences.
 
     Raises:

@@ -8,11 +8,9 @@ queries, keys or both. The code beside either is for transformers and never run 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any, Literal
 
 from trainer.common.errors import UserError
@@ -21,8 +19,6 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,9 +58,6 @@ ARCHITECTURES = {
         },
     ),
 }
-_NEVER_NULL = ("max_window_layers", "no_rope_layer_interval")
-"""Keys whose null stands for the default."""
-
 # Keys that change the computation, with the values supported here; null always is.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -87,15 +80,12 @@ def shape_and_layout(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout from the contents of any supported ``config.json``.
 
     Raises:
-        ValueError: the architecture or a key that changes its computation is not supported, or keys
-            are missing or wrong.
+        UserError: the architecture or a key that changes its computation is not supported.
+        KeyError: a key is missing.
     """
-    try:
-        if is_own(values):
-            return from_own_config(values)
-        return from_drope_config(values) if is_drope(values) else from_hf_config(values)
-    except KeyError as error:
-        raise UserError(f"{error.args[0]}: missing") from error
+    if is_own(values):
+        return from_own_config(values)
+    return from_drope_config(values) if is_drope(values) else from_hf_config(values)
 
 
 def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
@@ -114,8 +104,7 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
             "its directory lets transformers compute it"
         )
     architecture = ARCHITECTURES[name]
-    stated = {k: v for k, v in values.items() if v is not None or k not in _NEVER_NULL}
-    values = {**architecture.defaults, **stated}
+    values = {**architecture.defaults, **values}
     for key, allowed in _NEUTRAL.items():
         if values.get(key) is not None and values[key] not in allowed:
             expected = " or ".join(map(repr, allowed)) or "null"
@@ -150,18 +139,7 @@ def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
         return longest, 0
     trained = rope.get("original_max_position_embeddings") or longest
     reach = round(rope["factor"] * trained) if kind == "yarn" else longest
-    if kind == "yarn" and longest not in (trained, reach):
-        _warn(
-            f"rope_parameters.factor: {rope['factor']} is used, though max_position_embeddings is "
-            f"{longest / trained:g} times original_max_position_embeddings"
-        )
     return trained, reach if reach > trained else 0
-
-
-@cache
-def _warn(text: str) -> None:
-    """Log a warning once, however often a file is read."""
-    log.warning("%s", text)
 
 
 def _model_config(
@@ -186,12 +164,10 @@ def _model_config(
 def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rope parameters in the new style, including older top-level keys."""
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    beside = {"rope_theta": values.get("rope_theta") or 10_000.0}
-    beside["partial_rotary_factor"] = values.get("partial_rotary_factor")
-    base = rope.get("rope_theta") or beside["rope_theta"]
-    for stated in (values, values.get("rope_parameters") or {}):
-        if stated.get("rope_theta") not in (None, base):
-            _warn(f"rope_theta: {stated['rope_theta']:g} is not used; the base is {base:g}")
+    beside = {
+        "rope_theta": values.get("rope_theta") or 10_000.0,
+        "partial_rotary_factor": values.get("partial_rotary_factor"),
+    }
     merged = beside | {key: value for key, value in rope.items() if value is not None}
     # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):
@@ -230,18 +206,6 @@ def _windows(
     else:
         slides = [index >= values["max_window_layers"] for index in range(depth)]
     return [window if sliding else None for sliding in slides]
-
-
-def named_bos(values: Mapping[str, Any]) -> int | None:
-    """Return the configured id of the token that texts begin with, or None if it is not in the
-    vocabulary.
-
-    The model's tokenizer may not add this token itself.
-    """
-    if isinstance(text := values.get("text_config"), Mapping):
-        values = text
-    token, size = values.get("bos_token_id"), values.get("vocab_size")
-    return token if type(token) is type(size) is int and 0 <= token < size else None
 
 
 OWN = "UnropeForCausalLM"

@@ -218,7 +218,7 @@ class State(L.Callback):
         if weights is not None:
             theirs = weights.tokenizer
             if theirs is None or same_tokens(theirs, corpus.tokenizer):
-                self.token_files = dict(weights.token_files())
+                self.token_files = dict(weights.token_files)
 
     def contents(self, trainer: L.Trainer) -> dict[str, Any]:
         """Return the contents of ``state.json``; all ranks call this together."""

@@ -53,9 +53,7 @@ def make_module(
     def value(name: str, shape: torch.Size) -> Tensor:
         if pretrained is None or name not in pretrained.tensors:
             return initial_value(model.config, name, shape, config.seed)
-        whole = torch.empty(shape)
-        pretrained.tensors[name].read_into(whole)
-        return whole
+        return pretrained.tensors[name]().float()
 
     def prepare(model: Decoder, device: torch.device) -> None:
         parallelize(

@@ -19,10 +19,16 @@ from trainer.common.errors import UserError
 from trainer.common.files import checksum
 from trainer.config import RunConfig
 from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token
-from trainer.interchange.hf_config import named_bos
-from trainer.interchange.hub import find_pretrained
-from trainer.interchange.pretrained import read_config, read_pretrained, read_tokenizer
-from trainer.interchange.token_files import eos_ids, read_token_files, stop_ids
+from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.published import (
+    eos_ids,
+    find_pretrained,
+    named_bos,
+    read_config,
+    read_token_files,
+    read_tokenizer,
+    stop_ids,
+)
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel

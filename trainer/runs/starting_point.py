@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _of_run(reference: str) -> Pretrained:
     reader.check({f"model.{name}": parameter for name, parameter in shapes.items()})
     wait = not normalizes(layout)
     tensors = {
-        name: _Saved(name, tuple(p.shape), reader)
+        name: partial(_read_saved, reader, name, p.shape)
         for name, p in shapes.items()
         if not (wait and any(norm in name for norm in ("q_norm", "k_norm")))
     }
@@ -199,21 +200,13 @@ def _of_run(reference: str) -> Pretrained:
         layout,
         Tokenizer.from_str(state["tokenizer"]),
         tensors,
-        token_files=lambda: state["token_files"],
+        token_files=state["token_files"],
         eos=(state["end_of_text"],),
     )
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A weight in a checkpoint, to be read later."""
-
-    name: str
-    shape: tuple[int, ...]
-    reader: Reader
-
-    def read_into(self, out: Tensor) -> None:
-        """Fill ``out``, converting to its dtype; each rank reads independently."""
-        saved = torch.empty(self.shape)
-        self.reader.load({f"model.{self.name}": saved}, alone=True)
-        out.copy_(saved)
+def _read_saved(reader: Reader, name: str, shape: torch.Size) -> Tensor:
+    """Read a weight of a checkpoint as float32; each rank reads independently."""
+    saved = torch.empty(shape)
+    reader.load({f"model.{name}": saved}, alone=True)
+    return saved

@@ -25,7 +25,7 @@ from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
 from trainer.config import RunConfig
 from trainer.evaluation.results import Report
-from trainer.interchange.hub import find_pretrained
+from trainer.interchange.published import find_pretrained
 from trainer.lightning.strategy import parallelize
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder

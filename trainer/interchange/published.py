@@ -1,18 +1,24 @@
-"""Files of a published model about its tokens: special tokens, chat template, generation settings.
+"""Files of a published model, in a directory or on the Hugging Face hub: configuration, tokenizer,
+and settings of its tokens.
 
-A run keeps their texts, and an export writes them. Only files that are listed here are read and
-written: others can name code.
+A run keeps the texts of the files about tokens, chat template and generation, and an export writes
+them. Only files that are listed here are read and written: others can name code.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
+
+FILES = "*.json", "model*.safetensors", "chat_template.jinja", "README.md"
+"""Files that are downloaded from the hub."""
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -27,6 +33,71 @@ OF_TOKENIZER = (
 )
 """Keys of tokenizer_config.json that an export does not take: tokenizer.json has them, or they are
 of the published class and length."""
+
+
+def cached_or_downloaded(download: Callable[..., str], *arguments: str, **options: Any) -> str:
+    """Return the path of a file or snapshot, from the local cache without asking the hub.
+
+    Raises:
+        OSError: it is not cached, and the hub is unreachable or has no such file.
+    """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return download(*arguments, local_files_only=True, **options)
+    except LocalEntryNotFoundError:
+        return download(*arguments, **options)
+
+
+def find_pretrained(name: str) -> Path:
+    """Return the directory of a model; a hub id is downloaded once.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(name).expanduser()
+    if os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
+        return path
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        # Without a network an interrupted download is found too; reading it fails.
+        return Path(cached_or_downloaded(snapshot_download, name, allow_patterns=[*FILES]))
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        raise UserError(
+            f"model.from_pretrained: no directory {name!r}, and no such model from the hub: {error}"
+        ) from error
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """Read ``config.json``."""
+    values: dict[str, Any] = json.loads((directory / CONFIG).read_text("utf-8"))
+    return values
+
+
+def tokenizer_from_file(path: Path | str) -> Tokenizer:
+    """Load the tokenizer with truncation and padding disabled."""
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_tokenizer(directory: Path) -> Tokenizer | None:
+    """Read ``tokenizer.json``, or return None if there is none."""
+    path = directory / "tokenizer.json"
+    return tokenizer_from_file(path) if path.is_file() else None
+
+
+def named_bos(values: Mapping[str, Any]) -> int | None:
+    """Return the id of the token that texts begin with by a ``config.json``, or None.
+
+    The model's tokenizer may not add this token itself.
+    """
+    values = values.get("text_config") or values
+    token, size = values.get("bos_token_id"), values.get("vocab_size", 0)
+    return token if isinstance(token, int) and 0 <= token < size else None
 
 
 def read_token_files(directory: Path) -> dict[str, str]:
