@@ -34,7 +34,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from trainer.checkpoint import find_checkpoint, load_decoder, read_state
-from trainer.commands.run import read_config
+from trainer.commands import read_config
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials

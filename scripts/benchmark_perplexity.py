@@ -30,7 +30,7 @@ from benchmarks import random_decoder
 from rich.console import Console
 from rich.table import Table
 
-from trainer.commands.run import read_config
+from trainer.commands import read_config
 from trainer.evaluation.loss import losses_of_batches, mean_loss
 
 VOCABULARY, TRAINED = 4096, 256

@@ -10,8 +10,7 @@ import torch
 import trainer.report.pages
 import trainer.workflows.analyze
 import trainer.workflows.experiment  # noqa: F401
-from trainer.commands.composing import compose_words
-from trainer.commands.run import read_run
+from trainer.commands import compose_words, read_run
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 

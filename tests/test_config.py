@@ -13,9 +13,7 @@ import yaml
 
 from tests.program import ROOT
 from trainer import config as schema
-from trainer.commands.composing import compose_words
-from trainer.commands.help import COMMANDS, split_words
-from trainer.commands.run import read_config, read_run
+from trainer.commands import COMMANDS, compose_words, read_config, read_run
 from trainer.common.errors import UserError
 from trainer.config import AnalysisRequest, EvaluationConfig, RunConfig
 from trainer.runs.parsing import check_evaluation, merged, parse
@@ -40,11 +38,11 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
     (tmp_path / "math.jsonl").touch()
     words = shlex.split(line)
     name = words[0] if words[0] in COMMANDS else "train"
-    command = COMMANDS[name]
-    flags, overrides, _ = split_words(words[1:] if words[0] == name else words, command.bare)
-    if "--multirun" in flags:
-        overrides = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", w) for w in overrides]
-    composed = compose_words(overrides, command.root)
+    words = [word for word in words[words[0] == name :] if not word.startswith("prompt=")]
+    if "--multirun" in words:
+        words.remove("--multirun")
+        words = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", word) for word in words]
+    composed = compose_words(words, name)
     if name == "evaluate":
         assert parse(schema.EvaluationRequest, composed.values).checkpoint
     elif name == "analyze":
@@ -150,19 +148,19 @@ def test_wrong_values_are_a_line_each():
 def test_an_option_of_one_s_own_builds_on_another(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [nano, _self_]\nhidden_size: 32\n")
-    composed = compose_words(["model=mine"], config_dir=str(tmp_path))
+    composed = compose_words(["model=mine", f"hydra.searchpath=[{tmp_path}]"])
     assert composed.values["model"]["hidden_size"] == 32
     assert composed.values["model"]["num_hidden_layers"] == 3
 
 
-def test_an_encoding_of_a_plugin_is_an_option_of_positional(tmp_path):
+def test_an_encoding_of_a_plugin_has_a_name(tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from trainer.positional.encodings import encoding\n"
         "from trainer.positional.spectrum import Spectrum\n\n"
         "@encoding\ndef standing_still(head_dim, training_length):\n    return Spectrum()\n"
     )
-    config = read_config([f"plugins=[{plugin}]", "positional=standing_still"])
+    config = read_config([f"plugins=[{plugin}]", "positional.layers=[standing_still]"])
     assert config.positional.layers == ["standing_still"]
 
 

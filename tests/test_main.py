@@ -10,10 +10,7 @@ import pytest
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands import run
-from trainer.commands.composing import compose_words
-from trainer.commands.help import COMMANDS, split_words
-from trainer.commands.run import read_config
+from trainer.commands import COMMANDS, compose_words, overrides_of, read_config, read_run
 from trainer.common.errors import PreemptedError, UserError
 
 
@@ -41,13 +38,15 @@ def test_help_names_the_command_and_its_options(capsys, name):
             "Key 'num_atention_heads' is not in struct, full_key: model.num_atention_heads; the "
             "nearest is 'num_attention_heads'",
         ),
-        (["model=nanoo"], "In 'config': Could not find 'model/nanoo'; the nearest is 'nano'"),
         (
             ["schedule.name=cosin"],
             "schedule.name: input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
         ),
         (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
-        (["data=files", "data.files=[no.txt]"], "data.files: there is no file 'no.txt'"),
+        (
+            ["data=files", "data.files=[no.txt]"],
+            "FileNotFoundError: data.files: there is no file 'no.txt'",
+        ),
         (["+evaluation=harness"], "evaluation.kind: input should be 'lengths', got 'harness'"),
     ],
 )
@@ -68,18 +67,31 @@ def test_a_wrong_word_or_an_empty_file_is_told_without_torch(tmp_path, wrong):
     assert done.stdout.split() == ["1", "False"], done.stderr
 
 
-def test_the_first_bare_word_is_the_key_of_the_command(tmp_path):
+def test_an_unknown_option_is_a_line_with_those_that_there_are(capsys):
+    (line,) = error_of(capsys, "optimizer=adam")
+    assert line.startswith("In 'train': Could not find 'optimizer/adam', Available options")
+    assert line.endswith("adamw, muon")
+
+
+def test_paths_that_come_first_get_the_key_of_the_command(tmp_path):
     place = tmp_path / "lr=0.1"
     place.mkdir()
-    assert split_words(["runs/a", "seed=1"], "checkpoint")[1] == ["checkpoint=runs/a", "seed=1"]
-    assert split_words([str(place)], "checkpoint")[1] == [f"checkpoint='{place}'"]
-    assert split_words(["a", "b"], "runs")[1] == ["runs=[a,b]"]
-    words = ["x", "--config-dir", "d", "seed=1"]
-    assert split_words(words, "checkpoint")[:2] == (
-        ["--config-dir", "d"],
-        ["checkpoint=x", "seed=1"],
-    )
-    assert split_words(["prompt=It's {1}, x=2"], "checkpoint") == ([], [], ["It's {1}, x=2"])
+    assert overrides_of("evaluate", ["runs/a", "seed=1"]) == ['checkpoint="runs/a"', "seed=1"]
+    assert overrides_of("export", [str(place), "to=b"]) == [f'checkpoint="{place}"', "to=b"]
+    assert overrides_of("compare", ["a", "b c"]) == ['runs=["a", "b c"]']
+    assert overrides_of("train", ["evalute"]) == ["evalute"]
+    words = ["it's, {1}", "+analysis=sinks", "analysis.length=64"]
+    composed = compose_words(words, "analyze")
+    assert composed.values["checkpoint"] == words[0]
+    assert composed.choices["analysis"] == "sinks"
+    assert compose_words(["a", "b,c"], "compare").values["runs"] == ["a", "b,c"]
+
+
+def test_a_prompt_is_text_with_any_characters(monkeypatch):
+    prompts = []
+    monkeypatch.setitem(COMMANDS, "generate", lambda job: prompts.extend(job.values["prompts"]))
+    main(["generate", "x", "prompt=It's {1}, x=${2}", "prompt=3", "seed=1"])
+    assert prompts == ["It's {1}, x=${2}", "3"]
 
 
 @pytest.fixture
@@ -88,15 +100,15 @@ def jobs(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     ran = []
 
-    def execute(composed):
-        config = run.read_run(composed)
+    def execute(job):
+        config = read_run(job)
         ran.append((config.name, config.positional.layers))
         if config.name == "failing":
             raise UserError("trainer: it does not fit")
         if config.name == "stopped":
             raise PreemptedError("Stopped.")
 
-    monkeypatch.setitem(run.EXECUTE, "train", execute)
+    monkeypatch.setitem(COMMANDS, "train", execute)
     return ran
 
 
@@ -112,11 +124,10 @@ def test_names_are_text(jobs, name):
     assert jobs == [(name, ["rope"])]
 
 
-def test_digits_with_underscores_are_text_and_numbers_where_these_are_expected():
-    words = ["run_dir=2026_12", "trainer.max_steps=1_000", "data.files=[1_2,a/1_2]"]
-    values = compose_words(words).values
-    assert (values["run_dir"], values["data"]["files"]) == ("2026_12", ["1_2", "a/1_2"])
-    assert read_config(words[:2]).trainer.max_steps == 1000
+def test_directories_are_text_and_numbers_may_have_underscores():
+    config = read_config(["run_dir=2026_12", "trainer.max_steps=1_000", "data.revision=2024"])
+    assert (config.run_dir, config.data.revision) == ("2026_12", "2024")
+    assert config.trainer.max_steps == 1000
 
 
 def test_a_failing_job_is_an_exit_code_and_the_others_run(jobs, capsys):
@@ -130,26 +141,17 @@ def test_a_stopped_run_exits_with_the_code_to_requeue(jobs):
     assert stopped.value.code == 85
 
 
-@pytest.mark.parametrize(
-    ("words", "workflow", "code"),
-    [
-        (["name=long"], "experiment.run_experiment", 85),
-        (["evaluate", "x", "+evaluation=multiple_choice"], "benchmarks.run_benchmarks", 143),
-    ],
-)
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_first_process_requeues_what_can_resume(monkeypatch, words, workflow, code, rank):
+def test_the_first_process_requeues(monkeypatch, rank):
     asked = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("SLURM_PROCID", rank)
-    monkeypatch.setattr("trainer.common.processes.requeue", lambda: asked.append(rank))
-    monkeypatch.setattr(
-        f"trainer.workflows.{workflow}", lambda *_: signal.raise_signal(signal.SIGUSR1)
-    )
+    monkeypatch.setattr("trainer.commands.requeue", lambda: asked.append(rank))
+    monkeypatch.setitem(COMMANDS, "evaluate", lambda _: signal.raise_signal(signal.SIGUSR1))
     with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == code
-    assert asked == (["0"] if (code, rank) == (85, "0") else [])
+        main(["evaluate", "x"])
+    assert stopped.value.code == 85
+    assert asked == (["0"] if rank == "0" else [])
 
 
 def test_cfg_prints_the_whole_configuration(capsys):

@@ -67,17 +67,14 @@ def test_waiting_of_threads_is_set_before_torch_is_loaded():
             assert modules[0] == "trainer", path.name
 
 
-@pytest.mark.parametrize("is_resumable", [True, False])
-def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, is_resumable):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, name):
     def work():
-        with (
-            stopping_at_once("Stopped", signal.SIGTERM, is_resumable=is_resumable),
-            partial_directory(tmp_path / "model") as partial,
-        ):
+        with stopping_at_once(), partial_directory(tmp_path / "model") as partial:
             (partial / "weights").write_text("half")
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(getattr(signal, name))
 
-    with pytest.raises(PreemptedError, match=r"Stopped \(SIGTERM\)") as stop:
+    with pytest.raises(PreemptedError, match=rf"Stopped \({name}\)") as stop:
         work()
-    assert stop.value.is_resumable == is_resumable
+    assert stop.value.requeues == (name == "SIGUSR1")
     assert not list(tmp_path.iterdir())

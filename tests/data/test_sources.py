@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands.composing import compose_words
+from trainer.commands import compose_words
 from trainer.common.errors import UserError
 from trainer.config import DataConfig
 from trainer.data import sources

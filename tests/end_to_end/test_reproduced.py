@@ -16,7 +16,7 @@ from scripts.write_reproduce import DATA
 from tests.interchange.families import made
 from tests.small_runs import trained_in
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.commands.composing import compose_words
+from trainer.commands import compose_words
 from trainer.config import AnalysisRequest, EvaluationRequest
 from trainer.evaluation.longbench import KINDS
 from trainer.runs.parsing import parse

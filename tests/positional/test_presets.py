@@ -6,7 +6,7 @@ import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
-from trainer.commands.run import read_config
+from trainer.commands import read_config
 from trainer.positional.config import build_layout
 from trainer.positional.spectrum import Temperature
 

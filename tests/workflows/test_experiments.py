@@ -8,7 +8,7 @@ import pytest
 
 from tests.program import ROOT
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.commands.composing import compose_words
+from trainer.commands import compose_words
 from trainer.config import RunConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import saved_run

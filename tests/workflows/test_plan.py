@@ -10,7 +10,7 @@ import yaml
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands.run import read_config
+from trainer.commands import read_config
 from trainer.config import RunConfig
 from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder

@@ -15,11 +15,12 @@ class DivergedError(UserError):
 
 
 class PreemptedError(Exception):
-    """Work that stopped on request: a run at a step boundary, with a checkpoint."""
+    """Work that stopped on request, which the same command resumes.
 
-    def __init__(self, message: str, is_resumable: bool = True, *, requeues: bool = True) -> None:
-        self.is_resumable = is_resumable
-        """Whether the same command resumes from finished files."""
+    ``requeues``: whether its job has to be requeued: not after a SIGTERM, which SLURM or a person
+    sent.
+    """
+
+    def __init__(self, message: str, *, requeues: bool = True) -> None:
         self.requeues = requeues
-        """Whether the job has to be requeued: not after a SIGTERM, which SLURM or a person sent."""
         super().__init__(message)

@@ -16,8 +16,12 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def configuration(cls: type[T]) -> type[T]:
-    """Make ``cls`` a frozen dataclass without unknown keys and without infinite numbers."""
-    cls.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]  # pydantic reads it
+    """Make ``cls`` a frozen dataclass without unknown keys and without infinite numbers.
+
+    Numbers are text where text is expected, such as the year of a ``revision``.
+    """
+    checks = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
+    cls.__pydantic_config__ = checks  # type: ignore[attr-defined]  # pydantic reads it
     return dataclass(frozen=True)(cls)
 
 

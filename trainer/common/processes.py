@@ -31,24 +31,19 @@ def usual_threads() -> int:
 
 
 @contextmanager
-def stopping_at_once(
-    progress: str, *numbers: signal.Signals, is_resumable: bool = True
-) -> Iterator[None]:
-    """Let signals end the block by an exception, so that it removes its temporary files.
-
-    ``progress``: how far the work was; the name of the signal follows. ``is_resumable``: whether
-    the same command resumes from the finished files.
+def stopping_at_once() -> Iterator[None]:
+    """Let the signals of a batch system end the block by an exception, so that it removes its
+    temporary files.
 
     Raises:
         PreemptedError: a signal came.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        requeues = number != signal.SIGTERM
         name = signal.Signals(number).name
-        raise PreemptedError(f"{progress} ({name}).", is_resumable, requeues=requeues)
+        raise PreemptedError(f"Stopped ({name}).", requeues=number != signal.SIGTERM)
 
-    before = {number: signal.signal(number, stop) for number in numbers}
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:

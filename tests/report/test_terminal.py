@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tests.report.examples import cell, report
-from trainer.commands import console
 from trainer.evaluation.results import Arm, Change, Observation
+from trainer.report import terminal as console
 from trainer.report.tables import tables, terminal_tables
 
 LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)

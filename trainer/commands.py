@@ -1,0 +1,410 @@
+"""The commands, and Hydra, which composes their configurations.
+
+Keys and defaults stand once, in :mod:`trainer.config`; ``ConfigStore`` hands them to Hydra, so that
+``conf/`` holds only what differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import reduce
+from itertools import takewhile
+from operator import getitem
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from trainer import config as schema
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
+from trainer.common.fields import validated
+from trainer.common.processes import is_first_process, requeue, stopping_at_once
+
+log = logging.getLogger(__name__)
+
+PACKAGE = Path(__file__).resolve().parent
+CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
+"""``conf/``: inside the package where it is installed, beside it in a checkout."""
+OF_A_RUN = "train", "prepare", "plan"
+"""Commands without a path; the first word of the others is one."""
+OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
+"""The group whose options a command's help lists."""
+
+T = TypeVar("T")
+
+
+class Job(NamedTuple):
+    """The composed configuration of a command."""
+
+    values: dict[str, Any]
+    choices: Mapping[str, str]
+    """The chosen option of each group."""
+    words: Sequence[str]
+    """The overrides."""
+
+
+# ---- From words to a job ----
+
+
+def register_schema() -> None:
+    """Hand keys and defaults to Hydra; options of ``evaluation`` start from their own."""
+    store = ConfigStore.instance().store
+    store("train_schema", asdict(schema.RunConfig()) | {"run_dir": "???"})
+    for kind in (schema.EvaluationConfig, schema.MultipleChoiceConfig, schema.HarnessConfig):
+        values = asdict(kind())
+        store(f"{values['kind']}_schema", values, group="evaluation")
+    evaluation = asdict(schema.EvaluationRequest())
+    del evaluation["evaluation"]
+    store("evaluate_schema", evaluation)
+    for name, request in {
+        "analyze": schema.AnalysisRequest,
+        "generate": schema.GenerationRequest,
+        "export": schema.ExportRequest,
+        "compare": schema.CompareRequest,
+        "plan": schema.PlanKeys,
+        "recalibrate": schema.RecalibrateKeys,
+    }.items():
+        store(f"{name}_schema", asdict(request()))
+
+
+def overrides_of(name: str, words: Iterable[str]) -> list[str]:
+    """Return the words of a command as Hydra reads them.
+
+    Paths that come first get their key. ``+evaluation=NAME`` becomes ``evaluation=NAME``, whether
+    the command has a default for that group or not. Names are text: Hydra would read numbers.
+    """
+    words = list(words)
+    paths = list(takewhile(lambda word: _is_path(word) and name not in OF_A_RUN, words))
+    words = [re.sub(r"^\+(evaluation|analysis)=", r"\1=", word) for word in words[len(paths) :]]
+    words = [re.sub(r"^(name|run_dir)=([\w.+-]+)$", r"\1='\2'", word) for word in words]
+    if name == "compare" and paths:
+        return [f"runs={json.dumps(paths, ensure_ascii=False)}", *words]
+    keyed = [f"checkpoint={json.dumps(path, ensure_ascii=False)}" for path in paths[:1]]
+    return [*keyed, *paths[1:], *words]
+
+
+def _is_path(word: str) -> bool:
+    return word[:1] not in tuple("-+~") and ("=" not in word or os.path.lexists(word))
+
+
+def job_of(config: DictConfig, hydra_config: Any) -> Job:
+    """Return the plain values of a composed configuration without Hydra's own."""
+    config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    return Job(values, hydra_config.runtime.choices, list(hydra_config.overrides.task))
+
+
+def compose_words(words: Sequence[str], name: str = "train") -> Job:
+    """Compose the words of a command, such as ``+experiment=drope_demo seed=1``."""
+    register_schema()
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(name, overrides_of(name, words), return_hydra_config=True)
+        return job_of(config, config.hydra)
+
+
+def run_command(name: str, words: Sequence[str]) -> None:
+    """Run a command with what Hydra composes of its words: once, or for each job of ``-m``.
+
+    A command that is asked to stop exits with the code by which its job is requeued.
+    """
+    register_schema()
+    prompts = [word.partition("=")[2] for word in words if word.startswith("prompt=")]
+    words = overrides_of(name, (word for word in words if not word.startswith("prompt=")))
+
+    def run(config: DictConfig) -> None:
+        job = job_of(config, HydraConfig.get())
+        if prompts:
+            job.values["prompts"] += prompts
+        try:
+            with stopping_at_once():  # while training, its own handlers save first
+                COMMANDS[name](job)
+        except PreemptedError as stop:
+            print(stop, file=sys.stderr)
+            if stop.requeues and is_first_process():
+                requeue()
+            sys.exit(REQUEUE_EXIT_CODE)
+
+    argv, sys.argv = sys.argv, ["unrope", *words]
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(run)()
+    finally:
+        sys.argv = argv
+
+
+# ---- From a job to checked keys ----
+
+
+def read_config(words: Sequence[str], *, weights: bool = True) -> schema.RunConfig:
+    """Return the checked configuration of a run; see :func:`read_run`."""
+    return read_run(compose_words(words), weights=weights)
+
+
+def read_run(job: Job, *, weights: bool = True) -> schema.RunConfig:
+    """Return the checked configuration of a composed run.
+
+    ``weights``: whether the weights that it begins with are available.
+
+    Raises:
+        UserError: a key of the shape is among the words, but trained weights bring theirs.
+    """
+    from trainer.runs.parsing import parse
+
+    model = job.values["model"]
+    if model["from_pretrained"] or model["from_run"]:
+        for word in job.words:
+            if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
+                key = word.partition("=")[0].lstrip("+")
+                raise UserError(f"{key}: the trained weights bring their shape")
+    return parse(schema.RunConfig, job.values, weights=weights)
+
+
+def take_keys(job: Job, keys: type[T]) -> T:
+    """Take a command's own keys out of the values, which leaves those of a run."""
+    names = [field.name for field in fields(keys)]  # type: ignore[arg-type]  # a dataclass
+    return validated(keys, {name: job.values.pop(name) for name in names})
+
+
+# ---- The commands ----
+
+
+def train(job: Job) -> None:
+    """Train a model and its controls, evaluate and report: the command if none is named.
+
+    python -m trainer +experiment=NAME [KEY=VALUE ...]
+
+    The same command resumes an interrupted run.
+    """
+    from trainer.runs.directory import check_start
+
+    config = read_run(job)
+    if is_first_process():
+        check_start(config)  # before torch is imported
+    from trainer.report.terminal import print_report, set_up_console
+
+    set_up_console()
+    if job.values["drop"]["at"] is not None and config.drop.at is None:
+        log.warning("drop: the encoding has nothing to drop, so the run has no drop")
+    from trainer.workflows.experiment import run_experiment
+
+    if (outcome := run_experiment(config)) is not None:
+        print_report(outcome[0], config.run_dir, outcome[1])
+
+
+def recalibrate(job: Job) -> None:
+    """Drop the positional encoding of a trained model, and recalibrate it in some minutes.
+
+    python -m trainer recalibrate MODEL text=FILES [minutes=20] [KEY=VALUE ...]
+
+    The model is evaluated and exported for transformers. Keys that are not given follow from its
+    size and this machine's speed, unless the run has begun; docs/pretrained.md has the rules.
+    """
+    began = time.time()
+    keys = take_keys(job, schema.RecalibrateKeys)
+    if keys.text is None and job.choices["data"] == "files":
+        raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
+    from trainer.interchange.export import check_destination
+    from trainer.report.terminal import print_report, set_up_console
+    from trainer.workflows import recalibrate as workflow
+    from trainer.workflows.export import export_checkpoint
+
+    set_up_console()
+    named = [word.lstrip("+~").partition("=")[0] for word in job.words]
+    given = {key: reduce(getitem, key.split("."), job.values) for key in named if "." in key}
+    own: dict[str, Any] = {f"model.{workflow.source_of(keys.checkpoint)}": keys.checkpoint}
+    if "name" not in named:
+        stem = re.sub(r"[^\w.+-]", "-", Path(keys.checkpoint).absolute().name)
+        own["name"] = f"{stem.lstrip('-.+')}-drope"
+        if "run_dir" not in named:
+            own["run_dir"] = f"runs/{own['name']}"
+    if keys.text:
+        own["data.files"] = [keys.text] if isinstance(keys.text, str) else keys.text
+    set_keys(job.values, own)
+    run_dir, overwrite = Path(job.values["run_dir"]), job.values["overwrite"] is True
+    values = workflow.chosen(keys.checkpoint, keys.minutes, given, run_dir, overwrite, began)
+    set_keys(job.values, values)
+    config = read_run(job)
+    for key, value in values.items():
+        print(f"{key}={json.dumps(value, separators=(',', ':'))}")
+    to = Path(keys.to or Path(config.run_dir, "export"))
+    is_exported = (to / "config.json").is_file() and not config.overwrite
+    if not is_exported and not to.is_relative_to(config.run_dir):
+        check_destination(to)
+    report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
+    print_report(report, config.run_dir, existing=False)
+    if not is_exported:
+        export_checkpoint(schema.ExportRequest(config.run_dir, str(to)))
+    print(f"For transformers: {to}")
+
+
+def set_keys(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Set values by dotted keys."""
+    for key, value in changes.items():
+        *groups, last = key.split(".")
+        reduce(getitem, groups, values)[last] = value
+
+
+def prepare(job: Job) -> None:
+    """Turn the text of a run into tokens on disk, once, before it trains on a cluster.
+
+    python -m trainer prepare +experiment=NAME [KEY=VALUE ...]
+    """
+    config = read_run(job)
+    from trainer.report.terminal import set_up_console
+    from trainer.workflows.text import prepare_texts
+
+    set_up_console()
+    for line in prepare_texts(config):
+        print(line)
+
+
+def plan(job: Job) -> None:
+    """Say what a run will need: parameters, tokens, operations, memory, hours.
+
+    python -m trainer plan +experiment=NAME [gpus=8] [mfu=0.4] [KEY=VALUE ...]
+
+    Without the weights that it begins with on this machine, the plan is for the configured shape.
+    """
+    keys = take_keys(job, schema.PlanKeys)
+    from trainer.report.terminal import print_plan
+    from trainer.workflows.plan import plan as tables_of
+
+    models = (job.values["model"][key] for key in ("from_pretrained", "from_run"))
+    weights = all(model is None or Path(model).expanduser().is_dir() for model in models)
+    config = read_run(job, weights=weights)
+    gpus = 1 if config.strategy.name == "single" else keys.gpus
+    print_plan(tables_of(config, gpus, keys.mfu))
+
+
+def evaluate(job: Job) -> None:
+    """Measure retrieval and loss of checkpoints, all on the same trials.
+
+    python -m trainer evaluate PATH [compare=[PATH,...]] [+evaluation=NAME] [KEY=VALUE ...]
+
+    At multiples of the training length, with every method that extends the context.
+    """
+    from trainer.runs.parsing import parse
+
+    request = parse(schema.EvaluationRequest, job.values)
+    name = job.choices["evaluation"]
+    from trainer.report.terminal import print_benchmarks, print_report, set_up_console
+
+    set_up_console()
+    if isinstance(request.evaluation, schema.EvaluationConfig):
+        from trainer.workflows.evaluate import evaluate_lengths
+
+        if (outcome := evaluate_lengths(request, name)) is not None:
+            print_report(outcome[0], str(outcome[1]), existing=False)
+    else:
+        from trainer.workflows.benchmarks import run_benchmarks
+
+        print_benchmarks(*run_benchmarks(request, name))
+
+
+def compare(job: Job) -> None:
+    """Put runs beside each other in one table, from their results.csv.
+
+    python -m trainer compare RUN [RUN ...]
+    """
+    request = validated(schema.CompareRequest, job.values)
+    from trainer.report.tables import terminal_tables
+    from trainer.report.terminal import report_console
+    from trainer.workflows.compare import compare as tables_of
+    from trainer.workflows.compare import missing_control
+
+    out = report_console()
+    out.print(terminal_tables(tables_of(request.runs), out.width))
+    if note := missing_control(request.runs):
+        out.print(note)
+
+
+def analyze(job: Job) -> None:
+    """Read held-out text with a model once, and write a page about its attention.
+
+    python -m trainer analyze PATH +analysis=NAME [KEY=VALUE ...]
+    """
+    from trainer.runs.parsing import parse
+
+    request = parse(schema.AnalysisRequest, job.values)
+    from trainer.report.terminal import set_up_console
+    from trainer.workflows.analyze import analyze as write_page
+
+    set_up_console()
+    _, page = write_page(request, job.choices["analysis"])
+    print(f"Numbers: {page.with_name('results.csv')}")
+    print(f"Report: {page}")
+
+
+def generate(job: Job) -> None:
+    """Continue texts with a trained checkpoint or a published model.
+
+    python -m trainer generate PATH prompt=TEXT [prompt=TEXT ...] [KEY=VALUE ...]
+    """
+    request = validated(schema.GenerationRequest, job.values)
+    if not request.prompts:
+        raise UserError("prompt: expected one or more")
+    from trainer.workflows.generate import continue_prompts
+
+    texts = continue_prompts(
+        request,
+        show=lambda text: print(text, end="", flush=True),
+        say=lambda text: print(text, file=sys.stderr),
+    )
+    if len(request.prompts) == 1:
+        print()
+    elif len(texts) == 1:
+        print(texts[0])
+    else:
+        for prompt, text in zip(request.prompts, texts, strict=True):
+            print(f"{prompt}{text}\n")
+
+
+def export(job: Job) -> None:
+    """Write a checkpoint as a directory that transformers loads, and compare the logits.
+
+    python -m trainer export PATH to=DIRECTORY [KEY=VALUE ...]
+    """
+    request = validated(schema.ExportRequest, job.values)
+    from trainer.interchange.hf_config import OWN
+    from trainer.report.terminal import set_up_console
+    from trainer.workflows.export import export_checkpoint
+
+    set_up_console()
+    architecture = export_checkpoint(request)
+    trust = ", trust_remote_code=True" if architecture == OWN else ""
+    print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
+
+
+COMMANDS: dict[str, Callable[[Job], None]] = {
+    command.__name__: command
+    for command in (
+        *(train, recalibrate, prepare, evaluate, compare, analyze, generate, export, plan),
+    )
+}
+
+
+def help_text(name: str) -> str:
+    """Return the help of a command."""
+    lines = [inspect.getdoc(COMMANDS[name]) or "", ""]
+    if name == "train":
+        commands = ((other, inspect.getdoc(command)) for other, command in COMMANDS.items())
+        lines += ["Commands:", *(f"  {n:12} {str(t).splitlines()[0]}" for n, t in commands), ""]
+    if group := OPTIONS.get(name):
+        lines += [f"{group}: {', '.join(sorted(p.stem for p in (CONF / group).iterdir()))}", ""]
+    lines += [
+        "All keys and their values: add --cfg job. Their meanings: trainer/config.py.",
+        "Several jobs: --multirun KEY=A,B. Options of your own: --config-dir DIRECTORY.",
+    ]
+    return "\n".join(lines)

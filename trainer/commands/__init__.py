@@ -1,1 +1,0 @@
-"""The program's commands; the only room that knows Hydra."""
