@@ -319,15 +319,10 @@ def compare(job: Job) -> None:
     python -m trainer compare RUN [RUN ...]
     """
     request = validated(schema.CompareRequest, job.values)
-    from trainer.report.tables import terminal_tables
-    from trainer.report.terminal import report_console
-    from trainer.workflows.compare import compare as tables_of
-    from trainer.workflows.compare import missing_control
+    from trainer.report.tables import compare as tables_of
+    from trainer.report.terminal import print_tables
 
-    out = report_console()
-    out.print(terminal_tables(tables_of(request.runs), out.width))
-    if note := missing_control(request.runs):
-        out.print(note)
+    print_tables(tables_of(request.runs))
 
 
 def analyze(job: Job) -> None:

@@ -18,7 +18,7 @@ def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
     assert queries.get_offsets().tolist() == [[4, 5]]
     assert (first.get_title(), first.get_xlabel(), first.get_ylabel()) == ("clouds", "x", "y")
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["keys", "queries"]
-    line, level = first.lines
+    *_, line, level = first.lines
     np.testing.assert_array_equal(line.get_xdata(), line.get_ydata())
     assert list(level.get_ydata()) == [2, 2]
 

@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from trainer.analysis.topic import COLUMNS, Plot, Results, tidy
+from trainer.analysis.topic import COLUMNS, Results, tidy
 from trainer.plotting.lines import Frame, Panel, by_length, over_heads
-from trainer.report.analysis_page import AnalysisReport, write_analysis
+from trainer.plotting.style import Plot
+from trainer.report.pages import AnalysisReport, write_analysis
 
 
 def results(key):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from dataclasses import replace
@@ -11,14 +12,19 @@ import pytest
 from rich.console import Console
 
 from tests.report.examples import METHODS, cell, example, loss, report, statements
-from trainer.report.tables import perplexity, tables, terminal_tables
+from trainer.common.errors import UserError
+from trainer.evaluation.results import table as table_of
+from trainer.evaluation.results import write_csv
+from trainer.report import terminal
+from trainer.report.tables import compare, perplexity, tables
 
 
-def lines(made, width=100, color=None):
-    console = Console(width=width, color_system=color, force_terminal=color is not None)
-    with console.capture() as capture:
-        console.print(terminal_tables(tables(made), width))
-    return capture.get().splitlines()
+def lines(monkeypatch, made, width=100, color=None):
+    """The lines of a terminal of that width."""
+    out = Console(file=io.StringIO(), width=width, color_system=color, force_terminal=True)
+    monkeypatch.setattr(terminal, "Console", lambda: out)
+    terminal.print_tables(tables(made))
+    return out.file.getvalue().splitlines()
 
 
 def test_the_mean_comes_first_and_perplexity_last():
@@ -98,22 +104,22 @@ def test_a_unit_below_the_training_length_is_not_called_trained():
     assert [column[1] for column in table.columns[:2]] == ["1×", "2×"]
 
 
-@pytest.mark.parametrize(("width", "together"), [(80, 4), (100, 5), (240, 8)])
-def test_a_table_has_as_many_lengths_as_fit_and_continues_below(width, together):
+@pytest.mark.parametrize(("width", "together"), [(80, 4), (100, 5), (240, 5)])
+def test_a_table_has_as_many_lengths_as_fit_and_continues_below(monkeypatch, width, together):
     names = {key: title * 4 for key, title in METHODS.items()}
     made = example(models=("RoPE",), factors=(1, 2, 4, 8, 16, 32, 64, 128), trials=4)
-    shown = [line.rstrip() for line in lines(replace(made, methods=names), width)]
-    assert max(map(len, shown)) <= width
+    shown = [line.rstrip() for line in lines(monkeypatch, replace(made, methods=names), width)]
+    assert max(map(len, shown)) <= min(width, 100)
     heads = [line for line in shown if "tokens  " in line]
     assert {line.count("tokens") for line in heads} <= {together, 8 - together}
     assert any("(continued)" in line for line in shown) == (together < 8)
 
 
-def test_the_only_task_has_the_losses_beside_its_scores():
+def test_the_only_task_has_the_losses_beside_its_scores(monkeypatch):
     cells = statements("RoPE", (100, 90, 50, 10), (4.0, 4.1, 4.2, 10.534))
     cells += [({**about, "method": "yarn"}, measured) for about, measured in cells]
     made = report(*cells, statements("DroPE", (90, 80, 70, 60))[0], training_length=64)
-    shown = lines(made)
+    shown = lines(monkeypatch, made)
     rows = [p for p in pairwise(shown) if re.search(r"\d–\d", p[1])]
     assert [row.split() for row in rows[0]] == [
         ["RoPE", "100.0", "4.000", "89.8", "4.100", "50.0", "4.200", "10.2", "10.534", "128"],
@@ -124,11 +130,55 @@ def test_the_only_task_has_the_losses_beside_its_scores():
     assert "perplexity" not in " ".join(shown)  # a detail
 
 
-def test_the_best_of_a_column_is_bold_and_nothing_else():
+def test_the_best_of_a_column_is_bold_and_nothing_else(monkeypatch):
     rates = {("RoPE", 2048): 18, ("RoPE", 4096): 5, ("DroPE", 2048): 6, ("DroPE", 4096): 5}
     cells = [
         cell([1.0] * hits + [0.0] * (20 - hits), model, length=length)
         for (model, length), hits in rates.items()
     ]
-    shown = "\n".join(lines(report(*cells), color="standard"))
+    shown = "\n".join(lines(monkeypatch, report(*cells), color="standard"))
     assert re.findall(r"\x1b\[1m *(\d+\.\d+)", shown) == ["90.0", "25.0", "25.0"]
+
+
+ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "length": 64,
+       "factor": 1.0, "metric": "score", "value": 0.5, "low": 0.25, "high": 0.75}  # fmt: skip
+
+
+def run(place, *rows, evaluation=False):
+    results = place / "evaluation" if evaluation else place
+    results.mkdir(parents=True)
+    write_csv(results / "results.csv", table_of([ROW | row for row in rows]))
+    return str(place)
+
+
+def test_runs_are_named_by_their_directories_and_have_a_column_for_each_length(tmp_path):
+    loss = {"task": "perplexity", "metric": "loss", "value": 3.25, "low": None, "high": None}
+    a = run(tmp_path / "a", {}, {"length": 128, "factor": 2.0, "value": 0.125})
+    b = run(tmp_path / "b", {"value": 1.0, "high": 1.0}, loss, evaluation=True)
+    scores, losses = compare([a, b])
+    assert (scores.title, losses.title) == ("statements, score", "perplexity, loss")
+    assert scores.columns == (("64 tokens", "1×"), ("128 tokens", "2×"))
+    assert [(name, [e and e.value for e in entries]) for _, name, entries in scores.rows] == [
+        ("a: RoPE", ["50.0", "12.5"]),
+        ("b: RoPE", ["100.0", None]),
+    ]
+    assert scores.rows[0][2][0].interval == "25.0–75.0"
+    assert losses.rows[0][2] == (("3.250", "", "", False, ""),)
+
+
+def test_runs_whose_directories_have_one_name_have_their_paths(tmp_path):
+    runs = [run(tmp_path / place / "a", {}) for place in "xy"]
+    (scores,) = compare(runs)
+    assert [name for _, name, _ in scores.rows] == [f"{path}: RoPE" for path in runs]
+
+
+def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path):
+    place = run(tmp_path / "a", {}, evaluation=True)
+    write_csv(tmp_path / "a" / "results.csv", table_of([]))
+    (scores,) = compare([place])
+    assert scores.rows[0][1] == "a: RoPE"
+
+
+def test_a_directory_without_results_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"runs: expected directories with rows in results\.csv"):
+        compare([str(tmp_path)])

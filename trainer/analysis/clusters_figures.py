@@ -21,9 +21,10 @@ from trainer.analysis.clusters import (
     principal_plane,
     project,
 )
-from trainer.analysis.topic import Plot, Target, Topic, tidy, versions
+from trainer.analysis.topic import Target, Topic, tidy, versions
 from trainer.plotting.lines import Frame, Panel, by_length, log_if_wide, over_heads, unscaled
 from trainer.plotting.points import Points, histogram, plane, points
+from trainer.plotting.style import Plot
 
 COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
 POINTS = 256

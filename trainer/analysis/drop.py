@@ -17,13 +17,13 @@ from trainer.analysis.arrays import Array, bucket_means, position_edges, stacked
 from trainer.analysis.attention import attention_rows, head_statistics
 from trainer.analysis.capture import Heads, capture
 from trainer.analysis.positional_bias import positional_biases
-from trainer.analysis.topic import Plot, Results, Target, finished, tidy
+from trainer.analysis.topic import Results, Target, finished, tidy
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 from trainer.plotting.lines import Frame, Panel, Series, log_lengths, side_by_side
 from trainer.plotting.points import Points, diagonal, points
-from trainer.plotting.style import style_numbers
+from trainer.plotting.style import Plot, style_numbers
 
 MEASURES = {
     "distance": "mean distance (tokens)",

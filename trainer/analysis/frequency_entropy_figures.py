@@ -32,11 +32,11 @@ from trainer.analysis.frequency_entropy import (
     rules,
     sweep,
 )
-from trainer.analysis.topic import Plot, Target, Topic, tidy
+from trainer.analysis.topic import Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.points import Points, points
-from trainer.plotting.style import GREY
+from trainer.plotting.style import GREY, Plot
 
 CELLS = 256
 COLUMNS = 4

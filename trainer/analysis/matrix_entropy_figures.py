@@ -22,9 +22,10 @@ from trainer.analysis.matrix_entropy import (
     needle_view,
 )
 from trainer.analysis.sinks import map_figure
-from trainer.analysis.topic import Plot, Target, Topic, tidy
+from trainer.analysis.topic import Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.style import Plot
 
 RANKS = (1, 4, 8, 16, 32)
 SHOWN = 16

@@ -30,11 +30,11 @@ from trainer.analysis.offset_features import (
     strongest_pairs,
     summary,
 )
-from trainer.analysis.topic import COLUMNS, Plot, Results, Target, Topic, finished
+from trainer.analysis.topic import COLUMNS, Results, Target, Topic, finished
 from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.points import Points, diagonal, plane, points
-from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE
+from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE, Plot
 
 SHOWN = 3
 """Number of heads that figures show if none are chosen."""

@@ -25,10 +25,10 @@ from trainer.analysis.positional_bias import (
     profiles,
     scaling_factors,
 )
-from trainer.analysis.topic import Plot, Target, Topic, tidy
-from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side, whole_x
+from trainer.analysis.topic import Target, Topic, tidy
+from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.style import STYLE_NUMBERS
+from trainer.plotting.style import STYLE_NUMBERS, Plot, whole_ticks
 from trainer.positional.spectrum import Spectrum
 
 KINDS = {"diagonal": "its own token", "previous": "the previous token"}
@@ -182,9 +182,14 @@ class PositionalBiasFigures(Topic):
         )
 
 
+def _by_layer(axes: Axes) -> None:
+    log_if_wide(axes)
+    whole_ticks(axes.xaxis.get_major_locator())
+
+
 def gradients_plot(fresh: FreshResult) -> Plot:
     """Draw gradients before training (Fig. 4)."""
-    frame = Frame("layer", "gradient norm of Aᶜ", whole_x(log_if_wide))
+    frame = Frame("layer", "gradient norm of Aᶜ", _by_layer)
     panels = [
         Panel(
             f"towards {towards}",
@@ -204,7 +209,7 @@ def gradients_plot(fresh: FreshResult) -> Plot:
 def spread_plot(spreads: Mapping[str, Array]) -> Plot:
     """Draw prefix spreads (Thm. 3.4)."""
     lines = [_over_layers(version, norms) for version, norms in spreads.items()]
-    frame = Frame("blocks passed", "prefix spread", whole_x(log_if_wide))
+    frame = Frame("blocks passed", "prefix spread", _by_layer)
     return Plot(
         "prefix_spread",
         side_by_side([Panel("", lines, frame)]),

@@ -14,9 +14,10 @@ from torch import Tensor
 from trainer.analysis.arrays import Array, Place, bucket_means, position_edges, stacked
 from trainer.analysis.attention import attention_map, attention_rows
 from trainer.analysis.capture import Heads
-from trainer.analysis.topic import Plot, Target, Topic, tidy, versions
+from trainer.analysis.topic import Target, Topic, tidy, versions
 from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.style import Plot
 
 CELLS, LAYERS = 128, 8
 """Cells of a map's side, and about how many layers it is chosen from."""

@@ -16,9 +16,9 @@ import numpy as np
 import pandas as pd
 
 from trainer.analysis.arrays import Array
-from trainer.analysis.topic import Plot, Target, Topic, tidy
+from trainer.analysis.topic import Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, by_length
-from trainer.plotting.style import style_numbers
+from trainer.plotting.style import Plot, style_numbers
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum

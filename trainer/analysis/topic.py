@@ -10,12 +10,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from trainer.analysis.capture import Heads, NeedlePrompt, capture
 from trainer.config import USUAL, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.model.language_model import LanguageModel
+from trainer.plotting.style import Plot
 
 COLUMNS = (*("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value"),)
 """Columns of results. ``variant``: the state of queries and keys, the side, or the method.
@@ -72,14 +72,6 @@ class Target:
         C, layout = self.training_length, self.model.layout
         differs = self.length > C and layout.at(C) != layout.at(self.length)
         return self.ids[:, :C] if differs else None
-
-
-class Plot(NamedTuple):
-    """A figure; ``name``: name of its files, unique in a page; ``caption``: axes and source."""
-
-    name: str
-    figure: Figure
-    caption: str
 
 
 class Results(NamedTuple):

@@ -76,7 +76,7 @@ def heat_maps(
     scales = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
     with paper_style():
         figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=named, share_y=named)
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=named)
         for axes, (title, values), colours in zip(grid, panels.items(), scales, strict=True):
             norm = colours.norm(list(panels.values()) if shared else [values])
             tall, wide = values.shape

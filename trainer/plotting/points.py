@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 
 from trainer.plotting.lines import Frame, legend_above, panel_grid
 from trainer.plotting.style import (
@@ -74,24 +73,24 @@ def points(
     numbers = [panel.index for panel in panels if panel.index is not None]
     top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
     look: dict[str, Any] = {"s": size, "linewidths": 0, "rasterized": True}
-    handles: dict[str, Line2D] = {}
     with paper_style():
         width = WIDTH * (0.6 if len(panels) == 1 else 1)
         figure = blank(0.4 + height * math.ceil(len(panels) / columns), width)
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share_x=share, share_y=share)
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=share)
         for axes, panel in zip(grid, panels, strict=True):
             for (name, group), colour in zip(panel.groups.items(), GROUPS, strict=False):
                 if panel.index is None:
                     axes.scatter(*group.T, color=colour, alpha=0.5, **look)
-                    dot: dict[str, Any] = {"marker": "o", "linestyle": "", "markersize": 4}
-                    if name:
-                        handles.setdefault(name, Line2D([], [], color=colour, label=name, **dot))
+                    axes.plot([], [], "o", color=colour, markersize=4, label=name)
                 else:
                     norm = Normalize(0, max(top, 1e-9))
-                    x_, y_ = group.T
-                    drawn = axes.scatter(
-                        x_, y_, c=panel.index, cmap=GRADED, norm=norm, alpha=0.85, **look
-                    )
+                    graded: dict[str, Any] = {
+                        "c": panel.index,
+                        "cmap": GRADED,
+                        "norm": norm,
+                        "alpha": 0.85,
+                    }
+                    drawn = axes.scatter(group[:, 0], group[:, 1], **look, **graded)
             panel.frame.prepare(axes)
             for level, _ in panel.frame.horizontal:
                 axes.axhline(level, color=GREY, linewidth=0.8, linestyle=":", zorder=1)
@@ -99,8 +98,7 @@ def points(
             axes.set_xlabel(panel.frame.x_label)
             axes.set_ylabel(panel.frame.y_label)
             axes.tick_params(labelsize=6 if small else 7)
-        if handles:
-            legend_above(figure, list(handles.values()))
+        legend_above(figure)
         if numbers:
             bar = figure.colorbar(drawn, ax=grid, label=index, pad=0.02, aspect=30)
             if all(np.issubdtype(n.dtype, np.integer) for n in numbers):

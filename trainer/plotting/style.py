@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from io import BytesIO
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -98,6 +98,14 @@ _RC: dict[Any, Any] = {
     "svg.fonttype": "path",  # looks the same without the font
     "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
 }
+
+
+class Plot(NamedTuple):
+    """A figure; ``name``: name of its files, unique in a page; ``caption``: axes and source."""
+
+    name: str
+    figure: Figure
+    caption: str
 
 
 def paper_style() -> AbstractContextManager[None]:

@@ -51,7 +51,6 @@ HELD = 0.90
 SAME, NEAR, RISEN = 0.01, 0.02, 0.05
 """Relative margins of losses. Two training seeds of a small model differ by about 1%; a longer
 context should lower the loss, so 5% above is far outside of noise."""
-OPEN = " This agrees with the claim, but the 95% interval leaves it open."
 
 
 class Point(NamedTuple):
@@ -78,7 +77,13 @@ class Evidence:
     one_text: bool = True
 
     def points(self, role: str, task: str = STATEMENTS) -> dict[float, Point]:
-        """Return a role's scores, or its losses for :data:`PERPLEXITY`, by factor, ascending."""
+        """Return a role's scores, or its losses for :data:`PERPLEXITY`, by factor, ascending.
+
+        ``role*``: with a temperature if there is such a row, as the paper evaluates DroPE.
+        """
+        if role.endswith("*"):
+            role = role[:-1]
+            return self.points(f"{role}_temperature", task) or self.points(role, task)
         if role not in self.roles:
             return {}
         report, row = self.report, self.roles[role]
@@ -91,10 +96,6 @@ class Evidence:
             )
             for length, value in estimates(report.rows, task, metric).get(row, {}).items()
         }
-
-    def best(self, role: str) -> str:
-        """Return the role with a temperature if it has one: the paper evaluates DroPE with it."""
-        return f"{role}_temperature" if self.points(f"{role}_temperature") else role
 
 
 Verdict = tuple[bool | None, str]
@@ -152,17 +153,6 @@ def certainly_exceeds(p: Estimate, q: Estimate, times: float) -> bool:
     return p.mean - times * q.mean - least > 0
 
 
-def loss_change(a: Point, b: Point) -> Estimate:
-    """Return the relative difference of two losses: 0.01 if ``a`` is 1% above ``b``.
-
-    Its interval is over the windows of text on which both were measured; one window leaves any
-    value open.
-    """
-    if len(a.each) == len(b.each) > 1:
-        return change(a.each, b.each)
-    return Estimate(a.value.mean / b.value.mean - 1, -math.inf, math.inf)
-
-
 def retrieves(
     a: str,
     b: str,
@@ -170,33 +160,28 @@ def retrieves(
     at: Place = "longest",
     b_at: Place | None = None,
     *,
-    best: Sequence[str] = (),
     learned: Sequence[str] | None = None,
 ) -> Predicate:
     """Return a predicate: ``a`` retrieves more than ``times`` ``b``.
 
     ``at``, ``b_at``: the training length, the longest length of both, or all from four times the
-    training length on. ``best``: roles that are taken with a temperature where they have one.
-    ``learned``: roles that must have learned the task (None: both).
+    training length on. ``learned``: roles that must have learned the task (None: both).
     """
 
     def judge(evidence: Evidence) -> Verdict | None:
-        first, second = (evidence.best(role) if role in best else role for role in (a, b))
-        ours, theirs = evidence.points(first), evidence.points(second)
+        ours, theirs = evidence.points(a), evidence.points(b)
         factors = zip(_at(at, ours, theirs), _at(b_at or at, ours, theirs), strict=False)
         places = [(ours[x], theirs[y]) for x, y in factors]
         if not places:
             return None
-        for role in (first, second) if learned is None else learned:
+        for role in (a, b) if learned is None else learned:
             trained = evidence.points(role).get(1.0)
             if trained is None:
-                return None, f"{ROLES[role]} was not measured at its training length."
+                return None, f"{ROLES[role.rstrip('*')]} was not measured at its training length."
             if trained.value.mean < LEARNED:
                 return None, f"{_rate(trained)} has not learned the task (below {LEARNED:.0%})."
         shown = all(certainly_exceeds(p.value, q.value, times) for p, q in places)
-        agrees = all(p.value.mean > times * q.value.mean for p, q in places)
-        numbers = " ".join(f"{_rate(p)}, {_rate(q)}." for p, q in places)
-        return shown, numbers + OPEN * (agrees and not shown)
+        return shown, " ".join(f"{_rate(p)}, {_rate(q)}." for p, q in places)
 
     return judge
 
@@ -205,12 +190,9 @@ def _at(place: Place, ours: Mapping[float, Point], theirs: Mapping[float, Point]
     """Return the factors of a place among those of both."""
     shared = [factor for factor in ours if factor in theirs]
     longer = [factor for factor in shared if factor > 1]
-    by_place = {
-        "trained": [factor for factor in shared if factor == 1],
-        "longest": longer[-1:],
-        "from 4x": [factor for factor in longer if factor >= 4],
-    }
-    return by_place[place]
+    if place == "trained":
+        return [factor for factor in shared if factor == 1]
+    return longer[-1:] if place == "longest" else [factor for factor in longer if factor >= 4]
 
 
 def falls(role: str) -> Predicate:
@@ -220,7 +202,8 @@ def falls(role: str) -> Predicate:
 
 def loss(a: str, b: str, margin: float, at: Place = "trained", *, rises: bool = False) -> Predicate:
     """Return a predicate: the loss of ``a`` is at most ``margin`` above that of ``b`` at its
-    training length, with its whole interval; ``rises``: it is more than ``margin`` above."""
+    training length, with the whole interval over the windows of text on which both were measured;
+    ``rises``: it is more than ``margin`` above."""
 
     def judge(evidence: Evidence) -> Verdict | None:
         ours, theirs = (evidence.points(role, PERPLEXITY) for role in (a, b))
@@ -228,49 +211,39 @@ def loss(a: str, b: str, margin: float, at: Place = "trained", *, rises: bool = 
         if not places or 1.0 not in theirs:
             return None
         p, q = ours[places[-1]], theirs[1.0]
-        difference = loss_change(p, q)
+        if len(p.each) == len(q.each) > 1:
+            difference = change(p.each, q.each)
+        else:
+            difference = Estimate(p.value.mean / q.value.mean - 1, -math.inf, math.inf)
         numbers = (
             f"Text loss: {q.name} {q.value.mean:.3f} at {q.length} tokens, {p.name} "
             f"{p.value.mean:.3f} at {p.length} tokens, {_signed(difference)}."
         )
         if a != b and not evidence.one_text:
             return None, f"The models trained on different text. {numbers}"
-        if rises:
-            is_open = difference.low <= margin < difference.mean
-            return difference.low > margin, numbers + OPEN * is_open
-        is_open = difference.mean <= margin < difference.high
-        return difference.high <= margin, numbers + OPEN * is_open
+        return difference.low > margin if rises else difference.high <= margin, numbers
 
     return judge
 
 
-def both(first: Predicate, second: Predicate) -> Predicate:
-    """Return a predicate: both are shown; not judged if the first is not."""
+def combined(rule: Callable[[list[bool | None]], bool], *parts: Predicate) -> Predicate:
+    """Return a predicate: ``any`` or ``all`` of the parts are shown."""
 
     def judge(evidence: Evidence) -> Verdict | None:
-        a, b = first(evidence), second(evidence)
-        if a is None or b is None:
+        verdicts = [verdict for part in parts if (verdict := part(evidence)) is not None]
+        if len(verdicts) < (len(parts) if rule is all else 1):
             return None
-        return None if a[0] is None else bool(a[0] and b[0]), f"{a[1]} {b[1]}"
-
-    return judge
-
-
-def either(first: Predicate, second: Predicate) -> Predicate:
-    """Return a predicate: one of the two is shown."""
-
-    def judge(evidence: Evidence) -> Verdict | None:
-        verdicts = [v for v in (first(evidence), second(evidence)) if v is not None]
-        if not verdicts:
-            return None
-        return any(shown for shown, _ in verdicts), " ".join(text for _, text in verdicts)
+        shown = [shown for shown, _ in verdicts]
+        text = " ".join(text for _, text in verdicts)
+        return None if rule is all and None in shown else rule(shown), text
 
     return judge
 
 
 def _rate(point: Point) -> str:
     rate = point.value
-    return f"{point.name} {percent(rate.mean)}% ({interval(rate)}) at {point.length} tokens"
+    limits = interval(rate.low, rate.high)
+    return f"{point.name} {percent(rate.mean)}% ({limits}) at {point.length} tokens"
 
 
 def _signed(difference: Estimate) -> str:
@@ -280,43 +253,42 @@ def _signed(difference: Estimate) -> str:
     return f"{text} ({difference.low:+.1%} to {difference.high:+.1%})"
 
 
-def _learns_slower(evidence: Evidence) -> Verdict | None:
+def learns_slower(evidence: Evidence) -> Verdict | None:
+    """Judge whether the mean training loss of NoPE over the logged points is above RoPE's."""
     if not {"rope", "nope"} <= evidence.arms.keys():
         return None
     fast, slow = evidence.arms["rope"], evidence.arms["nope"]
     others = dict(fast.curve)
-    pairs = [(a, others[step]) for step, a in slow.curve if step in others]
+    pairs = [(a, others.get(step)) for step, a in slow.curve]
     finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
     if not finite:
         return None
     ours, theirs = zip(*finite, strict=True)
     difference = change(ours, theirs)
-    is_open = difference.low <= SAME < difference.mean
     return difference.low > SAME, (
         f"Mean training loss over {len(finite)} logged points: {slow.name} {fmean(ours):.3f}, "
-        f"{fast.name} {fmean(theirs):.3f} nats/token, {_signed(difference)}.{OPEN * is_open}"
+        f"{fast.name} {fmean(theirs):.3f} nats/token, {_signed(difference)}."
     )
 
 
-def _is_won_back(evidence: Evidence) -> Verdict | None:
+def is_won_back(evidence: Evidence) -> Verdict | None:
+    """Judge which share of the rise at the drop is gone at the end, over the sequences on which the
+    losses were measured."""
     drop = evidence.report.drop
     if drop is None or evidence.arms.get("drope") not in evidence.report.arms[:1]:
         return None  # the run itself comes first, and its drop may be another one
-    known = {"before": drop.loss_before, "after": drop.loss_after, "end": drop.loss_end}
-    losses = {name: loss for name, loss in known.items() if is_known(loss)}
-    if len(losses) < len(known):
+    measured = drop.loss_before, drop.loss_after, drop.loss_end
+    losses = [loss for loss in measured if is_known(loss)]
+    if len(losses) < len(measured):
         return None, "A loss before, after or at the end is missing."
-    each = {name: [x for x in drop.sequences.get(name, ()) if is_known(x)] for name in losses}
-    if not all(each.values()):
-        each = {name: [loss] for name, loss in losses.items()}
-    numbers = "Loss {before:.3f} before, {after:.3f} after, {end:.3f} at the end".format(**losses)
+    names = "before", "after", "end"
+    each = [[x for x in drop.sequences.get(name, ()) if is_known(x)] for name in names]
+    before, after, end = each if all(each) else ([loss] for loss in losses)
+    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses)
     numbers = f"{numbers} (step {drop.step})."
-    if change(each["after"], each["before"]).low <= SAME:
+    if change(after, before).low <= SAME:
         return None, f"{numbers} The drop raises it by no more than {SAME:.0%}."
-    lost, won = (
-        [a - b for a, b in zip(each["after"], each[other], strict=True)]
-        for other in ("before", "end")
-    )
+    lost, won = ([a - b for a, b in zip(after, other, strict=True)] for other in (before, end))
     share = change(won, lost)
     limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(won) > 1 else ""
     text = f"{numbers} {1 + share.mean:.0%}{limits} of the rise is won back."
@@ -327,12 +299,13 @@ RIVALS = ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rope_nope_window
 CLAIMS: dict[str, dict[str, Predicate]] = {
     "DroPE, Obs. 1": {
         f"NoPE learns more slowly than RoPE: its training loss is over {SAME:.0%} higher": (
-            _learns_slower
+            learns_slower
         ),
     },
     "DroPE, Obs. 1 and Fig. 3": {
         "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
-        f"{SAME:.0%} in text loss": either(
+        f"{SAME:.0%} in text loss": combined(
+            any,
             retrieves("rope", "nope", 1, "trained", learned=()),
             loss("nope", "rope", SAME, rises=True),
         ),
@@ -348,7 +321,7 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
     "DroPE, Sec. 4 and Fig. 5": {
         f"YaRN keeps its text loss (within {RISEN:.0%}) at the longest length, and yet loses more "
         "than half of its retrieval": (
-            both(falls("rope_yarn"), loss("rope_yarn", "rope_yarn", RISEN, "longest"))
+            combined(all, falls("rope_yarn"), loss("rope_yarn", "rope_yarn", RISEN, "longest"))
         ),
     },
     "RoPE-ID, Table 1": {
@@ -362,10 +335,10 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
             retrieves("rope", "high_frequency", 1, "trained", learned=["rope"])
         ),
         f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length": (
-            retrieves("rope_id", "rope_id", HELD, "longest", "trained", best=("rope_id",))
+            retrieves("rope_id*", "rope_id*", HELD, "longest", "trained")
         ),
         "RoPE-ID retrieves at least twice as much as RoPE at the longest length": (
-            retrieves("rope_id", "rope", 2, best=("rope_id",))
+            retrieves("rope_id*", "rope", 2)
         ),
         "A softmax temperature helps RoPE-ID at the longest length": (
             retrieves("rope_id_temperature", "rope_id", 1)
@@ -376,7 +349,7 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
 DROP_CLAIMS: dict[str, dict[str, Predicate]] = {
     "DroPE, Obs. 3 and Sec. 5.1": {
         f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs": (
-            _is_won_back
+            is_won_back
         ),
         f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length": (
             retrieves("drope", "rope", KEPT, "trained", learned=["rope"])
@@ -397,7 +370,7 @@ DROP_CLAIMS: dict[str, dict[str, Predicate]] = {
     },
     "DroPE, Table 1": {
         f"DroPE retrieves more than {ROLES[rival]} at the longest length": (
-            retrieves("drope", rival, 1, best=("drope", rival))
+            retrieves("drope*", f"{rival}*", 1)
         )
         for rival in RIVALS
     },

@@ -1,49 +1,48 @@
-"""The figures of an evaluation: success and perplexity by length, and success by depth."""
+"""The figures of a report: success and perplexity by length, success by depth, and training."""
 
 from __future__ import annotations
 
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 
 from trainer.common.words import factor_label, percent
 from trainer.config import PERPLEXITY
-from trainer.evaluation.results import AS_IS, Report, Row, estimates, lengths_of
-from trainer.evaluation.statistics import Estimate
-from trainer.plotting.lines import (
-    MOST_LINES,
-    Frame,
-    Panel,
-    Series,
-    log_axis,
-    padded,
-    side_by_side,
-    training_length_mark,
+from trainer.evaluation.results import (
+    AS_IS,
+    MEAN,
+    Arm,
+    Drop,
+    Report,
+    Row,
+    estimates,
+    is_known,
+    lengths_of,
 )
+from trainer.evaluation.statistics import Estimate
+from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.style import style_numbers
-from trainer.report.files import Plot
+from trainer.plotting.style import Plot, style_numbers
 from trainer.report.tables import perplexity
-from trainer.report.training_figures import milestones_figure, training_figure
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
+FALLING = ("perplexity", "bits_per_byte")
+"""Suffixes of metrics where lower is better."""
+_MOST_LINES = 8  # in one panel; more become a panel for each model
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
-_LINEAR = 6  # a perplexity that varies by less than this factor is drawn on a linear axis
-_LEAST_SPAN = 0.2  # of the largest perplexity
-_DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
 _MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
+_DODGE = 0.03  # octaves between the lines of a panel, so that intervals do not overlap
+_SMOOTHING = 40  # a curve is averaged over this fraction of its points
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
 _INTERVALS = "Bars: 95% intervals over texts. Dashed: the training length."
-
-AxisScale = Callable[[Axes], None]
 
 
 def plots(report: Report) -> Iterator[Plot]:
@@ -54,8 +53,8 @@ def plots(report: Report) -> Iterator[Plot]:
         if len(lengths_of(report.rows[report.rows.task == task])) > 1:
             yield _success(report, task, styles)
     yield from _contrast(report, styles)
-    yield from training_figure(report, styles)
-    yield from milestones_figure(report)
+    yield from training(report, styles)
+    yield from benchmarks(report)
     for task in report.scored:
         yield from _by_depth(report, task)
 
@@ -66,36 +65,28 @@ def _rows(report: Report) -> list[Row]:
 
 def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
     title, scores = report.tasks[task], estimates(report.rows, task)
-    models = dict.fromkeys(model for model, _ in scores)
-    groups: list[list[Row]] = [list(scores)]
-    if len(scores) > MOST_LINES:
-        groups = [[row for row in scores if row[0] == model] for model in models]
-    lengths = lengths_of(report.rows[report.rows.task == task])
+    groups: dict[str, list[Row]] = {"": list(scores)}
+    if len(scores) > _MOST_LINES:
+        groups = {model: [row for row in scores if row[0] == model] for model, _ in scores}
     chances = tuple(
         (100 * report.task[key], f"{text} ({percent(report.task[key])}%)")
         for key, text in (("chance", "chance"), ("chance_listed", "any listed value"))
         if report.chance(task) and key in report.task
     )
-    frame = lengths_frame(report, lengths, "success (%)", success, chances)
+    frame = _over_lengths(report, task, "success (%)", _percent, chances)
     panels = [
-        Panel(
-            group[0][0] if len(groups) > 1 else "",
-            apart([_success_line(report, row, scores[row], styles) for row in group]),
-            frame,
-        )
-        for group in groups
+        Panel(model, apart([_line(report, r, scores[r], styles) for r in group]), frame)
+        for model, group in groups.items()
     ]
     return Plot(
         f"success_{_slug(task)}",
-        f"Success over length: {title}",
+        side_by_side(panels, columns=2, height=2.8 if len(panels) == 1 else 2.3),
         f"Mean score of the trials over sequence length (logarithmic axis): {title}. {_INTERVALS} "
         f"After Figure 1 and Table 1 of “{_DROPE}”.",
-        f"Line chart of success over sequence length, {title}; the same numbers are in the tables.",
-        side_by_side(panels, columns=2, height=2.8 if len(panels) == 1 else 2.3),
     )
 
 
-def _success_line(
+def _line(
     report: Report, row: Row, scores: Mapping[int, Estimate], styles: Mapping[str, int]
 ) -> Series:
     y, low, high = ([100 * getattr(e, k) for e in scores.values()] for k in ("mean", "low", "high"))
@@ -116,24 +107,17 @@ def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
             known = {n: perplexity(loss.mean) for n, loss in losses.get(row, {}).items()}
             name = report.row_name(row)
             perplexities.append(Series(name, styles[name], list(known), list(known.values())))
-            successes.append(_success_line(report, row, scores.get(row, {}), styles))
-    scale = perplexity_axis([y for line in perplexities for y in line.y])
-    by_loss, by_score = (
-        lengths_of(report.rows[report.rows.task == key]) for key in (PERPLEXITY, task)
-    )
+            successes.append(_line(report, row, scores.get(row, {}), styles))
     panels = [
-        Panel("", perplexities, lengths_frame(report, by_loss, "perplexity", scale)),
-        Panel("", apart(successes), lengths_frame(report, by_score, "success (%)", success)),
+        Panel("", perplexities, _over_lengths(report, PERPLEXITY, "perplexity", _perplexities)),
+        Panel("", apart(successes), _over_lengths(report, task, "success (%)", _percent)),
     ]
-    title = report.tasks[task]
     yield Plot(
         "perplexity_and_retrieval",
-        "Perplexity against retrieval",
-        f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of "
-        f"held-out sequences. Right: {title}. A low perplexity does not show that distant text is "
-        f"read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
-        f"Two line charts over sequence length: perplexity and {title}.",
         side_by_side(panels, height=2.6, x_label=panels[0].frame.x_label),
+        f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of held-out "
+        f"sequences. Right: {report.tasks[task]}. A low perplexity does not show that distant text "
+        f"is read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
     )
 
 
@@ -142,9 +126,10 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
     if trials.empty:
         return
     names, places = depths_of(trials.depth)
+    lengths = lengths_of(trials)
     means = 100 * trials.assign(place=places).groupby(["model", "method", "place", "length"])[
         "value"
-    ].mean().unstack("length").reindex(columns=[*(lengths := lengths_of(trials))])
+    ].mean().unstack("length").reindex(columns=[*lengths])
     maps = {
         row: means.loc[row].reindex(range(len(names))).to_numpy()
         for row in _rows(report)
@@ -152,16 +137,11 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
     }
     groups = {"": list(maps)}
     if len(maps) > _TOGETHER:
-        groups = {model: [row for row in maps if row[0] == model] for model in dict(maps)}
+        groups = {model: [row for row in maps if row[0] == model] for model, _ in maps}
     for model, group in groups.items():
         name = f"{report.tasks[task]}{', ' if model else ''}{model}"
         yield Plot(
             "_".join(("depth", *map(_slug, filter(None, (task, model))))),
-            f"Success by depth and length: {name}",
-            f"Mean score in % of the trials whose needle lies at that depth (0: beginning of the "
-            f"text, 100: its end, where the question is) at that length: {name}. With several "
-            "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
-            f"Heat maps of success by depth and sequence length, {name}.",
             heat_maps(
                 {textwrap.fill(report.row_name(row), 24): maps[row] for row in group},
                 Scale("success (%)", 0, 100),
@@ -171,6 +151,9 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
                 height=min(2.2, 0.6 + 0.17 * len(names)),
                 names=(list(map(factor_label, lengths.values())), names),
             ),
+            f"Mean score in % of the trials whose needle lies at that depth (0: beginning of the "
+            f"text, 100: its end, where the question is) at that length: {name}. With several "
+            "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
         )
 
 
@@ -190,36 +173,30 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.-]+", "_", text).strip("_") or "unnamed"
 
 
-def success(axes: Axes) -> None:
-    """Scale the y axis from 0 to 100 percent."""
+def _percent(axes: Axes) -> None:
     axes.set_ylim(-4, 106)
     axes.set_yticks(range(0, 101, 25))
 
 
-def perplexity_axis(values: Iterable[float]) -> AxisScale:
-    """Return a scale for perplexities: logarithmic if the values span a large factor."""
-    known = [value for value in values if math.isfinite(value)]
-    low, high = min(known, default=1.0), max(known, default=1.0)
-
-    def prepare(axes: Axes) -> None:
-        if high < _LINEAR * low:
-            axes.set_ylim(padded(low, high, _LEAST_SPAN * high))
-            return
-        log_axis(axes, low, high)
-        axes.set_ylim(low / 1.2, high * 1.2)
-
-    return prepare
+def _perplexities(axes: Axes) -> None:
+    """Make the y axis logarithmic if it spans a large factor. A linear one spans at least a fifth
+    of the largest value: a narrower axis makes a trend of noise."""
+    low, high = axes.dataLim.intervaly
+    log_if_wide(axes)
+    if axes.get_yscale() == "linear":
+        room = max(0.06 * (high - low), (0.2 * high - (high - low)) / 2)
+        axes.set_ylim(low - room, high + room)
 
 
-def lengths_frame(
+def _over_lengths(
     report: Report,
-    lengths: Mapping[int, float],
+    task: str,
     y_label: str,
-    scale: AxisScale,
-    lines: tuple[tuple[float, str], ...] = (),
+    scale: Callable[[Axes], None],
+    horizontal: tuple[tuple[float, str], ...] = (),
 ) -> Frame:
-    """Return a frame with lengths on a logarithmic axis; ``lines``: horizontal ones, as y and
-    name."""
+    """Return a frame with the lengths of a task on a logarithmic axis."""
+    lengths = lengths_of(report.rows[report.rows.task == task])
 
     def prepare(axes: Axes) -> None:
         scale(axes)
@@ -228,13 +205,10 @@ def lengths_frame(
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlim(min(lengths) / 1.2, max(lengths) * 1.2)
 
-    return Frame(
-        f"sequence length (multiple of {report.unit}; tokens)",
-        y_label,
-        prepare,
-        training_length_mark(report.trained, lengths),
-        lines,
-    )
+    within = min(lengths) <= report.trained <= max(lengths)
+    mark = (float(report.trained), "training length") if within else None
+    x_label = f"sequence length (multiple of {report.unit}; tokens)"
+    return Frame(x_label, y_label, prepare, mark, horizontal)
 
 
 def apart(lines: Sequence[Series]) -> list[Series]:
@@ -244,3 +218,97 @@ def apart(lines: Sequence[Series]) -> list[Series]:
         replace(line, x=[x * 2 ** (_DODGE * (index - middle)) for x in line.x])
         for index, line in enumerate(lines)
     ]
+
+
+def training(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
+    """Draw the training loss if an arm has a curve; ``styles``: style numbers by arm."""
+    arms, drop = [arm for arm in report.arms if arm.curve], report.drop
+    if not arms:
+        return
+    caption = (
+        "Training loss over training steps for each arm. Thick: centred mean over 1/40 of the "
+        "logged points; thin: as logged."
+    )
+    if drop:
+        caption += " The vertical line is the step at which the positional encoding was dropped."
+    if report.config.get("data", {}).get("needles", {}).get("share", 1) > 0:
+        caption += (
+            " The training loss weighs needle statements and text as the configuration says, so it "
+            "is not comparable with the held-out text loss."
+        )
+
+    def prepare(axes: Axes) -> None:
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+    mark = (float(drop.step), f"encoding dropped at step {drop.step}") if drop else None
+    frame = Frame("training step", "training loss (nats/token)", prepare, mark)
+    lines = [_smoothed_line(arm, drop, styles[arm.name]) for arm in arms]
+    yield Plot("training", side_by_side([Panel("", lines, frame)], height=2.8), caption)
+
+
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """Return the centred mean over up to ``window`` neighbours, fewer at the ends, without NaN."""
+    near = pd.Series(values, dtype=float).rolling(2 * (window // 2) + 1, min_periods=1, center=True)
+    return near.mean().tolist()
+
+
+def _smoothed_line(arm: Arm, drop: Drop | None, style: int) -> Series:
+    steps = [step for step, _ in arm.curve]
+    losses = [math.nan if loss is None else loss for _, loss in arm.curve]
+    # Smooth each side of the drop separately: a mean across it would blur the jump.
+    cut = sum(step <= drop.step for step in steps) if drop else len(steps)
+    window = len(steps) // _SMOOTHING
+    smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
+    return Series(arm.name, style, steps, smooth, raw=losses, marked=False)
+
+
+def benchmarks(report: Report) -> Iterator[Plot]:
+    """Draw scores in percent, or perplexities if nothing else was measured, if an arm was measured
+    in training."""
+    arms = {name: history for name, history in report.milestones.items() if history}
+    if not arms:
+        return
+    unit = 100 if any(_scored(history[-1].scores) for history in arms.values()) else 1
+    series: list[Series] = []
+    for number, (name, history) in enumerate(arms.items()):
+        last = history[-1].scores
+        shown = list(_scored(last) if unit == 100 else last)
+        if unit == 100 and len(shown) > 1:
+            shown = [MEAN, *shown] if number == 0 else [MEAN]
+        for key in shown:
+            values = [(_mean(m.scores) if key == MEAN else m.scores.get(key)) for m in history]
+            label = f"{name}, {key}" if len(arms) > 1 else key
+            y = [math.nan if value is None else unit * value for value in values]
+            tokens = [milestone.tokens for milestone in history]
+            series.append(Series(label, len(series), tokens, y, marked=False))
+
+    def prepare(axes: Axes) -> None:
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_formatter(EngFormatter())
+
+    run = next(iter(arms.values()))
+    dropped = next((milestone.tokens for milestone in run if milestone.dropped), None)
+    mark = None if dropped is None else (float(dropped), "encoding dropped")
+    frame = Frame("training tokens", "score (%)" if unit == 100 else "perplexity", prepare, mark)
+    yield Plot(
+        "benchmarks",
+        side_by_side([Panel("", series, frame)], height=2.8),
+        "What models score while they train: the run in every task that has scores, and the mean "
+        "over these; its controls in the mean; or perplexities alone. Where the encoding was "
+        "dropped the run was measured on both sides.",
+    )
+
+
+def _scored(scores: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the known scores where higher is better."""
+    return {
+        key: value
+        for key, value in scores.items()
+        if is_known(value) and not (key.startswith(f"{PERPLEXITY}/") or key.endswith(FALLING))
+    }
+
+
+def _mean(scores: Mapping[str, float | None]) -> float | None:
+    known = _scored(scores)
+    return sum(known.values()) / len(known) if known else None

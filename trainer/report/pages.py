@@ -1,56 +1,144 @@
-"""The page of a run, with its figures beside it.
+"""The pages of runs and analyses, with their figures in and beside them.
 
 A page is one HTML file that opens anywhere: no network, no scripts, and figures inside.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import Report, estimates, lengths_of, troubles
-from trainer.plotting.style import save
+from trainer.evaluation.statistics import ROUNDING
+from trainer.plotting.style import WIDTH, Plot, save
 from trainer.report.figures import plots
-from trainer.report.files import base64, render
-from trainer.report.tables import highest, interval, tables, trials_of
+from trainer.report.tables import TABLE, interval, tables, trials_of
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of arms
+_WIDEST = 52  # width in rem of a figure as wide as the text
 
 
 def write_renderings(report: Report, directory: Path) -> None:
     """Write ``figures/NAME.svg`` and ``.png``, and ``report.html`` with the figures in it."""
-    figures = []
-    for plot in plots(report):
-        svg = base64(save(plot.figure, directory / "figures" / plot.name))
-        figures.append((plot, svg))
-    filters: dict[str, Callable[..., Any]] = {
-        "percent": percent,
-        "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
-    }
-    timing = {key: value for key, value in report.timing.items() if key != _RATE}
     counts = Counter(VERDICTS[observation.shown] for observation in report.observations)
-    text = render(
+    _write(
         "report.html.j2",
-        filters,
+        directory,
         report=report,
         lead=lead(report),
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.arms),
         measured=measured(report),
         tables=tables(report),
-        figures=figures,
+        figures=_saved(plots(report), directory / "figures"),
         verdicts=VERDICTS,
         rates=report.timing.get(_RATE, {}),
         made=report.made,
-        details={"Settings": report.config, "Environment": report.environment, "Timing": timing},
+        details={
+            "Settings": report.config,
+            "Environment": report.environment,
+            "Timing": {key: value for key, value in report.timing.items() if key != _RATE},
+        },
     )
-    write_atomically(directory / PAGE, text)
+
+
+@dataclass(frozen=True)
+class AnalysisReport:
+    """Content of the page of an analysis.
+
+    ``training_length``: tokens at which tables show values besides the longest. ``lead``: model and
+    text. ``made``: date, command, program and inputs, as text by term. ``details``: settings and
+    environment as plain values.
+    """
+
+    name: str
+    training_length: int
+    lead: str
+    results: Sequence[Results]
+    made: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> pd.DataFrame:
+        """Rows of all results."""
+        return pd.concat([result.rows for result in self.results], ignore_index=True)
+
+
+def write_analysis(report: AnalysisReport, directory: Path) -> Path:
+    """Write ``TOPIC/NAME.svg`` and ``.png`` of every figure, ``results.csv`` and ``report.html``;
+    return the path of the page."""
+    shown = []
+    for result in report.results:
+        table = summary(result.rows, report.training_length)
+        empty = [c for c in table.columns if (table[c].fillna("") == "").all()]
+        figures = _saved(result.plots, directory / result.key)
+        shown.append((result, figures, table.drop(columns=empty)))
+    directory.mkdir(parents=True, exist_ok=True)
+    report.rows.to_csv(directory / TABLE, index=False, float_format="%.8g")
+    _write(
+        "analysis.html.j2",
+        directory,
+        report=report,
+        shown=shown,
+        made=report.made,
+        details=report.details,
+    )
+    return directory / PAGE
+
+
+def _saved(plots: Iterable[Plot], directory: Path) -> list[dict[str, str]]:
+    """Write the figures; return what the page shows of them, with the drawing for its URL."""
+    return [
+        {
+            "title": plot.name.replace("_", " "),
+            "caption": plot.caption,
+            "svg": b64encode(save(plot.figure, directory / plot.name).read_bytes()).decode(),
+            "width": f"{min(plot.figure.get_figwidth() / WIDTH, 1) * _WIDEST:.1f}rem",
+        }
+        for plot in plots
+    ]
+
+
+def _write(template: str, directory: Path, **values: Any) -> None:
+    """Fill in a template of ``templates/`` with escaped values."""
+    page = Environment(
+        loader=PackageLoader("trainer.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page.filters |= {
+        "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
+        "counted": counted,
+        "percent": percent,
+        "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
+        "cell": _cell,
+    }
+    write_atomically(directory / PAGE, page.get_template(template).render(**values))
+
+
+def _cell(value: Any) -> str:
+    """Return a cell of the table of an analysis as text."""
+    if isinstance(value, float):
+        if math.isnan(value):
+            return ""
+        return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def lead(report: Report) -> str:
@@ -61,9 +149,10 @@ def lead(report: Report) -> str:
     scores = estimates(report.rows, task)
     longest, factor = list(lengths_of(report.rows[report.rows.task == task]).items())[-1]
     far = {row: of_row[longest] for row, of_row in scores.items() if longest in of_row}
-    shown = {row: f"{percent(e.mean)}% ({interval(e)})" for row, e in far.items()}
+    shown = {row: f"{percent(e.mean)}% ({interval(e.low, e.high)})" for row, e in far.items()}
     times = factor_label(factor) + ("" if report.trained == report.training_length else report.unit)
-    best, *ties = highest({row: e.mean for row, e in far.items()})
+    top = max(estimate.mean for estimate in far.values())
+    best, *ties = (row for row, estimate in far.items() if top - estimate.mean <= ROUNDING)
     first = next(iter(scores))
     alike = f" (and {len(ties)} alike)" if ties else ""
     text = (

@@ -1,44 +1,28 @@
-"""The tables of a report, for pages and for the terminal."""
+"""Tables of results: a row for each model and method, a column for each length."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
-from textwrap import wrap
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table as RichTable
-from rich.text import Text
 
+from trainer.common.errors import UserError
 from trainer.common.words import counted, factor_label, percent
 from trainer.config import PERPLEXITY
-from trainer.evaluation.results import AS_IS, MEAN, Report, Row, estimates, lengths_of
+from trainer.evaluation.results import AS_IS, MEAN, Report, Row, estimates, lengths_of, read_csv
 from trainer.evaluation.rows import averaged, by_text
-from trainer.evaluation.statistics import (
-    KEPT,
-    ROUNDING,
-    Estimate,
-    effective_length,
-    sign_test,
-)
+from trainer.evaluation.statistics import KEPT, ROUNDING, effective_length, sign_test
 
 MISSING = "·"
-EFFECTIVE_LEGEND = (
-    f"Effective: the longest length, in tokens, up to which the score is at least {KEPT:.0%} of "
-    "its value at the training length (≥: at every length measured; none: at the training length "
-    "the score is at chance)."
-)
-WIDTH = 100
-_CELL = len("131072 tokens")
-_NAME = 19
-K = TypeVar("K", bound=Hashable)
+TABLE = "results.csv"
+EFFECTIVE = "effective"
+"""Column of effective lengths."""
 
 
-class Entry(NamedTuple):
+class Cell(NamedTuple):
     """Content of a cell: a value such as ``97.3`` and what is shown with it.
 
     ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant. ``best``:
@@ -52,19 +36,23 @@ class Entry(NamedTuple):
     loss: str = ""
 
 
-class Table(NamedTuple):
-    """Table of a report, independent of the output format.
+Cells = dict[tuple[Row, int | str], Cell]
+"""Cells by row and column: a length or :data:`EFFECTIVE`."""
 
-    ``note``: remarks on this table. ``legend``: meaning of the cells. ``columns``: two lines each,
-    for a length and last the effective length. ``rows``: whether it is the first row of its model,
-    its name, and an entry for every column, None if not measured.
+
+class Table(NamedTuple):
+    """A table for the page and the terminal.
+
+    ``note``: remarks on this table. ``legend``: meaning of the cells. ``columns``: two lines each.
+    ``rows``: whether it is the first row of its model, its name, and a cell for every column, None
+    if not measured.
     """
 
     title: str
     note: str
     legend: str
     columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[bool, str, tuple[Entry | None, ...]], ...]
+    rows: tuple[tuple[bool, str, tuple[Cell | None, ...]], ...]
 
 
 def tables(report: Report) -> list[Table]:
@@ -73,11 +61,50 @@ def tables(report: Report) -> list[Table]:
     A single task has the held-out losses beside its scores if both were measured at the same
     lengths, and then no table of perplexities follows.
     """
-    losses = estimates(report.rows, PERPLEXITY, "loss")
-    lengths = lengths_of(report.rows[report.rows.metric == "loss"])
-    beside = len(report.scored) == 1 and lengths == _lengths(report, report.scored[0])
-    made = [_scores(report, task, losses if beside else {}) for task in report.scored]
-    return made + ([_perplexities(report, losses, lengths)] if lengths and not beside else [])
+    losses = _measured(report.rows, PERPLEXITY, "loss")
+    scores = {task: _measured(report.rows, task, "score") for task in report.scored}
+    beside = len(scores) == 1 and all({*s.length} == {*losses.length} for s in scores.values())
+    made = [
+        _scores(report, task, rows, losses[: beside * len(losses)]) for task, rows in scores.items()
+    ]
+    return made + ([] if beside or losses.empty else [_perplexities(report, losses)])
+
+
+def compare(runs: Sequence[str]) -> list[Table]:
+    """Return a table for each task and metric with the rows of several runs, which are named by
+    their directories.
+
+    ``runs``: directories that hold ``results.csv``, or whose ``evaluation`` does.
+
+    Raises:
+        UserError: a run has no results.
+    """
+    if not runs:
+        raise UserError("runs: expected one or more directories")
+    names = [Path(run).resolve().name for run in runs]
+    names = names if len({*names}) == len(names) else list(runs)
+    named = zip(names, map(_results, runs), strict=True)
+    parts = [rows.assign(model=f"{name}: " + rows.model) for name, rows in named]
+    made = []
+    for (task, metric), rows in pd.concat(parts).groupby(["task", "metric"], sort=False):
+        show = percent if metric == "score" else "{:.3f}".format
+        cells: Cells = {
+            ((row.model, row.method), row.length): Cell(
+                show(row.value), "" if pd.isna(row.low) else f"{show(row.low)}–{show(row.high)}"
+            )
+            for row in rows.itertuples()
+        }
+        heads = _heads(lengths_of(rows))
+        made.append(_table(f"{task}, {metric}", "", "With 95% intervals.", heads, cells, {}))
+    return made
+
+
+def _results(run: str) -> pd.DataFrame:
+    """Read the result table of a run, or of its evaluation."""
+    for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
+        if path.is_file() and len(rows := read_csv(path)):
+            return rows
+    raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")
 
 
 def perplexity(loss: float) -> float:
@@ -85,15 +112,9 @@ def perplexity(loss: float) -> float:
     return math.inf if loss >= 700 else math.exp(loss)
 
 
-def highest(means: Mapping[K, float]) -> list[K]:
-    """Return the keys of the highest mean; equal means may differ by rounding."""
-    best = max(means.values(), default=0.0)
-    return [key for key, mean in means.items() if best - mean <= ROUNDING]
-
-
-def interval(rate: Estimate) -> str:
-    """Return ``92.4–99.1``, the 95% interval of a rate in percent."""
-    return f"{percent(rate.low)}–{percent(rate.high)}"
+def interval(low: float, high: float) -> str:
+    """Return ``92.4–99.1``, the interval of a rate in percent."""
+    return f"{percent(low)}–{percent(high)}"
 
 
 def trials_of(report: Report, task: str) -> str:
@@ -109,108 +130,97 @@ def _range(counts: Iterable[int], noun: str) -> str:
     return f"{least:,} to {counted(more[-1], noun)}" if more else counted(least, noun)
 
 
-def _lengths(report: Report, task: str) -> dict[int, float]:
-    scores = report.rows[(report.rows.task == task) & (report.rows.metric == "score")]
-    return lengths_of(scores)
+def _measured(rows: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
+    return rows[(rows.task == task) & (rows.metric == metric)].dropna(subset="value")
 
 
-def _scores(report: Report, task: str, losses: Mapping[Row, Mapping[int, Estimate]]) -> Table:
+def _scores(report: Report, task: str, scores: pd.DataFrame, losses: pd.DataFrame) -> Table:
     """Return the table of a task's scores, with ``losses`` beside them."""
-    scores, lengths = estimates(report.rows, task), _lengths(report, task)
+    beside = {((r.model, r.method), r.length): f"{r.value:.3f}" for r in losses.itertuples()}
     marks = _marks(report, task)
+    highest = scores.groupby("length").value.max()
+    cells: Cells = {}
+    for r in scores.itertuples():
+        at = (r.model, r.method), r.length
+        best = r.value > 0 and highest[r.length] - r.value <= ROUNDING
+        loss = beside.get(at, MISSING * bool(beside))
+        cells[at] = Cell(percent(r.value), interval(r.low, r.high), marks.get(at, ""), best, loss)
+    lengths = lengths_of(scores)
+    heads = _heads(lengths, report.trained)
     legend = "Success in %, with its 95% interval."
-    if marks is not None:
+    if marks:
         legend += (
             " ↑ ↓ better or worse than the same model as it is, or as it is than the first model, "
             "on the same trials (exact sign test, p < 0.05, not corrected for the number of tests)."
         )
     legend += " Bold: the highest of a column."
-    if losses:
+    if beside:
         legend += f" Then the held-out loss in nats per token, on the last {report.last} tokens"
         legend += " of each window."
-    columns: list[dict[Row, Entry]] = []
-    for length in lengths:
-        rates = {row: of_row[length] for row, of_row in scores.items() if length in of_row}
-        best = highest({row: rate.mean for row, rate in rates.items()})
-        columns.append({})
-        for row, rate in rates.items():
-            beside = losses.get(row, {}).get(length)
-            columns[-1][row] = Entry(
-                percent(rate.mean),
-                interval(rate),
-                (marks or {}).get((row, length), ""),
-                row in best and rate.mean > 0,
-                f"{beside.mean:.3f}" if beside else MISSING * bool(losses),
-            )
-    heads = _heads(report, lengths)
-    C, chance = report.training_length, report.chance(task)
     reached = {
         row: effective
-        for row, of_row in scores.items()
-        if (effective := effective_length({n: of_row.get(n) for n in lengths}, C, chance))
+        for row, of_row in estimates(scores, task).items()
+        if (
+            effective := effective_length(
+                {n: of_row.get(n) for n in lengths}, report.training_length, report.chance(task)
+            )
+        )
     }
     if reached:
+        heads[EFFECTIVE] = "effective", f"≥{KEPT:.0%} of 1×"
         longest = max(effective.length for effective in reached.values())
-        heads.append(("effective", f"≥{KEPT:.0%} of 1×"))
-        columns.append(
-            {row: Entry(e.text, best=0 < e.length == longest) for row, e in reached.items()}
+        for row, effective in reached.items():
+            cells[row, EFFECTIVE] = Cell(effective.text, best=0 < effective.length == longest)
+        legend += (
+            f" Effective: the longest length, in tokens, up to which the score is at least "
+            f"{KEPT:.0%} of its value at the training length (≥: at every length measured; none: "
+            "at the training length the score is at chance)."
         )
-        legend += f" {EFFECTIVE_LEGEND}"
-    return _table(report, report.tasks[task], _note(report, task), legend, heads, columns)
+    note = (
+        f"{trials_of(report, task)} a cell."
+        if task != MEAN
+        else (
+            "Unweighted mean. Differences are tested on one score per text, its mean over the "
+            "tasks with equally many texts."
+        )
+    )
+    return _table(report.tasks[task], note, legend, heads, cells, report.methods)
 
 
-def _marks(report: Report, task: str) -> dict[tuple[Row, int], str] | None:
-    """Return ``↑`` or ``↓`` of each row and length by the sign test; None if nothing is compared.
+def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
+    """Return ``↑``, ``↓`` or nothing by the sign test, for each row and length that is compared.
 
     A row is compared with the same model as is or, for a model as is, with the first model as is.
     """
     tasks = averaged(report.trials) if task == MEAN else [task]
-    texts = by_text(report.trials, tasks)
-    cells = {
-        ((model, method), length): part.set_index(["texts", "text"]).value
-        for (model, method, length), part in texts.groupby(
-            ["model", "method", "length"], sort=False
-        )
-    }
-    first = next(iter(report.rows.model), "")
-    marks: dict[tuple[Row, int], str] = {}
-    for ((model, method), length), scores in cells.items():
-        reference = cells.get(((model if method != AS_IS else first, AS_IS), length))
-        if reference is not None and reference is not scores and len(reference) == len(scores):
-            paired = pd.concat([scores, reference], axis=1, join="inner")
-            mark = sign_test(paired.iloc[:, 0].tolist(), paired.iloc[:, 1].tolist()).mark
-            marks[(model, method), length] = mark
-    return marks or None
-
-
-def _note(report: Report, task: str) -> str:
-    """Return the number of trials in a cell, and which of them are independent, as text."""
-    if task != MEAN:
-        return f"{trials_of(report, task)} a cell."
-    return (
-        "Unweighted mean. Differences are tested on one score per text, its mean over the tasks "
-        "with equally many texts."
+    scores = by_text(report.trials, tasks).pivot(
+        index=["length", "texts", "text"], columns=["model", "method"], values="value"
     )
+    first = next(iter(report.rows.model), "")
+    marks = {}
+    for row in scores:
+        reference = (row[0] if row[1] != AS_IS else first, AS_IS)
+        if reference != row and reference in scores:
+            pairs = scores[[row, reference]].dropna()
+            for length, both in pairs.groupby("length"):
+                marks[row, length] = sign_test(both[row].tolist(), both[reference].tolist()).mark
+    return marks
 
 
-def _perplexities(
-    report: Report,
-    losses: Mapping[Row, Mapping[int, Estimate]],
-    lengths: Mapping[int, float],
-) -> Table:
-    columns = []
-    for length in lengths:
-        known = {row: of_row[length].mean for row, of_row in losses.items() if length in of_row}
-        least = min(known.values()) if len({*known.values()}) > 1 or len(known) == 1 else None
-        columns.append(
-            {row: Entry(_number(perplexity(x)), best=x == least) for row, x in known.items()}
-        )
+def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
+    by_length = losses.groupby("length").value
+    lowest, among = by_length.min(), by_length.agg(["size", "nunique"])
+    cells: Cells = {}
+    for r in losses.itertuples():
+        size, different = among.loc[r.length]
+        best = r.value == lowest[r.length] and (different > 1 or size == 1)
+        cells[(r.model, r.method), r.length] = Cell(_number(perplexity(r.value)), best=best)
     note = (
         f"exp of the mean loss on the last {report.last} tokens of held-out sequences, "
         "the same at every length, so that more context only adds what lies before them."
     )
-    heads, legend = _heads(report, lengths), "Bold: the lowest of a column."
-    return _table(report, report.tasks[PERPLEXITY], note, legend, heads, columns)
+    heads, legend = _heads(lengths_of(losses), report.trained), "Bold: the lowest of a column."
+    return _table(report.tasks[PERPLEXITY], note, legend, heads, cells, report.methods)
 
 
 def _number(value: float) -> str:
@@ -220,91 +230,35 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
 
 
-def _heads(report: Report, lengths: Mapping[int, float]) -> list[tuple[str, str]]:
+def _heads(
+    lengths: Mapping[int, float], trained: int | None = None
+) -> dict[int | str, tuple[str, str]]:
     """Return two lines for each length: ``2048 tokens`` and ``2×``."""
-    trained = {report.trained: " (trained)"}
-    return [
-        (f"{length} tokens", factor_label(factor) + trained.get(length, ""))
+    return {
+        length: (f"{length} tokens", factor_label(factor) + " (trained)" * (length == trained))
         for length, factor in lengths.items()
-    ]
+    }
 
 
 def _table(
-    report: Report,
     title: str,
     note: str,
     legend: str,
-    heads: Iterable[tuple[str, str]],
-    columns: Sequence[Mapping[Row, Entry]],
+    heads: Mapping[int | str, tuple[str, str]],
+    cells: Cells,
+    methods: Mapping[str, str],
 ) -> Table:
     """Return a table with the rows in which something was measured.
 
-    The rows of a model after its first are named by their method alone.
+    ``methods``: titles by key. The rows of a model after its first are named by their method alone.
     """
-    order = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
     shown, before = [], None
-    for row in order:
-        if any(row in column for column in columns):
-            is_first = row[0] != before
-            name = report.row_name(row)
-            name = name if is_first else name.removeprefix(f"{row[0]} ")
-            shown.append((is_first, name, tuple(column.get(row) for column in columns)))
-            before = row[0]
+    for model, method in dict.fromkeys(row for row, _ in cells):
+        added = "" if method == AS_IS else f"+ {methods.get(method, method)}"
+        name = added if added and model == before else f"{model} {added}".rstrip()
+        entries = tuple(cells.get(((model, method), column)) for column in heads)
+        shown.append((model != before, name, entries))
+        before = model
     if any(None in entries for *_, entries in shown):
         legend += f" {MISSING} not measured."
-    return Table(title, note, legend, tuple(heads), tuple(shown))
-
-
-def terminal_tables(shown: Sequence[Table], width: int = WIDTH) -> RenderableType:
-    """Return tables at most ``width`` characters wide.
-
-    A table with more lengths than fit continues below. A legend stands below the last of the tables
-    that share it.
-    """
-    fitting = max(1, (width - _NAME) // (_CELL + 1))
-    lines: list[RenderableType] = []
-    for table, following in pairwise([*shown, None]):
-        assert table is not None
-        for start in range(0, len(table.columns), fitting):
-            lines.append(_terminal(table, start, fitting))
-        lines.append(Text(f"{table.note}\n", style="dim"))
-        if following is None or following.legend != table.legend:
-            lines.append(Text(f"{table.legend}\n", style="dim"))
-    return Group(*lines)
-
-
-def _terminal(table: Table, start: int, count: int) -> RichTable:
-    chosen = slice(start, start + count)
-    drawn = RichTable(
-        title=Text(table.title + (" (continued)" if start else ""), style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    drawn.add_column("\nmodel", overflow="fold", width=_NAME)
-    for head in table.columns[chosen]:
-        drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
-    for number, (is_first, name, entries) in enumerate(table.rows):
-        if is_first and number:
-            drawn.add_section()
-        # Methods are indented below their model's name.
-        indent = ("", "") if is_first else ("  ", "    ")
-        lines = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
-        drawn.add_row(Text("\n".join(lines)), *map(_terminal_cell, entries[chosen]))
-    return drawn
-
-
-def _terminal_cell(entry: Entry | None) -> Text:
-    """Return a cell for the terminal, with its interval below it."""
-    if entry is None:
-        return Text(MISSING, style="dim")
-    text = Text(f"{entry.value:>5}", style="bold" if entry.best else "")
-    if entry.interval or entry.mark:
-        text.append(entry.mark or " ", style={"↑": "green", "↓": "red"}.get(entry.mark, ""))
-    if entry.loss:
-        text.append(f"{entry.loss:>6}", style="cyan")
-    if entry.interval:
-        text.append(f"\n{entry.interval}", style="dim")
-    return text
+    return Table(title, note, legend, tuple(heads.values()), tuple(shown))

@@ -1,25 +1,29 @@
-"""Output on the terminal: reports, logs and progress."""
+"""Output on the terminal: tables, reports and the log."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 
+from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.common.processes import is_first_process
 from trainer.common.progress import console
 from trainer.evaluation.results import Report, troubles
-from trainer.report.tables import tables, terminal_tables
+from trainer.report.tables import MISSING, Cell, Table, tables
 
 WIDTH = 100
+_NAME, _CELL = 19, len("131072 tokens")
 
 
 def set_up_console(quiet: bool = False) -> None:
@@ -38,28 +42,74 @@ def set_up_console(quiet: bool = False) -> None:
     logger.propagate = False
 
 
-def _loss(value: float | None) -> str:
-    return "?" if value is None else f"{value:.3f}"
+def print_tables(shown: Sequence[Table]) -> None:
+    """Print tables at most :data:`WIDTH` characters wide.
+
+    A table with more lengths than fit continues below. A legend stands below the last of the tables
+    that share it.
+    """
+    out = _console()
+    fitting = max(1, (out.width - _NAME) // (_CELL + 1))
+    for table, following in pairwise([*shown, None]):
+        assert table is not None
+        for start in range(0, len(table.columns), fitting):
+            out.print(_drawn(table, slice(start, start + fitting)))
+        legend = "" if following and following.legend == table.legend else table.legend
+        for text in filter(None, (table.note, legend)):
+            out.print(Text(f"{text}\n", style="dim"))
 
 
-def report_console() -> Console:
-    """Return the console for tables, at most :data:`WIDTH` columns wide."""
+def _console() -> Console:
     out = Console()
     out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
     return out
 
 
+def _drawn(table: Table, columns: slice) -> RichTable:
+    drawn = RichTable(
+        title=Text(table.title + (" (continued)" if columns.start else ""), style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    drawn.add_column("\nmodel", overflow="fold", width=_NAME)
+    for head in table.columns[columns]:
+        drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
+    for number, (is_first, name, cells) in enumerate(table.rows):
+        if is_first and number:
+            drawn.add_section()
+        # Methods are indented below their model's name.
+        indent = ("", "") if is_first else ("  ", "    ")
+        lines = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
+        drawn.add_row(Text("\n".join(lines)), *map(_cell, cells[columns]))
+    return drawn
+
+
+def _cell(cell: Cell | None) -> Text:
+    """Return a cell with its interval below it."""
+    if cell is None:
+        return Text(MISSING, style="dim")
+    text = Text(f"{cell.value:>5}", style="bold" if cell.best else "")
+    if cell.interval or cell.mark:
+        text.append(cell.mark or " ", style={"↑": "green", "↓": "red"}.get(cell.mark, ""))
+    if cell.loss:
+        text.append(f"{cell.loss:>6}", style="cyan")
+    if cell.interval:
+        text.append(f"\n{cell.interval}", style="dim")
+    return text
+
+
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """Print the tables, the observations in words, and the path of the page."""
-    out = report_console()
+    print_tables(tables(report))
+    out = _console()
     say = partial(out.print, highlight=False, markup=False)
-    if not report.rows.empty:
-        out.print(terminal_tables(tables(report), out.width))
     for arm in report.arms:
         for change in arm.changes:
-            before, after, end = map(
-                _loss, (change.loss_before, change.loss_after, change.loss_end)
-            )
+            losses = (change.loss_before, change.loss_after, change.loss_end)
+            before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
             say(
                 f"{arm.name}, after step {change.step}: {change.what}; held-out loss at "
                 f"{change.length:,} tokens {before} before, {after} just after, {end} at the end."
@@ -79,7 +129,7 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     say(f"Report: {Path(run_dir) / 'report.html'}")
 
 
-def print_benchmarks(table: Table, directory: Path) -> None:
+def print_benchmarks(table: RichTable, directory: Path) -> None:
     """Print the table of benchmarks, and the directory of their numbers."""
     out = Console(width=WIDTH, highlight=False)
     out.print(table)
@@ -90,7 +140,7 @@ def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
     """Print the tables of a plan, by title."""
     out = Console(width=WIDTH)
     for title, rows in tables.items():
-        table = Table(title, "", box=None, width=WIDTH, title_justify="left")
+        table = RichTable(title, "", box=None, width=WIDTH, title_justify="left")
         table.columns[0].min_width = 32
         table.columns[1].ratio = 1
         for row in rows.items():

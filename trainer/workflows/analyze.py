@@ -32,7 +32,7 @@ from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice
-from trainer.report.analysis_page import AnalysisReport, write_analysis
+from trainer.report.pages import AnalysisReport, write_analysis
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
 from trainer.workflows.subjects import held_out_corpus
