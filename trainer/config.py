@@ -698,7 +698,6 @@ Rescale = Literal[
     "ntk_by_parts_turns",
     "yarn_turns",
     "cope",
-    "base",
 ]
 
 
@@ -708,12 +707,12 @@ class RescaleConfig:
 
     method: Rescale = "yarn"
     """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns,
-    cope, or base (a new base, see base)."""
+    cope."""
     factor: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
     """How much longer sequences get; null: the phase's sequences over the longest trained on
     before."""
     base: Annotated[float, Field(gt=1)] | None = None
-    """New base theta of the frequencies base^(-2i/d), for method base; null: see method."""
+    """New base theta of the frequencies base^(-2i/d), in place of a method; null: see method."""
     layers: LayerChoice = None
     """Layers to rescale: all, full_attention (those without a window), or indices; null: the
     layers that see more than the longest sequences before."""
@@ -977,9 +976,8 @@ class ExportRequest:
     """Directory to write, new or empty."""
     tolerance: NotNegative = 1e-4
     """How far logits may differ in float32, as a share of the largest."""
-    temperature_at: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
-    """Length in training lengths whose fitted temperature the weights get, constant at all
-    lengths; null: none."""
+    logit_scale: Positive = 1.0
+    """Factor on the attention logits of the layers that see more than the training length."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the weights: float32, bfloat16 (half the size)."""
 

@@ -118,7 +118,7 @@ def test_no_coefficient_of_the_grid_is_better(tiny_decoder, tmp_path, layers):
     recipe("temperature", layout, config).make(fitting)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
-    best = tempered(layout, fitting.temperature["coefficient"])
+    best = tempered(layout, fitting.temperature)
     assert summed_loss(model, best) <= min(losses) + 1e-6
 
 

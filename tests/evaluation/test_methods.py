@@ -223,13 +223,6 @@ def test_a_stored_choice_gives_the_same_layout_without_another_forward_pass(
     assert have.notes == notes * 2
 
 
-def test_a_fitted_temperature_says_which_layers_it_is_for(fitting):
-    for layers, expected in ((None, [1]), ("all", None)):
-        have = fitting(windows=[16, None])
-        layout_of("temperature", have, 2.0, replace(CONFIG, layers=layers))
-        assert have.temperature.get("layers") == expected
-
-
 @pytest.mark.parametrize("fit", ["sum", "line"])
 def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, fit):
     have = fitting()
@@ -284,7 +277,7 @@ def test_one_scale_fitted_at_the_target_length_serves_all_lengths(fitting, fit):
     config = replace(CONFIG, lengths=[1, 2, 4], temperature=settings)
     (spectrum,) = layout_of("temperature", have, 4.0, config).spectra
     scale = spectrum.temperature.at(128, 32).scale
-    c = have.temperature["coefficient"]
+    c = have.temperature
     assert scale == pytest.approx(1 + c * np.log(4))
     assert perplexity(c) <= min(map(perplexity, grid)) * (1 + 1e-6)
     assert have.temperature["lengths"] == [64]
@@ -298,7 +291,7 @@ def test_a_line_is_fitted_through_the_scales_of_each_length_alone(fitting):
     def fitted(lengths, fit):
         settings = TemperatureSettings(grid=grid, lengths=lengths, fit=fit)
         layout_of("temperature", have, 4.0, replace(CONFIG, temperature=settings))
-        return have.temperature["coefficient"]
+        return have.temperature
 
     logs = np.log([2.0, 4.0])
     above = [fitted([s], "sum") * log for s, log in zip((2.0, 4.0), logs, strict=True)]

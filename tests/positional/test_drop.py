@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 
-from trainer.config import ChangeConfig
-from trainer.positional.config import PositionalConfig, TemperatureConfig
+from trainer.positional.config import PositionalConfig, TemperatureConfig, spectrum_of
 from trainer.positional.drop import drop
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-from trainer.runs.layouts import dropped_layout
 
 C = 64
 ROPE, SLOW, NOPE = Spectrum((1.0, 0.1)), Spectrum((0.5, 0.01)), Spectrum()
@@ -98,14 +96,13 @@ def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotat
     positional = PositionalConfig(
         layers=["nope", "rope"], temperature=TemperatureConfig(coefficient=0.1, heads="free")
     )
-    after = dropped_layout(LAYOUT, positional, ChangeConfig(layers=[1], to="half_rope"), 8)
+    after = drop(LAYOUT, spectrum_of(positional, "half_rope", 8, C), layers=[1])
     assert after.layers[1].spectra[0].temperature.is_none
 
 
 def test_a_drop_may_set_windows_also_of_layers_that_keep_their_encoding():
     """SWAN-GPT's conversion: a global layer loses its rotation, the others gain a window."""
-    change = ChangeConfig(layers=[1], windows=[8, None, 8])
-    after = dropped_layout(LAYOUT, POSITIONAL, change, 6)
+    after = drop(LAYOUT, layers=[1], windows=[8, None, 8])
     assert [layer.window for layer in after.layers] == [8, None, 8]
     assert after.layers[1].spectra == (NOPE,) * 4
     assert after.layers[0].spectra == after.layers[2].spectra == LAYOUT.layers[0].spectra
@@ -122,8 +119,7 @@ def test_a_drop_may_set_windows_also_of_layers_that_keep_their_encoding():
 )
 def test_a_drop_keeps_a_temperature_that_the_weights_were_trained_with(trained):
     layers = (LayerEncoding.of_heads((Spectrum((1.0,), trained), TEMPERED)),)
-    change, positional = ChangeConfig(), PositionalConfig()
-    after = dropped_layout(Layout(C, layers), positional, change, 2)
+    after = drop(Layout(C, layers))
     assert after.layers[0].spectra == (Spectrum(temperature=trained), NOPE)
     own = Spectrum(temperature=Temperature(0.5, reference=2))
     assert drop(Layout(C, layers), to=own).spectra == (own,)

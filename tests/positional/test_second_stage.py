@@ -15,6 +15,7 @@ from tests.positional.examples import encoded, one_layer, slowed
 from trainer.config import (
     ChangeConfig,
     DataConfig,
+    PhaseConfig,
     RescaleConfig,
     RunConfig,
 )
@@ -29,8 +30,7 @@ from trainer.positional.rescaling import (
     ntk_aware,
     yarn,
 )
-from trainer.runs.layouts import layout_of_phase
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import layout_of_phase, phases_of
 
 C, LATER, LAST = 4096, 32_768, 131_072
 """RoPE-ID, App. A.9: trained at 4k, tuned at 32k and then at 128k."""
@@ -44,7 +44,7 @@ def spectrum_of(name="rope", head_dim=64, **parameters):
 def after_phase(layout, length, **changes):
     """A layout at the beginning of a phase with sequences of ``length`` tokens."""
     (phase,) = phases_of(RunConfig(data=DataConfig(sequence_length=length)))
-    return layout_of_phase(layout, replace(phase, **changes), ModelConfig())
+    return layout_of_phase(layout, replace(phase, settings=PhaseConfig(1, **changes)))
 
 
 def tuned(spectrum, *lengths, method=None):

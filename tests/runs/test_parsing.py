@@ -2,36 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any, Literal
-
 import pytest
 
-from trainer.common.fields import configuration
-from trainer.config import RunConfig
-from trainer.runs.parsing import control_config, merged, parse
+from trainer.common.errors import UserError
+from trainer.config import RunConfig, TrainerConfig
+from trainer.runs.parsing import check_batches, control_config, merged, parse, runs_of
 
 
 def test_a_run_may_leave_the_controls_of_its_experiment_out():
     assert parse(RunConfig, {"controls": None}).controls == {}
-
-
-@configuration
-class Inner:
-    size: int = 1
-
-
-@configuration
-class Outer:
-    number: int = 1
-    kind: Literal["some", "other"] = "some"
-    several: list[str] = field(default_factory=list)
-    either: int | list[int] | None = None
-    inner: Inner = field(default_factory=Inner)
-    maybe: Inner | None = None
-    listed: list[Inner] = field(default_factory=list)
-    named: dict[str, Inner] = field(default_factory=dict)
-    free: dict[str, Any] = field(default_factory=dict)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +81,40 @@ def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     }  # fmt: skip
     config = parse(RunConfig, {"run_dir": "x", **values, "phases": phases})
     assert (config.training_length, config.drop_step) == (64, 5)  # of the last phase
+
+
+def runs(**control):
+    values = {"run_dir": "runs/run", "trainer": {"batch_size": 4}, "controls": {"other": control}}
+    return runs_of(parse(RunConfig, values))
+
+
+def test_a_control_is_the_run_with_its_changes():
+    run, control = runs(trainer={"batch_size": 2}).values()
+    assert (run.trainer.batch_size, control.trainer.batch_size) == (4, 2)
+    assert control.run_dir == "runs/run/controls/other"
+
+
+@pytest.mark.parametrize(
+    ("control", "message"),
+    [
+        ({"strategy": {"name": "ddp"}}, "trains in the processes of its run"),
+        ({"data": {"sequence_length": 24}}, "trains on 24 tokens, the run on"),
+    ],
+)
+def test_a_control_that_cannot_be_compared_is_refused(control, message):
+    with pytest.raises(UserError, match=rf"controls\.other.*{message}"):
+        runs(**control)
+
+
+@pytest.mark.parametrize(
+    ("batch", "micro", "processes", "fits"),
+    [(32, 2, 6, False), (32, None, 48, False), (48, 8, 4, False), (32, 2, 16, True),
+     (32, None, 1, True), (6, None, 2, True), (5, None, 2, False)],
+)  # fmt: skip
+def test_batches_divide_among_ranks_or_are_refused(batch, micro, processes, fits):
+    config = RunConfig(trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))
+    if fits:
+        check_batches(config, processes)
+        return
+    with pytest.raises(UserError, match=f"{batch} sequences do not divide .* on {processes} ranks"):
+        check_batches(config, processes)

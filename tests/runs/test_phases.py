@@ -1,16 +1,22 @@
-"""Phases as numbers: where they begin, which samples they read, and what is impossible."""
+"""Phases: where they begin, which samples they read, and their layouts."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
-from trainer.config import RunConfig
+from trainer.config import DataConfig, PhaseConfig, RescaleConfig, RunConfig
+from trainer.positional.encodings import by_name
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import (
     kept_steps,
+    layout_of_phase,
     phase_at,
     phase_before,
     phases_of,
@@ -70,7 +76,8 @@ def test_without_phases_a_drop_makes_two():
     config = parse(RunConfig, values)
     before, after = phases_of(config)
     assert (before.start, before.end, after.start, after.end) == (0, 40, 40, 50)
-    assert (before.horizon, after.horizon) == (50, 10)
+    assert before.factor(20) == config.schedule.factor(20, 50)
+    assert after.factor(42) == config.drop.schedule.factor(2, 10)
     assert after.first_sample(41) == 164
     assert kept_steps(config) == frozenset()
 
@@ -121,11 +128,6 @@ def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
     assert (first.change, second.change) == ((), (None, None, "reset"))
 
 
-MIXED = {
-    name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("one", "two")
-}
-
-
 def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
     config = configured({"a": {"steps": 4}, "b": {"steps": 2, "sequence_length": 16}})
     assert [training_length_at(config, step) for step in range(1, 7)] == [32] * 4 + [16] * 2
@@ -139,19 +141,11 @@ def run_of(**changes):
     return parse(RunConfig, merged({"run_dir": "x", "trainer": {"max_steps": 20}}, changes))
 
 
-LATER = "branch: after step {} the run and the control are not changed alike, and step {}, from"
-SAMPLES = "branch: from step {} on the run reads other samples than the control."
-LONGER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "sequence_length": 32}}}
-SMALLER = {"phases": {"a": {"steps": 10}, "b": {"steps": 10, "batch_size": 4}}}
-RESET = {"optimizer_state": "reset"}
-SLOWER = {"rescale": {"factor": 2.0}}
-
-
 def test_a_control_that_does_not_branch_off_may_read_other_samples():
     other = {"trainer": {"batch_size": 4}}
     assert run_of(controls={"c": other}).controls == {"c": other}
     with pytest.raises(
-        UserError, match=r"^controls\.c\.branch: from step 0 on the run reads other"
+        UserError, match=r"^controls\.c\.branch: the run and the control differ before step 5"
     ):
         run_of(controls={"c": {**other, "branch": 5}})
 
@@ -177,9 +171,6 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     assert [(phase.start, phase.end) for phase in phases_of(config)] == [
         (0, 2), (2, 10), (10, 15), (15, 19), (19, 22),
     ]  # fmt: skip
-    assert [(phase.origin, phase.horizon) for phase in phases_of(config)] == [
-        (0, 22), (0, 22), (10, 5), (0, 22), (19, 3),
-    ]  # fmt: skip
     assert [bool(phase.change) for phase in phases_of(config)] == [False, False, True, True, False]
     assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
     assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
@@ -191,7 +182,48 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
     assert (data.sequence_length, run.batch_size, run.micro_batch_size) == (64, 2, 1)
     assert {name: text["weight"] for name, text in data.mixture.items()} == {"c": 3.0, "a": 1.0}
     assert first.config == three.config == four.config == config
-    assert (three.drop.to, three.rescale, four.drop, four.rescale.factor) == ("nope", None, None, 2)
-    assert (three.optimizer_state, four.optimizer_state) == ("reset", "reset_new")
     assert three.factor(12) == config.phases["three"].schedule.factor(2, 5)
     assert four.factor(16) == config.schedule.factor(16, 22)
+
+
+def longer(length, rescale=None):
+    (single,) = phases_of(RunConfig(data=DataConfig(sequence_length=length)))
+    return replace(single, name="b", settings=PhaseConfig(1, rescale=rescale))
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(None, 4.0), (3.0, 3.0)])
+def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor, expected):
+    layout = tiny_decoder(training_length=64).layout
+    slowed = layout_of_phase(layout, longer(256, RescaleConfig("pi", factor)))
+    wanted = [frequency / expected for frequency in layout.layers[0].spectra[0].inv_freq]
+    assert slowed.layers[0].spectra[0].inv_freq == pytest.approx(wanted)
+    with pytest.raises(UserError, match=r"phases\.b\.rescale: its sequences are no longer"):
+        layout_of_phase(layout, longer(32, RescaleConfig("pi")))
+
+
+def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
+    layout = tiny_decoder(training_length=64, windows=[16, None]).layout
+    after = layout_of_phase(layout, longer(256, RescaleConfig(base=2e6)))
+    windowed, whole = (layer.spectra[0] for layer in after.layers)
+    assert windowed == layout.layers[0].spectra[0]
+    assert whole == by_name("rope", 2 * len(whole.inv_freq), 256, base=2e6)
+    assert after.training_length == 256
+    slowed = layout.rescaled(RESCALINGS["yarn"], 4.0)
+    with pytest.raises(ValueError, match="frequencies that are not"):
+        layout_of_phase(slowed, longer(256, RescaleConfig(base=2e6)))
+
+
+def test_a_temperature_without_reference_refers_to_the_length_of_the_last_phase(tiny_decoder):
+    values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
+    values["spectra"][0]["temperature"]["reference"] = None
+    layout = layout_of_phase(Layout.from_dict(values), longer(1024))
+    assert layout.at(1024).spectra[0].temperature.scale == 1
+
+
+def test_frequencies_after_a_rescaling_can_be_replaced_by_those_of_the_encoding():
+    phases = {
+        "a": {"steps": 1, "sequence_length": 64},
+        "b": {"steps": 1, "sequence_length": 128, "rescale": {"method": "yarn"}},
+        "c": {"steps": 1, "drop": {"to": "rope"}},
+    }
+    parse(RunConfig, {"run_dir": "x", "phases": phases})

@@ -24,7 +24,6 @@ from trainer.config import (
     TemperatureSettings,
 )
 from trainer.evaluation.results import Report, estimates
-from trainer.runs.fitted_temperature import FILE, with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import evaluate_lengths
@@ -151,39 +150,6 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     manifest.write_text(manifest.read_text() + "\n")
     evaluate_lengths(replace(asked, checkpoint=str(checkpoint), compare=[]))
     assert len([*cells.glob("part-*")]) == 3
-
-
-@pytest.fixture
-def without_temperature(runs):
-    """The shared run without temperatures that other tests fitted, before and after a test."""
-
-    def remove():
-        for kept in (runs / "checkpoints").glob(f"*/{FILE}"):
-            kept.unlink()
-
-    remove()
-    yield
-    remove()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_temperature")
-def test_the_fitted_temperature_is_kept_with_the_checkpoint(runs, tmp_path):
-    """One that was given and not chosen out of several says nothing of the model."""
-    found = find_candidate(str(runs))
-    report, _ = evaluate_lengths(request(runs, tmp_path))
-    assert report.temperature["DroPE + temperature"] == 0.3
-    assert not (found.path / FILE).exists()
-    several = TemperatureSettings(grid=[0.3, 0.4])
-    report, _ = evaluate_lengths(request(runs, tmp_path / "several", temperature=several))
-    c = report.temperature["DroPE + temperature"]
-    layout, said = with_fitted_temperature(found.layout, found.path)
-    assert f"1 + {c} ln(n / 32)" in said
-    (spectrum,) = layout.spectra
-    assert spectrum.temperature.at(64, 32).scale == pytest.approx(1 + c * 0.6931, abs=1e-4)
-    assert spectrum.temperature.at(32, 32).scale == 1
-    (found.path / FILE).unlink()
-    assert with_fitted_temperature(found.layout, found.path) == (found.layout, "")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from trainer.commands import compose_words
 from trainer.config import RunConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import saved_run
-from trainer.runs.layouts import configured_layout, layouts_of_phases
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import configured_layout, layouts_of, phases_of
 from trainer.workflows import experiment
 from trainer.workflows.experiment import run_experiment
 
@@ -89,14 +88,14 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     assert {row["phase"] for row in rows} == {*range(len(phases))}
     arm, *others = report.arms
     assert len(others) == len(config.controls)
-    dropped = [phase.start for phase in phases if phase.drop]
+    dropped = [phase.start for phase in phases if phase.settings.drop]
     assert {change.step for change in arm.changes} >= {*dropped}
     assert all(change.loss_end is not None for change in arm.changes)
     assert set(report.rows.length) == {config.training_length, 2 * config.training_length}
     assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
-        *_, last = layouts_of_phases(saved, configured_layout(saved))
+        *_, last = layouts_of(saved, configured_layout(saved))
         assert last == Layout.from_dict(state["layout"])  # as was foreseen
 
 

@@ -1,7 +1,6 @@
-"""Exports of runs: before and after the drop, with a fitted temperature, from published weights."""
+"""Exports of runs: before and after the drop, with scaled logits, from published weights."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.small_runs import trained_in
 from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
 from trainer.config import ExportRequest
-from trainer.runs.fitted_temperature import keep_temperature, with_fitted_temperature
 from trainer.workflows.export import export_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -44,16 +42,12 @@ def test_transformers_computes_a_run_s_logits_on_its_text(trained, tmp_path, ste
 
 
 @torch.no_grad()
-def test_a_fitted_temperature_is_exported_as_it_is_at_one_length(trained, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    path = find_checkpoint(str(run))
-    kept = {"per": "sequence", "lengths": [64], "text": "a", "tokens": 9, "coefficient": 0.2}
-    keep_temperature(path, kept)
-    export(path, tmp_path / "out", temperature_at=2)
+def test_an_export_may_multiply_its_attention_logits(trained, tmp_path):
+    path = find_checkpoint(str(trained))
+    export(path, tmp_path / "out", logit_scale=1.2)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ours = load_decoder(path, read_state(path))
-    ours.layout, _ = with_fitted_temperature(ours.layout, path)
+    ours.layout = ours.layout.map(lambda spectrum: spectrum.with_temperature(scale=1.2))
     ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
 

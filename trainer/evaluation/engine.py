@@ -129,13 +129,13 @@ class Measured:
 
     ``rows``: values of columns of results.csv, all but run and seed. ``trials``: see
     :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. ``notes``: descriptions of the fitted
-    parameters. ``temperature``: the fitted temperatures, by model name.
+    parameters. ``temperature``: coefficients of fitted temperatures, by model name.
     """
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
     notes: list[str] = field(default_factory=list)
-    temperature: dict[str, dict[str, Any]] = field(default_factory=dict)
+    temperature: dict[str, float] = field(default_factory=dict)
 
 
 def measure_cells(

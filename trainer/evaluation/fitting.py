@@ -80,8 +80,8 @@ class FitText:
 class Fitting:
     """One model and the text to fit on.
 
-    ``notes``: descriptions of the fitted parameters. ``temperature``: the softmax temperature, if
-    fitted. Fits are kept in ``store``.
+    ``notes``: descriptions of the fitted parameters. ``temperature``: the coefficient of the
+    softmax temperature, if fitted. Fits are kept in ``store``.
     """
 
     model: LanguageModel
@@ -90,7 +90,7 @@ class Fitting:
     store: Store
     batch_tokens: int
     notes: list[str] = field(default_factory=list)
-    temperature: dict[str, Any] | None = None
+    temperature: float | None = None
 
     def windows_beyond(self, factors: Iterable[float]) -> dict[int, Integers]:
         """Return the windows at all ``factors`` that make more than the training length."""

@@ -32,7 +32,7 @@ from trainer.evaluation.longrope import fitted_factors
 from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE
 from trainer.evaluation.store import fingerprint
-from trainer.positional.layout import Intervention, LayerChoice, Layout
+from trainer.positional.layout import Intervention, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
@@ -281,22 +281,8 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
 
     coefficient = fit_line(best, windows, C) if settings.fit == "line" else best(windows)
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s")
-    fitting.temperature = {
-        "coefficient": coefficient,
-        "per": "sequence",
-        "lengths": list(windows),
-        "tokens": sum(of_length.size for of_length in windows.values()),
-        "text": fitting.text.fingerprint,
-        "training_length": C,
-        "layers": _some_layers(fitting.model.layout, layers),
-    }
+    fitting.temperature = coefficient
     return tempered_with(coefficient)
-
-
-def _some_layers(layout: Layout, layers: LayerChoice) -> list[int] | None:
-    """Return the layers that rescalings and temperatures change; None: all."""
-    chosen = layout.chosen(layers)
-    return None if len(chosen) == len(layout.layers) else chosen
 
 
 def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:

@@ -75,7 +75,7 @@ class TrainedRun:
     @property
     def effect_of_drop(self) -> dict[str, Any] | None:
         """Effect of the first drop; None without a drop."""
-        dropped = (phase.name for phase in phases_of(self.config) if phase.drop)
+        dropped = (phase.name for phase in phases_of(self.config) if phase.settings.drop)
         return next((self.effects[name] for name in dropped if name in self.effects), None)
 
 

@@ -18,8 +18,7 @@ from trainer.data.held_out import held_out_windows
 from trainer.lightning.callbacks import Metrics, Saving, StepCallback
 from trainer.lightning.drop import Change, Probe, apply_change, losses_of
 from trainer.lightning.module import LanguageModule
-from trainer.runs.layouts import layout_of_phase
-from trainer.runs.phases import Phase, phase_at, phase_before
+from trainer.runs.phases import Phase, layout_of_phase, phase_at, phase_before
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class PhaseChange(StepCallback):
     @property
     def has_dropped(self) -> bool:
         """Whether an encoding was dropped."""
-        return any(phase.drop and phase.name in self.effects for phase in self.phases)
+        return any(phase.settings.drop and phase.name in self.effects for phase in self.phases)
 
     def changed_at(self, step: int) -> bool:
         """Whether the model was changed after ``step`` steps."""
@@ -69,13 +68,13 @@ class PhaseChange(StepCallback):
         longer = phase.config.data.sequence_length > module.model.layout.training_length
         if not phase.change and not longer:
             return
-        if phase.drop and not self.has_dropped:
+        if phase.settings.drop and not self.has_dropped:
             self.saving.before_drop(trainer)
-        norms_come_on = module.model.config.qk_norm.when == "after_drop"
+        drop, norms_come_on = phase.settings.drop, module.model.config.qk_norm.when == "after_drop"
         change = Change(
-            partial(layout_of_phase, phase=phase, model=module.model.config),
-            phase.drop.qk_norm_gain if phase.drop is not None and norms_come_on else "one",
-            phase.optimizer_state,
+            partial(layout_of_phase, phase=phase),
+            drop.qk_norm_gain if drop is not None and norms_come_on else "one",
+            phase.settings.optimizer_state,
         )
         with self.metrics.elsewhere():
             before, after = apply_change(trainer, module, change, self._probe_of(phase))
@@ -106,7 +105,7 @@ class PhaseChange(StepCallback):
         sequences = effect["sequences"] | {"end": losses}
         self.effects[phase.name] = effect | {"loss_end": fmean(losses), "sequences": sequences}
         self.metrics.add({f"{_key(phase)}/loss_end": fmean(losses)})
-        name = "recalibration" if phase.drop else f"phase {phase.name!r}"
+        name = "recalibration" if phase.settings.drop else f"phase {phase.name!r}"
         log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, fmean(losses), name)
 
     def _probe_of(self, phase: Phase) -> Probe:
@@ -117,11 +116,12 @@ class PhaseChange(StepCallback):
 
 def describe(phase: Phase) -> str:
     """Describe the changes at the start of a phase."""
-    if phase.drop is not None:
-        text = f"dropped the encoding ({phase.drop.to}){phase.drop.of_what}"
-        windows = ", ".join(str(window or "none") for window in phase.drop.windows or ())
+    change, rescale = phase.settings.drop, phase.settings.rescale
+    if change is not None:
+        text = f"dropped the encoding ({change.to}){change.of_what}"
+        windows = ", ".join(str(window or "none") for window in change.windows or ())
         return f"{text}; windows {windows}" if windows else text
-    if (rescale := phase.rescale) is not None and rescale.base is not None:
+    if rescale is not None and rescale.base is not None:
         return f"new base of the frequencies ({rescale.base:,.0f})"
     if rescale is not None:
         return f"frequencies rescaled for longer sequences ({rescale.method})"
@@ -131,7 +131,7 @@ def describe(phase: Phase) -> str:
 
 def _key(phase: Phase) -> str:
     """Return the prefix of a phase's metrics."""
-    return "drop" if phase.drop else f"phase_{phase.name}"
+    return "drop" if phase.settings.drop else f"phase_{phase.name}"
 
 
 def effect_probe(corpus: Corpus, rows: int, phase: Phase) -> Probe:

@@ -22,8 +22,7 @@ from trainer.lightning.devices import compiles, dense_peak, precision_of
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import fill, lightning_strategy, parallelize
 from trainer.model.decoder import Decoder, initial_value
-from trainer.runs.layouts import configured_layout
-from trainer.runs.phases import Phase, phase_at, phases_of
+from trainer.runs.phases import Phase, configured_layout, phase_at, phases_of
 from trainer.runs.ranks import device_of, device_type
 
 

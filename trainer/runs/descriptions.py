@@ -71,7 +71,7 @@ def role(config: RunConfig, dropped: bool | None = None) -> str:
 def _other_drops(config: RunConfig) -> list[ChangeConfig]:
     """List the drops that leave some layers or heads, or put anything in their place."""
     encodings, found = config.positional.encodings, []
-    for change in (phase.drop for phase in phases_of(config) if phase.drop):
+    for change in (p.settings.drop for p in phases_of(config) if p.settings.drop):
         kind = encodings.get(change.to, {}).get("type", change.to)
         if kind != "nope" or change.of_what or change.windows:
             found.append(change)

@@ -1,47 +1,40 @@
-"""Plain values to a checked and completed configuration, and the rules between its keys.
+"""Plain values to a checked and completed configuration, its controls, and the rules between keys.
 
 A rule is here if breaking it would waste hours of training or give wrong numbers in silence.
 Everything else fails where it happens; a run makes its evaluation's tasks and methods before it
-trains.
+trains, and an evaluation that fails later resumes behind the finished training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
 from trainer.common.plugins import load_plugins
 from trainer.config import (
-    LONGBENCH,
     MAIN,
-    MANY_SHOT,
-    PARTS,
-    PERIOD,
     PERPLEXITY,
-    RULER,
-    STATEMENTS,
-    ChangeConfig,
     DataConfig,
     EvaluationConfig,
     MethodsConfig,
     MixedText,
     RunConfig,
+    SourceConfig,
 )
-from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.model.config import check_shape
-from trainer.runs.layouts import check_layouts, drops_nothing
-from trainer.runs.phases import branch_problem, phases_of, with_lengths
+from trainer.model.config import ModelConfig, check_shape
+from trainer.positional.layout import Layout
+from trainer.runs.directory import plain
+from trainer.runs.phases import configured_layout, layouts_of, phases_of, reading
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose; null stands for none."""
-SHORTEST = {"sequence": 6, "spectrum": 1024}
-"""Tokens that the entropies of ``evaluation.weighted_rope`` need."""
 
 T = TypeVar("T")
-Rules = Iterable[tuple[object, str]]
+Rules = Iterator[tuple[object, str]]
 """Conditions that must not hold, each with a message."""
 
 
@@ -59,20 +52,41 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
     load_plugins(values.get("plugins") or ())
     config = validated(schema, values)
     if isinstance(config, RunConfig):
-        completed = with_lengths(config)
-        completed = with_trained_shape(completed) if weights else completed
-        check_run(completed)
-        if drops_nothing(completed):
-            completed = replace(completed, drop=replace(completed.drop, at=None))
-        for name, changes in completed.controls.items() if weights else ():
-            _check_control(values, completed, name, changes)
-        return completed  # type: ignore[return-value]  # T is RunConfig
-    evaluation, text = getattr(config, "evaluation", None), getattr(config, "text", None)
+        return _completed(config, weights)  # type: ignore[return-value]  # T is RunConfig
+    if isinstance(text := getattr(config, "text", None), DataConfig):
+        _refuse(_data_rules(text))
+    evaluation = getattr(config, "evaluation", None)
     if isinstance(evaluation, MethodsConfig):
         check_evaluation(evaluation)
-    if isinstance(text, DataConfig):
-        _refuse(_data_rules(text))
     return config
+
+
+def _completed(config: RunConfig, weights: bool) -> RunConfig:
+    if config.phases:
+        steps = sum(phase.steps for phase in config.phases.values())
+        config = replace(config, trainer=replace(config.trainer, max_steps=steps))
+    config, layout = with_trained_shape(config) if weights else (config, None)
+    check_shape(config.model)
+    _refuse(_run_rules(config))
+    _refuse(_data_rules(config.data))
+    if layout is not None or not config.model.is_trained:
+        layouts_of(config, layout or configured_layout(config))
+    if config.evaluation.enabled:
+        check_evaluation(config.evaluation, config.training_length)
+    if _drops_nothing(config):
+        config = replace(config, drop=replace(config.drop, at=None))
+    for name in config.controls if weights else ():
+        _refuse(_control_rules(config, control_config(plain(config), name), name))
+    return config
+
+
+def _drops_nothing(config: RunConfig) -> bool:
+    """Whether the drop of a run without named phases puts the encoding of all heads in its own
+    place."""
+    positional, drop = config.positional, config.drop
+    names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
+    is_known = not config.phases and config.model.from_pretrained is None
+    return is_known and names == {drop.to} and not drop.windows
 
 
 def _refuse(rules: Rules) -> None:
@@ -80,26 +94,6 @@ def _refuse(rules: Rules) -> None:
     for is_broken, text in rules:
         if is_broken:
             raise UserError(text)
-
-
-def check_run(config: RunConfig) -> None:
-    """Check the rules of a run, of its phases and of its evaluation.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
-    check_shape(config.model)
-    _refuse(_run_rules(config))
-    for part in phases_of(config):
-        _refuse(_data_rules(part.config.data))
-        if part.drop is not None:
-            key = f"phases.{part.name}.drop" if config.phases else "drop"
-            _refuse(_change_rules(config, key, part.drop))
-    check_layouts(config)
-    if config.evaluation.enabled:
-        check_evaluation(config.evaluation, config.training_length)
-        if "none" not in config.evaluation.names:
-            raise UserError("evaluation.methods: expected 'none' among them, the run as it is")
 
 
 def _run_rules(config: RunConfig) -> Rules:
@@ -124,50 +118,26 @@ def _run_rules(config: RunConfig) -> Rules:
         f"drop.at: step {step}, but steps {first} to {last - 1} are possible: a drop needs trained "
         f"weights before it, and trainer.max_steps is {last}",
     )
-    for name, phase in config.phases.items():
-        key, rescale = f"phases.{name}", phase.rescale
-        yield rescale and phase.drop, f"{key}.rescale: expected a phase apart from the drop"
-        for text in phase.weights or ():
-            yield text not in config.data.mixture, f"{key}.weights.{text}: no text of data.mixture"
-        yield (
-            rescale and (rescale.method == "base") != (rescale.base is not None),
-            f"{key}.rescale.base: expected the new base with method base, and null without",
-        )
+    yield (
+        config.evaluation.enabled and "none" not in config.evaluation.names,
+        "evaluation.methods: expected 'none' among them, the run as it is",
+    )
 
 
 def _data_rules(data: DataConfig) -> Rules:
+    for name, changes in data.mixture.items():
+        validated(MixedText, changes, f"data.mixture.{name}")
+    yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
     yield (
         data.restart_positions and not data.document_mask,
         "data.restart_positions: needs data.document_mask=true",
     )
-    yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
-    for name, changes in data.mixture.items():
-        validated(MixedText, changes, f"data.mixture.{name}")
-    share = sum(weight for _, weight in data.texts.values()) / PERIOD
-    for name, (text, weight) in data.texts.items():
-        yield (
-            data.mixture and weight < share,
-            f"data.mixture.{name}.weight: {weight:g} is less than one of {PERIOD:,} samples",
-        )
-        yield (
-            text.validation + text.test >= 1,
-            "data.validation: with data.test it leaves no documents to train on",
-        )
-    for key in ("names", "mentions"):
-        least, most = getattr(data.needles, key)
-        yield least > most, f"data.needles.{key}: expected the least first, got {[least, most]}"
+    most = data.needles.mentions[1]
     yield (
-        data.needles.share and 3 * data.needles.mentions[1] >= data.sequence_length,
-        f"data.needles.mentions: {data.needles.mentions[1]} statements of 3 tokens do not fit "
-        f"data.sequence_length {data.sequence_length}",
+        data.needles.share and 3 * most >= data.sequence_length,
+        f"data.needles.mentions: {most} statements of 3 tokens do not fit data.sequence_length "
+        f"{data.sequence_length}",
     )
-
-
-def _change_rules(config: RunConfig, key: str, change: ChangeConfig) -> Rules:
-    model = config.model
-    for name, count in (("layers", model.num_hidden_layers), ("heads", model.num_key_value_heads)):
-        for index in getattr(change, name) or ():
-            yield not -count <= index < count, f"{key}.{name}: there is no {index} among {count}"
 
 
 def check_evaluation(config: MethodsConfig, training_length: int | None = None) -> None:
@@ -176,93 +146,50 @@ def check_evaluation(config: MethodsConfig, training_length: int | None = None) 
     Raises:
         UserError: the first rule that is broken.
     """
-    _refuse(_method_rules(config))
-    if isinstance(config, EvaluationConfig):
-        _refuse(_task_rules(config))
-        if (C := config.training_length or training_length) is not None:
-            _refuse(_length_rules(config, C))
+    _refuse(_evaluation_rules(config, training_length))
 
 
-def _method_rules(config: MethodsConfig) -> Rules:
+def _evaluation_rules(config: MethodsConfig, training_length: int | None) -> Rules:
     dope = config.dope
-    intervenes = dope.removal == "zero" or dope.variant == "by_gaussian"
-    for name in config.names:
-        parts = name.split("+")
-        for part in parts:
-            yield part not in PARTS, f"evaluation.methods: unknown method {part!r}"
-        yield (
-            len({*parts}) < len(parts) or ("none" in parts and len(parts) > 1),
-            f"evaluation.methods: {name!r} does one thing twice, or 'none' and more",
-        )
-        yield (
-            intervenes and {"dope", "weighted_rope"} <= {*parts},
-            f"evaluation.methods: {name!r} changes heads twice, which needs dope.removal=unrotate "
-            "and another variant than by_gaussian",
-        )
     yield (
         dope.spectral != "inverse" and (dope.entropy, dope.r) != ("trunc", 1),
         "evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1",
     )
-
-
-def _task_rules(config: EvaluationConfig) -> Rules:
-    names = (PERPLEXITY, STATEMENTS, *NEEDLE_TASKS, RULER, LONGBENCH, MANY_SHOT)
-    for name in config.tasks:
-        yield name not in names, f"evaluation.tasks: unknown task {name!r}"
-    needles = config.needles
-    yield (
-        needles.changes >= needles.needles,
-        f"evaluation.needles.changes: expected fewer than the {needles.needles} needles",
-    )
-
-
-def _length_rules(config: EvaluationConfig, training_length: int) -> Rules:
-    lengths, least = config.in_tokens(training_length), 3 * config.needles.needles + 2
-    key, shortest = config.lengths_key, min(lengths)
-    yield len({*lengths}) < len(lengths), f"{key}: expected each length once, got {lengths}"
-    yield (
-        STATEMENTS in config.tasks and least > shortest,
-        f"{key}: {shortest} tokens are too few for {config.needles.needles} statements, which take "
-        f"{least}",
-    )
+    length = config.training_length or training_length
+    if not isinstance(config, EvaluationConfig) or length is None:
+        return
+    shortest = min(config.in_tokens(length))
     yield (
         PERPLEXITY in config.tasks and config.last is not None and config.last > shortest,
         f"evaluation.last: {config.last} tokens, but the shortest length has {shortest}",
     )
-    rules = config.weighted_rope if "weighted_rope" in config.parts else ()
-    least = max((2, *(SHORTEST[rule.entropy] for rule in rules)))
-    tokens = round((config.choice.length or min(config.factors)) * training_length)
-    yield (
-        {*config.parts} & {"dope", "weighted_rope"} and tokens < least,
-        f"evaluation.choice.length: {tokens} tokens, but {least:,} or more are needed to choose on",
-    )
 
 
-def _check_control(
-    values: dict[str, Any], config: RunConfig, name: str, changes: dict[str, Any]
-) -> None:
-    """Check a control and the step at which it branches off.
+# Controls
+
+
+def runs_of(config: RunConfig, weights: bool = True) -> dict[str, RunConfig]:
+    """Return the configurations of the run, first and as ``main``, and of its controls by name.
+
+    ``weights``: whether the weights that they begin with are available; otherwise the configured
+    shape is used.
+    """
+    controls = {name: control_config(plain(config), name, weights) for name in config.controls}
+    return {MAIN: config, **controls}
+
+
+def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
+    """Return the configuration of a control: the run's with the control's changes.
 
     Raises:
-        UserError: with the name of the control.
+        UserError: the control's configuration breaks a rule.
     """
-    if name == MAIN:
-        raise UserError(f"controls.{name}: the run itself has this name")
-    key, branch, last = f"controls.{name}", changes.get("branch"), config.trainer.max_steps
-    for own in ("run_dir", "controls", "evaluation"):
-        if own in changes:
-            raise UserError(f"{key}.{own}: a control has none of its own")
-    if branch == "drop" and config.drop_step is None:
-        raise UserError(f"{key}.branch: 'drop', but the run has no drop")
-    step = config.drop_step if branch == "drop" else branch
-    if branch is not None and not (isinstance(step, int) and 0 <= step <= last):
-        raise UserError(f"{key}.branch: expected 'drop' or a step up to {last}, got {branch!r}")
+    changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
+    base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
     try:
-        control = control_config(values, name)
+        return parse(RunConfig, merged(base, changes), weights=weights)
     except UserError as error:
-        raise UserError(f"{key}.{error}") from error
-    if step is not None and (problem := branch_problem(config, control, step)):
-        raise UserError(f"{key}.{problem}")
+        raise UserError(f"controls.{name}.{error}") from error
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -276,23 +203,85 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
-    """Return the configuration of a control: the run's with the control's changes.
+BRANCHED = (
+    *(f"model.{field.name}" for field in fields(ModelConfig) if field.name != "attention_backend"),
+    "positional",
+    "optimizer.name",
+    "seed",
+)
+"""Keys whose value a checkpoint determines for a control that continues from it."""
 
-    ``weights``: whether the weights that it begins with are available; otherwise ``values`` give
-    its shape.
+
+def _control_rules(run: RunConfig, control: RunConfig, name: str) -> Rules:
+    """Controls train in the processes of their run, read its text, and share its table."""
+    key, branch = f"controls.{name}", run.controls[name].get("branch")
+    yield name == MAIN, f"{key}: the run itself has this name"
+    yield (
+        control.training_length != run.training_length,
+        f"{key}: trains on {control.training_length} tokens, the run on {run.training_length}",
+    )
+    yield (
+        not _texts_of(control).items() <= _texts_of(run).items()
+        or control.tokenizer != run.tokenizer,
+        f"{key}.data: a control reads the texts and tokens of its run",
+    )
+    yield (
+        (control.strategy.name == "single") != (run.strategy.name == "single"),
+        f"{key}.strategy: a control trains in the processes of its run",
+    )
+    if branch is None:
+        return
+    step: Any = run.drop_step if branch == "drop" else branch
+    yield (
+        not isinstance(step, int) or not 0 <= step <= run.trainer.max_steps,
+        f"{key}.branch: expected 'drop' or a step of the run, got {branch!r}",
+    )
+    for continued in BRANCHED:
+        yield (
+            attrgetter(continued)(run) != attrgetter(continued)(control),
+            f"{key}.{continued}: a control that branches off continues with the run's",
+        )
+    yield (
+        _past(run, step) != _past(control, step),
+        f"{key}.branch: the run and the control differ before step {step}",
+    )
+
+
+def _texts_of(config: RunConfig) -> dict[str, str]:
+    """Return the keys that decide on each text of a run, by the name of the text."""
+    keys = [*(key.name for key in fields(SourceConfig)), "prepared"]
+    texts = config.data.texts.items()
+    return {name: repr([getattr(text, key) for key in keys]) for name, (text, _) in texts}
+
+
+def _past(config: RunConfig, step: int) -> list[tuple[object, ...]]:
+    """Return the changes and the samples of a run before ``step``."""
+    return [
+        (part.start, part.change, part.config.trainer.batch_size, reading(part.config.data))
+        for part in phases_of(config)
+        if part.start < step
+    ]
+
+
+def check_batches(config: RunConfig, processes: int) -> None:
+    """Check that the batches of all phases divide into micro-batches on the processes.
+
+    Raises:
+        UserError: they do not.
     """
-    changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
-    base = {
-        **values,
-        "controls": {},
-        "run_dir": f"{values['run_dir']}/controls/{name}",
-    }
-    return parse(RunConfig, merged(base, changes), weights=weights)
+    for part in phases_of(config):
+        run = part.config.trainer
+        micro = run.micro_batch_size or max(run.batch_size // processes, 1)
+        if run.batch_size % (processes * micro):
+            raise UserError(
+                f"trainer.batch_size: {run.batch_size} sequences do not divide into micro-batches "
+                f"of {micro} on {processes} ranks"
+            )
 
 
-def with_trained_shape(config: RunConfig) -> RunConfig:
-    """Return the configuration with the shape of the trained model that the run begins with.
+def with_trained_shape(config: RunConfig) -> tuple[RunConfig, Layout | None]:
+    """Return the configuration with the shape of the trained model that the run begins with, and
+    the model's layout; None without such a model.
 
     Its encodings also come from the run that trained the weights.
 
@@ -301,7 +290,7 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     """
     model = config.model
     if not model.is_trained:
-        return config
+        return config, None
     # Reading weights needs torch, which a wrong configuration must not wait for.
     from trainer.runs.starting_point import encodings_of, normalizes, starting_weights
 
@@ -319,4 +308,4 @@ def with_trained_shape(config: RunConfig) -> RunConfig:
     )
     if model.from_run is not None:
         config = replace(config, positional=encodings_of(model.from_run))
-    return replace(config, model=shape)
+    return replace(config, model=shape), start.layout

@@ -1,4 +1,4 @@
-"""A run as a list of phases: their settings, the samples that their steps read, and their checks.
+"""A run as a list of phases: their settings, the samples that their steps read, and their layouts.
 
 Phases with equal sequence length and mixture share one order of samples.
 """
@@ -6,20 +6,15 @@ Phases with equal sequence length and mixture share one order of samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from operator import attrgetter
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 
-from trainer.config import (
-    SAME,
-    ChangeConfig,
-    DataConfig,
-    PhaseConfig,
-    RescaleConfig,
-    RunConfig,
-    ScheduleConfig,
-)
-from trainer.model.config import ModelConfig
+from trainer.common.errors import UserError
+from trainer.config import SAME, DataConfig, PhaseConfig, RunConfig
+from trainer.positional.config import build_layout, spectrum_of
+from trainer.positional.drop import drop
+from trainer.positional.layout import Layout
+from trainer.positional.rescaling import RESCALINGS
 
 RECALIBRATION = "recalibrate"
 """The phase after the drop of a run that names no phases."""
@@ -29,35 +24,33 @@ ORDERS = 1_000_003
 
 @dataclass(frozen=True)
 class Phase:
-    """Steps ``start`` to ``end`` (exclusive) of a run.
+    """A part of a run, which begins after ``start`` steps.
 
-    ``config``: the run's configuration with this phase's changes. ``schedule`` counts steps from
-    ``origin`` over ``horizon`` steps. Pretraining that a drop ends early follows the schedule of
-    the whole run, since DroPE takes a checkpoint from before the end of an ordinary run;
-    recalibration has a schedule of its own. ``tokens``: tokens read before this phase. ``order``:
-    number of its order of samples, of which ``samples`` were read before this phase. ``drop``,
-    ``rescale``, ``optimizer_state``: changes at its start.
+    ``settings``: its number of steps, its schedule, and the changes at its start. ``config``: the
+    run's configuration with this phase's lengths, batch sizes and texts. ``tokens``: tokens read
+    before this phase. ``order``: number of its order of samples, of which ``samples`` were read
+    before this phase.
     """
 
     name: str
     start: int
-    end: int
+    settings: PhaseConfig
     config: RunConfig
-    schedule: ScheduleConfig
-    origin: int
-    horizon: int
     tokens: int = 0
     order: int = 0
     samples: int = 0
-    drop: ChangeConfig | None = None
-    rescale: RescaleConfig | None = None
-    optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
+
+    @property
+    def end(self) -> int:
+        """Number of steps of the run after this phase."""
+        return self.start + self.settings.steps
 
     @property
     def change(self) -> tuple[object, ...]:
         """Changes of the model and of the optimizer's state at its start; empty if there are
         none."""
-        changed = self.drop, self.rescale, self.optimizer_state
+        settings = self.settings
+        changed = settings.drop, settings.rescale, settings.optimizer_state
         return () if changed == (None, None, "keep") else changed
 
     @property
@@ -66,8 +59,14 @@ class Phase:
         return self.config.seed + ORDERS * self.order
 
     def factor(self, step: int) -> float:
-        """Return the learning-rate factor at ``step`` of the run."""
-        return self.schedule.factor(step - self.origin, self.horizon)
+        """Return the learning-rate factor at ``step`` of the run.
+
+        A phase without a schedule follows the schedule of the whole run, also pretraining that a
+        drop ends early: DroPE takes a checkpoint from before the end of an ordinary run.
+        """
+        if (schedule := self.settings.schedule) is not None:
+            return schedule.factor(step - self.start, self.settings.steps)
+        return self.config.schedule.factor(step, self.config.trainer.max_steps)
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens read after ``step`` steps of the run, a step of this phase."""
@@ -80,60 +79,36 @@ class Phase:
 
 def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     """Return the configured phases; by default pretraining and, with a drop, recalibration."""
-    steps = config.trainer.max_steps
-    if not config.phases:
-        change = config.drop
-        drop = change.step(steps)
-        whole = Phase("pretrain", 0, steps, config, config.schedule, 0, steps)
-        if drop is None:
-            return (whole,)
-        recalibrate = replace(
-            whole,
-            name=RECALIBRATION,
-            start=drop,
-            schedule=change.schedule,
-            origin=drop,
-            horizon=steps - drop,
-            tokens=drop * config.tokens_per_step,
-            samples=drop * config.trainer.batch_size,
-            drop=None if change.to == SAME else change,
-            optimizer_state=change.optimizer_state,
-        )
-        return (replace(whole, end=drop), recalibrate)
     phases: list[Phase] = []
-    for name, phase in config.phases.items():
-        phases.append(_next(config, phases[-1] if phases else None, name, phase))
+    for name, settings in (config.phases or _default_phases(config)).items():
+        in_phase = config_in(config, settings)
+        if not phases:
+            phases.append(Phase(name, 0, settings, in_phase))
+            continue
+        last = phases[-1]
+        order, samples = last.order, last.first_sample(last.end)
+        if reading(last.config.data) != reading(in_phase.data):
+            order, samples = order + 1, 0
+        tokens = last.tokens_at(last.end)
+        phases.append(Phase(name, last.end, settings, in_phase, tokens, order, samples))
     return tuple(phases)
 
 
-def _next(config: RunConfig, last: Phase | None, name: str, settings: PhaseConfig) -> Phase:
-    start = last.end if last else 0
-    phase = Phase(
-        name,
-        start,
-        start + settings.steps,
-        config_in(config, settings),
-        settings.schedule or config.schedule,
-        start if settings.schedule else 0,
-        settings.steps if settings.schedule else config.trainer.max_steps,
-        drop=settings.drop,
-        rescale=settings.rescale,
-        optimizer_state=settings.optimizer_state,
+def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
+    steps, change = config.trainer.max_steps, config.drop
+    if (step := change.step(steps)) is None:
+        return {"pretrain": PhaseConfig(steps)}
+    recalibration = PhaseConfig(
+        steps - step,
+        schedule=change.schedule,
+        drop=None if change.to == SAME else change,
+        optimizer_state=change.optimizer_state,
     )
-    if last is None:
-        return phase
-    phase = replace(phase, tokens=last.tokens_at(start))
-    if reading(last.config.data) != reading(phase.config.data):
-        return replace(phase, order=last.order + 1)
-    samples = last.samples + (start - last.start) * last.config.trainer.batch_size
-    return replace(phase, order=last.order, samples=samples)
+    return {"pretrain": PhaseConfig(step), RECALIBRATION: recalibration}
 
 
-NOT_OF_SAMPLES = {
-    "num_workers": "the order of samples does not depend on who reads them",
-    "cache_dir": "prepared text is the same in any directory",
-}
-"""Keys of ``data`` that change no sample, with the reason."""
+NOT_OF_SAMPLES = "num_workers", "cache_dir"
+"""Keys of ``data`` that change no sample."""
 
 
 def reading(data: DataConfig) -> tuple[object, ...]:
@@ -152,29 +127,18 @@ def reading(data: DataConfig) -> tuple[object, ...]:
 def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
     """Return the run's configuration with a phase's lengths, batch sizes and texts."""
     data, run = config.data, config.trainer
-    if phase.sequence_length is not None:
-        data = replace(data, sequence_length=phase.sequence_length)
     if phase.weights is not None:
         mixture = {
-            name: {**data.mixture[name], "weight": weight}
-            for name, weight in phase.weights.items()
-            if name in data.mixture
+            name: {**data.mixture[name], "weight": weight} for name, weight in phase.weights.items()
         }
         data = replace(data, mixture=mixture)
-    sizes = {
-        key: value
-        for key in ("batch_size", "micro_batch_size")
-        if (value := getattr(phase, key)) is not None
-    }
-    return replace(config, data=data, trainer=replace(run, **sizes))
-
-
-def with_lengths(config: RunConfig) -> RunConfig:
-    """Return the configuration with the steps of all phases as ``trainer.max_steps``."""
-    if not config.phases:
-        return config
-    steps = sum(phase.steps for phase in config.phases.values())
-    return replace(config, trainer=replace(config.trainer, max_steps=steps))
+    data = replace(data, sequence_length=phase.sequence_length or data.sequence_length)
+    run = replace(
+        run,
+        batch_size=phase.batch_size or run.batch_size,
+        micro_batch_size=phase.micro_batch_size or run.micro_batch_size,
+    )
+    return replace(config, data=data, trainer=run)
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
@@ -192,6 +156,11 @@ def training_length_at(config: RunConfig, step: int) -> int:
     return phase_before(phases_of(config), step).config.data.sequence_length
 
 
+def tokens_at(config: RunConfig, step: int) -> int:
+    """Return the tokens read after ``step`` steps."""
+    return phase_before(phases_of(config), step).tokens_at(step)
+
+
 def kept_steps(config: RunConfig) -> frozenset[int]:
     """Return the steps with permanent checkpoints: ends of phases, and branches of controls."""
     ends = {phase.end for phase in phases_of(config)} if config.phases else set()
@@ -199,36 +168,62 @@ def kept_steps(config: RunConfig) -> frozenset[int]:
     return frozenset(ends | {step for step in branches if isinstance(step, int)})
 
 
-def tokens_at(config: RunConfig, step: int) -> int:
-    """Return the tokens read after ``step`` steps."""
-    return phase_before(phases_of(config), step).tokens_at(step)
+# Layouts
 
 
-CONTINUED = (
-    *(f"model.{field.name}" for field in fields(ModelConfig) if field.name != "attention_backend"),
-    "positional",
-    "optimizer.name",
-    "seed",
-)
-"""Keys whose value a checkpoint determines for a control that continues from it."""
+def configured_layout(config: RunConfig) -> Layout:
+    """Return the layout that a run without trained weights begins with.
+
+    Raises:
+        UserError: the configured encodings do not fit the model.
+    """
+    model = config.model
+    return build_layout(
+        config.positional,
+        num_layers=model.num_hidden_layers,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_size,
+        training_length=config.data.sequence_length,
+        qk_norm=model.qk_norm.when == "always",
+    )
 
 
-def branch_problem(run: RunConfig, control: RunConfig, step: int) -> str | None:
-    """Return why ``control`` cannot continue from the checkpoint of ``run`` after ``step``."""
-    for key in CONTINUED:
-        if attrgetter(key)(run) != attrgetter(key)(control):
-            return f"{key}: a control that branches off continues with the run's"
-    main, other = phases_of(run), phases_of(control)
-    starts = {phase.start for phase in (*main, *other) if phase.start < step}
-    for start in sorted(starts):
-        a, b = phase_at(main, start), phase_at(other, start)
-        if _read(a, start) != _read(b, start):
-            return f"branch: from step {start} on the run reads other samples than the control"
-        changes = [phase.change if phase.start == start else () for phase in (a, b)]
-        if changes[0] != changes[1]:
-            return f"branch: after step {start} the run and the control are changed differently"
-    return None
+def layouts_of(config: RunConfig, first: Layout) -> list[Layout]:
+    """Return the layouts just before each phase, and the last one; the run begins with ``first``.
+
+    Raises:
+        ValueError: a phase asks for an impossible change.
+    """
+    return list(accumulate(phases_of(config), layout_of_phase, initial=first))
 
 
-def _read(phase: Phase, step: int) -> tuple[object, ...]:
-    return phase.first_sample(step), phase.config.trainer.batch_size, reading(phase.config.data)
+def layout_of_phase(layout: Layout, phase: Phase) -> Layout:
+    """Return the layout that a phase begins with: the previous one, rescaled, extended and dropped.
+
+    A rescaling starts from the length before; a new encoding is written for the length that it is
+    trained on.
+
+    Raises:
+        ValueError: the change is impossible for this layout.
+    """
+    config, rescale, change = phase.config, phase.settings.rescale, phase.settings.drop
+    length = config.data.sequence_length
+    if rescale is not None and rescale.base is not None:
+        layout = layout.rebased(rescale.base, rescale.layers)
+    elif rescale is not None:
+        factor = rescale.factor or length / layout.training_length
+        if factor <= 1:
+            key = f"phases.{phase.name}.rescale"
+            raise UserError(f"{key}: its sequences are no longer than those before")
+        layout = layout.rescaled(RESCALINGS[rescale.method], factor, rescale.layers)
+    layout = replace(layout, training_length=max(layout.training_length, length))
+    if change is None:
+        return layout
+    return drop(
+        layout,
+        spectrum_of(config.positional, change.to, config.model.head_size, layout.training_length),
+        layers=change.layers,
+        heads=change.heads,
+        windows=change.windows,
+        qk_norm=config.model.qk_norm.when == "after_drop",
+    )

@@ -169,7 +169,7 @@ def encodings_of(reference: str) -> PositionalConfig:
     config, step = saved_config(state["config"]), state["step"]
     positional, depth = config.positional, config.model.num_hidden_layers
     for phase in phases_of(config):
-        change = phase.drop
+        change = phase.settings.drop
         if change is None or phase.start >= step or change.heads is not None:
             continue  # A partial drop leaves an encoding that has no name.
         chosen = {layer % depth for layer in change.layers or range(depth)}

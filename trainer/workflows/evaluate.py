@@ -16,7 +16,7 @@ from trainer.common.ranks import Ranks
 from trainer.config import STATEMENTS, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.engine import Measured, Subject, measure_cells, plan_cells
+from trainer.evaluation.engine import Subject, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.measurements import Measurement
@@ -34,7 +34,6 @@ from trainer.runs.descriptions import (
     reference_first,
     without_home,
 )
-from trainer.runs.fitted_temperature import keep_temperature
 from trainer.runs.models import Candidate, distinct, find_candidate, origin
 from trainer.runs.parsing import check_evaluation
 from trainer.runs.ranks import join_evaluation
@@ -130,7 +129,7 @@ def measure_models(
     """Measure every method on every model; return a report without anything about training.
 
     Cells that are stored in ``cells``, by an interrupted evaluation or for another table, are not
-    measured again. A temperature fitted for a run as trained is stored with its checkpoint.
+    measured again.
 
     ``candidates``: as :func:`fitting_together` returns them. ``text``: in the first one's tokens.
     ``cells``: directory of finished cells. ``accelerator``: cpu, or a GPU if there is one.
@@ -156,15 +155,14 @@ def measure_models(
     )
     if ranks.rank:
         return unmeasured(name, C, text.corpus)
-    _keep_temperatures(candidates, measured, config)
     titles = {recipe.key: recipe.title for applied in recipes.values() for recipe in applied}
     task_titles = {task.key: task.title for task in tasks}
     if mean_of := averaged(measured.trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     longest = max(candidate.longest_context for candidate in candidates)
     coefficients = {
-        f"{name} + {titles['temperature']}": fitted["coefficient"]
-        for name, fitted in measured.temperature.items()
+        f"{name} + {titles['temperature']}": coefficient
+        for name, coefficient in measured.temperature.items()
     }
     corpus = text.corpus
     rows = all_rows(measured.rows, measured.trials, run=name, seed=config.needles.seed)
@@ -190,24 +188,6 @@ def measure_models(
         else {},
         temperature=coefficients,
     )
-
-
-def _keep_temperatures(
-    candidates: Sequence[Candidate], measured: Measured, config: EvaluationConfig
-) -> None:
-    """Store the fitted temperatures of runs with their checkpoints."""
-    if len(set(config.temperature.grid)) == 1:
-        return  # given by the user, and says nothing of the model
-    for candidate in candidates:
-        # `generate` counts from the checkpoint's C, up to which a temperature may be trained.
-        own = candidate.with_training_length(candidate.stored_length).layout
-        fitted = measured.temperature.get(candidate.name)
-        if candidate.run is None or fitted is None or own.has_trained_temperature:
-            continue
-        if (older := keep_temperature(candidate.path, fitted)) is None:
-            log.info("The temperature of %s is kept with its checkpoint", candidate.name)
-        else:
-            log.info("The temperature stored with %s stays: c = %.3g", candidate.name, older)
 
 
 def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:

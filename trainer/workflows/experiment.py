@@ -33,7 +33,6 @@ from trainer.lightning.devices import check_device, set_environment, set_threads
 from trainer.lightning.fit import TrainedRun, train
 from trainer.lightning.loggers import log_results
 from trainer.report.pages import write_renderings
-from trainer.runs.arms import arms_of, check_arms, check_spread
 from trainer.runs.descriptions import encodings, reference_first, without_home
 from trainer.runs.directory import (
     check_run_directory,
@@ -44,6 +43,7 @@ from trainer.runs.directory import (
 )
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import find_candidate, origin
+from trainer.runs.parsing import check_batches, runs_of
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.runs.ranks import process_group
 from trainer.workflows.evaluate import (
@@ -77,7 +77,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
         PreemptedError: the run was asked to stop.
     """
     start_time, directory = time.time(), Path(config.run_dir)
-    configs = arms_of(config)
+    configs = runs_of(config)
     set_environment(config)
     with process_group(config) as ranks:
         if on_rank_zero(lambda: _is_finished(config)):
@@ -139,16 +139,14 @@ def _open(
 
 
 def check_start(configs: dict[str, RunConfig], ranks: Ranks) -> None:
-    """Check what shows without the text: packages, devices, batches, and the controls.
+    """Check what shows without the text: packages, devices and batches.
 
     Raises:
         UserError: some of it does not fit.
     """
     for config in configs.values():
         check_device(config)
-        for phase in phases_of(config):
-            check_spread(phase.config, ranks.world_size, ranks.local_size)
-    check_arms(configs)
+        check_batches(config, ranks.world_size)
 
 
 def branch_checkpoint(config: RunConfig, control: str) -> Path | None:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 
 from trainer.checkpoint import find_checkpoint, load_decoder, read_state
-from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.config import ExportRequest
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.export import check_destination, export_model
-from trainer.model.decoder import Decoder
-from trainer.positional.spectrum import Spectrum, Temperature
 from trainer.runs.descriptions import is_dropped
 from trainer.runs.directory import saved_config
-from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.phases import phases_of, training_length_at
 
 log = logging.getLogger(__name__)
@@ -49,11 +43,13 @@ def export_checkpoint(request: ExportRequest) -> str:
     if step:
         model.layout = model.layout.with_training_length(training_length_at(config, step))
     layout = model.layout
-    if (factor := request.temperature_at) is not None:
-        _temper(model, path, factor)
+    if (scale := request.logit_scale) != 1:
+        model.layout = layout.map(
+            lambda s: s.with_temperature(scale=scale * s.temperature.scale), layout.chosen(None)
+        )
     # A drop or a rescaling that leaves positions ends what longer sequences taught before.
     is_changed = config.model.from_run is not None or any(
-        phase.start < step and (phase.drop or phase.rescale) for phase in phases_of(config)
+        p.start < step and (p.settings.drop or p.settings.rescale) for p in phases_of(config)
     )
     has_positions = layout.rotates or any(s.alibi for s in layout.spectra) or layout.follows_length
     if not (is_changed and has_positions):
@@ -78,34 +74,3 @@ def export_checkpoint(request: ExportRequest) -> str:
         dtype=request.dtype,
         token_files=state["token_files"],
     )
-
-
-def _temper(model: Decoder, path: Path, factor: float) -> None:
-    """Give the decoder the checkpoint's fitted temperature, as it is at ``factor`` times the
-    training length, for all lengths.
-
-    Raises:
-        UserError: no temperature was fitted.
-    """
-    before = model.layout
-    layout, fitted = with_fitted_temperature(before, path)
-    if not fitted:
-        raise UserError(
-            f"temperature_at: no temperature was fitted for {str(path)!r} by an evaluation with "
-            "the method temperature"
-        )
-    C = before.training_length
-
-    def constant(spectrum: Spectrum) -> Spectrum:
-        temperature = spectrum.temperature
-        if temperature.is_constant:
-            return spectrum
-        stretch = max(1.0, factor * C / (temperature.reference or C))
-        scale = temperature.scale * (1 + temperature.coefficient * math.log(stretch))
-        return replace(spectrum, temperature=Temperature(scale=scale))
-
-    layers = (
-        old if new is old else new.map(constant)
-        for old, new in zip(before.layers, layout.layers, strict=True)
-    )
-    model.layout = replace(before, layers=tuple(layers))

@@ -11,7 +11,6 @@ from trainer.common.processes import usual_threads
 from trainer.config import GenerationRequest
 from trainer.data.tokenizer import end_tokens
 from trainer.model.generate import TextStream, generate
-from trainer.runs.fitted_temperature import with_fitted_temperature
 from trainer.runs.models import find_candidate
 from trainer.workflows.subjects import subject_of
 
@@ -31,9 +30,8 @@ def continue_prompts(
     candidate = find_candidate(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = subject_of(candidate, request.dtype, device).load()
-    model.layout, temperature = with_fitted_temperature(model.layout, candidate.path)
     names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
-    say(f"{', '.join(names)}{temperature}")
+    say(", ".join(names))
     tokenizer = candidate.tokenizer
     bos = [] if candidate.bos_token is None else [candidate.bos_token]
     prompts = [

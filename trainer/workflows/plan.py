@@ -17,7 +17,7 @@ from trainer.lightning.phases import describe
 from trainer.lightning.setup import make_decoder
 from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
-from trainer.runs.arms import arms_of, shard_size
+from trainer.runs.parsing import runs_of
 from trainer.runs.phases import Phase, phases_of, tokens_at
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
@@ -39,7 +39,7 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     """
     config = with_vocabulary(config)
     operations = {}
-    for name, arm in arms_of(config, weights=False).items():
+    for name, arm in runs_of(config, weights=False).items():
         branch = config.controls[name].get("branch") if name != MAIN else None
         operations[name] = flops(arm, config.drop_step or 0 if branch == "drop" else branch or 0)
     counts = {name: f"{count:,}" for name, count in parameters(make_decoder(config, 0)).items()}
@@ -105,7 +105,7 @@ def _training(config: RunConfig) -> Rows:
         for phase in phases:
             length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
             count, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
-            change = f", {describe(phase)}" if phase.drop or phase.rescale else ""
+            change = f", {describe(phase)}" if phase.settings.drop or phase.settings.rescale else ""
             yield phase.name, f"{count:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
     else:
         yield "steps", f"{steps:,} of {config.tokens_per_step:,} tokens"
@@ -124,7 +124,8 @@ def _memory(config: RunConfig, gpus: int) -> Rows:
 
     rows, length = max(map(micro_batch, phases_of(config)), key=lambda shape: shape[0] * shape[1])
     strategy, count = config.strategy, sum(p.numel() for p in make_decoder(config, 0).parameters())
-    shards = shard_size(strategy, gpus, min(gpus, ON_A_NODE)) if "sdp" in strategy.name else 1
+    of_node = strategy.shard_size or min(gpus, ON_A_NODE)
+    shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
     size = 4 if config.trainer.precision == "fp32" else 2
     kept = activation_bytes(config.model, size, strategy.activation_checkpointing)
     sizes = {

@@ -22,7 +22,7 @@ from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.methods import CHOICE, Recipe
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.tasks import HAYSTACK
-from trainer.runs.arms import arms_of
+from trainer.runs.parsing import runs_of
 from trainer.runs.starting_point import starting_weights, texts_read
 
 
@@ -60,7 +60,7 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
-    longest = max(run.longest_sequence for run in arms_of(config, weights=False).values())
+    longest = max(run.longest_sequence for run in runs_of(config, weights=False).values())
     data, tokenizer = replace(config.data, sequence_length=longest), tokenizer_of_weights(config)
     return prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
 
