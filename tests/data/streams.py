@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.data.held_out import HeldOutPart, HeldOutText
+from trainer.data.corpus import HeldOutPart, HeldOutText
 from trainer.data.prepared import Tokens
 
 

@@ -93,6 +93,17 @@ def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_confi
     assert_same_in_any_batch(samples)
 
 
+def test_parts_of_a_mixture_with_equal_text_are_read_in_orders_of_their_own(corpus_and_config):
+    corpus, config = corpus_and_config
+    twice = replace(corpus, parts=tuple(replace(corpus.parts[0], name=name) for name in "ab"))
+    samples = TrainingSamples(twice, config, seed=3)
+    parts, blocks = samples.where(np.arange(2 * samples.blocks[0]))
+    first, second = (blocks[parts == part] for part in range(2))
+    shared = min(len(first), len(second))
+    assert shared > 50
+    assert (first[:shared] == second[:shared]).mean() < 0.1
+
+
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.booleans())
 def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     """Token 0 ends a document. Those of a GPU's kernels, counted here so that nothing waits for it,

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tests.data.conftest import write_texts
 from tests.data.streams import held_out
 from trainer.config import TokenizerConfig
-from trainer.data.corpus import prepare_corpus
-from trainer.data.held_out import divided, held_out_windows
+from trainer.data.corpus import divided, held_out_windows, prepare_corpus
 from trainer.evaluation.loss import windows_with_common_ends
 
 BPE = TokenizerConfig(vocab_size=300)

@@ -16,17 +16,19 @@ from tokenizers.models import WordLevel
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.data import encoding, prepared
-from trainer.data.encoding import cut, document_hash, split_of
+from trainer.data import prepared
 from trainer.data.prepared import (
     Manifest,
     TokenFile,
+    cut,
     directory_of,
+    document_hash,
     is_prepared,
     open_prepared,
     prepare,
     request_of,
     split_bounds,
+    split_of,
 )
 from trainer.data.sources import cache_directory
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
@@ -35,7 +37,7 @@ BPE = TokenizerConfig(vocab_size=300)
 
 
 def bytes_of(directory):
-    return [(directory / f"{split}.bin").read_bytes() for split in encoding.SPLITS]
+    return [(directory / f"{split}.bin").read_bytes() for split in prepared.SPLITS]
 
 
 def texts_of(config):
@@ -46,7 +48,7 @@ def texts_of(config):
 def test_every_split_is_its_documents_in_order_with_an_end_behind_each(config):
     directory = prepare(config, BPE, workers=1)
     text, manifest = open_prepared(directory), Manifest.load(directory)
-    expected = {split: [] for split in encoding.SPLITS}
+    expected = {split: [] for split in prepared.SPLITS}
     for document in texts_of(config):
         ids = text.tokenizer.encode(document).ids
         expected[split_of(document, manifest.bounds)] += [*ids, text.end_of_text]
@@ -168,7 +170,7 @@ def test_special_tokens_in_text_are_text_and_many_words_make_ids_of_four_bytes(c
     directory = prepare(config, path, workers=1)
     manifest = Manifest.load(directory)
     assert manifest.dtype == "<u4"
-    ids = [np.fromfile(directory / f"{split}.bin", "<u4") for split in encoding.SPLITS]
+    ids = [np.fromfile(directory / f"{split}.bin", "<u4") for split in prepared.SPLITS]
     assert (np.concatenate(ids) == manifest.end_of_text).sum() == manifest.read == 110
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import EvaluationConfig, TemperatureSettings
-from trainer.data.held_out import HeldOutPart, HeldOutText
+from trainer.data.corpus import HeldOutPart, HeldOutText
 from trainer.evaluation.fitting import (
     FitText,
     Fitting,

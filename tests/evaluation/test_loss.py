@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.data.streams import held_out
 from trainer.common.errors import UserError
-from trainer.data.held_out import HeldOutPart, HeldOutText
+from trainer.data.corpus import HeldOutPart, HeldOutText
 from trainer.data.prepared import Tokens
 from trainer.evaluation import passes
 from trainer.evaluation.haystack import Haystack

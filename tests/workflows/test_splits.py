@@ -22,7 +22,7 @@ from trainer.config import (
 )
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.data.encoding import document_hash
+from trainer.data.prepared import document_hash
 from trainer.lightning.monitors import Monitors
 from trainer.lightning.phases import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout

@@ -29,8 +29,9 @@ BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
 """Sources of the user's own, by name."""
 
-LONGEST = 1 << 21
-"""Characters of the longest document; longer ones are cut."""
+LONGEST = 1 << 20
+"""Characters of the longest document; longer ones are cut, since merging their tokens needs many
+times the memory of the text."""
 KINDS = {
     **dict.fromkeys((".txt", ".md", ".rst"), "text"),
     **dict.fromkeys((".jsonl", ".json"), "json"),
@@ -190,19 +191,6 @@ def find_files(config: DataConfig) -> list[str]:
         else:
             files += map(system.unstrip_protocol, named)
     return list(dict.fromkeys(files))
-
-
-def check_files(config: DataConfig) -> None:
-    """Check that local files are there and that one of them is not empty.
-
-    Raises:
-        UserError: all are empty.
-        FileNotFoundError: there is no such file.
-    """
-    if config.source != "files" or config.prepared or is_remote(config):
-        return
-    if not any(Path(path).stat().st_size for path in find_files(config)):
-        raise UserError(f"data.files: expected text, got nothing in {config.files}")
 
 
 def _is_hidden(name: str, root: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.common.fields import adapter
-from trainer.data.held_out import divided
+from trainer.data.corpus import divided
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts
 from trainer.evaluation.store import Store, fingerprint

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.data.held_out import HeldOutText
+from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
 from trainer.evaluation.haystack import Haystack

@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.data.held_out import HeldOutText
+from trainer.data.corpus import HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers

@@ -8,8 +8,7 @@ from functools import cached_property
 from trainer.common.errors import UserError
 from trainer.common.words import counted
 from trainer.config import LONGBENCH, MANY_SHOT, PERPLEXITY, RULER, STATEMENTS, EvaluationConfig
-from trainer.data.corpus import Corpus
-from trainer.data.held_out import HeldOutText
+from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
 from trainer.evaluation.haystack import Haystack

@@ -114,7 +114,7 @@ class TokenData(L.LightningDataModule):
     def probe(self, sequences: int) -> Tensor:
         """Return held-out token ids ``[sequences, length + 1]``, evenly spaced in the text."""
         self.setup("fit")
-        from trainer.data.held_out import held_out_windows
+        from trainer.data.corpus import held_out_windows
 
         assert not isinstance(self.corpus, str | Path)
         windows = held_out_windows(self.corpus.validation, sequences, self.length + 1)

@@ -12,9 +12,8 @@ import lightning as L
 import numpy as np
 import torch
 
-from trainer.data.corpus import Corpus
+from trainer.data.corpus import Corpus, held_out_windows
 from trainer.data.dataset import as_batch
-from trainer.data.held_out import held_out_windows
 from trainer.lightning.callbacks import Metrics, Saving, StepCallback
 from trainer.lightning.drop import Change, Probe, apply_change, losses_of
 from trainer.lightning.module import LanguageModule

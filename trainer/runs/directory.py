@@ -18,7 +18,6 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
 from trainer.config import RunConfig
-from trainer.data.sources import check_files
 
 RECORD = "config.yaml"
 LOCK = ".lock"
@@ -104,20 +103,16 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
 
 
 def check_start(config: RunConfig) -> None:
-    """Check what would stop a run in its first minute: its directory, and its files of text.
+    """Check that a run can begin in its directory.
 
     Raises:
-        UserError: the directory holds another run or one that trains, or the files are empty.
-        FileNotFoundError: a file of text is missing.
+        UserError: the directory holds another run or one that trains.
     """
     check_run_directory(config)
     directory = Path(config.run_dir)
     if (directory / LOCK).exists():
         with locked(directory):
             pass
-    if not (directory / RECORD).exists():
-        for text, _ in config.data.texts.values():
-            check_files(text)
 
 
 def differences(

@@ -22,8 +22,7 @@ from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
-from trainer.data.corpus import Corpus
-from trainer.data.held_out import HeldOutPart, HeldOutText, divided, held_out_windows
+from trainer.data.corpus import Corpus, HeldOutPart, HeldOutText, divided, held_out_windows
 from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.haystack import Haystack
