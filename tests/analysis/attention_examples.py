@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.reference import softmax
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import Heads
 from trainer.positional.encodings import alibi_slopes, by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rotation import rotary_table, rotate
@@ -67,8 +67,5 @@ def cells(rows, metric, *shape, **where):
 def rows_of(kind, target):
     """The rows of a topic, without its figures."""
     topic = kind(target)
-    capture(target.model, target.ids, topic.on_layer)
-    if target.prefix is not None:
-        capture(target.model, target.prefix, topic.on_prefix)
-    topic.finish()
+    topic.read()
     return topic.rows()

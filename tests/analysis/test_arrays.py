@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.analysis.arrays import bucket_means, position_edges, prefix_lengths, stacked
+from trainer.analysis.topic import bucket_means, position_edges, prefix_lengths, stacked
 
 
 def test_means_over_texts_with_those_read_without_later_tokens():

@@ -10,11 +10,8 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import attention as module
-from trainer.analysis.attention import (
-    attention_rows,
-    head_attention,
-    stable_rank,
-)
+from trainer.analysis.attention import attention_rows, head_attention
+from trainer.analysis.clusters import stable_rank
 
 
 def expected_rows(attention, dots):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.reference import turned
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import capture
 from trainer.model.config import QKNormConfig
 from trainer.positional.layout import Intervention
 

@@ -12,8 +12,7 @@ from sklearn.metrics import davies_bouldin_score, silhouette_score
 
 from tests.analysis.attention_examples import cells, layer_of_heads, rows_of
 from trainer.analysis import clusters as module
-from trainer.analysis.arrays import stacked
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import Heads, capture
 from trainer.analysis.clusters import (
     cluster_measures,
     principal_plane,
@@ -21,7 +20,7 @@ from trainer.analysis.clusters import (
     sample_positions,
 )
 from trainer.analysis.clusters_figures import ClusterFigures
-from trainer.analysis.topic import Target
+from trainer.analysis.topic import Target, stacked
 
 
 def result_of(heads, **options):

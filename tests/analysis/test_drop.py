@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.analysis.attention_examples import attention_of, cells
 from trainer.analysis import drop
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import capture
 from trainer.analysis.drop import (
     MEASURES,
     compare_drop,

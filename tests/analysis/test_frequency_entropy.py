@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, rows_of
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import capture
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
@@ -29,7 +29,7 @@ from trainer.analysis.frequency_entropy import (
 from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures, in_words
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
-from trainer.config import AttenuationSettings, ShortTime
+from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime
 from trainer.evaluation.weighted_rope import apply
 from trainer.positional.layout import Intervention
 
@@ -150,7 +150,7 @@ def text(length, texts=1):
 
 def rows_with(target, **attenuation):
     settings = AttenuationSettings(**{"alphas": [], **attenuation})
-    target = replace(target, attenuation=settings)
+    target = replace(target, config=replace(target.config, attenuation=settings))
     return rows_of(FrequencyEntropyFigures, target)
 
 
@@ -164,7 +164,7 @@ def expected(model, ids, name, side):
 def test_rows_are_the_entropies_of_every_pair_also_on_shorter_texts(tiny_decoder):
     """App. F: the same heads at several lengths; a text shorter than a frame has one entropy."""
     model, ids = tiny_decoder(), text(1100)
-    rows = rows_with(Target("tiny", model, ids, prefixes=(1050, 60)))
+    rows = rows_with(Target("tiny", model, ids, AnalysisConfig(prefixes=[1050, 60])))
     for n, measures in ((60, ["sequence"]), (1050, MEASURES), (1100, MEASURES)):
         for name in measures:
             measured = cells(rows, NAMES[name], 2, 4, 4, variant="queries", length=n)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import attention_of
 from tests.reference import turned
-from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.attention import NeedlePrompt, capture
 from trainer.analysis.matrix_entropy import (
     copy_prompt,
     gram,

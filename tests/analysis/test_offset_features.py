@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, layer_of_heads, rows_of, turned
 from tests.positional.examples import slowed
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import Heads, capture
 from trainer.analysis.offset_features import (
     angle_stability,
     bounds,

@@ -10,8 +10,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
 from trainer.analysis import positional_bias
-from trainer.analysis.attention import attention_rows
-from trainer.analysis.capture import NeedlePrompt, capture
+from trainer.analysis.attention import NeedlePrompt, attention_rows, capture
 from trainer.analysis.positional_bias import (
     bias_gradients,
     fresh_decoders,

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of, cells, layer_of_heads, rows_of
-from trainer.analysis.arrays import position_edges
-from trainer.analysis.attention import attention_map
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import attention_map, capture
 from trainer.analysis.sinks import SinkFigures, mean_at, over_largest
-from trainer.analysis.topic import Target
+from trainer.analysis.topic import Target, position_edges
 
 T = 40
 

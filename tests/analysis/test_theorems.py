@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import turned
-from trainer.analysis.arrays import stacked
-from trainer.analysis.attention import attention_rows
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import Heads, attention_rows, capture
 from trainer.analysis.clusters import cluster_measures
 from trainer.analysis.positional_bias import (
     bias_gradients,
@@ -22,6 +20,7 @@ from trainer.analysis.positional_bias import (
     prefix_spreads,
 )
 from trainer.analysis.synthetic import fsv_ratios
+from trainer.analysis.topic import stacked
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
 

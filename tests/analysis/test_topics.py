@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.golden.files import GOLDEN
-from trainer.analysis.capture import NeedlePrompt
-from trainer.analysis.topic import COLUMNS, Target, run, summary, tidy
+from trainer.analysis.attention import NeedlePrompt
+from trainer.analysis.topic import COLUMNS, Target, summary, tidy
 from trainer.analysis.topics import TOPICS
-from trainer.config import AttenuationSettings, NeedleSettings, ShortTime
+from trainer.config import AnalysisConfig, AttenuationSettings, NeedleSettings, ShortTime
 
 C, T = 32, 80
 IDS = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))
@@ -29,7 +29,7 @@ def rotating(tiny_decoder):
 
 def bare(tiny_decoder):
     model = tiny_decoder(training_length=C, layers=["nope"]).eval()
-    return Target("bare", model, IDS, chosen=((1, 2), (0, 1)), prompt=prompt(C))
+    return Target("bare", model, IDS, AnalysisConfig(chosen=[(1, 2), (0, 1)]), prompt(C))
 
 
 def mixed(tiny_decoder):
@@ -39,24 +39,26 @@ def mixed(tiny_decoder):
         "mixed",
         tiny_decoder(training_length=C, model=shape, layers=layers).eval(),
         IDS,
-        chosen=((2, 3),),
-        pairs=(1, 3),
-        prefixes=(20, 40),
+        AnalysisConfig(
+            chosen=[(2, 3)],
+            pairs=[1, 3],
+            prefixes=[20, 40],
+            frequency_entropy=ShortTime("hamming", 16, 4),
+            attenuation=AttenuationSettings(
+                alphas=[0.0, 0.25, 1.0],
+                gates=["spectrum>0.4+sequence<0.9", "sequence>0.1"],
+                tokens=[30, 70],
+            ),
+            needle=NeedleSettings(kind="question", by="key", ranked_on="prompt"),
+        ),
         prompt=prompt(C),
         question=prompt(T),
         choice=IDS.flip(0, 1),
-        frames=ShortTime("hamming", 16, 4),
-        attenuation=AttenuationSettings(
-            alphas=[0.0, 0.25, 1.0],
-            gates=["spectrum>0.4+sequence<0.9", "sequence>0.1"],
-            tokens=[30, 70],
-        ),
-        needle=NeedleSettings(kind="question", by="key", ranked_on="prompt"),
     )
 
 
 def results_of(target):
-    return run([t(target) for t in TOPICS.values() if t.problem(target) is None], target)
+    return [t(target).results() for t in TOPICS.values() if t.problem(target) is None]
 
 
 @pytest.mark.parametrize("build", [rotating, mixed], ids=lambda build: build.__name__)

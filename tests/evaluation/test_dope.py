@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.common.errors import UserError
 from trainer.evaluation.dope import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import capture
 from trainer.config import (
     BY_LAYER,
     ChoiceSettings,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import capture
 from trainer.analysis.frequency_entropy import frequency_entropies
 from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings

@@ -16,8 +16,7 @@ from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
 from tests.test_checkpoint import assert_same_model
-from trainer.analysis.attention import attention_rows, head_attention
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import attention_rows, capture, head_attention
 from trainer.common.errors import UserError
 from trainer.hf import NO_ROTATION as DROPPED
 from trainer.interchange.adapted import AdaptedModel, read_adapted

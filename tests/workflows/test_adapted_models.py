@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.analysis.attention_examples import cells
 from tests.interchange.families import made
-from trainer.analysis.topic import Target, run
+from trainer.analysis.topic import Target
 from trainer.analysis.topics import TOPICS
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -62,7 +62,7 @@ def test_every_analysis_can_be_made(family):
     ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(5))
     target = Target(family, AdaptedModel(hf), ids)
     assert not any(topic.problem(target) for topic in TOPICS.values())
-    results = run([topic(target) for topic in TOPICS.values()], target)
+    results = [topic(target).results() for topic in TOPICS.values()]
     assert [found.key for found in results] == list(TOPICS)
     assert all(found.plots and len(found.rows) for found in results)
 

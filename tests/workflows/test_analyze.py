@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
-from trainer.config import AnalysisRequest
+from trainer.config import AnalysisConfig, AnalysisRequest
 from trainer.workflows import analyze
 
 
@@ -38,9 +38,13 @@ def test_a_model_beside_it_has_the_same_words(monkeypatch, kind, words, refusal)
 
 def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
     ids = torch.randint(0, 50, (1, 40), generator=torch.Generator().manual_seed(1))
-    target = Target("tiny", tiny_decoder(layers=["nope"]).eval(), ids)
+    model = tiny_decoder(layers=["nope"]).eval()
+
+    def analyses(kind):
+        return analyze.analyses_of(Target("tiny", model, ids, AnalysisConfig(kind)))
+
     with pytest.raises(UserError, match=r"^analysis.kind: offset_features: expected a model with"):
-        analyze._run(target, "offset_features")
-    (results,) = analyze._run(target, "synthetic")
+        analyses("offset_features")
+    (results,) = analyses("synthetic")
     assert results.key == "synthetic"
-    assert analyze._run(target, "drop") == []
+    assert analyses("drop") == []

@@ -1,20 +1,147 @@
-"""Statistics of attention: for every query and for every head.
+"""Queries and keys of every layer from one forward pass, and the attention that they make.
 
 No function holds a whole attention matrix: scores are computed and reduced in blocks.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from trainer.analysis.arrays import Array
-from trainer.analysis.capture import Heads
+from trainer.model.language_model import LanguageModel
 from trainer.positional.encodings import alibi_slopes
+from trainer.positional.layout import LayerEncoding, Layout
+
+Array = np.ndarray
+Place = tuple[int, int]
+"""Layer and head."""
+Side = Literal["query", "key"]
+SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
+"""Plurals of both sides."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, T, D]`` of one layer, float32.
+
+    ``q``, ``k``: before the encoding, after QK-norm if the layer has it; ``rotated_q``,
+    ``rotated_k``: as the scores use them, temperature and gains included. ``encoding``: the layer's
+    encoding, in a model of ``training_length`` C. Query head h reads key-value head h // (Hq /
+    Hkv); in a layer with a spectrum for every query head, Hkv equals Hq.
+
+    A score is ``scaling`` q k (None: q k / sqrt(D)); with a ``softcap`` c (Gemma 2) it is c
+    tanh(score / c). ``sinks`` ``[Hq]``: logits of learned sinks, which the softmax adds to the
+    scores; None without them.
+    """
+
+    layer: int
+    encoding: LayerEncoding
+    q: Tensor
+    k: Tensor
+    rotated_q: Tensor
+    rotated_k: Tensor
+    training_length: int
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @classmethod
+    def of_layer(
+        cls,
+        layout: Layout,
+        layer: int,
+        *tensors: Tensor,
+        sinks: Tensor | None = None,
+        **scores: Any,
+    ) -> Heads:
+        """Return what the observer of a layer gets in a model of this layout."""
+        q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
+        return cls(
+            *(layer, layout.layers[layer], q, k, rotated_q, rotated_k, layout.training_length),
+            sinks=None if sinks is None else sinks.detach().float(),
+            **scores,
+        )
+
+    @property
+    def scale(self) -> float:
+        """Factor on the dot product of a query and a key."""
+        return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    @property
+    def queries_per_key(self) -> int:
+        """Number of query heads that read one key-value head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Bound scaled scores by the soft-cap, if there is one."""
+        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+
+
+@dataclass(frozen=True)
+class NeedlePrompt:
+    """Prompts ``ids`` ``[B, T]`` that state a fact at ``needle`` and end with a question of
+    ``question`` tokens about it."""
+
+    ids: Tensor
+    needle: slice
+    question: int = 1
+
+
+@torch.no_grad()
+def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
+    """Read ``ids`` ``[B, T]``, call ``on_layer`` for each layer before its attention, and return
+    the normalised states ``[B, T, hidden_size]``.
+
+    Tensors that ``on_layer`` does not keep are freed before the next layer.
+    """
+
+    def observe(layer: int, *tensors: Tensor, **scores: Any) -> None:
+        on_layer(Heads.of_layer(model.layout, layer, *tensors, **scores))
+
+    with model.observed(observe):
+        return model.hidden_states(ids.to(model.device))
+
+
+def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
+    """Count the rotary pairs of each of ``heads`` query or key heads of a layer.
+
+    Pair m of M is channels m and m + M. A head without rotation is read as pairs (m, m + head_dim /
+    2), as if all its channels rotated.
+    """
+    per_key = heads // len(encoding.spectra)
+    return tuple(
+        len(spectrum.inv_freq) or head_dim // 2
+        for spectrum in encoding.spectra
+        for _ in range(per_key)
+    )
+
+
+def pair_norms(x: Tensor, pairs: int) -> Tensor:
+    """Return l2 norms ``[..., pairs, T]`` of the first ``pairs`` pairs of ``x`` ``[..., T, D]``.
+
+    A rotation does not change them.
+    """
+    return torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs]).transpose(-2, -1)
+
+
+def stack_heads(rows: Sequence[Tensor]) -> Tensor:
+    """Stack one number a pair for every head, ``[H, pairs]``; NaN where a head has fewer pairs."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=math.nan)
+
+
+def stack_layers(layers: Sequence[Tensor]) -> Array:
+    """Stack ``[H, n]`` of every layer to ``[layers, H, n]``; NaN if a layer has fewer columns."""
+    return stack_heads([layer.T for layer in layers]).mT.cpu().numpy()
+
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}
 """Scores computed at a time: on a CPU 2 MiB, which fit in a core's cache; on a GPU 64 MiB, so that
@@ -160,27 +287,7 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     return torch.stack(rows).cpu().numpy()
 
 
-def head_statistics(rows: Rows) -> dict[str, Tensor]:
-    """Average over the queries of each head ``[B, Hq]``, in texts of at least two tokens.
-
-    ``distance``: tokens between query and key, weighted by attention. ``entropy``: divided by its
-    largest possible value, the logarithm of the number of visible keys; 1 is uniform.
-    ``sink_mass``: attention on the first key of the text. The first query, which sees only itself,
-    is left out.
-    """
-    # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
-    largest = rows.visible[1:].clamp(min=2).log()
-    return {
-        "distance": rows.distance[..., 1:].double().mean(dim=-1),
-        "entropy": (rows.entropy[..., 1:].double() / largest).mean(dim=-1),
-        "sink_mass": rows.sink[..., 1:].double().mean(dim=-1),
-    }
-
-
-def stable_rank(gram: Tensor) -> Tensor:
-    """Compute stable ranks of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``: the squared
-    Frobenius norm over the squared spectral norm; NaN if K is zero or not finite."""
-    # eigvalsh raises an error for values that are not finite.
-    finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
-    gram = torch.where(finite, gram, 0.0)
-    return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]
+def cell_means(values: Tensor, cell: int) -> Tensor:
+    """Return means ``[..., cells]`` of ``values`` ``[..., T]`` over ``cell`` neighbours; the last
+    cell may be smaller."""
+    return torch.stack([part.mean(dim=-1) for part in values.split(cell, dim=-1)], dim=-1)

@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.analysis.arrays import Array
-from trainer.analysis.attention import stable_rank
-from trainer.analysis.capture import Heads
+from trainer.analysis.attention import Array, Heads
 
 CHUNK = 2048
 """Positions converted to float64 at a time."""
@@ -35,6 +33,15 @@ between queries and the keys that they read, per query head. ``*_cosine``, ``*_d
 pairs of two different vectors. ``*_stable_rank``: |X|_F^2 / |X|_2^2, about the origin.
 ``silhouette``, ``davies_bouldin``: separation of the two clusters, per query head.
 """
+
+
+def stable_rank(gram: Tensor) -> Tensor:
+    """Compute stable ranks of matrices K ``[..., T, D]`` from K^T K ``[..., D, D]``: the squared
+    Frobenius norm over the squared spectral norm; NaN if K is zero or not finite."""
+    # eigvalsh raises an error for values that are not finite.
+    finite = gram.isfinite().all(dim=-1).all(dim=-1)[..., None, None]
+    gram = torch.where(finite, gram, 0.0)
+    return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]
 
 
 class _Sums(NamedTuple):

@@ -11,8 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.arrays import SIDES, Array, Place, prefix_lengths, stacked
-from trainer.analysis.capture import Heads
+from trainer.analysis.attention import SIDES, Array, Heads, Place
 from trainer.analysis.clusters import (
     MEASURES,
     Plane,
@@ -21,7 +20,7 @@ from trainer.analysis.clusters import (
     principal_plane,
     project,
 )
-from trainer.analysis.topic import Target, Topic, tidy, versions
+from trainer.analysis.topic import Target, Topic, prefix_lengths, stacked, tidy, versions
 from trainer.plotting.lines import Frame, Panel, by_length, log_if_wide, over_heads, unscaled
 from trainer.plotting.points import Points, histogram, plane, points
 from trainer.plotting.style import Plot
@@ -77,8 +76,8 @@ class ClusterFigures(Topic):
     def _pictured(self, heads: Heads) -> list[int]:
         """Return the key heads of a layer that are shown: the chosen ones, or the first one of the
         first, the middle and the last layer."""
-        if self.target.chosen:
-            chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
+        if self.target.config.chosen:
+            chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
             return list(dict.fromkeys(head // heads.queries_per_key for head in chosen))
         last = len(self.target.model.layout.layers) - 1
         return [0] if heads.layer in (0, last // 2, last) else []

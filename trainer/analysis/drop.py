@@ -13,11 +13,17 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, bucket_means, position_edges, stacked
-from trainer.analysis.attention import attention_rows, head_statistics
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import Array, Heads, Rows, attention_rows, capture
 from trainer.analysis.positional_bias import positional_biases
-from trainer.analysis.topic import Results, Target, finished, tidy
+from trainer.analysis.topic import (
+    Results,
+    Target,
+    bucket_means,
+    finished,
+    position_edges,
+    stacked,
+    tidy,
+)
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
@@ -32,6 +38,23 @@ MEASURES = {
     "diagonal": "Aᶜ, its own token",
     "previous": "Aᶜ, the previous token",
 }
+
+
+def head_statistics(rows: Rows) -> dict[str, Tensor]:
+    """Average over the queries of each head ``[B, Hq]``, in texts of at least two tokens.
+
+    ``distance``: tokens between query and key, weighted by attention. ``entropy``: divided by its
+    largest possible value, the logarithm of the number of visible keys; 1 is uniform.
+    ``sink_mass``: attention on the first key of the text. The first query, which sees only itself,
+    is left out.
+    """
+    # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
+    largest = rows.visible[1:].clamp(min=2).log()
+    return {
+        "distance": rows.distance[..., 1:].double().mean(dim=-1),
+        "entropy": (rows.entropy[..., 1:].double() / largest).mean(dim=-1),
+        "sink_mass": rows.sink[..., 1:].double().mean(dim=-1),
+    }
 
 
 @torch.no_grad()

@@ -18,8 +18,15 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import SIDES, Side, pair_counts, pair_norms, stack_heads
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import (
+    SIDES,
+    Heads,
+    Side,
+    capture,
+    pair_counts,
+    pair_norms,
+    stack_heads,
+)
 from trainer.common.errors import UserError
 from trainer.config import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel

@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from trainer.analysis.arrays import (
+from trainer.analysis.attention import (
     SIDES,
     Array,
+    Heads,
     Place,
     Side,
     cell_means,
@@ -20,7 +21,6 @@ from trainer.analysis.arrays import (
     pair_norms,
     stack_layers,
 )
-from trainer.analysis.capture import Heads
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
@@ -59,7 +59,7 @@ class FrequencyEntropyFigures(Topic):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.cell = -(-target.length // CELLS)
-        long = target.length >= target.frames.frame
+        long = target.length >= target.config.frequency_entropy.frame
         self.measures = [m for m in MEASURES if m != "spectrum" or long]
         self.values: dict[tuple[str, Side], Array] = {}
         self.prefixes: dict[int, dict[str, Array]] = {}
@@ -71,17 +71,17 @@ class FrequencyEntropyFigures(Topic):
         still = [i for i, e in enumerate(encodings) if not any(s.rotates for s in e.spectra)]
         # Without chosen heads: the first, the middle, the last layer and one without rotation.
         last = len(encodings) - 1
-        chosen = list(dict.fromkeys(layer for layer, _ in target.chosen))
+        chosen = list(dict.fromkeys(layer for layer, _ in target.config.chosen))
         self._shown = (chosen or sorted({0, last // 2, last, *still[:1]}))[:COLUMNS]
-        gates = [rule for gate in target.attenuation.gates for rule in rules(gate)]
+        gates = [rule for gate in target.config.attenuation.gates for rule in rules(gate)]
         self._thresholds = {m: sorted({g.tau for g in gates if g.measure == m}) for m in NAMES}
 
     def on_layer(self, heads: Heads) -> None:
         """Compute the entropies of all pairs, and norms of the heads that are shown."""
-        entropies = frequency_entropy_of(heads, self.measures, self.target.frames)
+        entropies = frequency_entropy_of(heads, self.measures, self.target.config.frequency_entropy)
         self._layers.append(entropies)
-        chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
-        if not self.target.chosen and heads.layer in self._shown:
+        chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
+        if not self.target.config.chosen and heads.layer in self._shown:
             # Without a chosen head, show the one with the most concentrated pair.
             entropy = entropies["query"][self.measures[0]].nan_to_num(nan=1.0)
             chosen = [int(entropy.amin(dim=-1).argmin())]
@@ -105,9 +105,15 @@ class FrequencyEntropyFigures(Topic):
             for m in self.measures
             for side in SIDES
         }
-        for n in sorted({n for n in target.prefixes if n < target.length}):
-            measures = [m for m in self.measures if m != "spectrum" or n >= target.frames.frame]
-            layers = frequency_entropies(target.model, target.ids[:, :n], measures, target.frames)
+        for n in sorted({n for n in target.config.prefixes if n < target.length}):
+            measures = [
+                m
+                for m in self.measures
+                if m != "spectrum" or n >= target.config.frequency_entropy.frame
+            ]
+            layers = frequency_entropies(
+                target.model, target.ids[:, :n], measures, target.config.frequency_entropy
+            )
             self.prefixes[n] = {
                 m: stack_layers([layer["query"][m] for layer in layers]) for m in measures
             }
@@ -249,7 +255,7 @@ def attenuation_sweeps(
     ``entropies``: entropies on these texts. A model without rotation, or with an intervention, is
     not measured.
     """
-    settings, layout = target.attenuation, target.model.layout
+    settings, layout = target.config.attenuation, target.model.layout
     gates = [g for g in map(rules, settings.gates) if {rule.measure for rule in g} <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
@@ -259,7 +265,9 @@ def attenuation_sweeps(
         choice = target.ids[:, : settings.choice_length]
     if choice is not None:
         needed = sorted({rule.measure for together in gates for rule in together})
-        entropies = frequency_entropies(target.model, choice, needed, target.frames)
+        entropies = frequency_entropies(
+            target.model, choice, needed, target.config.frequency_entropy
+        )
     most = target.length - 1
     sweeps = []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):

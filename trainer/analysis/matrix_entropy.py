@@ -23,9 +23,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Place, Side, pair_counts, stack_heads
-from trainer.analysis.attention import attention_map, head_attention
-from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.attention import (
+    Array,
+    Heads,
+    NeedlePrompt,
+    Place,
+    Side,
+    attention_map,
+    capture,
+    head_attention,
+    pair_counts,
+    stack_heads,
+)
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups

@@ -11,8 +11,7 @@ import pandas as pd
 import torch
 from matplotlib.axes import Axes
 
-from trainer.analysis.arrays import SIDES, Array, Place, Side, stack_layers
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import SIDES, Array, Heads, Place, Side, capture, stack_layers
 from trainer.analysis.matrix_entropy import (
     MatrixEntropy,
     NeedleView,
@@ -81,7 +80,7 @@ class MatrixEntropyFigures(Topic):
 
     def finish(self) -> None:
         """Rank the heads, and read the prompt with the needle."""
-        model, needle = self.target.model, self.target.needle
+        model, needle = self.target.model, self.target.config.needle
         self.scores = {at: scores_of(layers) for at, layers in self._entropies.items()}
         self.bands = {
             at: stack_layers([x.bands for x in layers]) for at, layers in self._entropies.items()
@@ -95,7 +94,7 @@ class MatrixEntropyFigures(Topic):
 
             capture(model, self.prompt.ids[:1], on_layer)
             ranks = scores_of(entropies)
-        self.shown = {(i, j): f"L{i}H{j}" for i, j in self.target.chosen}
+        self.shown = {(i, j): f"L{i}H{j}" for i, j in self.target.config.chosen}
         for name in () if self.shown else self._measures:
             copies = model.config.num_attention_heads // ranks[name].shape[1]
             values = ranks[name].repeat(copies, axis=1)

@@ -28,9 +28,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Side, cell_means
-from trainer.analysis.attention import head_attention
-from trainer.analysis.capture import Heads
+from trainer.analysis.attention import Array, Heads, Side, cell_means, head_attention
 from trainer.positional.spectrum import Spectrum
 
 TURN = 2 * math.pi

@@ -13,8 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Arc
 
-from trainer.analysis.arrays import SIDES
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import SIDES, Heads, capture
 from trainer.analysis.offset_features import (
     PLACE,
     RADII,
@@ -80,14 +79,14 @@ class OffsetFeatureFigures(Topic):
         if features.empty:
             return
         strongest = strongest_pairs(features)
-        if self.target.chosen:
-            chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
+        if self.target.config.chosen:
+            chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
             strongest = strongest[strongest["head"].isin(chosen)]
         else:
             strongest = strongest.sort_values(["possible", "strength"]).tail(1)
         self.shown += [(pair, head_view(heads, pair.head)) for pair in strongest.itertuples()]
         self.shown.sort(key=lambda shown: (not shown[0].possible, -shown[0].strength))
-        if not self.target.chosen:
+        if not self.target.config.chosen:
             del self.shown[SHOWN:]
 
     def on_prefix(self, heads: Heads) -> None:
@@ -105,9 +104,9 @@ class OffsetFeatureFigures(Topic):
         plots = [all_pairs(self.features, C), stability_plot(self.stability)]
         if self.shown:
             # Without a choice, all pairs of the strongest head alone.
-            whole = self.shown if self.target.chosen else self.shown[:1]
+            whole = self.shown if self.target.config.chosen else self.shown[:1]
             plots.append(channels([view for _, view in self.shown]))
-            plots += [points_of_head(view, C, self.target.pairs) for _, view in whole]
+            plots += [points_of_head(view, C, self.target.config.pairs) for _, view in whole]
             plots.append(terms(self.features, [pair for pair, _ in self.shown], C))
         return plots + effect_plots(pd.DataFrame(self._sinks), self._steps)
 
@@ -360,7 +359,7 @@ def offset_changes(before: Target, after: Target) -> Results:
     plots: list[Plot] = []
     if len(was) and _layers_and_heads(before) == _layers_and_heads(after):
         pair = {before.name: was, after.name: now}
-        plots = [changes_by_pair(pair), changes_of_pairs(pair, after.pairs)]
+        plots = [changes_by_pair(pair), changes_of_pairs(pair, after.config.pairs)]
         crossed = now.assign(possible=was.possible, lower_bound=was.lower_bound)
         tables.append(_summary(crossed, f"bounds of {before.name}").assign(model=after.name))
         for name, features in pair.items():

@@ -18,9 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Place
-from trainer.analysis.attention import Rows, head_attention, visible_keys
-from trainer.analysis.capture import Heads, NeedlePrompt, capture
+from trainer.analysis.attention import (
+    Array,
+    Heads,
+    NeedlePrompt,
+    Place,
+    Rows,
+    capture,
+    head_attention,
+    visible_keys,
+)
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.drop import drop

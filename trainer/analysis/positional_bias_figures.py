@@ -11,9 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Place, stacked
-from trainer.analysis.attention import attention_rows
-from trainer.analysis.capture import capture
+from trainer.analysis.attention import Array, Place, attention_rows, capture
 from trainer.analysis.positional_bias import (
     TOKENS,
     FreshResult,
@@ -25,7 +23,7 @@ from trainer.analysis.positional_bias import (
     profiles,
     scaling_factors,
 )
-from trainer.analysis.topic import Target, Topic, tidy
+from trainer.analysis.topic import Target, Topic, stacked, tidy
 from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.style import STYLE_NUMBERS, Plot, whole_ticks

@@ -11,10 +11,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from trainer.analysis.arrays import Array, Place, bucket_means, position_edges, stacked
-from trainer.analysis.attention import attention_map, attention_rows
-from trainer.analysis.capture import Heads
-from trainer.analysis.topic import Target, Topic, tidy, versions
+from trainer.analysis.attention import Array, Heads, Place, attention_map, attention_rows
+from trainer.analysis.topic import (
+    Target,
+    Topic,
+    bucket_means,
+    position_edges,
+    stacked,
+    tidy,
+    versions,
+)
 from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.style import Plot
@@ -104,8 +110,8 @@ class SinkFigures(Topic):
         bucketed = self._bucketed(heads)
         median = heads.k.norm(dim=-1)[..., 1:].median(dim=-1).values
         self._layers.append(bucketed | {"median_key_norm": median})
-        chosen = [head for layer, head in self.target.chosen if layer == heads.layer]
-        if not self.target.chosen:
+        chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
+        if not self.target.config.chosen:
             # The heads with the least, a medium and the most weight on the first key.
             order = bucketed["rotated.sink_weight"][0].mean(dim=-1).argsort().tolist()
             layers = len(self.target.model.layout.layers)
@@ -185,7 +191,7 @@ class SinkFigures(Topic):
         sink."""
         shares = mean_at(self.curves["rotated.sink_weight"], self.edges, self.target.length)
         shown = list(self._maps)
-        if not self.target.chosen:
+        if not self.target.config.chosen:
             shown.sort(key=lambda place: -shares[place])
             shown = [shown[0], shown[len(shown) // 2], shown[-1]]
         step = -(-self.target.length // len(self._maps[shown[0]]))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trainer.analysis.arrays import Array
+from trainer.analysis.attention import Array
 from trainer.analysis.topic import Target, Topic, tidy
 from trainer.plotting.lines import Frame, Panel, Series, by_length
 from trainer.plotting.style import Plot, style_numbers

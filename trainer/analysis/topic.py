@@ -1,9 +1,9 @@
-"""Base of all analyses: model and text, one shared forward pass, figures and rows."""
+"""Base of all analyses: model and text, figures and rows, and arrays that analyses share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,8 +12,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.capture import Heads, NeedlePrompt, capture
-from trainer.config import USUAL, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
+from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
 from trainer.plotting.style import Plot
 
@@ -27,28 +27,19 @@ class Target:
     """A model and the text that it reads.
 
     ``ids``: ``[B, T]`` tokens on the model's device, each row after a beginning-of-text token.
-    ``chosen``: (layer, query head) pairs that figures of single heads show; empty: the analysis
-    chooses. ``prompt``: needle prompts within the training length, if there are any. ``pairs``:
-    rotary pairs that figures of single pairs show; empty: all, or the analysis chooses. ``frames``:
-    frames of the short-time transform. ``prefixes``: shorter lengths at which frequency entropies
-    are measured too. ``attenuation``: settings of the attenuation of pairs; ``choice`` ``[B, T]``:
-    texts whose entropies select these pairs (None: ``ids``). ``needle``: how heads of extreme
-    matrix entropy are shown; ``question``: a prompt as long as a text (None: copy the end of a
-    text).
+    ``config``: which heads, pairs and lengths are shown, and settings of single analyses.
+    ``prompt``: needle prompts within the training length, if there are any; ``question``: one as
+    long as a text (None: copy the end of a text). ``choice`` ``[B, T]``: texts whose entropies
+    select the pairs to attenuate (None: ``ids``).
     """
 
     name: str
     model: LanguageModel
     ids: Tensor
-    chosen: tuple[tuple[int, int], ...] = ()
+    config: AnalysisConfig = field(default_factory=AnalysisConfig)
     prompt: NeedlePrompt | None = None
-    pairs: tuple[int, ...] = ()
-    frames: ShortTime = USUAL
-    prefixes: tuple[int, ...] = ()
-    attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
-    choice: Tensor | None = None
-    needle: NeedleSettings = field(default_factory=NeedleSettings)
     question: NeedlePrompt | None = None
+    choice: Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -84,7 +75,7 @@ class Results(NamedTuple):
 
 
 class Topic:
-    """One analysis of one model. A subclass sees every layer of the shared pass, once.
+    """One analysis of one model: reads every layer, draws figures and makes rows.
 
     ``shortest``: number of tokens that it needs.
     """
@@ -104,7 +95,7 @@ class Topic:
         return f"expected a text of {cls.shortest} tokens or more, got {target.length}"
 
     def on_layer(self, heads: Heads) -> None:
-        """Process one layer in the shared pass; do not keep its tensors."""
+        """Process one layer while the text is read; do not keep its tensors."""
 
     def on_prefix(self, heads: Heads) -> None:
         """Process one layer in a second pass, over the target's ``prefix``, if it has one.
@@ -124,9 +115,19 @@ class Topic:
         """Return the numbers, see :func:`tidy`."""
         raise NotImplementedError
 
-    def results(self) -> Results:
-        """Return figures and rows after the pass."""
+    @torch.no_grad()
+    def read(self) -> None:
+        """Read the text, and its prefix if that is read differently."""
+        target = self.target
+        if type(self).on_layer is not Topic.on_layer:
+            capture(target.model, target.ids, self.on_layer)
+            if target.prefix is not None:
+                capture(target.model, target.prefix, self.on_prefix)
         self.finish()
+
+    def results(self) -> Results:
+        """Read the text; return figures and rows."""
+        self.read()
         return finished(self.key, self.title, self.plots(), self.rows(), self.target.name)
 
 
@@ -135,34 +136,6 @@ def finished(key: str, title: str, plots: list[Plot], rows: pd.DataFrame, model:
     rows = rows.reindex(columns=COLUMNS)
     rows["topic"], rows["model"] = key, rows["model"].fillna(model)
     return Results(key, title, plots, rows)
-
-
-@torch.no_grad()
-def run(
-    topics: Sequence[Topic], target: Target, done: Callable[[], object] = lambda: None
-) -> list[Results]:
-    """Read the text once for all topics, and its prefix if that is read differently.
-
-    ``done``: called when a topic has read a layer or has its results.
-    """
-
-    def on_layer(heads: Heads) -> None:
-        for topic in topics:
-            topic.on_layer(heads)
-            done()
-
-    def on_prefix(heads: Heads) -> None:
-        for topic in topics:
-            topic.on_prefix(heads)
-
-    capture(target.model, target.ids, on_layer)
-    if target.prefix is not None:
-        capture(target.model, target.prefix, on_prefix)
-    results = []
-    for topic in topics:
-        results.append(topic.results())
-        done()
-    return results
 
 
 def tidy(
@@ -227,3 +200,56 @@ def versions(target: Target, *, scores: bool = False) -> Versions:
     if scores and any(spectrum.alibi for spectrum in target.model.layout.spectra):
         return {"plain": ("without the bias", 2), "rotated": ("with ALiBi's bias", 4)}
     return {"rotated": ("as projected, no rotation", 1)}
+
+
+def stacked(
+    layers: Sequence[Mapping[str, Tensor]], within: Sequence[Mapping[str, Tensor]] = ()
+) -> dict[str, Array]:
+    """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
+    layer.
+
+    ``within``: values of the same texts' first tokens, read without the later ones. They replace
+    the first entries of the last axis.
+    """
+    means = {
+        name: np.stack([layer[name].double().mean(dim=0).cpu().numpy() for layer in layers])
+        for name in layers[0]
+    }
+    for name, values in (stacked(within) if within else {}).items():
+        means[name][..., : values.shape[-1]] = values
+    return means
+
+
+def prefix_lengths(length: int) -> list[int]:
+    """Return 32, 64, 128 and so on below ``length``, and ``length`` itself."""
+    lengths = []
+    n = 32
+    while n < length:
+        lengths.append(n)
+        n *= 2
+    return [*lengths, length]
+
+
+def position_edges(length: int, per_octave: int = 16) -> list[int]:
+    """Return the edges of buckets of positions.
+
+    The first ``per_octave`` positions have a bucket each; after that, every doubling of the
+    position has ``per_octave`` buckets. The first key stays alone, and a long text stays a short
+    list.
+    """
+    edges = list(range(min(per_octave, length) + 1))
+    step = 1
+    while edges[-1] < length:
+        edge = round(per_octave * 2 ** (step / per_octave))
+        if edge > edges[-1]:
+            edges.append(min(edge, length))
+        step += 1
+    return edges
+
+
+def bucket_means(values: Tensor, edges: list[int]) -> Tensor:
+    """Return the means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between the edges,
+    float64."""
+    bounds = torch.tensor(edges, device=values.device)
+    sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., bounds]
+    return sums.diff(dim=-1) / bounds.diff()

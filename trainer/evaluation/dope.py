@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainer.analysis.arrays import Side, pair_counts
-from trainer.analysis.capture import Heads, capture
+from trainer.analysis.attention import Heads, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.common.errors import UserError
 from trainer.config import DopeSettings

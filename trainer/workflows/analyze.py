@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainer.analysis.capture import NeedlePrompt
+from trainer.analysis.attention import NeedlePrompt
 from trainer.analysis.drop import compare_drop
 from trainer.analysis.offset_features_figures import offset_changes
-from trainer.analysis.topic import Results, Target, run
+from trainer.analysis.topic import Results, Target
 from trainer.analysis.topics import TOPICS
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
@@ -66,38 +66,10 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     corpus = held_out_corpus(request.text, candidate)
     ids = page_texts(corpus, config, candidate)
     choice = choice_texts(corpus, config, candidate, ids)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def target_of(subject: Candidate) -> Target:
-        model = subject.load(device, DTYPES[config.dtype]).eval()
-        if config.method is not None:
-            use_method(model, subject, config.method, ids.shape[1], config.layers)
-        read, depth = ids.to(device), config.needle.depth
-        within = min(read.shape[1], model.layout.training_length)
-        question = None
-        if config.needle.kind == "question" and kind in ("all", "matrix_entropy"):
-            question = needle_prompt(subject.tokenizer, read, read.shape[1], depth)
-            if question is None:
-                raise UserError("analysis.length: too short for analysis.needle.kind=question")
-        return Target(
-            subject.name,
-            model,
-            read,
-            chosen=tuple((layer, head) for layer, head in config.chosen),
-            prompt=needle_prompt(subject.tokenizer, read, within, depth),
-            pairs=tuple(config.pairs),
-            frames=config.frequency_entropy,
-            prefixes=tuple(config.prefixes),
-            attenuation=config.attenuation,
-            choice=choice,
-            needle=config.needle,
-            question=question,
-        )
-
-    first = target_of(candidate)
-    results = _run(first, kind)
+    first = target_of(candidate, config, ids, choice)
+    results = analyses_of(first)
     if other is not None:
-        second = target_of(other)
+        second = target_of(other, config, ids, choice)
         if kind in ("all", "drop"):
             results.append(compare_drop(second, first))
         if kind in ("all", "offset_features") and first.rotates and second.rotates:
@@ -113,6 +85,25 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
         {"Settings": without_home(settings), "Environment": environment(corpus)},
     )
     return report, write_analysis(report, output)
+
+
+def target_of(
+    candidate: Candidate, config: AnalysisConfig, ids: Tensor, choice: Tensor | None
+) -> Target:
+    """Load a model, with the layout of ``analysis.method``, and write its needle prompts."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = candidate.load(device, DTYPES[config.dtype]).eval()
+    if config.method is not None:
+        use_method(model, candidate, config.method, ids.shape[1], config.layers)
+    ids = ids.to(device)
+    within = min(ids.shape[1], model.layout.training_length)
+    prompt, question = (
+        needle_prompt(candidate.tokenizer, ids, length, config.needle.depth)
+        for length in (within, ids.shape[1])
+    )
+    if config.needle.kind == "copy":
+        question = None
+    return Target(candidate.name, model, ids, config, prompt, question, choice)
 
 
 def use_method(
@@ -153,15 +144,15 @@ def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candida
     return None
 
 
-def _run(target: Target, kind: str) -> list[Results]:
+def analyses_of(target: Target) -> list[Results]:
     """Make the analyses of one model, of kind ``all`` those that it has the structure for."""
-    topics = []
+    kind, topics = target.config.kind, []
     for key, topic in TOPICS.items():
+        problem = topic.problem(target)
         if kind not in ("all", key):
             continue
-        problem = topic.problem(target)
         if problem is None:
-            topics.append(topic(target))
+            topics.append(topic)
         elif kind == "all":
             log.info("Left out %s: %s", key, problem)
         else:
@@ -170,12 +161,12 @@ def _run(target: Target, kind: str) -> list[Results]:
         return []
     texts, length = target.ids.shape
     log.info("%s: %d texts of %s tokens", target.name, texts, f"{length:,}")
-    # A topic may read the model again, even several times: count it as a layer.
-    steps = len(topics) * (len(target.model.layout.layers) + 1)
-    with Progress("Analysing", steps, target.ids.numel() / steps) as progress:
-        count = iter(range(1, steps + 1))
-        progress.advance_to(0)
-        return run(topics, target, lambda: progress.advance_to(next(count)))
+    results = []
+    with Progress("Analysing", len(topics), target.ids.numel()) as progress:
+        for done, topic in enumerate(topics):
+            progress.advance_to(done)
+            results.append(topic(target).results())
+    return results
 
 
 FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
