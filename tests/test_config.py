@@ -111,7 +111,7 @@ BROKEN_EVALUATIONS = {
 def test_a_broken_rule_of_an_evaluation_is_named_by_its_key(text):
     values = {
         "checkpoint": "x",
-        "evaluation": {"kind": "lengths", "training_length": 64} | BROKEN_EVALUATIONS[text],
+        "evaluation": {"training_length": 64} | BROKEN_EVALUATIONS[text],
     }
     with pytest.raises(UserError) as refused:
         parse(schema.EvaluationRequest, values)

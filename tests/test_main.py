@@ -47,7 +47,6 @@ def test_help_names_the_command_and_its_options(capsys, name):
             ["data=files", "data.files=[no.txt]"],
             "FileNotFoundError: data.files: there is no file 'no.txt'",
         ),
-        (["+evaluation=harness"], "evaluation.kind: input should be 'lengths', got 'harness'"),
     ],
 )
 def test_a_wrong_word_is_one_line(capsys, words, said):

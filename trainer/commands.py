@@ -59,12 +59,10 @@ class Job(NamedTuple):
 
 
 def register_schema() -> None:
-    """Hand keys and defaults to Hydra; options of ``evaluation`` start from their own."""
+    """Hand keys and defaults to Hydra; options of ``evaluation`` have all keys."""
     store = ConfigStore.instance().store
     store("train_schema", asdict(schema.RunConfig()) | {"run_dir": "???"})
-    for kind in (schema.EvaluationConfig, schema.MultipleChoiceConfig, schema.HarnessConfig):
-        values = asdict(kind())
-        store(f"{values['kind']}_schema", values, group="evaluation")
+    store("evaluation_schema", asdict(schema.EvaluationConfig()), group="evaluation")
     evaluation = asdict(schema.EvaluationRequest())
     del evaluation["evaluation"]
     store("evaluate_schema", evaluation)
@@ -299,18 +297,12 @@ def evaluate(job: Job) -> None:
 
     request = parse(schema.EvaluationRequest, job.values)
     name = job.choices["evaluation"]
-    from trainer.report.terminal import print_benchmarks, print_report, set_up_console
+    from trainer.report.terminal import print_report, set_up_console
+    from trainer.workflows.evaluate import evaluate_lengths
 
     set_up_console()
-    if isinstance(request.evaluation, schema.EvaluationConfig):
-        from trainer.workflows.evaluate import evaluate_lengths
-
-        if (outcome := evaluate_lengths(request, name)) is not None:
-            print_report(outcome[0], str(outcome[1]), existing=False)
-    else:
-        from trainer.workflows.benchmarks import run_benchmarks
-
-        print_benchmarks(*run_benchmarks(request, name))
+    if (outcome := evaluate_lengths(request, name)) is not None:
+        print_report(outcome[0], str(outcome[1]), existing=False)
 
 
 def compare(job: Job) -> None:

@@ -5,7 +5,7 @@ Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.par
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, field, replace
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
@@ -47,6 +47,9 @@ PERPLEXITY = "perplexity"
 STATEMENTS = "statements"
 """Task that training sequences can contain; its score is called retrieval."""
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
+MULTIPLE_CHOICE, HARNESS = "multiple_choice", "harness"
+GROUPS = (RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS)
+"""Groups of tasks, each with settings of its name."""
 METHODS = (
     *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
     *("dope", "weighted_rope", "temperature"),
@@ -357,8 +360,6 @@ class BenchmarksConfig:
     """Tasks on validation text, named as in evaluation.tasks."""
     lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0])
     """Lengths of these tasks, in multiples of the training length."""
-    multiple_choice: list[str] = field(default_factory=list)
-    """Tasks of request files, for instance [arc_easy, piqa]."""
     limit: Count = 200
     """Questions, trials or windows of each task and length."""
 
@@ -475,54 +476,6 @@ class WeightedRopeSettings:
 
 
 @configuration
-class MethodsConfig:
-    """Methods and their settings, the same in every kind of evaluation."""
-
-    _: KW_ONLY
-    training_length: Length | None = None
-    """C, in tokens: the unit of lengths, and where methods begin; null: the sequences that a run
-    trained on last, or what a published model's configuration says."""
-    methods: list[str] | None = field(default_factory=lambda: ["none"])
-    """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
-    dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
-    checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
-    yarn_turns, cope, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
-    multiplies in TF32."""
-    fit_windows: Count = 32
-    """Windows of validation text for fits."""
-    layers: LayerChoice = None
-    """Layers that rescalings and temperatures change: all, full_attention (those without a
-    window), or indices, [3,7]; null: the layers that see more than the training length."""
-    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
-    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
-    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
-    choice: ChoiceSettings = field(default_factory=ChoiceSettings)
-    dope: DopeSettings = field(default_factory=DopeSettings)
-    weighted_rope: list[WeightedRopeSettings] = field(
-        default_factory=lambda: [WeightedRopeSettings()]
-    )
-    """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
-    0.1}; +evaluation=weighted_rope has both."""
-
-    @property
-    def factors(self) -> list[float]:
-        """Extension factors that methods are set for."""
-        raise NotImplementedError
-
-    @property
-    def names(self) -> list[str]:
-        """Requested methods."""
-        return list(METHODS) if self.methods is None else self.methods
-
-    @property
-    def parts(self) -> list[str]:
-        """Their parts, without duplicates."""
-        return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
-
-
-@configuration
 class NeedleTaskSettings:
     """Settings of statements and of all tasks with needles."""
 
@@ -578,23 +531,78 @@ class ManyShotSettings:
 
 
 @configuration
-class EvaluationConfig(MethodsConfig):
+class MultipleChoiceSettings:
+    """Settings of multiple_choice."""
+
+    directory: str | None = None
+    """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
+    tasks: list[str] = field(
+        default_factory=lambda: [
+            *("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande")
+        ]
+    )
+    """Names of these files."""
+    limit: Count | None = None
+    """Questions of a task, the first ones; null: all."""
+
+
+@configuration
+class HarnessSettings:
+    """Settings of harness."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Tasks and groups of lm-eval, which gets their data from the hub."""
+    limit: Count | None = None
+    """Questions of a task, the first ones; null: all."""
+    num_fewshot: Natural | None = None
+    """Solved examples before each question; null: as the task says."""
+    include_path: str | None = None
+    """Directory with more tasks; null: none."""
+
+
+@configuration
+class EvaluationConfig:
     """Methods, tasks and lengths; the defaults are for the evaluation at the end of a run."""
 
-    kind: Literal["lengths"] = "lengths"
-    """Kind of evaluation, which decides the keys."""
     enabled: bool = True
     """Evaluate a training run at its end."""
+    training_length: Length | None = None
+    """C, in tokens: the unit of lengths, and where methods begin; null: the sequences that a run
+    trained on last, or what a published model's configuration says."""
+    methods: list[str] | None = field(
+        default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
+    )
+    """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
+    dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
+    checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
+    yarn_turns, cope, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
+    dtype: Literal["fp32", "bf16"] | None = None
+    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
+    multiplies in TF32."""
+    fit_windows: Count = 32
+    """Windows of validation text for fits."""
+    layers: LayerChoice = None
+    """Layers that rescalings and temperatures change: all, full_attention (those without a
+    window), or indices, [3,7]; null: the layers that see more than the training length."""
+    temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
+    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
+    longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
+    choice: ChoiceSettings = field(default_factory=ChoiceSettings)
+    dope: DopeSettings = field(default_factory=DopeSettings)
+    weighted_rope: list[WeightedRopeSettings] = field(
+        default_factory=lambda: [WeightedRopeSettings()]
+    )
+    """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
+    0.1}; +evaluation=weighted_rope has both."""
+
     lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
     """Lengths in multiples of the training length."""
     tokens: list[Length] | None = None
     """Lengths in tokens, in place of lengths; null: lengths."""
-    methods: list[str] | None = field(
-        default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
-    )
     tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
     """perplexity, statements (for runs trained with data.needles), standard, noisy,
-    multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot."""
+    multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot, multiple_choice,
+    harness."""
     windows: Count = 96
     """Held-out windows of the task perplexity at each length."""
     last: Count | None = None
@@ -606,11 +614,18 @@ class EvaluationConfig(MethodsConfig):
     ruler: RulerSettings = field(default_factory=RulerSettings)
     longbench: LongBenchSettings = field(default_factory=LongBenchSettings)
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
+    multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
+    harness: HarnessSettings = field(default_factory=HarnessSettings)
 
     @property
-    def factors(self) -> list[float]:
-        """Evaluated lengths, as multiples of the training length; see :meth:`in_multiples`."""
-        return self.lengths
+    def names(self) -> list[str]:
+        """Requested methods."""
+        return list(METHODS) if self.methods is None else self.methods
+
+    @property
+    def parts(self) -> list[str]:
+        """Their parts, without duplicates."""
+        return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
 
     @property
     def lengths_key(self) -> str:
@@ -628,61 +643,17 @@ class EvaluationConfig(MethodsConfig):
         lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
         return replace(self, training_length=C, lengths=lengths, tokens=None)
 
-    def limited(self, trials: int, questions: int) -> Self:
-        """Return the configuration with at most so many trials, and questions of longbench."""
-        limit = min(self.longbench.limit or questions, questions)
+    def limited(self, count: int) -> Self:
+        """Return the configuration with at most so many trials, or questions from files."""
+
+        def fewer(settings: Any) -> Any:
+            key = "limit" if hasattr(settings, "limit") else "trials"
+            return replace(settings, **{key: min(getattr(settings, key) or count, count)})
+
         return replace(
             self,
-            needles=replace(self.needles, trials=min(self.needles.trials, trials)),
-            ruler=replace(self.ruler, trials=min(self.ruler.trials, trials)),
-            many_shot=replace(self.many_shot, trials=min(self.many_shot.trials, trials)),
-            longbench=replace(self.longbench, limit=limit),
+            **{name: fewer(getattr(self, name)) for name in ("needles", *GROUPS)},
         )
-
-
-@configuration
-class BenchmarkConfig(MethodsConfig):
-    """Keys of all kinds of benchmarks."""
-
-    tasks: list[str] = field(default_factory=list)
-    """Tasks by name."""
-    factor: Annotated[float, Field(ge=1, le=1_000_000)] = 1.0
-    """Multiple of the training length that methods are set for, and the length of the text they
-    choose on; questions keep their length."""
-    limit: Count | None = None
-    """Questions of a task, the first ones; null: all."""
-    max_length: Count | None = None
-    """Tokens that the model reads at once, longer contexts lose their beginning; null: the
-    training length."""
-    batch_tokens: Count = 4096
-    """Tokens in a forward pass."""
-
-    @property
-    def factors(self) -> list[float]:
-        """The single extension factor that methods are set for."""
-        return [self.factor]
-
-
-@configuration
-class MultipleChoiceConfig(BenchmarkConfig):
-    """Questions from files."""
-
-    kind: Literal["multiple_choice"] = "multiple_choice"
-    """Kind of evaluation, which decides the keys."""
-    directory: str | None = None
-    """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
-
-
-@configuration
-class HarnessConfig(BenchmarkConfig):
-    """Tasks of lm-eval, which gets their data from the hub."""
-
-    kind: Literal["harness"] = "harness"
-    """Kind of evaluation, which decides the keys."""
-    num_fewshot: Natural | None = None
-    """Solved examples before each question; null: as the task says."""
-    include_path: str | None = None
-    """Directory with more tasks; null: none."""
 
 
 # ---- A run ----
@@ -923,9 +894,7 @@ class EvaluationRequest(ModelsRequest):
 
     compare: list[str] = field(default_factory=list)
     """More models, measured on the same trials."""
-    evaluation: Annotated[
-        EvaluationConfig | MultipleChoiceConfig | HarnessConfig, Field(discriminator="kind")
-    ] = field(default_factory=EvaluationConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Methods, tasks and lengths."""
 
 

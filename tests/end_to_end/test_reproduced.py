@@ -21,7 +21,6 @@ from trainer.config import AnalysisRequest, EvaluationRequest
 from trainer.evaluation.longbench import KINDS
 from trainer.runs.parsing import parse
 from trainer.workflows import analyze, evaluate
-from trainer.workflows.benchmarks import run_benchmarks
 
 pytestmark = pytest.mark.weekly
 
@@ -121,13 +120,13 @@ def small(command, output):
     """The command's words with the least that shows the same, and the text at hand."""
     words = [smaller(word, "+evaluation=ruler" in command) for word in shlex.split(command)[1:]]
     if "multiple_choice" in command:
-        words.append("evaluation.directory=questions")
-    elif command.startswith("evaluate"):
+        words.append("evaluation.multiple_choice.directory=questions")
+    if command.startswith("evaluate"):
         words += FEW if "evaluation.lengths" in command else [*FEW, "evaluation.lengths=[2]"]
     else:
         words += [] if "analysis.texts" in command else ["analysis.texts=1"]
         words += [f"analysis.length={C}"] if "+analysis=attenuation" in command else []
-    if "checkpoint=runs/" not in command and not re.search("text=|multiple_choice", command):
+    if "checkpoint=runs/" not in command and "text=" not in command:
         words.append(TEXT)
     return [*words, f"output={output}"]
 
@@ -195,16 +194,8 @@ class TestAnalyses:
 
 
 class TestEvaluations:
-    @pytest.mark.parametrize(
-        "line", different(commands_with("evaluate", "multiple_choice", "harness"))
-    )
+    @pytest.mark.parametrize("line", different(commands_with("evaluate", "harness")))
     def test_every_method_is_measured(self, line, tmp_path):
         request = asked("evaluate", line, tmp_path)
         report, _ = evaluate.evaluate_lengths(request, "page")
         assert {*report.rows.method} == set(request.evaluation.names)
-
-    @pytest.mark.parametrize(
-        "line", different(c for c in commands_with("evaluate") if "multiple_choice" in c)
-    )
-    def test_questions_are_asked(self, line, tmp_path):
-        assert run_benchmarks(asked("evaluate", line, tmp_path), "page")

@@ -7,16 +7,19 @@ import pytest
 
 from tests.model.test_decoder import published
 from trainer.common.errors import UserError
-from trainer.config import HarnessConfig
-from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from trainer.config import HarnessSettings
+from trainer.data.tokenizer import END_OF_TEXT, end_of_text, train_tokenizer
 from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.measurements import Reading
 
 pytest.importorskip("lm_eval")
 
+import lm_eval
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerFast
 
-from trainer.evaluation.harness import HarnessModel, check_tasks, score_tasks
+from trainer.evaluation.harness import HarnessModel, harness_tasks
 
 MAX_LENGTH = 32
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]
@@ -50,7 +53,7 @@ def models(tiny_decoder, tokenizer):
         batch_size=2,
         device="cpu",
     )
-    return HarnessModel(decoder, Encoder(tokenizer, MAX_LENGTH), batch_tokens=64), theirs
+    return HarnessModel(decoder, Encoder(tokenizer, end_of_text(tokenizer)), MAX_LENGTH, 64), theirs
 
 
 def asked(*arguments):
@@ -108,35 +111,38 @@ def task(tmp_path, monkeypatch):
 
 
 def test_a_task_from_a_file(models, task):
-    ours = models[0]
-    config = HarnessConfig(["sums"], limit=4, include_path=str(task))
-    check_tasks(config)
-    acc, norm = score_tasks(ours.model, ours.encoder, config)
-    assert (acc.task, acc.metric, acc.questions) == ("sums", "acc", 4)
-    assert norm.metric == "acc_norm"
-    assert 0 <= acc.value <= 1
-    assert len(acc.each) == 4
-    assert sum(acc.each) / 4 == acc.value
-    assert acc.standard_error == pytest.approx((acc.value * (1 - acc.value) / 3) ** 0.5)
+    """lm-eval's own model scores the same questions alike."""
+    ours, theirs = models
+    settings = HarnessSettings(["sums"], limit=4, include_path=str(task))
+    found = {each.key: each for each in harness_tasks(settings, ours.encoder)}
+    assert {*found} == {"sums_acc", "sums_acc_norm"}
+    expected = lm_eval.simple_evaluate(
+        theirs, tasks=["sums"], limit=4, task_manager=TaskManager(include_path=str(task))
+    )["results"]["sums"]
+    for metric in ("acc", "acc_norm"):
+        cell = found[f"sums_{metric}"].measure(Reading(ours.model, MAX_LENGTH, None, 64))
+        assert len(cell["scores"]) == 4
+        assert sum(cell["scores"]) / 4 == expected[f"{metric},none"]
 
 
-def test_of_a_group_the_questions_of_all_its_tasks_are_known(models, task):
+def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     text = (task / "sums.yaml").read_text().replace("task: sums", "task: more")
     (task / "more.yaml").write_text(text)
     (task / "both.yaml").write_text(
         "group: both\ntask: [sums, more]\naggregate_metric_list: [{metric: acc}]\n"
     )
-    config = HarnessConfig(["both"], limit=4, include_path=str(task))
-    scores = score_tasks(models[0].model, models[0].encoder, config)
-    by_task = {score.task: score for score in scores if score.metric == "acc"}
-    assert by_task["both"].each == by_task["sums"].each + by_task["more"].each
-    assert len(by_task["both"].each) == 8
+    settings = HarnessSettings(["both", "sums"], limit=4, include_path=str(task))
+    reading = Reading(models[0].model, MAX_LENGTH, None, 64)
+    both, _, sums, _ = harness_tasks(settings, models[0].encoder)
+    cell = both.measure(reading)
+    assert cell["scores"] == 2 * sums.measure(reading)["scores"]
+    assert cell["labels"] == ["sums"] * 4 + ["more"] * 4
+    assert both.fingerprint(32) != sums.fingerprint(32)
+    parts = [sums.part(rank, 2).measure(reading)["scores"] for rank in range(2)]
+    assert sums.measure(reading)["scores"][0::2] == parts[0]
 
 
-def test_a_task_that_cannot_be_loaded_is_named(task):
-    config = HarnessConfig(["sums"], include_path=str(task))
-    check_tasks(config)
-    (task / "rows.jsonl").unlink()
-    for asked in (config, HarnessConfig(["arc_eazy"], include_path=str(task))):
-        with pytest.raises(UserError, match=rf"lm-eval cannot load {asked.tasks[0]}"):
-            check_tasks(asked)
+def test_a_task_that_cannot_be_loaded_is_named(task, models):
+    settings = HarnessSettings(["arc_eazy"], include_path=str(task))
+    with pytest.raises(UserError, match="lm-eval cannot load arc_eazy"):
+        harness_tasks(settings, models[0].encoder)

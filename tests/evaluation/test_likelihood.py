@@ -106,14 +106,15 @@ def test_contexts_are_read_once_and_only_continuations_go_through_the_head(
 
 @pytest.mark.parametrize("pair", [("a b  ", "c"), ("a b", "  c"), ("a b ", " c")])
 def test_spaces_belong_to_the_continuation(tokenizer, pair):
-    (request,) = Encoder(tokenizer, 100).requests([pair])
+    (request,) = Encoder(tokenizer, 0).requests([pair])
     assert tokenizer.decode(list(request.context)) == "a b"
     assert tokenizer.decode(list(request.continuation)) == "  c"
 
 
 @pytest.mark.parametrize("add_bos", [False, True])
 def test_end_of_text_stands_for_an_empty_context_and_begins_others_if_asked(tokenizer, add_bos):
-    encoder, end = Encoder(tokenizer, 100, add_bos), tokenizer.token_to_id(END_OF_TEXT)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    encoder = Encoder(tokenizer, end, add_bos)
     empty, given_begin, other = encoder.requests([("", "a"), ("", f"{END_OF_TEXT}a"), ("a", " b")])
     assert empty == given_begin == Request((end,), tuple(tokenizer.encode("a").ids))
     assert other.context == ((end,) if add_bos else ()) + tuple(tokenizer.encode("a").ids)
@@ -124,27 +125,25 @@ def test_a_tokenizer_with_its_own_first_token_gets_no_other(tokenizer):
 
     beginning = type(tokenizer).from_str(tokenizer.to_str())
     beginning.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 7)])
-    for add_bos in (False, True):
-        requests = Encoder(beginning, 100, add_bos).requests([("a", " b"), ("", "b")])
-        assert [request.context for request in requests] == [(7, *tokenizer.encode("a").ids), (7,)]
+    requests = Encoder(beginning, 7).requests([("a", " b"), ("", "b")])
+    assert [request.context for request in requests] == [(7, *tokenizer.encode("a").ids), (7,)]
 
 
 def test_long_contexts_lose_their_beginning(tokenizer):
     """The last token is only predicted, so that max_length + 1 tokens remain."""
     pair = TEXTS[0], TEXTS[1]
-    (whole,) = Encoder(tokenizer, 1000).requests([pair])
+    (whole,) = Encoder(tokenizer, 0).requests([pair])
     size = len(whole.continuation)
-    (cut,) = Encoder(tokenizer, size + 2).requests([pair])
+    cut = whole.within(size + 2)
     assert (cut.context, cut.continuation) == (whole.context[-3:], whole.continuation)
-    (cut,) = Encoder(tokenizer, 2).requests([pair])
+    cut = whole.within(2)
     assert (cut.context, cut.continuation) == (whole.context[-1:], whole.continuation)
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_windows_predict_every_token_once_after_as_much_context_as_fits(tokenizer, size):
-    encoder = Encoder(tokenizer, size)
-    windows = encoder.windows(TEXTS[0])
-    tokens = (encoder.end_of_text, *tokenizer.encode(TEXTS[0]).ids)
+    windows = Encoder(tokenizer, 0).windows(TEXTS[0], size)
+    tokens = (0, *tokenizer.encode(TEXTS[0]).ids)
     assert sum((window.continuation for window in windows), ()) == tokens[1:]
     seen = 1
     for window in windows:

@@ -2,18 +2,18 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
-from trainer.config import MultipleChoiceConfig
+from trainer.config import MultipleChoiceSettings
 from trainer.evaluation import multiple_choice
-from trainer.evaluation.benchmarks import mean_score
-from trainer.evaluation.likelihood import Likelihood
+from trainer.evaluation.likelihood import Likelihood, Request
+from trainer.evaluation.measurements import Reading
 from trainer.evaluation.multiple_choice import (
     UNCONDITIONAL,
+    multiple_choice_tasks,
     read_questions,
-    score_questions,
-    score_tasks,
 )
 
 KNOWN = {
@@ -29,10 +29,10 @@ CHOICES = [["Q1", [" ab", " abcdefgh", " xyz"]], ["Q2", [" yes", " no!"]]]
 
 
 class KnownEncoder:
-    """Hands the texts on."""
+    """Hands the texts on, as requests that are never truncated."""
 
     def requests(self, pairs):
-        return list(pairs)
+        return [Request(*pair) for pair in pairs]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,8 @@ def known(monkeypatch):
     monkeypatch.setattr(
         multiple_choice,
         "log_likelihoods",
-        lambda model, requests, batch_tokens, title: [
-            Likelihood(KNOWN[r], False) for r in requests
+        lambda model, requests, batch_tokens: [
+            Likelihood(KNOWN[r.context, r.continuation], False) for r in requests
         ],
     )
 
@@ -70,33 +70,26 @@ def write(path, labels):
     ("label", "right"), [(0, (1, 0)), (1, (0, 1)), (2, (0, 0))], ids=["ab", "long", "xyz"]
 )
 def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
-    questions = read_questions(write(tmp_path / "t.jsonl.gz", [label, 0]))
-    scores = score_questions(None, KnownEncoder(), "t", questions, 100)
-    assert [score.metric for score in scores] == ["acc", "acc_norm"]
-    assert [score.value for score in scores] == [(hit + 1) / 2 for hit in right]
-    assert {(score.task, score.questions) for score in scores} == {("t", 2)}
+    write(tmp_path / "t.jsonl.gz", [label, 0])
+    write(tmp_path / "other.jsonl.gz", [1, 1])
+    settings = MultipleChoiceSettings(str(tmp_path), ["t"])
+    tasks = multiple_choice_tasks(settings, KnownEncoder())
+    assert [task.key for task in tasks] == ["t_acc", "t_acc_norm"]
+    for task, hit in zip(tasks, right, strict=True):
+        whole = task.measure(Reading(None, 100, None, 100))["scores"]
+        assert whole == (hit, 1)
+        parts = [task.part(rank, 2).measure(Reading(None, 100, None, 100)) for rank in range(2)]
+        assert [part["scores"] for part in parts] == [(hit,), (1,)]
+    (first, _) = multiple_choice_tasks(replace(settings, limit=1), KnownEncoder())
+    assert len(first.questions) == 1
 
 
-def test_tasks_and_limits_are_chosen(tmp_path):
-    write(tmp_path / "a.jsonl.gz", [0, 0])
-    write(tmp_path / "b.jsonl.gz", [1, 1])
-    config = MultipleChoiceConfig(["b", "a"], directory=str(tmp_path))
-    scores = score_tasks(None, KnownEncoder(), config)
-    assert [(s.task, s.metric, s.value) for s in scores] == [
-        ("b", "acc", 0.0),
-        ("b", "acc_norm", 0.5),
-        ("a", "acc", 1.0),
-        ("a", "acc_norm", 0.5),
-    ]
-    assert len(read_questions(tmp_path / "a.jsonl.gz", 1)) == 1
-
-
-def test_standard_error_of_a_fraction():
-    """The sample variance of n zeros and ones with mean p is n p (1 - p) / (n - 1)."""
-    score = mean_score("t", "acc", [1] * 30 + [0] * 70)
-    assert score.value == 0.3
-    assert score.standard_error == pytest.approx((0.3 * 0.7 / 99) ** 0.5)
-    assert mean_score("t", "acc", [1]).standard_error is None
+def test_both_metrics_share_one_reading_and_tasks_do_not(tmp_path):
+    write(tmp_path / "t.jsonl.gz", [0, 0])
+    write(tmp_path / "other.jsonl.gz", [1, 1])
+    settings = MultipleChoiceSettings(str(tmp_path), ["t", "other"])
+    acc, norm, other, _ = multiple_choice_tasks(settings, KnownEncoder())
+    assert acc.fingerprint(100) == norm.fingerprint(100) != other.fingerprint(100)
 
 
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):

@@ -21,10 +21,11 @@ from tests.lightning.test_run import (
 )
 from trainer.checkpoint import load_decoder, read_state
 from trainer.common.fields import adapter
-from trainer.config import MultipleChoiceConfig
+from trainer.config import MultipleChoiceSettings
 from trainer.data.corpus import prepare_corpus
-from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.measurements import Reading
+from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.results import Milestone
 from trainer.lightning.module import evaluating
 from trainer.model.backends import BACKENDS, cudnn_attention
@@ -56,13 +57,12 @@ def asked(tmp_path_factory):
         "monitor": {
             "benchmarks": {
                 "every": 4,
-                "tasks": ["perplexity", "statements"],
+                "tasks": ["perplexity", "statements", "multiple_choice"],
                 "lengths": [4, 8],
-                "multiple_choice": [TASK],
                 "limit": 5,
             }
         },
-        "evaluation": {"enabled": False},
+        "evaluation": {"enabled": False, "multiple_choice": {"tasks": [TASK]}},
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UNROPE_CACHE", str(directory.parent))
@@ -98,9 +98,9 @@ def test_a_run_with_benchmarks_is_bitwise_the_run_without(run, asked, changes):
         (12, 12 * 128, True),
     ]
     assert set(history[0].scores) == {
-        *(f"{task}/{n}x" for task in ("perplexity", "statements") for n in (4, 8)),
-        f"{TASK}/acc",
-        f"{TASK}/acc_norm",
+        f"{task}/{n}x"
+        for task in ("perplexity", "statements", f"{TASK}_acc", f"{TASK}_acc_norm")
+        for n in (4, 8)
     }
 
 
@@ -109,17 +109,15 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     last = milestones(config)[-1]
     corpus = prepare_corpus(config.data, config.tokenizer)
     model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config))).eval()
-    directory = multiple_choice.benchmark_directory(MultipleChoiceConfig())
-    questions = multiple_choice.read_questions(directory / f"{TASK}.jsonl.gz", 5)
-    encoder = Encoder(corpus.tokenizer, 32, add_bos=True)
-    expected = multiple_choice.score_questions(model, encoder, TASK, questions, 4096)
-    for score in expected:
-        assert last.scores[f"{TASK}/{score.metric}"] == pytest.approx(score.value)
+    encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
+    for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK], limit=5), encoder):
+        scores = task.measure(Reading(model, 128, None, 4096))["scores"]
+        assert last.scores[f"{task.key}/4x"] == pytest.approx(sum(scores) / 5)
     assert last.scores["perplexity/4x"] == pytest.approx(
         expected_perplexity(model, corpus), rel=1e-4
     )
     rows = {row["step"]: row for row in rows_of(config)}
-    with_them = {step for step, row in rows.items() if f"benchmark/{TASK}/acc" in row}
+    with_them = {step for step, row in rows.items() if f"benchmark/{TASK}_acc/4x" in row}
     assert with_them == {4, 6, 8, 12}
     for key, value in last.scores.items():
         assert rows[12][f"benchmark/{key}"] == value

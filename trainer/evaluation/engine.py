@@ -109,7 +109,7 @@ def plan_cells(
         return {
             "model": subject.fingerprint,
             "method": [recipe.key, recipe.settings, read if fits else None],
-            "task": [task.key, task.fingerprint(length)],
+            "task": task.fingerprint(length),
             "length": length,
             "batches": [batch_tokens, subject.device],  # parts hold whole batches
         }

@@ -1,60 +1,71 @@
-"""Adapter of a decoder to lm-eval's model interface; importing it needs the ``eval`` extra."""
+"""Tasks of lm-eval, which get their answers from our models; importing needs the ``eval`` extra."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import lm_eval
 from lm_eval.api.instance import Instance
+from lm_eval.api.metrics import mean
 from lm_eval.api.model import LM
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.api.task import Task
+from lm_eval.evaluator import evaluate
+from lm_eval.tasks import TaskManager
 
 from trainer.common.errors import UserError
-from trainer.config import HarnessConfig
+from trainer.config import HarnessSettings
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.benchmarks import Score
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
+from trainer.evaluation.measurements import Measurement, Reading
 from trainer.evaluation.passes import longest_first
+from trainer.evaluation.store import fingerprint
 from trainer.model.config import Sampling
 from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
 """Default for tasks without ``max_gen_toks``, as for lm-eval's own models."""
+METRICS = ("acc", "acc_norm", "exact_match", "em", "f1")
+"""Metrics that are reported: means over questions of values from 0 to 1."""
+FEWSHOT_SEED = 1234
+"""lm-eval's default."""
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
     """lm-eval model that answers its three kinds of requests.
 
+    ``max_length``: most tokens that it reads; longer contexts lose their beginning.
     ``batch_tokens``: tokens per forward pass, and in the cache during generation.
     """
 
-    def __init__(self, model: LanguageModel, encoder: Encoder, batch_tokens: int = 4096) -> None:
+    def __init__(
+        self, model: LanguageModel, encoder: Encoder, max_length: int, batch_tokens: int
+    ) -> None:
         super().__init__()
-        self.model = model.eval()
-        self.encoder = encoder
-        self.batch_tokens = batch_tokens
+        self.model, self.encoder = model.eval(), encoder
+        self.max_length, self.batch_tokens = max_length, batch_tokens
         self._device = model.device
 
-    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, instances: list[Instance]) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood (nats), and whether it is greedy."""
-        pairs = [request.args for request in requests]
-        answers = self._likelihoods(self.encoder.requests(pairs))
+        pairs = [instance.args for instance in instances]
+        requests = [one.within(self.max_length) for one in self.encoder.requests(pairs)]
+        answers = self._likelihoods(requests)
         return [(answer.log_likelihood, answer.greedy) for answer in answers]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Return each whole text's log-likelihood (nats), in windows of the maximum length."""
-        windows = [self.encoder.windows(request.args[0]) for request in requests]
+        windows = [self.encoder.windows(request.args[0], self.max_length) for request in requests]
         answers = iter(self._likelihoods(list(chain.from_iterable(windows))))
         return [sum(next(answers).log_likelihood for _ in text) for text in windows]
 
     def _likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
-        return log_likelihoods(self.model, requests, self.batch_tokens, "Scoring")
+        return log_likelihoods(self.model, requests, self.batch_tokens)
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return a continuation of each context, up to the first of its stop strings."""
@@ -73,11 +84,11 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         until = settings.get("until") or []
         stop = [until] if isinstance(until, str) else [text for text in until if text]
         new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
-        room = self.encoder.max_length - new
+        room = self.max_length - new
         if room < 1:
             raise UserError(
-                f"evaluation.max_length: expected more than the {new} tokens that the task "
-                f"generates, got {self.encoder.max_length}"
+                f"evaluation.lengths: expected more than the {new} tokens that the task "
+                f"generates, got {self.max_length}"
             )
         temperature = float(settings.get("temperature") or 0.0)
         sampling = Sampling(
@@ -95,11 +106,10 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
 
             generate(
                 self.model,
-                [prompts[i] or [self.encoder.bos_token] for i in batch],
+                [prompts[i] or [self.encoder.first_token] for i in batch],
                 new,
                 sampling=sampling,
-                end_tokens=self.model.end_tokens
-                or end_tokens(self.encoder.tokenizer, self.encoder.eos),
+                end_tokens=self.model.end_tokens or end_tokens(self.encoder.tokenizer),
                 on_token=push,
             )
         for text in texts:
@@ -107,53 +117,99 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return [text.text for text in texts]
 
 
-@cache
-def _index_of_tasks(include_path: str | None) -> TaskManager:
-    """Return lm-eval's index of tasks, which takes seconds to make."""
-    return TaskManager(include_path=include_path)
+@dataclass
+class Harness(Measurement):
+    """A task or group of lm-eval in one metric; trials are the questions of all its tasks.
+
+    ``tasks``: the tasks of a group by name, or one. ``docs``: numbers of the questions of each. A
+    length limits what the model reads. A cell has a single part, and its questions are labelled by
+    their task if there are several.
+    """
+
+    name: str
+    metric: str
+    tasks: Mapping[str, Task]
+    docs: Mapping[str, Sequence[int]]
+    encoder: Encoder
+
+    def __post_init__(self) -> None:
+        self.key, self.title = f"{self.name}_{self.metric}", f"{self.name} ({self.metric})"
+
+    def part(self, rank: int, ranks: int) -> Harness:
+        """Return one rank's share of the questions."""
+        return replace(self, docs={name: docs[rank::ranks] for name, docs in self.docs.items()})
+
+    def sequences(self, length: int) -> int:
+        """Return 1, as if all questions were one sequence; 0 without questions."""
+        return int(any(self.docs.values()))
+
+    def fingerprint(self, length: int) -> str:
+        """Return a hash of the tasks' settings and questions."""
+        settings = [task.dump_config() for task in self.tasks.values()]
+        questions = [
+            [task.eval_docs[i] for i in self.docs[name]] for name, task in self.tasks.items()
+        ]
+        return fingerprint(lm_eval.__version__, repr(settings), repr(questions))
+
+    def read(self, reading: Reading) -> dict[str, Any]:
+        """Return the value of every metric of :data:`METRICS` for each question, by its name."""
+        most = min(reading.length, reading.reads or reading.length)
+        samples = {name: list(docs) for name, docs in self.docs.items() if docs}
+        results = evaluate(
+            HarnessModel(reading.model, self.encoder, most, reading.batch_tokens),
+            {name: self.tasks[name] for name in samples},
+            samples=samples,
+            bootstrap_iters=0,
+        )
+        values: dict[str, list[float]] = defaultdict(list)
+        for name in samples:
+            for row in sorted(results["samples"][name], key=lambda row: row["doc_id"]):
+                for metric in METRICS:
+                    if metric in row:
+                        label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
+                        values[label].append(float(row[metric]))
+        reading.done(1)
+        return values
+
+    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return the score of each question, and its task if there are several."""
+        labels = [name for name, docs in self.docs.items() for _ in docs]
+        values = [value for part in parts for value in part[self.metric]]
+        return {"scores": tuple(values), "labels": labels if len(self.tasks) > 1 else ()}
 
 
-def check_tasks(config: HarnessConfig) -> None:
-    """Load the tasks and their data, which lm-eval then caches."""
-    try:
-        get_task_dict(config.tasks, _index_of_tasks(config.include_path))
-    except Exception as error:  # of a task's package, its data set, or the network
-        asked = ", ".join(config.tasks)
-        raise UserError(f"evaluation.tasks: lm-eval cannot load {asked}: {error}") from error
+def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
+    """Load the tasks of lm-eval and their data; return each in each of its metrics.
 
-
-def score_tasks(model: LanguageModel, encoder: Encoder, config: HarnessConfig) -> list[Score]:
-    """Score every task of a configuration with lm-eval."""
-    results = lm_eval.simple_evaluate(
-        model=HarnessModel(model, encoder, config.batch_tokens),
-        tasks=config.tasks,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        task_manager=_index_of_tasks(config.include_path),
-    )
-    return [score for task in results["results"] for score in _scores(results, task)]
-
-
-def _scores(results: dict[str, Any], task: str) -> Iterator[Score]:
-    """Yield the numbers in lm-eval's results for a task or group, named like ``acc,none``."""
-    numbers = results["results"][task]
-    count = results["n-samples"].get(task, {}).get("effective") or numbers.get("sample_len", 0)
-    for key, value in numbers.items():
-        metric, _, filtered = key.partition(",")
-        if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
-            continue
-        error = numbers.get(f"{metric}_stderr,{filtered}")
-        known = error if isinstance(error, float) else None
-        better = results.get("higher_is_better", {}).get(task, {}).get(metric)
-        each = tuple(_each(results, task, metric, filtered)) if better else ()
-        yield Score(task, metric if filtered == "none" else key, float(value), known, count, each)
-
-
-def _each(results: dict[str, Any], task: str, metric: str, filtered: str) -> Iterator[float]:
-    """Yield the score of every question of a task, or of all tasks of a group."""
-    for part in results.get("group_subtasks", {}).get(task, ()):
-        yield from _each(results, part, metric, filtered)
-    for sample in results["samples"].get(task, ()):
-        value = sample.get(metric)
-        if sample["filter"] == filtered and isinstance(value, int | float):
-            yield float(value)
+    Raises:
+        UserError: lm-eval cannot load a task, or it has no metric of :data:`METRICS`.
+    """
+    made: list[Harness] = []
+    index = TaskManager(include_path=settings.include_path)
+    for name in settings.tasks:
+        try:
+            tasks: dict[str, Task] = index.load([name])["tasks"]
+        except Exception as error:  # of a task's package, its data set, or the network
+            raise UserError(
+                f"evaluation.harness.tasks: lm-eval cannot load {name}: {error}"
+            ) from error
+        for task in tasks.values():
+            shots = task.get_config("num_fewshot")
+            if settings.num_fewshot is not None and shots != 0:
+                shots = settings.num_fewshot
+            task.set_config(key="num_fewshot", value=shots or 0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        docs = {key: range(len(task.eval_docs))[: settings.limit] for key, task in tasks.items()}
+        first = next(iter(tasks.values()))
+        means = {key for key, combine in first.aggregation().items() if combine is mean}
+        filters = [each.name for each in getattr(first, "_filters", ())] or ["none"]
+        metrics = [
+            metric if each == "none" else f"{metric}_{each}"
+            for metric in METRICS
+            for each in filters
+            if metric in means
+        ]
+        if not metrics:
+            raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
+        made += [Harness(name, metric, tasks, docs, encoder) for metric in metrics]
+    return made

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import torch
@@ -18,8 +17,6 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.common.progress import Progress
-from trainer.data.tokenizer import end_of_text, own_first_token
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
@@ -52,31 +49,17 @@ class Request:
 class Encoder:
     """Encoder of text to requests.
 
-    ``max_length``: maximum tokens of a forward pass; longer contexts lose their beginning.
-    ``add_bos``: begin every context with end-of-text, as in training, unless the tokenizer itself
-    adds a first token. ``eos``: see :func:`~trainer.data.tokenizer.end_of_text`.
+    ``first_token``: stands for an empty context. ``begins``: begin every context with it, as in
+    training; a token that the tokenizer itself adds is there in any case.
     """
 
     tokenizer: Tokenizer
-    max_length: int
-    add_bos: bool = False
-    eos: tuple[int, ...] = ()
-
-    @cached_property
-    def bos_token(self) -> int:
-        """The token that stands for an empty context."""
-        first = own_first_token(self.tokenizer)
-        return self.end_of_text if first is None else first
-
-    @cached_property
-    def end_of_text(self) -> int:
-        """The end-of-text token."""
-        return end_of_text(self.tokenizer, self.eos)
+    first_token: int
+    begins: bool = False
 
     def tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return token ids of texts, with a beginning-of-text token if ``add_bos`` requires one."""
-        adds_bos = self.add_bos and own_first_token(self.tokenizer) is None
-        before = [self.bos_token] if adds_bos else []
+        """Return token ids of texts, each from its first token on."""
+        before = [self.first_token] if self.begins else []
         return [[*before, *encoding.ids] for encoding in self.tokenizer.encode_batch(list(texts))]
 
     def requests(self, pairs: Sequence[Pair]) -> list[Request]:
@@ -96,23 +79,22 @@ class Encoder:
                 request = self._after_nothing(continuation)
             if not request.continuation:
                 raise UserError(f"{continuation!r} adds no token to {text!r}")
-            requests.append(request.within(self.max_length))
+            requests.append(request)
         return requests
 
     def _after_nothing(self, text: str) -> Request:
         tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        has_bos = tokens[:1] == (self.bos_token,)
-        return Request((self.bos_token,), tokens[1:] if has_bos else tokens)
+        has_bos = tokens[:1] == (self.first_token,)
+        return Request((self.first_token,), tokens[1:] if has_bos else tokens)
 
-    def windows(self, text: str) -> list[Request]:
-        """Split a text into requests of ``max_length`` tokens that cover every token once.
+    def windows(self, text: str, size: int) -> list[Request]:
+        """Split a text into requests of ``size`` tokens that cover every token once.
 
-        The first token is predicted from ``bos_token``; the last window is padded with context.
+        The first token is predicted from ``first_token``; the last window is padded with context.
         """
         tokens = tuple(self.tokens([text])[0])
-        if tokens[:1] != (self.bos_token,):
-            tokens = (self.bos_token, *tokens)
-        size = self.max_length
+        if tokens[:1] != (self.first_token,):
+            tokens = (self.first_token, *tokens)
         return [
             Request(tokens[:start], tokens[start : start + size]).within(size)
             for start in range(1, len(tokens), size)
@@ -134,12 +116,11 @@ class Likelihood:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: LanguageModel, requests: Sequence[Request], batch_tokens: int, title: str | None = None
+    model: LanguageModel, requests: Sequence[Request], batch_tokens: int
 ) -> list[Likelihood]:
     """Return the log-likelihood of every continuation, as if each were computed alone.
 
     ``batch_tokens``: tokens per forward pass, including cached ones (at least one context).
-    ``title``: of the progress bar; None: show none.
     """
     longest = max((len(r.context) + len(r.continuation) - 1 for r in requests), default=0)
     times = Counter(request.context for request in requests)
@@ -151,23 +132,20 @@ def log_likelihoods(
         tokens = request.context if shares else request.context + request.continuation[:-1]
         rows[shares, len(tokens)][tokens].append(index)
     results: dict[int, Likelihood] = {}
-    with Progress(title or "", len(requests), silent=title is None) as progress:
-        progress.advance_to(0)
-        for (shares, length), alike in sorted(rows.items(), reverse=True):
-            longest = max(len(requests[i].continuation) for row in alike.values() for i in row)
-            size = max(map(len, alike.values())) * (length + longest * shares)
-            count = max(1, batch_tokens // size)
-            read, asked = list(alike), list(alike.values())
-            for first in range(0, len(read), count):
-                chosen = asked[first : first + count]
-                places = [place for place, row in enumerate(chosen) for _ in row]
-                indices = [index for row in chosen for index in row]
-                wanted = [requests[index].continuation for index in indices]
-                states = (_after_shared if shares else _within)(
-                    model, read[first : first + count], places, wanted
-                )
-                results |= zip(indices, _likelihoods(model, states, wanted), strict=True)
-                progress.advance_to(len(results))
+    for (shares, length), alike in sorted(rows.items(), reverse=True):
+        longest = max(len(requests[i].continuation) for row in alike.values() for i in row)
+        size = max(map(len, alike.values())) * (length + longest * shares)
+        count = max(1, batch_tokens // size)
+        read, asked = list(alike), list(alike.values())
+        for first in range(0, len(read), count):
+            chosen = asked[first : first + count]
+            places = [place for place, row in enumerate(chosen) for _ in row]
+            indices = [index for row in chosen for index in row]
+            wanted = [requests[index].continuation for index in indices]
+            states = (_after_shared if shares else _within)(
+                model, read[first : first + count], places, wanted
+            )
+            results |= zip(indices, _likelihoods(model, states, wanted), strict=True)
     return [results[index] for index in range(len(requests))]
 
 

@@ -104,7 +104,7 @@ class Perplexity(Measurement):
     def fingerprint(self, length: int) -> str:
         """Return a hash of the windows and the averaged tokens."""
         windows = self.windows[length]
-        return fingerprint(windows, self._last, self.first_token, self.training_length)
+        return fingerprint(self.key, windows, self._last, self.first_token, self.training_length)
 
     @property
     def _last(self) -> int:
@@ -170,7 +170,7 @@ class Statements(Measurement):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the trials."""
-        return fingerprint(self.trials[length], self.first_token)
+        return fingerprint(self.key, self.trials[length], self.first_token)
 
     def part(self, rank: int, ranks: int) -> Statements:
         """Return one rank's share of the trials."""
@@ -277,7 +277,7 @@ class Prompted(Measurement):
             (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label, p.never_first)
             for p in prompts
         ]
-        return len(prompts), fingerprint(inputs), _numbered(prompts)
+        return len(prompts), fingerprint(self.key, inputs), _numbered(prompts)
 
     def read(self, reading: Reading) -> dict[str, Any]:
         """Return the index and score of each prompt in the part."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.words import counted
-from trainer.config import BY_LAYER, MethodsConfig
+from trainer.config import BY_LAYER, EvaluationConfig
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
@@ -51,7 +51,7 @@ class Method:
     reads: int | None = None
 
 
-Make = Callable[[LayoutAt, Fitting, MethodsConfig], LayoutAt]
+Make = Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
 """Maps the layouts before a part to those after it; its configuration lists layers as indices."""
 
 
@@ -67,7 +67,7 @@ class Part:
     make: Make
     rotation: bool = False
     uses: tuple[str, ...] = ()
-    fits: Callable[[MethodsConfig, float], Iterable[float]] = lambda config, factor: ()
+    fits: Callable[[EvaluationConfig, float], Iterable[float]] = lambda config, factor: ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Recipe:
 
 
 def applicable(
-    subjects: Sequence[Subject], config: MethodsConfig
+    subjects: Sequence[Subject], config: EvaluationConfig
 ) -> tuple[dict[str, list[Recipe]], list[str]]:
     """Return the methods that change each model, by its name, and a sentence for each that changes
     none.
@@ -113,7 +113,7 @@ def applicable(
 
 
 def recipe(
-    name: str, layout: Layout, config: MethodsConfig, *, native: bool = True
+    name: str, layout: Layout, config: EvaluationConfig, *, native: bool = True
 ) -> Recipe | str:
     """Return the named method for a model, or why it cannot change the model.
 
@@ -153,7 +153,7 @@ def recipe(
     return Recipe(name, title, settings, fits, make)
 
 
-def _idle(keys: Sequence[str], layout: Layout, config: MethodsConfig, native: bool) -> str:
+def _idle(keys: Sequence[str], layout: Layout, config: EvaluationConfig, native: bool) -> str:
     """Return why some part cannot change a model; empty if all can."""
     if not native and not FOR_ANY_MODEL.issuperset(keys):
         return "is computed by transformers, and this method needs the decoder of this program"
@@ -172,14 +172,14 @@ def _idle(keys: Sequence[str], layout: Layout, config: MethodsConfig, native: bo
     return ""
 
 
-def _unchanged(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _unchanged(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     return before
 
 
 def _rescaled(rescaling: Rescaling) -> Make:
     """Slow every rotation for the factor, at least 1."""
 
-    def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
         return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0), config.layers)
 
     return make
@@ -188,13 +188,13 @@ def _rescaled(rescaling: Rescaling) -> Make:
 def _dynamic(rescaling: Rescaling) -> Make:
     """Slow every rotation by the length of each sequence."""
 
-    def make(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
         return lambda factor: before(factor).dynamically_rescaled(rescaling, layers=config.layers)
 
     return make
 
 
-def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Apply dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
 
     def layout_at(factor: float) -> Layout:
@@ -205,16 +205,16 @@ def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: MethodsConfig
     return layout_at
 
 
-def _windowed(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _windowed(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     return lambda factor: windowed(before(factor))
 
 
-def _dropped(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _dropped(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Remove all encodings without recalibration; a trained temperature stays."""
     return lambda factor: before(factor).map(lambda s: Spectrum(temperature=s.temperature))
 
 
-def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another exponent."""
     exponent = config.temperature.rope_id_exponent
     return lambda factor: tempered(before(factor), 0.1, "sequence", exponent, config.layers)
@@ -232,7 +232,7 @@ def _identity(layout: Layout) -> str:
     return hashlib.sha256(repr(layout).encode()).hexdigest()
 
 
-def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Divide each pair by its own factor, which is searched at each length."""
     settings = config.longrope
 
@@ -248,12 +248,12 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
     return layout_at
 
 
-def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Multiply logits by 1 + c ln s (DroPE, App. C.2), with c fitted on the lengths beyond C."""
     settings, layers = config.temperature, config.layers
-    if max(config.factors) <= 1:
+    if max(config.lengths) <= 1:
         return before
-    windows = fitting.windows_beyond(settings.lengths or config.factors)
+    windows = fitting.windows_beyond(settings.lengths or config.lengths)
     if not windows:  # a factor of 1.001 may round to the training length
         return before
     C = fitting.model.layout.training_length
@@ -285,7 +285,7 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: MethodsConfi
     return tempered_with(coefficient)
 
 
-def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _denoised(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Remove the encoding, or parts of it, of heads of extreme matrix entropy (DoPE)."""
 
     @cache
@@ -300,7 +300,7 @@ def _denoised(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
     return lambda factor: dope.apply(before(factor), chosen(config.choice.length or factor))
 
 
-def _weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> LayoutAt:
+def _weighted(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Multiply pairs of extreme frequency entropy by a factor (Weighted RoPE)."""
 
     @cache
@@ -319,20 +319,20 @@ def _weighted(before: LayoutAt, fitting: Fitting, config: MethodsConfig) -> Layo
     )
 
 
-def _chosen_on(ids: Tensor, config: MethodsConfig) -> str:
+def _chosen_on(ids: Tensor, config: EvaluationConfig) -> str:
     texts, tokens = ids.shape
     return f"chosen on {counted(texts, 'text')} of {tokens:,} tokens ({config.choice.text})"
 
 
-def _longrope_fits(config: MethodsConfig, factor: float) -> Iterable[float]:
+def _longrope_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
     return [factor] if factor > 1 else []
 
 
-def _temperature_fits(config: MethodsConfig, factor: float) -> Iterable[float]:
+def _temperature_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
     return (config.temperature.lengths or [factor]) if factor > 1 else []
 
 
-def _choice_fits(config: MethodsConfig, factor: float) -> Iterable[float]:
+def _choice_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
     return [config.choice.length or factor]
 
 

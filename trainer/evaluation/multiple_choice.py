@@ -5,21 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from trainer.common.errors import UserError
-from trainer.config import DataConfig, MultipleChoiceConfig
+from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
-from trainer.evaluation.benchmarks import Score, mean_score
-from trainer.evaluation.likelihood import Encoder, Pair, log_likelihoods
-from trainer.model.language_model import LanguageModel
+from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
+from trainer.evaluation.measurements import Measurement, Reading
+from trainer.evaluation.store import fingerprint
 
 UNCONDITIONAL = 1_000_000
 """First number of rows whose context lacks the question; they are not read."""
-SUFFIX = ".jsonl.gz"
+TOGETHER = 64
+"""Questions that a part of a cell reads together."""
 
 
 @dataclass(frozen=True)
@@ -28,21 +30,6 @@ class Question:
 
     choices: tuple[Pair, ...]
     label: int
-
-
-def benchmark_directory(config: MultipleChoiceConfig) -> Path:
-    """Return the directory of the request files."""
-    return Path(config.directory or cache_directory(DataConfig()) / "benchmarks")
-
-
-def check_files(config: MultipleChoiceConfig) -> None:
-    """Check that every task has its file."""
-    directory = benchmark_directory(config)
-    if missing := [t for t in config.tasks if not (directory / f"{t}{SUFFIX}").is_file()]:
-        raise UserError(
-            f"evaluation.tasks: {str(directory)!r} has no {missing[0]}{SUFFIX}; "
-            "scripts/fetch_benchmarks.py fetches the files"
-        )
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
@@ -71,40 +58,82 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     ]
 
 
-def score_questions(
-    model: LanguageModel,
-    encoder: Encoder,
-    task: str,
-    questions: Sequence[Question],
-    batch_tokens: int,
-    *,
-    silent: bool = False,
-) -> list[Score]:
-    """Return how often the right choice is the most likely one.
+@dataclass
+class MultipleChoice(Measurement):
+    """The questions of a file; a score is 1 if the right choice has the largest value.
 
-    ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
-    lm-eval does, without the space before it). ``silent``: show no progress.
+    ``metric``: ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the
+    answer (as lm-eval does, without the space before it); both come from one reading. ``requests``:
+    the choices of each question in tokens. A length limits what the model reads: longer contexts
+    lose their beginning, and the questions are the same at every length.
     """
-    pairs = [pair for question in questions for pair in question.choices]
-    title = None if silent else f"Scoring {task}"
-    answers = log_likelihoods(model, encoder.requests(pairs), batch_tokens, title)
-    likelihoods = iter([answer.log_likelihood for answer in answers])
-    acc, acc_norm = [], []
-    for question in questions:
-        scores = list(islice(likelihoods, len(question.choices)))
-        sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
-        per_character = [score / size for score, size in zip(scores, sizes, strict=True)]
-        acc.append(scores.index(max(scores)) == question.label)
-        acc_norm.append(per_character.index(max(per_character)) == question.label)
-    return [mean_score(task, "acc", acc), mean_score(task, "acc_norm", acc_norm)]
+
+    task: str
+    metric: str
+    questions: Sequence[Question]
+    requests: Sequence[Sequence[Request]]
+
+    def __post_init__(self) -> None:
+        self.key, self.title = f"{self.task}_{self.metric}", f"{self.task} ({self.metric})"
+
+    def part(self, rank: int, ranks: int) -> MultipleChoice:
+        """Return one rank's share of the questions."""
+        part = slice(rank, None, ranks)
+        return replace(self, questions=self.questions[part], requests=self.requests[part])
+
+    def sequences(self, length: int) -> int:
+        """Return how many sequences of ``length`` the tokens of all choices fill."""
+        return -(-_tokens(self.requests) // length)
+
+    def fingerprint(self, length: int) -> str:
+        """Return a hash of the questions and their tokens."""
+        return fingerprint("multiple choice", self.questions, self.requests)
+
+    def read(self, reading: Reading) -> dict[str, Any]:
+        """Return the log-likelihoods (nats) of the choices of each question in the part."""
+        most = min(reading.length, reading.reads or reading.length)
+        firsts, values = range(0, len(self.questions), TOGETHER), list[list[float]]()
+        for first in reading.piece.among(firsts):
+            questions = self.requests[first : first + TOGETHER]
+            requests = [choice.within(most) for choice in chain.from_iterable(questions)]
+            answers = log_likelihoods(reading.model, requests, reading.batch_tokens)
+            likelihoods = iter([answer.log_likelihood for answer in answers])
+            values += [list(islice(likelihoods, len(choices))) for choices in questions]
+            reading.done(_tokens(questions) // reading.length)
+        return {"log_likelihoods": values}
+
+    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        """Return 1 for each question whose right choice has the largest value, and 0 for others."""
+        likelihoods = [values for part in parts for values in part["log_likelihoods"]]
+        pairs = zip(self.questions, likelihoods, strict=True)
+        return {"scores": tuple(self._score(question, values) for question, values in pairs)}
+
+    def _score(self, question: Question, values: Sequence[float]) -> float:
+        if self.metric == "acc_norm":
+            sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
+            values = [value / size for value, size in zip(values, sizes, strict=True)]
+        return float(values.index(max(values)) == question.label)
 
 
-def score_tasks(
-    model: LanguageModel, encoder: Encoder, config: MultipleChoiceConfig
-) -> list[Score]:
-    """Score every task of a configuration."""
-    scores = []
-    for task in config.tasks:
-        questions = read_questions(benchmark_directory(config) / f"{task}{SUFFIX}", config.limit)
-        scores += score_questions(model, encoder, task, questions, config.batch_tokens)
-    return scores
+def _tokens(questions: Sequence[Sequence[Request]]) -> int:
+    return sum(len(r.context) + len(r.continuation) for choices in questions for r in choices)
+
+
+def multiple_choice_tasks(
+    settings: MultipleChoiceSettings, encoder: Encoder
+) -> list[MultipleChoice]:
+    """Return ``acc`` and ``acc_norm`` of every file.
+
+    Raises:
+        OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
+        UserError: a choice is missing or has no token.
+    """
+    directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")
+    tasks = []
+    for name in settings.tasks:
+        questions = read_questions(directory / f"{name}.jsonl.gz", settings.limit)
+        pairs = [pair for question in questions for pair in question.choices]
+        requests = iter(encoder.requests(pairs))
+        encoded = [list(islice(requests, len(question.choices))) for question in questions]
+        tasks += [MultipleChoice(name, m, questions, encoded) for m in ("acc", "acc_norm")]
+    return tasks

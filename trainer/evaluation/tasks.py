@@ -7,15 +7,27 @@ from functools import cached_property
 
 from trainer.common.errors import UserError
 from trainer.common.words import counted
-from trainer.config import LONGBENCH, MANY_SHOT, PERPLEXITY, RULER, STATEMENTS, EvaluationConfig
+from trainer.config import (
+    HARNESS,
+    LONGBENCH,
+    MANY_SHOT,
+    MULTIPLE_CHOICE,
+    PERPLEXITY,
+    RULER,
+    STATEMENTS,
+    EvaluationConfig,
+)
 from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
+from trainer.data.tokenizer import own_first_token
 from trainer.evaluation.haystack import Haystack
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.ruler import ruler_tasks
 
@@ -46,6 +58,13 @@ class HeldOut:
         """The documents as a haystack; its tokens are computed once for all tasks."""
         bos = () if self.bos_token is None else (self.bos_token,)
         return Haystack(self.corpus.tokenizer, self.documents, bos, (self.corpus.end_of_text,))
+
+    @property
+    def encoder(self) -> Encoder:
+        """Encoder of questions, which begin as prompts do."""
+        tokenizer = self.corpus.tokenizer
+        begins = self.bos_token is not None and own_first_token(tokenizer) is None
+        return Encoder(tokenizer, self.corpus.first_token, begins)
 
 
 def make_tasks(
@@ -83,6 +102,12 @@ def make_tasks(
             made.append(Statements.make(text.split, lengths, vocabulary, first, *counts))
         elif name in NEEDLE_TASKS:
             made.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
+        elif name == MULTIPLE_CHOICE:
+            made += multiple_choice_tasks(config.multiple_choice, text.encoder)
+        elif name == HARNESS:
+            from trainer.evaluation.harness import harness_tasks
+
+            made += harness_tasks(config.harness, text.encoder)
         else:
             groups = {
                 RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),

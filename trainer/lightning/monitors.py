@@ -10,17 +10,9 @@ from typing import Any
 import lightning as L
 
 from trainer.common.ranks import Ranks, all_gather
-from trainer.config import MultipleChoiceConfig, RunConfig
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
-from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.measurements import Measurement, Prompted, Reading
-from trainer.evaluation.multiple_choice import (
-    SUFFIX,
-    Question,
-    benchmark_directory,
-    read_questions,
-    score_questions,
-)
+from trainer.evaluation.measurements import Prompted, Reading
 from trainer.evaluation.results import Milestone, is_known
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
 from trainer.lightning.callbacks import Metrics, StepCallback
@@ -53,24 +45,15 @@ class Monitors(StepCallback):
         self.C, self.batch_tokens = config.training_length, config.evaluation.batch_tokens
         if self.settings.every is None:
             return
-        asked, share = self.settings, slice(ranks.rank, None, ranks.world_size)
+        asked = self.settings
         self.lengths = [round(self.C * factor) for factor in sorted(set(asked.lengths))]
-        self.tasks: list[Measurement] = []
-        if asked.tasks:
-            text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
-            evaluation = config.evaluation.limited(asked.limit, asked.limit)
-            evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
-            tasks, _ = make_tasks(text, evaluation, self.lengths, self.C)
-            tasks = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in tasks]
-            check_prompts(tasks, self.lengths)
-            self.tasks = [task.part(ranks.rank, ranks.world_size) for task in tasks]
-        eos = (corpus.end_of_text,)
-        self.encoder = Encoder(corpus.tokenizer, self.C, add_bos=True, eos=eos)
-        choice = MultipleChoiceConfig(asked.multiple_choice)
-        self.questions: dict[str, list[Question]] = {}
-        for task in asked.multiple_choice:
-            path = benchmark_directory(choice) / f"{task}{SUFFIX}"
-            self.questions[task] = read_questions(path, asked.limit)[share]
+        text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
+        evaluation = config.evaluation.limited(asked.limit)
+        evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
+        tasks, _ = make_tasks(text, evaluation, self.lengths, self.C)
+        tasks = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in tasks]
+        check_prompts(tasks, self.lengths)
+        self.tasks = [task.part(ranks.rank, ranks.world_size) for task in tasks]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the measurements so far, as :class:`Milestone` holds them."""
@@ -110,7 +93,7 @@ class Monitors(StepCallback):
         self.metrics.add(known)
 
     def _scores(self, module: LanguageModule) -> dict[str, float | None]:
-        """Return the scores by task and length, or metric."""
+        """Return the scores by task and length."""
         scores: dict[str, float | None] = {}
         with evaluating(module) as model, gathered(module.model):
             for task in self.tasks:
@@ -121,16 +104,6 @@ class Monitors(StepCallback):
                     hits = _mean(_gathered(cell.get("scores", ())))
                     name = f"{task.key}/{length / self.C:g}x"
                     scores[name] = math.exp(_mean(losses)) if losses else hits
-            for name, questions in self.questions.items():
-                tokens = MultipleChoiceConfig.batch_tokens
-                answers = (
-                    score_questions(model, self.encoder, name, questions, tokens, silent=True)
-                    if questions
-                    else ()
-                )
-                each = {score.metric: score.each for score in answers}
-                for metric in ("acc", "acc_norm"):
-                    scores[f"{name}/{metric}"] = _mean(_gathered(each.get(metric, ())))
         return scores
 
 

@@ -129,13 +129,6 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     say(f"Report: {Path(run_dir) / 'report.html'}")
 
 
-def print_benchmarks(table: RichTable, directory: Path) -> None:
-    """Print the table of benchmarks, and the directory of their numbers."""
-    out = Console(width=WIDTH, highlight=False)
-    out.print(table)
-    out.print(f"Numbers: {directory / 'results.csv'}", markup=False)
-
-
 def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
     """Print the tables of a plan, by title."""
     out = Console(width=WIDTH)

@@ -20,7 +20,6 @@ from trainer.config import (
     PERPLEXITY,
     DataConfig,
     EvaluationConfig,
-    MethodsConfig,
     MixedText,
     RunConfig,
     SourceConfig,
@@ -56,7 +55,7 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
     if isinstance(text := getattr(config, "text", None), DataConfig):
         _refuse(_data_rules(text))
     evaluation = getattr(config, "evaluation", None)
-    if isinstance(evaluation, MethodsConfig):
+    if isinstance(evaluation, EvaluationConfig):
         check_evaluation(evaluation)
     return config
 
@@ -105,8 +104,8 @@ def _run_rules(config: RunConfig) -> Rules:
         "model.qk_norm.when: 'after_drop', but there is no drop",
     )
     yield (
-        (benchmarks.every is None) == bool(benchmarks.tasks or benchmarks.multiple_choice),
-        "monitor.benchmarks.every: expected it with tasks or multiple_choice",
+        (benchmarks.every is None) == bool(benchmarks.tasks),
+        "monitor.benchmarks.every: expected it with tasks",
     )
     yield (
         config.phases and drop.at is not None,
@@ -140,7 +139,7 @@ def _data_rules(data: DataConfig) -> Rules:
     )
 
 
-def check_evaluation(config: MethodsConfig, training_length: int | None = None) -> None:
+def check_evaluation(config: EvaluationConfig, training_length: int | None = None) -> None:
     """Check an evaluation, also of models with that training length if it is known.
 
     Raises:
@@ -149,14 +148,14 @@ def check_evaluation(config: MethodsConfig, training_length: int | None = None) 
     _refuse(_evaluation_rules(config, training_length))
 
 
-def _evaluation_rules(config: MethodsConfig, training_length: int | None) -> Rules:
+def _evaluation_rules(config: EvaluationConfig, training_length: int | None) -> Rules:
     dope = config.dope
     yield (
         dope.spectral != "inverse" and (dope.entropy, dope.r) != ("trunc", 1),
         "evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1",
     )
     length = config.training_length or training_length
-    if not isinstance(config, EvaluationConfig) or length is None:
+    if length is None:
         return
     shortest = min(config.in_tokens(length))
     yield (

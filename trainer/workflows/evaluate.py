@@ -71,7 +71,6 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     output = Path(request.output or first.home / usual)
     output.mkdir(parents=True, exist_ok=True)
     evaluation = request.evaluation
-    assert isinstance(evaluation, EvaluationConfig)
     length = evaluation.training_length
     first, *others = (c.with_training_length(length) for c in [first, *others])
     candidates = fitting_together([first, *others])

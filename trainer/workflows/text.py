@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.common.errors import UserError
-from trainer.config import EvaluationConfig, MethodsConfig, RunConfig
+from trainer.config import EvaluationConfig, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.order import Integers
 from trainer.data.prepared import Manifest, open_prepared, prepare
@@ -83,7 +83,7 @@ def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None
 def fit_text(
     corpus: Corpus,
     bos_token: int | None,
-    config: MethodsConfig,
+    config: EvaluationConfig,
     recipes: Sequence[Recipe],
     lengths: Sequence[int],
     training_length: int,
@@ -119,7 +119,7 @@ def fit_text(
     return FitText(windows, corpus.first_token, corpus.fingerprint, needles, prompts, parts)
 
 
-def choice_prompts(config: MethodsConfig, straw: Haystack, length: int) -> Integers:
+def choice_prompts(config: EvaluationConfig, straw: Haystack, length: int) -> Integers:
     """Return ``[texts, tokens]`` of prompts on which methods choose, none of which is evaluated.
 
     The prompts are spread over the trials and depths of a task. A prompt leaves room for its
@@ -127,13 +127,12 @@ def choice_prompts(config: MethodsConfig, straw: Haystack, length: int) -> Integ
     than an example. ``straw``: validation text. ``length``: tokens of a prompt and its answer.
     """
     name, texts = config.choice.text, config.choice.texts
-    settings = config if isinstance(config, EvaluationConfig) else EvaluationConfig()
     if name in NEEDLE_TASKS:
-        needles = replace(settings.needles, trials=texts, seed=settings.needles.seed + 1)
+        needles = replace(config.needles, trials=texts, seed=config.needles.seed + 1)
         prompts = NEEDLE_TASKS[name](straw, needles).prompts(length)
     else:
         shots, first = (
-            replace(settings.many_shot, trials=texts),
+            replace(config.many_shot, trials=texts),
             straw.bos[0] if straw.bos else None,
         )
         tasks, _ = many_shot_tasks(shots, straw.tokenizer, first, seed=SEED + 1)
