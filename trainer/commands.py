@@ -213,7 +213,6 @@ def recalibrate(job: Job) -> None:
     keys = take_keys(job, schema.RecalibrateKeys)
     if keys.text is None and job.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
-    from trainer.interchange.export import check_destination
     from trainer.report.terminal import print_report, set_up_console
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint
@@ -238,8 +237,6 @@ def recalibrate(job: Job) -> None:
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     to = Path(keys.to or Path(config.run_dir, "export"))
     is_exported = (to / "config.json").is_file() and not config.overwrite
-    if not is_exported and not to.is_relative_to(config.run_dir):
-        check_destination(to)
     report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
     print_report(report, config.run_dir, existing=False)
     if not is_exported:

@@ -220,7 +220,7 @@ def test_the_first_token_that_is_named_is_one_of_the_vocabulary(values, token):
     [
         {"architectures": ["Olmo2ForCausalLM"]},
         {"attention_bias": True},
-        {"final_logit_softcapping": 30.0},
+        {"mlp_bias": True},
         {"quantization_config": {"bits": 4}},
         {"partial_rotary_factor": 0.5},
         {"rope_scaling": {"type": "yarm", "factor": 2.0}},

@@ -87,7 +87,8 @@ def export_model(
     Raises:
         UserError: the directory is not empty, or the loaded model differs; nothing is left then.
     """
-    check_destination(to)
+    if to.exists() and any(to.iterdir()):
+        raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")
     tokenizer = tokenizer if token_files else prompting(tokenizer, end)
     plan = make_plan(model.config, model.layout)
     log.info("Written as %s", plan.architecture)
@@ -110,12 +111,6 @@ def export_model(
             )
         partial.rename(to)
     return plan.architecture
-
-
-def check_destination(to: Path) -> None:
-    """Check that a directory is new or empty."""
-    if to.exists() and not (to.is_dir() and not any(to.iterdir())):
-        raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
@@ -320,11 +315,10 @@ def largest_difference(
 ) -> float:
     """Return the largest difference between the decoder's logits and those of transformers.
 
-    It is in float32, relative to the largest logit if that exceeds 1. Random tokens are read in one
-    pass, up to beyond the training length. Then two prompts of different lengths are continued as
-    one batch with padding on the left and a cache. If frequencies depend on the length,
-    transformers keeps cached keys rotated as they were when read, and derives the frequencies of a
-    batch from its longest row, so then one prompt is continued within the training length.
+    It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass, up to
+    beyond the training length. Then two prompts of different lengths are continued as one padded
+    batch with a cache. If frequencies depend on the length, transformers derives those of a batch
+    from its longest row, so then one prompt is continued within the training length.
 
     ``model``: on the CPU, with the weights that were written. ``custom``: whether our code in the
     directory is needed.

@@ -63,15 +63,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "rope_interleaved": (False,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "attention_multiplier": (),
-    "query_pre_attn_scalar": (),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
     "quantization_config": (),
 }
 
@@ -83,9 +74,18 @@ def shape_and_layout(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
         UserError: the architecture or a key that changes its computation is not supported.
         KeyError: a key is missing.
     """
-    if is_own(values):
+    name = architecture_of(values)
+    if name == OWN:
         return from_own_config(values)
-    return from_drope_config(values) if is_drope(values) else from_hf_config(values)
+    return from_drope_config(values) if name in DROPE else from_hf_config(values)
+
+
+def architecture_of(values: Mapping[str, Any]) -> str:
+    """Return the architecture by its name, or by the type where a file gives nothing else."""
+    kind = str(values.get("model_type"))
+    types = {name.removesuffix("ForCausalLM").lower(): name for name in ARCHITECTURES}
+    types |= {"llama_drope": "DroPELlamaForCausalLM", "qwen2_drope": "DroPEQwen2ForCausalLM"}
+    return (values.get("architectures") or [types.get(kind, kind)])[0]
 
 
 def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
@@ -94,10 +94,7 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     ``values``: contents of ``config.json``, in the style of transformers 4 (``rope_theta``,
     ``rope_scaling``) or 5 (``rope_parameters``).
     """
-    name = (values.get("architectures") or [None])[0]
-    if name is None:  # files of older models give only the type
-        kinds = {key.removesuffix("ForCausalLM").lower(): key for key in ARCHITECTURES}
-        name = kinds.get(str(values.get("model_type")), values.get("model_type"))
+    name = architecture_of(values)
     if name not in ARCHITECTURES:
         raise UserError(
             f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {name!r}; hf: before "
@@ -212,11 +209,6 @@ OWN = "UnropeForCausalLM"
 """The architecture of models exported with custom code."""
 
 
-def is_own(values: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` belongs to a model exported with custom code."""
-    return values.get("architectures") == [OWN]
-
-
 def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout; the inverse of what an export writes."""
     norm = {"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]}
@@ -229,9 +221,8 @@ def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
 
 
-BASES = {"DroPELlamaForCausalLM": "LlamaForCausalLM", "DroPEQwen2ForCausalLM": "Qwen2ForCausalLM"}
-"""The architectures that such files name, and what they are beside their attention."""
-MODEL_TYPES = {"llama_drope": "DroPELlamaForCausalLM", "qwen2_drope": "DroPEQwen2ForCausalLM"}
+DROPE = {"DroPELlamaForCausalLM": "LlamaForCausalLM", "DroPEQwen2ForCausalLM": "Qwen2ForCausalLM"}
+"""The architectures of DroPE's authors, and what they are beside their attention."""
 TARGETS: dict[str, Literal["both", "q", "k"] | None] = {
     "nope": None,
     "qk_norm_nope": "both",
@@ -239,24 +230,14 @@ TARGETS: dict[str, Literal["both", "q", "k"] | None] = {
     "k_norm_nope": "k",
 }
 """Which projections each ``attention_type`` normalises."""
-_UNUSED = {"q_norm_nope": "self_attn.k_norm.weight", "k_norm_nope": "self_attn.q_norm.weight"}
 _ROTATIONS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
 
 
-def is_drope(values: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` belongs to a checkpoint of DroPE's own classes."""
-    return _drope_architecture(values) in BASES
-
-
-def _drope_architecture(values: Mapping[str, Any]) -> str | None:
-    listed = values.get("architectures")
-    return str(listed[0]) if listed else MODEL_TYPES.get(str(values.get("model_type")))
-
-
 def is_unused(values: Mapping[str, Any], tensor: str) -> bool:
-    """Whether a checkpoint stores this tensor without using it: the norm of the other side."""
-    unused = _UNUSED.get(str(values.get("attention_type")))
-    return is_drope(values) and unused is not None and tensor.endswith(unused)
+    """Whether a checkpoint of DroPE's authors stores this norm without using it."""
+    norms = {"q_norm_nope": "self_attn.k_norm.weight", "k_norm_nope": "self_attn.q_norm.weight"}
+    unused = norms.get(str(values.get("attention_type")))
+    return unused is not None and tensor.endswith(unused)
 
 
 def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
@@ -265,7 +246,7 @@ def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     A ``softmax_scale`` replaces 1 / sqrt(head size) as the factor on the scores.
     """
     base = {key: value for key, value in values.items() if key not in _ROTATIONS}
-    architecture = BASES[str(_drope_architecture(values))]
+    architecture = DROPE[architecture_of(values)]
     config, layout = from_hf_config(base | {"architectures": [architecture]})
     targets, scale = TARGETS[values.get("attention_type", "nope")], values.get("softmax_scale")
     factor = 1.0 if scale is None else scale * math.sqrt(config.head_size)

@@ -12,7 +12,7 @@ from trainer.checkpoint import find_checkpoint, load_decoder, read_state
 from trainer.common.processes import usual_threads
 from trainer.config import ExportRequest
 from trainer.data.tokenizer import end_of_text
-from trainer.interchange.export import check_destination, export_model
+from trainer.interchange.export import export_model
 from trainer.runs.descriptions import is_dropped
 from trainer.runs.directory import saved_config
 from trainer.runs.phases import phases_of, training_length_at
@@ -31,8 +31,6 @@ def export_checkpoint(request: ExportRequest) -> str:
     assert request.checkpoint is not None
     assert request.to is not None
     torch.set_num_threads(usual_threads())
-    to = Path(request.to)
-    check_destination(to)
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
@@ -68,7 +66,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         model,
         tokenizer,
         end_of_text(tokenizer, (state["end_of_text"],)),
-        to,
+        Path(request.to),
         card=card,
         tolerance=request.tolerance,
         dtype=request.dtype,
