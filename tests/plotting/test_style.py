@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from matplotlib.text import Text
 from PIL import Image
 
-from trainer.plotting.lines import Frame, Panel, Series, side_by_side
+from trainer.plotting.panels import Line, Panel, draw
 from trainer.plotting.style import (
     DARK_COLOURS,
     ON_BRIGHT,
@@ -37,9 +37,9 @@ def contrast(first, second):
 
 @pytest.fixture
 def drawing(tmp_path):
-    series = [Series(str(i), i, [1, 2, 3], [i, i + 1, i]) for i in range(7)]
+    series = [Line(str(i), i, [1, 2, 3], [i, i + 1, i]) for i in range(7)]
     with paper_style():
-        return save(side_by_side([Panel("", series, Frame("x", "y"))]), tmp_path / "a").read_text()
+        return save(draw([Panel("", series, "x", "y")]), tmp_path / "a").read_text()
 
 
 def test_the_ground_is_the_page_s(drawing):
@@ -76,9 +76,8 @@ NAME = r"costs $\frac$ or \$5"
 
 def test_dollars_in_a_name_begin_no_formula(tmp_path):
     with paper_style():
-        frame = Frame("x", "y", lambda axes: axes.set_xscale("log"))
-        lines = [Series(NAME, 0, (1, 10), (1, 2)), Series("b", 1, (1, 10), (2, 1))]
-        figure = side_by_side([Panel("", lines, frame)])
+        lines = [Line(NAME, 0, (1, 10), (1, 2)), Line("b", 1, (1, 10), (2, 1))]
+        figure = draw([Panel("", lines)])
         save(figure, tmp_path / "figure")
         shown = [text.get_text() for text in figure.findobj(Text)]
     assert NAME in shown

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from tests.report.examples import cell, loss, report
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import Arm, Drop, Milestone
-from trainer.plotting.lines import Series
+from trainer.plotting.panels import Line
 from trainer.report.figures import _perplexities, apart, benchmarks, depths_of, training
 from trainer.report.figures import plots as plots_of
 
@@ -139,7 +139,7 @@ def test_a_depth_is_a_row_until_there_are_more_than_eleven():
 
 
 def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
-    lines = [Series(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
+    lines = [Line(str(n), n, [64, 128], [1, 1], [0, 0], [2, 2]) for n in range(3)]
     for line, octaves in zip(apart(lines), (-0.03, 0, 0.03), strict=True):
         assert line.x == pytest.approx([x * 2**octaves for x in (64, 128)])
 

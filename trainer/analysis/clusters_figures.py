@@ -21,8 +21,15 @@ from trainer.analysis.clusters import (
     project,
 )
 from trainer.analysis.topic import Target, Topic, prefix_lengths, stacked, tidy, versions
-from trainer.plotting.lines import Frame, Panel, by_length, log_if_wide, over_heads, unscaled
-from trainer.plotting.points import Points, histogram, plane, points
+from trainer.plotting.panels import (
+    Panel,
+    by_length,
+    draw,
+    histogram,
+    log_if_wide,
+    over_heads,
+    plane,
+)
 from trainer.plotting.style import Plot
 
 COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
@@ -90,8 +97,19 @@ class ClusterFigures(Topic):
         """Draw curves by length, the first component, and clouds of some heads."""
         shares = {title: 100 * self.result[f"{side}_first_share"] for side, title in SIDES.items()}
         plots = [
-            self._pairs("cosine", "RoPE-ID, Fig. 2, 13"),
-            self._separation(),
+            self._pairs("cosine", "mean cosine", "RoPE-ID, Fig. 2, 13"),
+            self._draw(
+                "clusters_separation",
+                [
+                    self._panel("silhouette score", "silhouette"),
+                    # Medians: a head whose two clouds share a centre has an unbounded index.
+                    self._panel(
+                        "Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True
+                    ),
+                ],
+                "Separation of queries and keys by length, mean score, median index and 80% of "
+                "heads (RoPE-ID, Fig. 11).",
+            ),
             self._singular_values(),
             Plot(
                 "clusters_first_component",
@@ -99,7 +117,7 @@ class ClusterFigures(Topic):
                 "Heads by the share of the first principal component in the variance about the "
                 "origin, before the encoding (RoPE-ID, Fig. 4).",
             ),
-            self._pairs("dot", "RoPE-ID, Fig. 10"),
+            self._pairs("dot", "mean dot product", "RoPE-ID, Fig. 10"),
         ]
         return [*plots, *([self._snapshots()] if self._clouds else [])]
 
@@ -120,62 +138,38 @@ class ClusterFigures(Topic):
             tables.append(tidy(share, "layer", "head", variant="plain", length=self.target.length))
         return pd.concat(tables)
 
-    def _panel(
-        self,
-        title: str,
-        measure: str,
-        y_label: str = "",
-        prepare: Callable[[Axes], None] = unscaled,
-        *,
-        median: bool = False,
-    ) -> Panel:
+    def _panel(self, title: str, measure: str, *, median: bool = False, **others: Any) -> Panel:
         """Return the mean over heads of a measure by length, a line for each version."""
-        lengths = self.lengths
         curves = [
-            over_heads(*look, lengths, self.result[f"{version}.{measure}"], median=median)
+            over_heads(*look, self.lengths, self.result[f"{version}.{measure}"], median=median)
             for version, look in self.versions.items()
         ]
-        return Panel(title, curves, Frame("", y_label, prepare))
+        return Panel(title, curves, **others)
 
     def _draw(self, name: str, panels: list[Panel], caption: str, **layout: Any) -> Plot:
-        figure = by_length(panels, x_label=LENGTH, trained=self.target.training_length, **layout)
+        figure = by_length(panels, x=LENGTH, trained=self.target.training_length, **layout)
         return Plot(name, figure, caption)
 
-    def _pairs(self, kind: str, source: str) -> Plot:
+    def _pairs(self, kind: str, label: str, source: str) -> Plot:
         """Draw means over pairs of vectors: ``kind`` is ``cosine`` or ``dot``."""
-        label = {"cosine": "mean cosine", "dot": "mean dot product"}[kind]
         panels = [
-            self._panel(title, f"{side}_{kind}", label if side == "key" else "")
+            self._panel(title, f"{side}_{kind}", y=label if side == "key" else "")
             for side, title in COMPARED.items()
         ]
         caption = f"{label.capitalize()} of all pairs by length, mean and 80% of heads ({source})."
         return self._draw(f"clusters_{kind}", panels, caption)
 
-    def _separation(self) -> Plot:
-        # Medians: a head whose two clouds share a centre has an unbounded index.
-        panels = [
-            self._panel("silhouette score", "silhouette"),
-            self._panel("Davies–Bouldin index", "davies_bouldin", "", log_if_wide, median=True),
-        ]
-        return self._draw(
-            "clusters_separation",
-            panels,
-            "Separation of queries and keys by length, mean score, median index and 80% of heads "
-            "(RoPE-ID, Fig. 11).",
-        )
-
     def _singular_values(self) -> Plot:
         panels = [
-            self._panel("keys", "key_stable_rank", "stable rank"),
+            self._panel("keys", "key_stable_rank", y="stable rank"),
             self._panel("queries", "query_stable_rank"),
         ]
-        if "plain" in self.versions:
-            for side, title in SIDES.items():
-                ratio = self.result[f"{side}_fsv_ratio"]
-                mean = over_heads(*self.versions["rotated"], self.lengths, ratio)
-                frame = Frame("", "after / before" if side == "key" else "")
-                heads = ratio.reshape(-1, ratio.shape[-1])
-                panels.append(Panel(f"{title}: first singular value", [mean], frame, heads))
+        for side, title in SIDES.items() if "plain" in self.versions else ():
+            ratio = self.result[f"{side}_fsv_ratio"]
+            mean = over_heads(*self.versions["rotated"], self.lengths, ratio)
+            faint = ratio.reshape(-1, ratio.shape[-1])
+            y = "after / before" if side == "key" else ""
+            panels.append(Panel(f"{title}: first singular value", [mean], y=y, faint=faint))
         return self._draw(
             "clusters_singular_values",
             panels,
@@ -193,20 +187,35 @@ class ClusterFigures(Topic):
             centre = head_plane.centre @ head_plane.axes
             drawn = [np.concatenate([p.keys[None], p.queries]) + centre for p in clouds.values()]
             everything = np.concatenate([cloud.reshape(-1, 2) for cloud in drawn])
-            low, high = everything.min(axis=0), everything.max(axis=0)
-            limits = plane(0.55 * float((high - low).max()), (low + high) / 2)
+            limits = square(everything.min(axis=0), everything.max(axis=0))
             group = len(drawn[0]) - 1
             names = ["keys", *(f"queries {i}" if group > 1 else "queries" for i in range(group))]
             for number, ((n, version), cloud) in enumerate(zip(clouds, drawn, strict=True)):
                 rank = clouds[n, version].stable_rank
-                title = f"{self.versions[version][0]}\n{n:,} tokens, rank {rank:.2f}"
-                label = "" if number else f"L{layer}, key head {kv_head}"
-                points_by_name = dict(zip(names, cloud, strict=True))
-                panels.append(Points(title, points_by_name, Frame("", label, limits)))
+                panels.append(
+                    Panel(
+                        f"{self.versions[version][0]}\n{n:,} tokens, rank {rank:.2f}",
+                        y="" if number else f"L{layer}, key head {kv_head}",
+                        prepare=limits,
+                        points=dict(zip(names, cloud, strict=True)),
+                    )
+                )
         return Plot(
             "clusters_snapshots",
-            points(panels, columns=len(panels) // len(self._clouds), height=1.9, size=3),
+            draw(panels, columns=len(panels) // len(self._clouds), height=1.9, size=3),
             "Keys and the queries that read them in the plane of their first two principal "
             "components, lines through the origin; a row a key head, with the stable rank of its "
             "keys (RoPE-ID, Fig. 3, 14).",
         )
+
+
+def square(low: Array, high: Array) -> Callable[[Axes], None]:
+    """Return a function that shows the plane from ``low`` to ``high`` ``[2]`` with one scale."""
+    half, (x, y) = 0.55 * float((high - low).max()), (low + high) / 2
+
+    def prepare(axes: Axes) -> None:
+        plane(axes)
+        axes.set(xlim=(x - half, x + half), ylim=(y - half, y + half), box_aspect=1)
+        axes.tick_params(labelleft=False, labelbottom=False, length=0)
+
+    return prepare

@@ -27,8 +27,7 @@ from trainer.analysis.topic import (
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
-from trainer.plotting.lines import Frame, Panel, Series, log_lengths, side_by_side
-from trainer.plotting.points import Points, diagonal, points
+from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, log_lengths
 from trainer.plotting.style import Plot, style_numbers
 
 MEASURES = {
@@ -140,15 +139,17 @@ def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Ar
         ("attention", ("distance", "entropy", "sink_mass"), "Sec. 5"),
     ):
         panels = [
-            Points.graded(
+            graded(
                 MEASURES[measure],
                 *(before[measure], after[measure], np.indices(shape)[0]),
-                Frame(names[0], "" if number else names[1], diagonal),
+                x=names[0],
+                y="" if number else names[1],
+                prepare=diagonal,
             )
             for number, measure in enumerate(measures)
         ]
         caption = f"Every head in {' (x) and '.join(names)} (y) (DroPE, {source})."
-        plots.append(Plot(f"drop_{name}", points(panels, size=14, index="layer"), caption))
+        plots.append(Plot(f"drop_{name}", draw(panels, size=14, index="layer"), caption))
     return plots
 
 
@@ -163,10 +164,13 @@ def _positions(
         Panel(
             title,
             [
-                Series(label, style, middles, curves[label].tolist(), marked=False)
+                Line(label, style, middles, curves[label].tolist(), marked=False)
                 for label, style in shown.items()
             ],
-            Frame("tokens read", y_label, log_lengths, mark),
+            "tokens read",
+            y_label,
+            log_lengths,
+            mark,
         )
         for title, shown, y_label in (
             ("next-token predictions", {" ‖ ".join(names): 0}, "KL divergence (nats)"),
@@ -175,7 +179,7 @@ def _positions(
     ]
     return Plot(
         "drop_positions",
-        side_by_side(panels),
+        draw(panels),
         "Distance between both models' predictions, and their losses, by the number of tokens "
         "read (DroPE, Sec. 5).",
     )

@@ -33,9 +33,8 @@ from trainer.analysis.frequency_entropy import (
     sweep,
 )
 from trainer.analysis.topic import Target, Topic, tidy
-from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.points import Points, points
+from trainer.plotting.panels import Line, Panel, draw, graded, log_if_wide
 from trainer.plotting.style import GREY, Plot
 
 CELLS = 256
@@ -147,11 +146,20 @@ class FrequencyEntropyFigures(Topic):
             tables.append(tidy(numbers, variant=name, length=tokens))
         return pd.concat(tables)
 
-    def _panel(self, title: str, measure: str, values: Array, label: str = "") -> Points:
+    def _panel(self, title: str, measure: str, values: Array, y: str = "") -> Panel:
         """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
         row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
-        frame = Frame("", label, entropy_axis(self._thresholds[measure]))
-        return Points.graded(title, pair, values, row, frame)
+        return graded(title, pair, values, row, y=y, prepare=self._axis(measure))
+
+    def _axis(self, measure: str) -> Callable[[Axes], None]:
+        """Return a function that draws the thresholds of a measure on an axis from 0 to 1."""
+
+        def prepare(axes: Axes) -> None:
+            for height in self._thresholds[measure]:
+                axes.axhline(height, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
+            axes.set_ylim(0, 1.02)
+
+        return prepare
 
     def _side(self, side: Side) -> list[Plot]:
         """Draw all heads of some layers (Fig. 3), and single heads with their norms (Fig. 1)."""
@@ -161,31 +169,34 @@ class FrequencyEntropyFigures(Topic):
             for m in self.measures
             for column, i in enumerate(self._shown)
         ]
-        columns, single = len(self._shown), []
-        places = list(self._norms)
+        places, single = list(self._norms), []
         for start in range(0, len(places), COLUMNS):
             for m in self.measures:
-                for layer, head in places[start : start + COLUMNS]:
+                for column, (layer, head) in enumerate(places[start : start + COLUMNS]):
                     entropies, queries = self.values[m, side][layer], self.values[m, "query"]
                     row = head * len(entropies) // queries.shape[1]
                     drawn = np.column_stack([np.arange(entropies.shape[1]), entropies[row]])
-                    label = "" if (layer, head) != places[start] else NAMES[m]
-                    frame = Frame("", label, entropy_axis(self._thresholds[m]))
-                    single.append(Points(f"layer {layer}, head {head}", {"": drawn}, frame))
+                    single.append(
+                        Panel(
+                            f"layer {layer}, head {head}",
+                            y="" if column else NAMES[m],
+                            prepare=self._axis(m),
+                            points={"": drawn},
+                        )
+                    )
         figures = "(Fig. 1, 2, 5, 8-10, 18-21, "
         readers = "" if side == "query" else " that these heads read"
+        look: dict[str, Any] = {"columns": len(self._shown), "height": 1.75, "share": True}
         return [
             Plot(
                 f"frequency_entropy_{name}",
-                points(
-                    panels, columns=columns, height=1.75, share=True, x=PAIR_INDEX, index="head"
-                ),
+                draw(panels, x=PAIR_INDEX, index="head", **look),
                 f"Entropy of every pair of the {name} of some layers; dashed: thresholds of the "
                 "attenuation (Fig. 3).",
             ),
             Plot(
                 f"frequency_entropy_heads_{name}",
-                points(single, columns=min(COLUMNS, len(places)), height=1.6, x=PAIR_INDEX),
+                draw(single, columns=min(COLUMNS, len(places)), height=1.6, x=PAIR_INDEX),
                 f"Entropy of every pair of single {name}{readers} {figures}above).",
             ),
             Plot(
@@ -209,7 +220,7 @@ class FrequencyEntropyFigures(Topic):
         look: dict[str, Any] = {"columns": 6, "height": 0.95, "size": 1.5, "share": True}
         return Plot(
             f"frequency_entropy_all_layers_{measure}",
-            points(panels, x=PAIR_INDEX, y=name, index="head", **look),
+            draw(panels, x=PAIR_INDEX, y=name, index="head", **look),
             f"{name} of every pair of the queries of all layers (Fig. 6 and 7).",
         )
 
@@ -229,21 +240,10 @@ class FrequencyEntropyFigures(Topic):
         look: dict[str, Any] = {"columns": len(places), "height": 1.75, "share": True}
         return Plot(
             "frequency_entropy_lengths",
-            points(panels, x=PAIR_INDEX, index=f"tokens ({lengths})", **look),
+            draw(panels, x=PAIR_INDEX, index=f"tokens ({lengths})", **look),
             "Entropy of the query pairs of single heads by the length of the text (App. F, Fig. "
             "15-17).",
         )
-
-
-def entropy_axis(thresholds: Sequence[float]) -> Callable[[Axes], None]:
-    """Return a function that draws thresholds on an axis from 0 to 1."""
-
-    def prepare(axes: Axes) -> None:
-        for height in thresholds:
-            axes.axhline(height, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
-        axes.set_ylim(0, 1.02)
-
-    return prepare
 
 
 def attenuation_sweeps(
@@ -280,17 +280,16 @@ def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
     """Draw perplexity by the factor on the chosen pairs, a panel for each number of tokens."""
     panels = []
     for tokens in dict.fromkeys(measured.tokens for measured in sweeps):
+        shown = [measured for measured in sweeps if measured.tokens == tokens]
         lines = [
-            Series(f"{in_words(gates)} ({pairs:,})", number, [*curve], [*curve.values()])
-            for number, (gates, _, pairs, curve) in enumerate(
-                measured for measured in sweeps if measured.tokens == tokens
-            )
+            Line(f"{in_words(gates)} ({pairs:,})", number, [*curve], [*curve.values()])
+            for number, (gates, _, pairs, curve) in enumerate(shown)
         ]
-        frame = Frame("factor α on the chosen pairs", "perplexity", log_if_wide)
-        panels.append(Panel(f"{tokens:,} tokens", lines, frame))
+        x, y = "factor α on the chosen pairs", "perplexity"
+        panels.append(Panel(f"{tokens:,} tokens", lines, x, y, log_if_wide))
     return Plot(
         "attenuation",
-        side_by_side(panels, columns=2),
+        draw(panels, columns=2),
         "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
         "(Sec. 5.2, Fig. 4).",
     )

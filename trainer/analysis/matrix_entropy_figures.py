@@ -22,8 +22,8 @@ from trainer.analysis.matrix_entropy import (
 )
 from trainer.analysis.sinks import map_figure
 from trainer.analysis.topic import Target, Topic, tidy
-from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, draw
 from trainer.plotting.style import Plot
 
 RANKS = (1, 4, 8, 16, 32)
@@ -171,13 +171,13 @@ class MatrixEntropyFigures(Topic):
                 ("last token", view.last[place]),
             ):
                 values = (np.add.reduceat(attention, starts) / widths).tolist()
-                line = Series("", 1, starts.tolist(), values, marked=False)
-                panels.append(Panel(f"{title}\n{kind}", [line], Frame("", "", _from_zero, mark)))
+                line = Line("", 1, starts.tolist(), values, marked=False)
+                panels.append(Panel(f"{title}\n{kind}", [line], prepare=_from_zero, vertical=mark))
         step = -(-T // len(next(iter(view.maps.values()))))
         return [
             Plot(
                 "needle_heads",
-                side_by_side(panels, columns=2, height=1.7, x_label="position of the key (tokens)"),
+                draw(panels, columns=2, height=1.7, x="position of the key (tokens)"),
                 "Attention weight of single heads by the key's position, mean over all queries and "
                 "of the last token (DoPE, Fig. 2).",
             ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,8 @@ from trainer.analysis.offset_features import (
     summary,
 )
 from trainer.analysis.topic import COLUMNS, Results, Target, Topic, finished
-from trainer.plotting.lines import Frame, Panel, Series, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.points import Points, diagonal, plane, points
+from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, plane
 from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE, Plot
 
 SHOWN = 3
@@ -183,34 +181,38 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
 
     radius = "radius of the mean key"
     levels = tuple((level, "") for level in RADII)
-    frames = {
-        "key_radius": Frame(PAIR_INDEX, radius, upper_bound, horizontal=levels),
-        "angle": Frame(PAIR_INDEX, "angle φ, query to key (rad)", both_bounds),
+    looks: dict[str, dict[str, Any]] = {
+        "key_radius": {"y": radius, "prepare": upper_bound, "horizontal": levels},
+        "angle": {"y": "angle φ, query to key (rad)", "prepare": both_bounds},
     }
-    panels = [_graded(moving, "pair", y, "key_radius", frame) for y, frame in frames.items()]
+    panels = [
+        _graded(moving, "pair", name, "key_radius", x=PAIR_INDEX, **look)
+        for name, look in looks.items()
+    ]
     return Plot(
         "offset_features",
-        points(panels, index=radius),
+        draw(panels, index=radius),
         "Radius and angle of every rotary pair; dashed: upper bound, orange: lower bound, dotted: "
         f"radii of Table 2; C = {trained:,} (Fig. 8, 11).",
     )
 
 
-def _graded(table: pd.DataFrame, x: str, y: str, index: str, frame: Frame) -> Points:
-    across, up, number = (table[name].to_numpy() for name in (x, y, index))
-    return Points.graded("", across, up, number, frame)
+def _graded(table: pd.DataFrame, across: str, up: str, index: str, **others: Any) -> Panel:
+    """Return a point for each row, coloured by a column; ``others``: arguments of the panel."""
+    columns = (table[name].to_numpy() for name in (across, up, index))
+    return graded(others.pop("title", ""), *columns, **others)
 
 
 def stability_plot(stability: pd.DataFrame) -> Plot:
     """Draw circular variance by radius (Fig. 2)."""
-    frame = Frame("radius of the mean", "circular variance of the angle")
+    labels = {"x": "radius of the mean", "y": "circular variance of the angle"}
     panels = [
-        replace(_graded(table, "radius", "variance", "layer", frame), title=SIDES[side])
+        _graded(table, "radius", "variance", "layer", title=SIDES[side], **labels)
         for side, table in stability.groupby("side", sort=False)
     ]
     return Plot(
         "offset_angle_stability",
-        points(panels, index="layer"),
+        draw(panels, index="layer"),
         "Circular variance of a pair's angle over all positions, before the rotation, by the "
         "radius of its mean (Fig. 2).",
     )
@@ -244,22 +246,24 @@ def points_of_head(view: HeadView, trained: int, pairs: Sequence[int]) -> Plot:
     columns = min(8, math.ceil(math.sqrt(len(panels))))
     return Plot(
         f"offset_points_L{view.layer}H{view.head}",
-        points(panels, columns=columns, height=6.6 / columns, size=2),
+        draw(panels, columns=columns, height=6.6 / columns, size=2),
         f"Queries and keys of the pairs of layer {view.layer} head {view.head} before rotation, by "
         "index and turns within C; lines: means, star: the first key, green: turn of the mean "
         "query within C (Fig. 7, 12, 13).",
     )
 
 
-def _cloud(view: HeadView, pair: int, trained: int) -> Points:
+def _cloud(view: HeadView, pair: int, trained: int) -> Panel:
     """Return keys and queries of a pair in their plane, with the means and the query's turn as an
     arc."""
     at = [pair, pair + len(view.inv_freq)]
     query, key = (view.tokens[side][:, at] for side in SIDES)
-    in_plane, turned = plane(), float(view.inv_freq[pair]) * trained
+    turned = float(view.inv_freq[pair]) * trained
 
     def prepare(axes: Axes) -> None:
-        in_plane(axes)
+        plane(axes)
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.locator_params(nbins=3)
         for cloud in (query, key):
             axes.plot(*zip((0, 0), cloud.mean(axis=0), strict=True), color=BLACK, linewidth=0.9)
         axes.plot(*key[0], "*", color=ORANGE, markeredgecolor=BLACK, markersize=6)
@@ -269,7 +273,7 @@ def _cloud(view: HeadView, pair: int, trained: int) -> Points:
         axes.add_patch(Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN))
 
     title = f"{pair}: {turned / TURN:.2g} turns"
-    return Points(title, {"keys": key, "queries": query}, Frame("", "", prepare))
+    return Panel(title, prepare=prepare, points={"keys": key, "queries": query})
 
 
 def terms(features: pd.DataFrame, shown: Sequence[Any], trained: int) -> Plot:
@@ -286,21 +290,21 @@ def terms(features: pd.DataFrame, shown: Sequence[Any], trained: int) -> Plot:
         of_head = (features["layer"] == strong.layer) & (features["head"] == strong.head)
         parts = contributions(features[of_head], distances.tolist())
         term, total = parts[strong.pair], parts.sum(axis=0)
-        of_pair = Series("the feature", 0, x, term.tolist(), marked=False)
+        of_pair = Line("the feature", 0, x, term.tolist(), marked=False)
         sums = [
-            Series("all pairs", 1, x, total.tolist(), marked=False),
-            Series("all but the feature", 4, x, (total - term).tolist(), marked=False),
+            Line("all pairs", 1, x, total.tolist(), marked=False),
+            Line("all but the feature", 4, x, (total - term).tolist(), marked=False),
         ]
-        frame = Frame("", "part of the logit", log_x, (float(trained), "C"))
-        title = f"L{strong.layer}H{strong.head}, pair {strong.pair}"
+        title, mark = f"L{strong.layer}H{strong.head}, pair {strong.pair}", (float(trained), "C")
+        look: dict[str, Any] = {"prepare": log_x, "vertical": mark}
         panels += [
-            Panel(title, [of_pair], frame, parts),
-            Panel("", sums, replace(frame, y_label="")),
+            Panel(title, [of_pair], y="part of the logit", faint=parts, **look),
+            Panel("", sums, **look),
         ]
     label = "distance between query and key + 1 (tokens)"
     return Plot(
         "offset_contributions",
-        side_by_side(panels, columns=2, height=1.9, x_label=label),
+        draw(panels, columns=2, height=1.9, x=label),
         "Terms of the logit from the means of pairs, by distance; thin: every pair, from the "
         "fastest (dark) on (Fig. 4, 6).",
     )
@@ -310,34 +314,35 @@ def effect_plots(sinks: pd.DataFrame, fastest: pd.DataFrame) -> list[Plot]:
     """Draw attention with and without a pair: each head's strongest under the upper bound on its
     sink, and its fastest on the token before."""
 
-    def without(key: str, table: pd.DataFrame) -> Points:
-        frame = Frame(f"attention on {key}", f"attention on {key}\nwithout the pair", diagonal)
-        return _graded(table, "attention", "attention_without", "layer", frame)
+    def without(key: str, table: pd.DataFrame) -> Panel:
+        x, y = f"attention on {key}", f"attention on {key}\nwithout the pair"
+        names = "attention", "attention_without", "layer"
+        return _graded(table, *names, x=x, y=y, prepare=diagonal)
 
     plots = []
     if len(sinks):
-        margin = Frame("score of the first key over others", "of it, the pair's")
+        x, y = "score of the first key over others", "of it, the pair's"
         panels = [
             without("the first token", sinks),
-            _graded(sinks, "margin", "margin_of_pair", "layer", margin),
+            _graded(sinks, "margin", "margin_of_pair", "layer", x=x, y=y),
         ]
         caption = (
             "Attention on the first token with and without the strongest pair under the upper "
             "bound, and the pair's part of the first key's score, a point a head (Sec. 4.2)."
         )
-        plots.append(Plot("offset_sinks", points(panels, size=14, index="layer"), caption))
+        plots.append(Plot("offset_sinks", draw(panels, size=14, index="layer"), caption))
     if len(fastest):
+        x, y = "radius of the mean key", "angle φ in steps of a token"
         step = ((1.0, ""),)
-        angle = Frame("radius of the mean key", "angle φ in steps of a token", horizontal=step)
         panels = [
-            _graded(fastest, "key_radius", "steps", "layer", angle),
+            _graded(fastest, "key_radius", "steps", "layer", x=x, y=y, horizontal=step),
             without("the token before", fastest),
         ]
         caption = (
             "The fastest pair of every head: its angle by its radius, and attention on the token "
             "before with and without it (Sec. 4.3.1)."
         )
-        plots.append(Plot("offset_steps", points(panels, size=14, index="layer"), caption))
+        plots.append(Plot("offset_steps", draw(panels, size=14, index="layer"), caption))
     return plots
 
 
@@ -404,12 +409,12 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
         _both_bounds(axes, Axes.axvline, upper)
 
     panels = [
-        _graded(table, "x", label, "layer", Frame(PAIR_INDEX, label, prepare))
+        _graded(table, "x", label, "layer", x=PAIR_INDEX, y=label, prepare=prepare)
         for label in table.columns[2:]
     ]
     return Plot(
         "offset_changes_by_pair",
-        points(panels, columns=1, height=2.0, size=4, index="layer"),
+        draw(panels, columns=1, height=2.0, size=4, index="layer"),
         f"From {first} to {second}: change of every head's radius and angle; dashed and dotted: "
         "their upper bounds (App. C, Fig. 16).",
     )
@@ -438,11 +443,11 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
             axes.set_xlim(left=0)
 
         groups = {name: table[["key_radius", "angle"]].to_numpy() for name, table in tables.items()}
-        frame = Frame("radius of the mean key", "" if number else "angle φ (rad)", prepare)
-        panels.append(Points(f"pair {pair}", groups, frame))
+        x, y = "radius of the mean key", "" if number else "angle φ (rad)"
+        panels.append(Panel(f"pair {pair}", x=x, y=y, prepare=prepare, points=groups))
     return Plot(
         "offset_changes_of_pairs",
-        points(panels, size=7),
+        draw(panels, size=7),
         "Radius and angle of single pairs in every head of both models; dashed and dotted: "
         "their lower bounds (App. C, Fig. 15).",
     )

@@ -24,8 +24,8 @@ from trainer.analysis.positional_bias import (
     scaling_factors,
 )
 from trainer.analysis.topic import Target, Topic, stacked, tidy
-from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, draw, log_if_wide
 from trainer.plotting.style import STYLE_NUMBERS, Plot, whole_ticks
 from trainer.positional.spectrum import Spectrum
 
@@ -169,11 +169,11 @@ class PositionalBiasFigures(Topic):
             kind, x_label, most = looks[metric]
             shown = {name: curve[:most] for name, curve in curves.items()}
             x = range(first, first + len(shown["trained"]))
-            frame = Frame(x_label, "attention")
-            panels.append(Panel(f"{kind}: layer {layer} head {head}", _lines(shown, x), frame))
+            title = f"{kind}: layer {layer} head {head}"
+            panels.append(Panel(title, _lines(shown, x), x_label, "attention"))
         return Plot(
             "attention_under_yarn",
-            side_by_side(panels),
+            draw(panels),
             "Attention as trained and under YaRN with s = 2: of the most positional head by "
             "distance, and of a needle prompt's last token around the needle, in the head that "
             "attends to it most (DroPE, Fig. 7, 8).",
@@ -187,18 +187,19 @@ def _by_layer(axes: Axes) -> None:
 
 def gradients_plot(fresh: FreshResult) -> Plot:
     """Draw gradients before training (Fig. 4)."""
-    frame = Frame("layer", "gradient norm of Aᶜ", _by_layer)
     panels = [
         Panel(
             f"towards {towards}",
             [_over_layers(version, norms[:, kind]) for version, norms in fresh.gradients.items()],
-            frame,
+            "layer",
+            "gradient norm of Aᶜ",
+            _by_layer,
         )
         for kind, towards in enumerate(KINDS.values())
     ]
     return Plot(
         "positional_bias_gradients",
-        side_by_side(panels),
+        draw(panels),
         f"Gradient of Aᶜ by W_Q and W_K before training, mean over heads, on {fresh.tokens} "
         "tokens, with positions and without; bars: range of seeds (DroPE, Fig. 4).",
     )
@@ -207,22 +208,21 @@ def gradients_plot(fresh: FreshResult) -> Plot:
 def spread_plot(spreads: Mapping[str, Array]) -> Plot:
     """Draw prefix spreads (Thm. 3.4)."""
     lines = [_over_layers(version, norms) for version, norms in spreads.items()]
-    frame = Frame("blocks passed", "prefix spread", _by_layer)
     return Plot(
         "prefix_spread",
-        side_by_side([Panel("", lines, frame)]),
+        draw([Panel("", lines, "blocks passed", "prefix spread", _by_layer)]),
         "Prefix spread of the normalised states that enter attention after so many blocks (DroPE, "
         "Thm. 3.4).",
     )
 
 
-def _over_layers(version: str, values: Array) -> Series:
+def _over_layers(version: str, values: Array) -> Line:
     """Return the mean over seeds of ``[seeds, layers]``, with the least and the largest value."""
     label, style = VERSIONS[version]
     mean, low, high = values.mean(axis=0).tolist(), None, None
     if len(values) > 1:
         low, high = values.min(axis=0).tolist(), values.max(axis=0).tolist()
-    return Series(label, style, range(values.shape[1]), mean, low, high)
+    return Line(label, style, range(values.shape[1]), mean, low, high)
 
 
 def factors_plot(spectrum: Spectrum, training_length: int) -> Plot:
@@ -234,25 +234,25 @@ def factors_plot(spectrum: Spectrum, training_length: int) -> Plot:
         axes.set_ylim(0, 1.05)
 
     first_slow = (int(np.argmax(slow)) - 0.5, "right of it: less than one turn")
-    frame = Frame(
-        "pair, fastest first", "frequency factor γ", prepare, first_slow if slow.any() else None
-    )
     panels = [
         Panel(
             f"s = {s:g}",
             _lines(scaling_factors(spectrum, training_length, s), range(len(turns))),
-            frame,
+            "pair, fastest first",
+            "frequency factor γ",
+            prepare,
+            first_slow if slow.any() else None,
         )
         for s in FACTORS
     ]
     return Plot(
         "rescaling_factors",
-        side_by_side(panels),
+        draw(panels),
         "Factor on every frequency, for texts 2, 3 and 4 times as long (DroPE, Fig. 6, 11).",
     )
 
 
-def _lines(curves: Mapping[str, Array], x: Iterable[float]) -> list[Series]:
+def _lines(curves: Mapping[str, Array], x: Iterable[float]) -> list[Line]:
     """Return a line for each layout or method."""
     places = list(x)
-    return [Series(*METHODS[name], places, curve.tolist()) for name, curve in curves.items()]
+    return [Line(*METHODS[name], places, curve.tolist()) for name, curve in curves.items()]

@@ -21,8 +21,8 @@ from trainer.analysis.topic import (
     tidy,
     versions,
 )
-from trainer.plotting.lines import Frame, Panel, Series, by_length, over_heads
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, by_length, over_heads
 from trainer.plotting.style import Plot
 
 CELLS, LAYERS = 128, 8
@@ -211,14 +211,14 @@ class SinkFigures(Topic):
         T = self.target.length
         return list(dict.fromkeys([min(self.target.training_length, T), T]))
 
-    def _line(self, label: str, style: int, curve: Array) -> Series:
+    def _line(self, label: str, style: int, curve: Array) -> Line:
         edges = np.array(self.edges)
         middles = ((edges[:-1] + 1 + edges[1:]) / 2).tolist()
         return over_heads(label, style, middles, curve, marked=False)
 
     def _lines(
         self, measure: str, change: Callable[[Array], Array] = lambda curve: curve
-    ) -> list[Series]:
+    ) -> list[Line]:
         return [
             self._line(*self.versions[version], change(self.curves[f"{version}.{measure}"]))
             for version in self._versions_of(measure)
@@ -232,8 +232,8 @@ class SinkFigures(Topic):
         return ["plain"]
 
     def _draw(
-        self, name: str, curves: Mapping[str, tuple[str, list[Series]]], x_label: str, caption: str
+        self, name: str, curves: Mapping[str, tuple[str, list[Line]]], x_label: str, caption: str
     ) -> Plot:
-        panels = [Panel(title, lines, Frame("", y)) for title, (y, lines) in curves.items()]
-        figure = by_length(panels, x_label=x_label, trained=self.target.training_length)
+        panels = [Panel(title, lines, y=y) for title, (y, lines) in curves.items()]
+        figure = by_length(panels, x=x_label, trained=self.target.training_length)
         return Plot(name, figure, caption)

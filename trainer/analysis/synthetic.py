@@ -17,7 +17,7 @@ import pandas as pd
 
 from trainer.analysis.attention import Array
 from trainer.analysis.topic import Target, Topic, tidy
-from trainer.plotting.lines import Frame, Panel, Series, by_length
+from trainer.plotting.panels import Line, Panel, by_length
 from trainer.plotting.style import Plot, style_numbers
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
@@ -110,21 +110,19 @@ class SyntheticFigures(Topic):
         """Draw both curves of every spectrum."""
         ratios, products = [], []
         for name, style in reversed(style_numbers(self.ratios).items()):
-            ratios.append(
-                Series(name, style, self.lengths, self.ratios[name].tolist(), marked=False)
-            )
+            ratios.append(Line(name, style, self.lengths, self.ratios[name].tolist(), marked=False))
             means = _means(self.distances, self.decays[name], self.lengths)
-            products.append(Series(name, style, *means, marked=False))
+            products.append(Line(name, style, *means, marked=False))
         panels = [
-            Panel("first singular value", ratios, Frame("", "after / before the rotation")),
-            Panel("dot product with itself", products, Frame("", "relative to distance 0")),
+            Panel("first singular value", ratios, y="after / before the rotation"),
+            Panel("dot product with itself", products, y="relative to distance 0"),
         ]
         trained = self.target.training_length
         label = "length; distance (tokens)"
         return [
             Plot(
                 "synthetic",
-                by_length(panels, x_label=label, trained=trained, columns=2, height=2.6),
+                by_length(panels, x=label, trained=trained, columns=2, height=2.6),
                 "One repeated vector of ones under each spectrum: first singular value by the "
                 "length of the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
             )

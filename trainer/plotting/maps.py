@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from trainer.plotting.lines import panel_grid
+from trainer.plotting.panels import panel_grid
 from trainer.plotting.style import ON_BRIGHT, UNKNOWN, blank, paper_style
 
 Array = np.ndarray

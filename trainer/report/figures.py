@@ -27,8 +27,8 @@ from trainer.evaluation.results import (
     lengths_of,
 )
 from trainer.evaluation.statistics import Estimate
-from trainer.plotting.lines import Frame, Panel, Series, log_if_wide, side_by_side
 from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, draw, log_if_wide
 from trainer.plotting.style import Plot, style_numbers
 from trainer.report.tables import perplexity
 
@@ -73,14 +73,15 @@ def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
         for key, text in (("chance", "chance"), ("chance_listed", "any listed value"))
         if report.chance(task) and key in report.task
     )
-    frame = _over_lengths(report, task, "success (%)", _percent, chances)
     panels = [
-        Panel(model, apart([_line(report, r, scores[r], styles) for r in group]), frame)
+        _successes(
+            report, task, [_line(report, r, scores[r], styles) for r in group], model, chances
+        )
         for model, group in groups.items()
     ]
     return Plot(
         f"success_{_slug(task)}",
-        side_by_side(panels, columns=2, height=2.8 if len(panels) == 1 else 2.3),
+        draw(panels, columns=2, height=2.8 if len(panels) == 1 else 2.3),
         f"Mean score of the trials over sequence length (logarithmic axis): {title}. {_INTERVALS} "
         f"After Figure 1 and Table 1 of “{_DROPE}”.",
     )
@@ -88,10 +89,10 @@ def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
 
 def _line(
     report: Report, row: Row, scores: Mapping[int, Estimate], styles: Mapping[str, int]
-) -> Series:
+) -> Line:
     y, low, high = ([100 * getattr(e, k) for e in scores.values()] for k in ("mean", "low", "high"))
     name = report.row_name(row)
-    return Series(name, styles[name], list(scores), y, low, high)
+    return Line(name, styles[name], list(scores), y, low, high)
 
 
 def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
@@ -106,15 +107,15 @@ def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
         if row[1] in (CONTRASTED if row[0] == first else (AS_IS,)):
             known = {n: perplexity(loss.mean) for n, loss in losses.get(row, {}).items()}
             name = report.row_name(row)
-            perplexities.append(Series(name, styles[name], list(known), list(known.values())))
+            perplexities.append(Line(name, styles[name], list(known), list(known.values())))
             successes.append(_line(report, row, scores.get(row, {}), styles))
     panels = [
-        Panel("", perplexities, _over_lengths(report, PERPLEXITY, "perplexity", _perplexities)),
-        Panel("", apart(successes), _over_lengths(report, task, "success (%)", _percent)),
+        _over_lengths(report, PERPLEXITY, perplexities, y="perplexity", prepare=_perplexities),
+        _successes(report, task, successes),
     ]
     yield Plot(
         "perplexity_and_retrieval",
-        side_by_side(panels, height=2.6, x_label=panels[0].frame.x_label),
+        draw(panels, height=2.6, x=panels[0].x),
         f"Left: perplexity, exp of the mean loss on the last {report.last} tokens of held-out "
         f"sequences. Right: {report.tasks[task]}. A low perplexity does not show that distant text "
         f"is read. {_INTERVALS} After Figure 5 of “{_DROPE}”.",
@@ -188,18 +189,25 @@ def _perplexities(axes: Axes) -> None:
         axes.set_ylim(low - room, high + room)
 
 
-def _over_lengths(
+def _successes(
     report: Report,
     task: str,
-    y_label: str,
-    scale: Callable[[Axes], None],
-    horizontal: tuple[tuple[float, str], ...] = (),
-) -> Frame:
-    """Return a frame with the lengths of a task on a logarithmic axis."""
+    lines: Sequence[Line],
+    title: str = "",
+    chances: tuple[tuple[float, str], ...] = (),
+) -> Panel:
+    panel = _over_lengths(report, task, apart(lines), y="success (%)", prepare=_percent)
+    return replace(panel, title=title, horizontal=chances)
+
+
+def _over_lengths(
+    report: Report, task: str, lines: Sequence[Line], y: str, prepare: Callable[[Axes], None]
+) -> Panel:
+    """Return a panel with the lengths of a task on a logarithmic axis."""
     lengths = lengths_of(report.rows[report.rows.task == task])
 
-    def prepare(axes: Axes) -> None:
-        scale(axes)
+    def scale(axes: Axes) -> None:
+        prepare(axes)
         axes.set_xscale("log", base=2)
         axes.set_xticks(list(lengths), [f"{factor_label(f)}\n{n}" for n, f in lengths.items()])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -207,11 +215,11 @@ def _over_lengths(
 
     within = min(lengths) <= report.trained <= max(lengths)
     mark = (float(report.trained), "training length") if within else None
-    x_label = f"sequence length (multiple of {report.unit}; tokens)"
-    return Frame(x_label, y_label, prepare, mark, horizontal)
+    x = f"sequence length (multiple of {report.unit}; tokens)"
+    return Panel("", lines, x, y, scale, mark)
 
 
-def apart(lines: Sequence[Series]) -> list[Series]:
+def apart(lines: Sequence[Line]) -> list[Line]:
     """Shift lines slightly along a logarithmic axis, so that their intervals stay apart."""
     middle = (len(lines) - 1) / 2
     return [
@@ -242,9 +250,9 @@ def training(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
     mark = (float(drop.step), f"encoding dropped at step {drop.step}") if drop else None
-    frame = Frame("training step", "training loss (nats/token)", prepare, mark)
     lines = [_smoothed_line(arm, drop, styles[arm.name]) for arm in arms]
-    yield Plot("training", side_by_side([Panel("", lines, frame)], height=2.8), caption)
+    panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
+    yield Plot("training", draw([panel], height=2.8), caption)
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
@@ -253,14 +261,14 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return near.mean().tolist()
 
 
-def _smoothed_line(arm: Arm, drop: Drop | None, style: int) -> Series:
+def _smoothed_line(arm: Arm, drop: Drop | None, style: int) -> Line:
     steps = [step for step, _ in arm.curve]
     losses = [math.nan if loss is None else loss for _, loss in arm.curve]
     # Smooth each side of the drop separately: a mean across it would blur the jump.
     cut = sum(step <= drop.step for step in steps) if drop else len(steps)
     window = len(steps) // _SMOOTHING
     smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
-    return Series(arm.name, style, steps, smooth, raw=losses, marked=False)
+    return Line(arm.name, style, steps, smooth, raw=losses, marked=False)
 
 
 def benchmarks(report: Report) -> Iterator[Plot]:
@@ -270,7 +278,7 @@ def benchmarks(report: Report) -> Iterator[Plot]:
     if not arms:
         return
     unit = 100 if any(_scored(history[-1].scores) for history in arms.values()) else 1
-    series: list[Series] = []
+    series: list[Line] = []
     for number, (name, history) in enumerate(arms.items()):
         last = history[-1].scores
         shown = list(_scored(last) if unit == 100 else last)
@@ -281,7 +289,7 @@ def benchmarks(report: Report) -> Iterator[Plot]:
             label = f"{name}, {key}" if len(arms) > 1 else key
             y = [math.nan if value is None else unit * value for value in values]
             tokens = [milestone.tokens for milestone in history]
-            series.append(Series(label, len(series), tokens, y, marked=False))
+            series.append(Line(label, len(series), tokens, y, marked=False))
 
     def prepare(axes: Axes) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -290,10 +298,11 @@ def benchmarks(report: Report) -> Iterator[Plot]:
     run = next(iter(arms.values()))
     dropped = next((milestone.tokens for milestone in run if milestone.dropped), None)
     mark = None if dropped is None else (float(dropped), "encoding dropped")
-    frame = Frame("training tokens", "score (%)" if unit == 100 else "perplexity", prepare, mark)
+    y_label = "score (%)" if unit == 100 else "perplexity"
+    panel = Panel("", series, "training tokens", y_label, prepare, mark)
     yield Plot(
         "benchmarks",
-        side_by_side([Panel("", series, frame)], height=2.8),
+        draw([panel], height=2.8),
         "What models score while they train: the run in every task that has scores, and the mean "
         "over these; its controls in the mean; or perplexities alone. Where the encoding was "
         "dropped the run was measured on both sides.",

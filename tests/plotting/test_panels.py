@@ -1,0 +1,142 @@
+"""Panels of lines and points, and histograms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from trainer.plotting.panels import (
+    Line,
+    Panel,
+    by_length,
+    diagonal,
+    draw,
+    graded,
+    histogram,
+    log_if_wide,
+    over_heads,
+)
+from trainer.plotting.style import paper_style
+
+
+def labels(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_a_legend_above_panels_is_no_wider_than_the_figure():
+    names = ["RoPE", "DroPE", "NoPE from scratch", "RoPE-ID", "HalfRoPE", "High-frequency RoPE"]
+    lines = [Line(name, n, (1, 10), (1, n)) for n, name in enumerate(names)]
+    levels = ((0, "chance (1.1%)"), (1, "any listed value (25.0%)"))
+    look = {"vertical": (2, "training length"), "horizontal": levels}
+    figure = draw([Panel(title, lines, **look) for title in "ab"])
+    with paper_style():
+        figure.canvas.draw()
+    drawn = figure.legends[0].get_window_extent()
+    assert labels(figure) == [
+        *names,
+        "chance (1.1%)",
+        "any listed value (25.0%)",
+        "training length",
+    ]
+    assert drawn.x0 >= figure.bbox.x0
+    assert drawn.x1 <= figure.bbox.x1
+
+
+def test_lines_intervals_and_references_of_a_panel():
+    lines = [
+        Line("low", 0, [1, 2], [3, 1]),
+        Line("high", 1, [1, 2], [2, 4], low=[1, 3], high=[2.5, 6], marked=False),
+        Line("ends early", 7, [1, 2], [2, math.nan], raw=[1, 3]),
+    ]
+    levels = ((0.5, "chance"), (3, "best"))
+    figure = draw([Panel("", lines, "step", "loss", vertical=(4, "here"), horizontal=levels)])
+    (axes,) = figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "loss")
+    assert labels(figure) == ["low", "high", "ends early", "chance", "best", "here"]
+    drawn = [list(line.get_ydata()) for line in axes.lines]
+    assert [3, 1] in drawn
+    assert [1, 3] in drawn  # unsmoothed
+    assert [0.5, 0.5] in drawn
+    (bars,) = axes.containers
+    segments = bars.lines[2][0].get_segments()
+    assert [segment.tolist() for segment in segments] == [[[1, 1], [1, 2.5]], [[2, 3], [2, 6]]]
+
+
+def test_a_line_and_a_reference_are_named_once_for_all_panels():
+    first, second = Line("one", 0, [1, 2, 3], [0, 1, 0]), Line("other", 8, [1, 3], [1, 1])
+    panels = [
+        Panel("a", [first], "x", vertical=(2, "here"), horizontal=((0.5, "chance"),)),
+        Panel("b", [second, first], "u"),
+    ]
+    figure = draw(panels)
+    assert [axes.get_title() for axes in figure.axes] == ["a", "b"]
+    assert [axes.get_xlabel() for axes in figure.axes] == ["x", "u"]
+    assert labels(figure) == ["one", "other", "chance", "here"]
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"), [((2, 10), "linear"), ((2, 10.1), "log"), ((0, 10), "linear")]
+)
+def test_what_spans_more_than_a_factor_of_five_is_logarithmic(values, scale):
+    axes = Figure().subplots()
+    axes.plot([0, 2], values)
+    log_if_wide(axes)
+    assert axes.get_yscale() == scale
+
+
+def test_a_line_is_the_mean_and_its_band_has_four_fifths_of_the_heads():
+    values = np.arange(11.0)[None, :, None] * np.array([1.0, 10.0])
+    line = over_heads("heads", 0, [1, 2], values)
+    assert (line.y, line.low, line.high) == ([5, 50], [1, 10], [9, 90])
+    values[0, 0] = np.nan
+    assert over_heads("heads", 0, [1, 2], values).y[0] == pytest.approx(np.arange(1, 11).mean())
+    values[0, 10] = 1000
+    assert over_heads("heads", 0, [1, 2], values, median=True).y[0] == 5.5
+
+
+def test_the_training_length_is_marked_in_every_panel_and_named_once():
+    line = over_heads("heads", 0, [32, 64, 128], np.random.default_rng(0).random((2, 4, 3)))
+    panels = [Panel(title, [line], y="y", faint=np.ones((8, 3))) for title in "abcd"]
+    figure = by_length(panels, x="tokens", trained=64)
+    assert [axes.get_title() for axes in figure.axes] == list("abcd")
+    for axes in figure.axes:
+        assert axes.get_xscale() == "log"
+        assert 64 in [line.get_xdata()[0] for line in axes.lines]
+        # The band, and eight thin lines as one picture.
+        band, thin = axes.collections[::-1]
+        assert thin.get_rasterized()
+        assert len(thin.get_segments()) == 8
+        low, high = band.get_datalim(axes.transData).intervaly
+        assert (low, high) == pytest.approx((min(line.low), max(line.high)))
+    assert labels(figure) == ["heads", "training length (64 tokens)"]
+
+
+def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
+    groups = {"keys": np.array([[0, 1], [2, 3]]), "queries": np.array([[4.0, 5]])}
+    clouds = Panel("clouds", prepare=diagonal, horizontal=((2.0, ""),), points=groups)
+    figure = draw([clouds, Panel("more", points=groups)])
+    first = figure.axes[0]
+    keys, queries = first.collections
+    assert keys.get_offsets().tolist() == [[0, 1], [2, 3]]
+    assert queries.get_offsets().tolist() == [[4, 5]]
+    assert labels(figure) == ["keys", "queries"]
+    *_, line, level = first.lines
+    assert list(line.get_xdata()) == list(line.get_ydata()) == [0, 5]
+    assert list(level.get_ydata()) == [2, 2]
+
+    layer = np.array([[0], [1]])
+    figure = draw([graded("", np.array([[1, 2], [3, 4]]), np.ones((2, 2)), layer)], index="layer")
+    cloud = figure.axes[0].collections[0]
+    assert cloud.get_array().tolist() == [0, 0, 1, 1]
+    assert cloud.get_offsets().tolist() == [[1, 1], [2, 1], [3, 1], [4, 1]]
+    assert figure.axes[1].get_ylabel() == "layer"
+
+
+def test_a_histogram_has_shares_and_means():
+    groups = {"keys": np.array([5.0, 5, 95]), "queries": np.array([50.0])}
+    (axes,) = histogram(groups, "%", low=0, high=100).axes
+    assert [line.get_xdata()[0] for line in axes.lines] == [35, 50]
+    assert axes.patches[0].get_xy()[:, 1].max() == 100 * 2 / 3

@@ -1,0 +1,317 @@
+"""Line charts and scatter plots in panels beside each other, and histograms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from trainer.plotting.style import (
+    BLUE,
+    COLOURS,
+    GRADED,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SKY,
+    WIDTH,
+    blank,
+    paper_style,
+    whole_ticks,
+)
+
+Array = np.ndarray
+GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK)
+"""Colours of groups of points, in their order; keys come first and queries after them."""
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
+_MARKERS = "osD^vPX<>*"
+_REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line ``y`` over ``x``, with NaN where nothing was measured.
+
+    ``style``: its style number (:func:`~trainer.plotting.style.style_numbers`). ``low``, ``high``:
+    its interval at every x. ``raw``: unsmoothed values, drawn thin. ``marked``: with markers.
+    """
+
+    label: str
+    style: int
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+    raw: Sequence[float] | None = None
+    marked: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes with lines and points; ``x``, ``y``: labels of the axes.
+
+    ``prepare``: sets scales, ticks and limits when all is drawn. ``vertical``: a reference line, as
+    x and name. ``horizontal``: up to two, as y and name. ``faint`` ``[n, x]``: thin lines over the
+    first line's x, from dark to light. ``points``: ``[n, 2]`` by the name of their group, empty for
+    no entry in the legend. ``index`` ``[n]``: number of every point of the only group, shown as its
+    colour.
+    """
+
+    title: str = ""
+    lines: Sequence[Line] = ()
+    x: str = ""
+    y: str = ""
+    prepare: Callable[[Axes], None] | None = None
+    vertical: tuple[float, str] | None = None
+    horizontal: tuple[tuple[float, str], ...] = ()
+    faint: Array | None = None
+    points: Mapping[str, Array] = field(default_factory=dict)
+    index: Array | None = None
+
+
+def graded(title: str, across: Array, up: Array, index: Array, **others: Any) -> Panel:
+    """Return a panel of points with a colour by ``index``, from arrays of one shape; ``others``:
+    further arguments of the panel."""
+    across, up, index = np.broadcast_arrays(across, up, index)
+    points = {"": np.column_stack([across.ravel(), up.ravel()])}
+    return Panel(title, points=points, index=index.ravel(), **others)
+
+
+def over_heads(
+    label: str,
+    style: int,
+    x: Sequence[float],
+    values: Array,
+    *,
+    marked: bool = True,
+    median: bool = False,
+) -> Line:
+    """Return the mean (or median) over heads of ``values`` ``[layers, heads, x]``.
+
+    The interval holds 80% of the heads. NaN stands for a head that a layer does not have.
+    """
+    rows = values.reshape(-1, values.shape[-1])
+    low, high = np.nanquantile(rows, [0.1, 0.9], axis=0).tolist()
+    mean = (np.nanmedian if median else np.nanmean)(rows, axis=0).tolist()
+    return Line(label, style, x, mean, low, high, marked=marked)
+
+
+def draw(
+    panels: Sequence[Panel],
+    *,
+    columns: int | None = None,
+    height: float = 2.5,
+    x: str = "",
+    y: str = "",
+    trained: int | None = None,
+    index: str = "",
+    size: float = 5.0,
+    share: bool = False,
+) -> Figure:
+    """Draw panels in rows of ``columns`` (None: all), with one legend and one colour bar.
+
+    ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
+    ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic, and
+    intervals are bands instead of bars. ``index``: label of the colour bar. ``size``: area of a
+    point. ``share``: all panels have the same axes.
+    """
+    columns = min(columns or len(panels), len(panels))
+    small = columns > 3
+    numbers = [panel.index for panel in panels if panel.index is not None]
+    top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
+    norm = Normalize(0, max(top, 1e-9))
+    with paper_style():
+        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=share)
+        for axes, panel in zip(grid, panels, strict=True):
+            _draw_points(axes, panel, norm, size)
+            _draw_lines(axes, panel, trained)
+            axes.set_title(panel.title, pad=4, fontsize=6.5 if small else 8)
+            axes.set_ylabel(panel.y)
+            if not x:
+                axes.set_xlabel(panel.x)
+            axes.tick_params(labelsize=6 if small else 7)
+        _legend(figure)
+        if numbers:
+            bar = figure.colorbar(grid[0].collections[0], ax=grid, label=index, pad=0.02, aspect=30)
+            if all(np.issubdtype(n.dtype, np.integer) for n in numbers):
+                whole_ticks(bar.locator)
+            if bar.solids is not None:
+                bar.solids.set_alpha(1)
+    return figure
+
+
+def by_length(
+    panels: Sequence[Panel], *, x: str, trained: int, columns: int = 3, height: float = 2.25
+) -> Figure:
+    """Draw panels over lengths or positions in tokens."""
+    return draw(panels, columns=columns, height=height, x=x, trained=trained)
+
+
+def histogram(values: Mapping[str, Array], x_label: str, *, low: float, high: float) -> Figure:
+    """Draw the shares of each group's values in 20 bins from ``low`` to ``high``; dashed: means."""
+    edges = np.linspace(low, high, 21).tolist()
+    with paper_style():
+        figure = blank(2.3, width=0.62 * WIDTH)
+        axes = figure.add_subplot()
+        look: dict[str, Any] = {"alpha": 0.45, "histtype": "stepfilled", "linewidth": 1}
+        for (label, group), colour in zip(values.items(), GROUPS, strict=False):
+            weights = np.full(group.size, 100 / group.size)
+            axes.hist(group.ravel(), edges, weights=weights, color=colour, label=label, **look)
+            axes.axvline(float(group.mean()), color=colour, linewidth=1.2, linestyle="--")
+        axes.set_xlabel(x_label)
+        axes.set_ylabel("share (%)")
+        _legend(figure)
+    return figure
+
+
+def panel_grid(
+    figure: Figure, count: int, columns: int, *, x: str = "", y: str = "", share: bool = False
+) -> list[Axes]:
+    """Return ``count`` panels in rows of ``columns``.
+
+    ``x``, ``y``: labels of the whole figure. ``share``: all panels have the same axes, with tick
+    labels of x in the last row and above its gaps.
+    """
+    rows = math.ceil(count / columns)
+    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
+    panels, unused = list(grid.flat)[:count], list(grid.flat)[count:]
+    for axes in unused:
+        axes.remove()
+    for axes in panels[-columns:] if share else ():
+        axes.tick_params(labelbottom=True)
+    if x:
+        figure.supxlabel(x, fontsize=8)
+    if y:
+        figure.supylabel(y, fontsize=8)
+    return panels
+
+
+def _legend(figure: Figure) -> None:
+    """Draw one legend of all panels above them, in at most four columns that fit the width, lines
+    before references."""
+    handles: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    shown = sorted(handles.values(), key=lambda handle: -handle.get_zorder())
+    for count in range(min(4, len(shown)), 0, -1):
+        legend = figure.legend(
+            handles=shown, loc="outside upper center", ncols=count, frameon=False, handlelength=2.6
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a dollar sign in a name must not start a formula
+        if count == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
+            return
+        legend.remove()
+
+
+def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None:
+    look: dict[str, Any] = {"s": size, "linewidths": 0, "rasterized": True}
+    for (name, group), colour in zip(panel.points.items(), GROUPS, strict=False):
+        if panel.index is None:
+            look |= {"color": colour, "alpha": 0.5}
+            axes.plot([], [], "o", color=colour, markersize=4, label=name)
+        else:
+            look |= {"c": panel.index, "cmap": GRADED, "norm": norm, "alpha": 0.85}
+        axes.scatter(group[:, 0], group[:, 1], **look)
+
+
+def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
+    """Draw lines and reference lines, and prepare the axes."""
+    if panel.faint is not None:
+        # One collection: a line each would make the SVG large.
+        x = np.broadcast_to(np.asarray(panel.lines[0].x, float), panel.faint.shape)
+        thin = list(np.stack([x, panel.faint], axis=-1))
+        drawn = LineCollection(thin, linewidths=0.5, alpha=0.5, zorder=1, rasterized=True)
+        drawn.set(array=np.arange(len(thin)), cmap=GRADED)
+        axes.add_collection(drawn)
+    for line in panel.lines:
+        _draw_line(axes, line, bands=trained is not None)
+    if panel.prepare is not None:
+        panel.prepare(axes)
+    look: dict[str, Any] = {"color": GREY, "linewidth": 0.8, "zorder": 1}
+    for (height, name), dash in zip(panel.horizontal, _REFERENCE_DASHES, strict=False):
+        axes.axhline(height, linestyle=dash, label=name, **look)
+    vertical = panel.vertical
+    if trained is not None:
+        log_lengths(axes)
+        vertical = trained, f"training length ({trained:,} tokens)"
+    if vertical is not None:
+        axes.axvline(vertical[0], linestyle="--", label=vertical[1], **look)
+
+
+def _draw_line(axes: Axes, line: Line, *, bands: bool) -> None:
+    """Draw a line, its unsmoothed values, and its interval as bars or as a band."""
+    colour = COLOURS[line.style % len(COLOURS)]
+    if line.raw is not None:
+        axes.plot(line.x, line.raw, color=colour, alpha=0.3, linewidth=0.6, zorder=2)
+    if line.low is not None and line.high is not None:
+        low, high = np.asarray(line.low), np.asarray(line.high)
+        if bands:
+            axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1.5)
+        else:
+            axes.errorbar(
+                line.x,
+                line.y,
+                yerr=[line.y - low, high - line.y],
+                fmt="none",
+                ecolor=colour,
+                elinewidth=0.8,
+                capsize=1.5,
+                capthick=0.8,
+                zorder=2,
+            )
+    axes.plot(
+        line.x,
+        line.y,
+        color=colour,
+        linestyle=_DASHES[line.style // len(COLOURS) % len(_DASHES)],
+        marker=_MARKERS[line.style % len(_MARKERS)] if line.marked else None,
+        label=line.label,
+        zorder=3,
+    )
+
+
+def log_if_wide(axes: Axes) -> None:
+    """Make the y axis logarithmic if its values are positive and span a large factor."""
+    low, high = axes.dataLim.intervaly
+    if 0 < 5 * low < high:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if high > 1e3 * low else (1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+
+
+def log_lengths(axes: Axes) -> None:
+    """Make the x axis logarithmic in tokens, with ticks at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(2, numticks=7))
+    axes.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _tokens(value: float, _: int) -> str:
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+def diagonal(axes: Axes) -> None:
+    """Draw the line x = y over the range of the points."""
+    low, high = min(*axes.dataLim.min), max(*axes.dataLim.max)
+    axes.plot([low, high], [low, high], color=GREY, linewidth=0.8, linestyle=":", zorder=1)
+
+
+def plane(axes: Axes) -> None:
+    """Draw both axes through the origin."""
+    axes.axhline(0, color=GREY, linewidth=0.5)
+    axes.axvline(0, color=GREY, linewidth=0.5)
+    axes.grid(visible=False)
