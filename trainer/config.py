@@ -813,8 +813,6 @@ class AttenuationSettings:
     """Which pairs, by entropy and threshold; + joins several rules: spectrum>0.4+sequence<0.6."""
     choice: Literal["page", "validation"] = "page"
     """Text whose entropies choose: page (perplexity is measured on it too), validation."""
-    choice_length: Annotated[Count, Field(ge=6)] | None = None
-    """Tokens of that text; null: as many as the page has."""
     tokens: list[Count] | None = field(default_factory=lambda: [1024])
     """First tokens of a text whose perplexity is measured, one length after the other; null:
     all."""
@@ -862,9 +860,6 @@ class AnalysisConfig:
     method: str | None = None
     """Method applied to the model's layout first, named as in evaluation.methods and needing no
     text: pi, yarn, dynamic_ntk_alpha, ...; null: none."""
-    layers: LayerChoice = None
-    """Layers that the method changes: all, full_attention (those without a window), or indices;
-    null: the layers that see more than the training length."""
     file: str | None = None
     """Text to read as a whole in place of held-out text; null: held-out text."""
 

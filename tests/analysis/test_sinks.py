@@ -1,6 +1,5 @@
 """The section about attention sinks, against attention written as plain loops."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +8,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, cells, layer_of_heads, rows_of
 from trainer.analysis.attention import attention_map, capture
-from trainer.analysis.sinks import SinkFigures, mean_at, over_largest
+from trainer.analysis.sinks import SinkFigures, over_largest
 from trainer.analysis.topic import Target, position_edges
 
 T = 40
@@ -18,13 +17,6 @@ T = 40
 def target_of(model, **more):
     ids = torch.randint(0, 50, (1, T), generator=torch.Generator().manual_seed(1))
     return Target("tiny", model.eval(), ids, **more)
-
-
-def test_near_is_the_mean_over_the_last_quarter():
-    values = np.arange(20.0)
-    assert mean_at(values, range(21), 16) == pytest.approx(np.mean(values[12:16]))
-    # Buckets that the quarter cuts count for the part inside it: 12 to 14 and 15.
-    assert mean_at(np.array([1.0, 5.0, 9.0]), [0, 10, 15, 20], 16) == pytest.approx((3 * 5 + 9) / 4)
 
 
 def test_products_are_shown_over_the_largest_of_each_head():
@@ -73,19 +65,6 @@ def test_queries_within_the_training_length_are_read_in_a_text_of_it(tiny_decode
         peak = np.max(dots[start:stop], axis=1).mean()
         assert peaks[bucket] == pytest.approx(peak, rel=1e-4)
         assert weights[bucket] == pytest.approx(attention[start:stop, 0].mean(), rel=1e-4)
-
-
-def test_the_median_key_is_of_all_keys_and_not_of_buckets_of_positions(tiny_decoder):
-    """Of 127 other keys the first 62 are long: fewer than half, in most of the buckets."""
-    heads = layer_of_heads("nope", texts=1, T=128, D=8)
-    lengths = torch.ones(128)
-    lengths[0], lengths[1:63] = 5, 10
-    k = lengths[:, None] * torch.nn.functional.normalize(heads.k, dim=-1)
-    ids = torch.zeros(1, 128, dtype=torch.long)
-    topic = SinkFigures(Target("tiny", tiny_decoder(layers=["nope"]).eval(), ids))
-    topic.on_layer(replace(heads, k=k, rotated_k=k))
-    topic.finish()
-    assert cells(topic.rows(), "median_key_norm") == pytest.approx([1.0, 1.0])
 
 
 def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):

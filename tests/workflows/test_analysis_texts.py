@@ -86,8 +86,6 @@ def test_others_are_chosen_on_where_it_is_asked_for():
     same = texts(read=choice_texts, page=page, attenuation=of(**apart))
     assert same.shape == (3, 50)
     assert same[:, 1].tolist() == [10_000, 10_475, 10_951]
-    longer = texts(read=choice_texts, page=page, attenuation=of(**apart, choice_length=1001))
-    assert longer.shape == (3, 1001)
 
 
 def test_a_file_is_read_whole_or_as_far_as_is_asked(tmp_path):

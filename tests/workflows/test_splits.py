@@ -157,9 +157,9 @@ def test_analyses_look_at_test_text(corpus, seen):
 def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, seen):
     layout = SimpleNamespace(training_length=32)
     candidate = SimpleNamespace(layout=layout, bos_token=None, named_bos=None)
-    settings = AttenuationSettings(choice="validation", choice_length=40)
+    settings = AttenuationSettings(choice="validation")
     page = torch.zeros(3, 64)
     config = replace(AnalysisConfig(), attenuation=settings)
     ids = choice_texts(corpus, config, candidate, page)
-    assert ids.shape == (3, 40)
+    assert ids.shape == (3, 64)
     assert seen(ids.numpy()) == {"validation"}

@@ -261,8 +261,6 @@ def attenuation_sweeps(
     if not (settings.alphas and gates and layout.rotates) or busy:
         return []
     choice = target.choice
-    if choice is None and settings.choice_length is not None:
-        choice = target.ids[:, : settings.choice_length]
     if choice is not None:
         needed = sorted({rule.measure for together in gates for rule in together})
         entropies = frequency_entropies(

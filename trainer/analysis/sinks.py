@@ -3,7 +3,7 @@ long texts (RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
@@ -43,14 +43,6 @@ def key_dot(q: Tensor, k: Tensor) -> Tensor:
     return (later * shared).sum(dim=-1)
 
 
-def mean_at(values: Array, edges: Sequence[int], length: int) -> Array:
-    """Average ``values`` ``[..., buckets]`` over the last quarter of ``length`` first positions."""
-    start, stop = np.array(edges[:-1]), np.array(edges[1:])
-    among = (np.minimum(stop, length) - np.maximum(start, 3 * length // 4)).clip(min=0)
-    mean: Array = values @ among / among.sum()
-    return mean
-
-
 def over_largest(products: Array) -> Array:
     """Divide ``[..., buckets]`` by the largest bucket, as in Fig. 5; if all are negative, by the
     absolute value of the most negative one."""
@@ -72,7 +64,7 @@ class SinkFigures(Topic):
     """Norms of keys, attention on the first key, and the largest dot products, by position.
 
     ``curves``: means within buckets of positions, ``[layers, heads, buckets]``, by name; bucket b
-    holds positions ``edges[b]`` to ``edges[b + 1] - 1``. ``median_key_norm``: ``[layers, heads]``.
+    holds positions ``edges[b]`` to ``edges[b + 1] - 1``.
     """
 
     key = "sinks"
@@ -100,16 +92,13 @@ class SinkFigures(Topic):
             measured = (key_dot(q, k), rows.sink, rows.peak)
             names = (f"{version}.{measure}" for measure in MEASURES)
             values |= dict(zip(names, measured, strict=True))
-            if rotated and heads.sinks is not None:
-                values["learned_sink"] = rows.learned
         edges = [edge for edge in self.edges if edge <= heads.q.shape[2]]
         return {name: bucket_means(value, edges) for name, value in values.items()}
 
     def on_layer(self, heads: Heads) -> None:
         """Measure all heads, and map the attention of those that may be shown."""
         bucketed = self._bucketed(heads)
-        median = heads.k.norm(dim=-1)[..., 1:].median(dim=-1).values
-        self._layers.append(bucketed | {"median_key_norm": median})
+        self._layers.append(bucketed)
         chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
         if not self.target.config.chosen:
             # The heads with the least, a medium and the most weight on the first key.
@@ -163,33 +152,19 @@ class SinkFigures(Topic):
         return [*plots, *([self._attention()] if self._maps else [])]
 
     def rows(self) -> pd.DataFrame:
-        """Return curves by the last position of a bucket, and values near the lengths of the
-        page."""
+        """Return curves by the last position of a bucket."""
+        curves = {f"{v}.{m}": (m, v) for m in MEASURES for v in self._versions_of(m)}
+        curves["key_norm"] = ("key_norm", "plain")
         axes, places = ("layer", "head", "length"), {"length": self.edges[1:]}
-        tables = [
-            tidy({m: self.curves[f"{v}.{m}"]}, *axes, places=places, variant=v)
-            for m in MEASURES
-            for v in self._versions_of(m)
-        ]
-        tables += [
-            tidy({name: self.curves[name]}, *axes, places=places, variant=variant)
-            for name, variant in (("key_norm", "plain"), ("learned_sink", "rotated"))
-            if name in self.curves
-        ]
-        median = {"median_key_norm": self.curves["median_key_norm"]}
-        tables.append(tidy(median, "layer", "head", variant="plain"))
-        for n in self._lengths:
-            near = {
-                f"{m}_near": mean_at(self.curves[f"rotated.{m}"], self.edges, n)
-                for m in ("sink_weight", "peak")
-            }
-            tables.append(tidy(near, "layer", "head", variant="rotated", length=n))
-        return pd.concat(tables)
+        return pd.concat(
+            tidy({metric: self.curves[name]}, *axes, places=places, variant=variant)
+            for name, (metric, variant) in curves.items()
+        )
 
     def _attention(self) -> Plot:
         """Draw the chosen heads, or those with the most, a medium and the least weight on the
-        sink."""
-        shares = mean_at(self.curves["rotated.sink_weight"], self.edges, self.target.length)
+        sink at the end of the text."""
+        shares = self.curves["rotated.sink_weight"][..., -1]
         shown = list(self._maps)
         if not self.target.config.chosen:
             shown.sort(key=lambda place: -shares[place])
@@ -204,12 +179,6 @@ class SinkFigures(Topic):
             f"Attention of single heads on the first text, cells of {step} × {step} tokens, "
             "logarithmic colour (RoPE-ID, Fig. 9; Rotary Offset Features, Fig. 3).",
         )
-
-    @property
-    def _lengths(self) -> list[int]:
-        """The training length, or the text's if that is shorter, and the text's."""
-        T = self.target.length
-        return list(dict.fromkeys([min(self.target.training_length, T), T]))
 
     def _line(self, label: str, style: int, curve: Array) -> Line:
         edges = np.array(self.edges)

@@ -22,7 +22,8 @@ from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
-from trainer.data.corpus import Corpus, HeldOutPart, HeldOutText, divided, held_out_windows
+from trainer.data.corpus import Corpus, HeldOutPart, HeldOutText, held_out_windows
+from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.haystack import Haystack
@@ -30,7 +31,6 @@ from trainer.evaluation.methods import recipe
 from trainer.evaluation.needles import one_of_many
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import LayerChoice
 from trainer.report.pages import AnalysisReport, write_analysis
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
@@ -94,7 +94,7 @@ def target_of(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = candidate.load(device, DTYPES[config.dtype]).eval()
     if config.method is not None:
-        use_method(model, candidate, config.method, ids.shape[1], config.layers)
+        use_method(model, candidate, config.method, ids.shape[1])
     ids = ids.to(device)
     within = min(ids.shape[1], model.layout.training_length)
     prompt, question = (
@@ -106,18 +106,16 @@ def target_of(
     return Target(candidate.name, model, ids, config, prompt, question, choice)
 
 
-def use_method(
-    model: LanguageModel, candidate: Candidate, name: str, length: int, layers: LayerChoice
-) -> None:
+def use_method(model: LanguageModel, candidate: Candidate, name: str, length: int) -> None:
     """Set the layout that a method has for texts of ``length`` tokens.
 
     The method chooses nothing on text.
 
     Raises:
-        UserError: the method changes nothing in ``layers`` of this model.
+        UserError: the method changes nothing in this model.
     """
     layout = candidate.layout
-    config = EvaluationConfig(methods=[name], layers=layers)
+    config = EvaluationConfig(methods=[name])
     made = recipe(name, layout, config, native=candidate.computed_by is None)
     if isinstance(made, str):
         raise UserError(f"analysis.method: {candidate.name} {made}")
@@ -149,23 +147,17 @@ def analyses_of(target: Target) -> list[Results]:
     kind, topics = target.config.kind, []
     for key, topic in TOPICS.items():
         problem = topic.problem(target)
-        if kind not in ("all", key):
-            continue
-        if problem is None:
+        if kind == key and problem is not None:
+            raise UserError(f"analysis.kind: {key}: {problem}")
+        if kind == key or (kind == "all" and problem is None):
             topics.append(topic)
         elif kind == "all":
             log.info("Left out %s: %s", key, problem)
-        else:
-            raise UserError(f"analysis.kind: {key}: {problem}")
-    if not topics:
-        return []
-    texts, length = target.ids.shape
-    log.info("%s: %d texts of %s tokens", target.name, texts, f"{length:,}")
     results = []
-    with Progress("Analysing", len(topics), target.ids.numel()) as progress:
-        for done, topic in enumerate(topics):
-            progress.advance_to(done)
+    with Progress("Analysing", max(1, len(topics)), target.ids.numel()) as progress:
+        for done, topic in enumerate(topics, 1):
             results.append(topic(target).results())
+            progress.advance_to(done)
     return results
 
 
@@ -173,7 +165,7 @@ FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
 """Length of a text in training lengths, tokens of all texts together, and number of texts, each by
 default and at most."""
 MOST_TOKENS = 2**24
-"""Tokens of the held-out text from which the texts are taken, at most."""
+"""Tokens of each held-out text from which the texts are taken, at most."""
 PROMPTS = 4
 """Number of texts into which a needle is inserted."""
 
@@ -189,7 +181,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
     """
     C = candidate.layout.training_length
     if config.file is None:
-        text, usual = _running_text(corpus, corpus.test), max(2 * C, min(FURTHEST * C, USUAL))
+        text, usual = running_text(corpus, corpus.test), max(2 * C, min(FURTHEST * C, USUAL))
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
         ids = candidate.tokenizer.encode(written, add_special_tokens=False).ids
@@ -200,43 +192,32 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
     texts = config.texts or max(1, min(fitting, MOST_TEXTS, USUAL // length))
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
-    return _windows(text, texts, length, corpus, candidate, apart=max(1, length - 1))
+    windows = held_out_windows(text, texts, length - 1, apart=max(1, length - 1))
+    return after_bos(windows, corpus, candidate)
 
 
 def choice_texts(
     corpus: Corpus, config: AnalysisConfig, candidate: Candidate, page: Tensor
 ) -> Tensor | None:
-    """Return as many validation texts as the page has, for choosing the pairs to attenuate; None if
+    """Return as much validation text as the page has, for choosing the pairs to attenuate; None if
     they are chosen on the page's texts."""
     if config.attenuation.choice == "page":
         return None
-    length = config.attenuation.choice_length or page.shape[1]
-    text = _running_text(corpus, corpus.validation)
-    return _windows(text, len(page), length, corpus, candidate)
+    text = running_text(corpus, corpus.validation)
+    return after_bos(held_out_windows(text, len(page), page.shape[1] - 1), corpus, candidate)
 
 
-def _running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
+def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
     """Return the text without separators of documents, each of which could be a sink."""
-    sizes = [len(part.stream) for part in text.parts]
-    taken = divided(MOST_TOKENS, [part.weight for part in text.parts], sizes)
-
-    def running(part: HeldOutPart, tokens: int) -> HeldOutPart:
-        read = part.stream.windows(np.zeros(1, np.int64), tokens)[0]
-        return replace(part, stream=Tokens(read[read != corpus.end_of_text]))
-
-    return HeldOutText(text.name, tuple(map(running, text.parts, taken)))
+    parts = []
+    for part in text.parts:
+        (read,) = part.stream.windows(np.zeros(1, np.int64), min(len(part.stream), MOST_TOKENS))
+        parts.append(replace(part, stream=Tokens(read[read != corpus.end_of_text])))
+    return HeldOutText(text.name, tuple(parts))
 
 
-def _windows(
-    text: HeldOutText,
-    texts: int,
-    length: int,
-    corpus: Corpus,
-    candidate: Candidate,
-    apart: int | None = None,
-) -> Tensor:
-    """Return ``[texts, length]`` tokens, each text after a beginning-of-text token."""
-    windows = held_out_windows(text, texts, length - 1, apart)
+def after_bos(windows: Integers, corpus: Corpus, candidate: Candidate) -> Tensor:
+    """Return windows after the model's first token, or a separator."""
     known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
     bos = next(token for token in known if token is not None)
     return torch.from_numpy(np.insert(windows, 0, bos, axis=1))
@@ -259,10 +240,7 @@ def needle_prompt(
     if text < 4 * (len(needle) + len(question)):
         return None
     place = 1 + round(depth * (text - 1))
-    rows = ids[:PROMPTS, :text]
-    inserted = (
-        torch.tensor(x, device=ids.device).expand(len(rows), -1) for x in (needle, question)
-    )
-    stated, asked = inserted
-    prompts = torch.cat([rows[:, :place], stated, rows[:, place:], asked], dim=1)
-    return NeedlePrompt(prompts, slice(place, place + len(needle)), len(question))
+    rows = ids[:PROMPTS, :text].tolist()
+    prompts = [[*row[:place], *needle, *row[place:], *question] for row in rows]
+    needle_at = slice(place, place + len(needle))
+    return NeedlePrompt(torch.tensor(prompts, device=ids.device), needle_at, len(question))

@@ -5,12 +5,10 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
 
-from trainer.common.errors import UserError
 from trainer.config import MAIN, RunConfig
 from trainer.lightning.devices import dense_peak
 from trainer.lightning.phases import describe
@@ -26,43 +24,53 @@ ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
 STATE = 16
 """Bytes of a parameter while it trains: weight, gradient and AdamW's two moments in float32."""
-GIB = 1 << 30
-
-
-Rows = Iterator[tuple[str, str]]
 
 
 def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     """Return names and values by title.
 
     ``gpus``: number of GPUs; ``mfu``: share of their dense peak that training reaches.
+
+    Raises:
+        ValueError: the vocabulary is that of a finished tokenizer, which is not read here.
     """
-    config = with_vocabulary(config)
-    operations = {}
-    for name, arm in runs_of(config, weights=False).items():
+    trained = None if config.tokenizer.path else config.tokenizer.vocab_size
+    shape = replace(config.model, vocab_size=config.model.vocab_size or trained)
+    config = replace(config, model=shape)
+    steps, phases, drop = config.trainer.max_steps, phases_of(config), config.drop_step
+    training = {"steps": f"{steps:,} of {config.tokens_per_step:,} tokens"}
+    if config.phases:
+        training = {phase.name: _in_words(phase) for phase in phases}
+    training["tokens"] = f"{tokens_at(config, steps):,}"
+    if drop is not None:
+        remaining = tokens_at(config, steps) - tokens_at(config, drop)
+        training["drop"] = f"after step {drop:,}, then {remaining:,} tokens"
+    operations = 0.0
+    for name, run in runs_of(config, weights=False).items():
         branch = config.controls[name].get("branch") if name != MAIN else None
-        operations[name] = flops(arm, config.drop_step or 0 if branch == "drop" else branch or 0)
-    counts = {name: f"{count:,}" for name, count in parameters(make_decoder(config, 0)).items()}
-    costs = {f"operations of {name}": f"{count:.3g}" for name, count in operations.items()}
+        count = flops(run, drop or 0 if branch == "drop" else branch or 0)
+        training[f"operations of {name}"] = f"{count:.3g}"
+        operations += count
+    times = {}
+    for name in GPUS:
+        peak = dense_peak(name, "fp32" if config.trainer.precision == "fp32" else "bf16")
+        assert peak is not None
+        hours = operations / (peak * mfu * 3600)
+        times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
+    counts = parameters(make_decoder(config, 0))
     return {
-        "Parameters": counts,
-        "Training": dict(_training(config)) | costs,
-        f"Memory of each of {gpus} GPUs, about": dict(_memory(config, gpus)),
-        f"Time at {mfu:.0%} of the peak": dict(_time(config, gpus, mfu, sum(operations.values()))),
+        "Parameters": {name: f"{count:,}" for name, count in counts.items()},
+        "Training": training,
+        f"Memory of each of {gpus} GPUs, about": memory(config, gpus),
+        f"Time at {mfu:.0%} of the peak": times,
     }
 
 
-def with_vocabulary(config: RunConfig) -> RunConfig:
-    """Return the run with its vocabulary: the model's, or the one of the tokenizer to be trained.
-
-    Raises:
-        UserError: it is that of a finished tokenizer, which is not read here.
-    """
-    vocabulary = config.model.vocab_size
-    if vocabulary is None and config.tokenizer.path:
-        raise UserError("model.vocab_size: expected a number, got null")
-    vocabulary = vocabulary or config.tokenizer.vocab_size
-    return replace(config, model=replace(config.model, vocab_size=vocabulary))
+def _in_words(phase: Phase) -> str:
+    length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
+    steps, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
+    change = f", {describe(phase)}" if phase.settings.drop or phase.settings.rescale else ""
+    return f"{steps:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
@@ -99,24 +107,8 @@ def flops(config: RunConfig, begin: int = 0) -> float:
     )
 
 
-def _training(config: RunConfig) -> Rows:
-    steps, phases = config.trainer.max_steps, phases_of(config)
-    if config.phases:
-        for phase in phases:
-            length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
-            count, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
-            change = f", {describe(phase)}" if phase.settings.drop or phase.settings.rescale else ""
-            yield phase.name, f"{count:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
-    else:
-        yield "steps", f"{steps:,} of {config.tokens_per_step:,} tokens"
-    yield "tokens", f"{tokens_at(config, steps):,}"
-    if (drop := config.drop_step) is not None:
-        remaining = tokens_at(config, steps) - tokens_at(config, drop)
-        yield "drop", f"after step {drop:,}, then {remaining:,} tokens"
-
-
-def _memory(config: RunConfig, gpus: int) -> Rows:
-    """Yield the memory of the phase with the largest micro-batch."""
+def memory(config: RunConfig, gpus: int) -> dict[str, str]:
+    """Return the memory of a GPU by its use, in the phase with the largest micro-batch."""
 
     def micro_batch(phase: Phase) -> tuple[int, int]:
         run = phase.config.trainer
@@ -128,13 +120,13 @@ def _memory(config: RunConfig, gpus: int) -> Rows:
     shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
     size = 4 if config.trainer.precision == "fp32" else 2
     kept = activation_bytes(config.model, size, strategy.activation_checkpointing)
-    sizes = {
-        "activations": float(rows * length * kept),
-        "weights, gradients, optimizer": STATE * count / shards,
+    activations, state = rows * length * kept / (1 << 30), STATE * count / shards / (1 << 30)
+    return {
+        "micro-batch": f"{rows:,} x {length:,} tokens, strategy {strategy.name}",
+        "activations": f"{activations:,.1f} GiB",
+        "weights, gradients, optimizer": f"{state:,.1f} GiB",
+        "in all": f"{activations + state:,.1f} GiB",
     }
-    yield "micro-batch", f"{rows:,} x {length:,} tokens, strategy {strategy.name}"
-    for name, number in {**sizes, "in all": sum(sizes.values())}.items():
-        yield name, f"{number / GIB:,.1f} GiB"
 
 
 def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
@@ -155,11 +147,3 @@ def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
     }
     again = 0 if recomputed == "none" else a_layer["none"]
     return config.num_hidden_layers * a_layer[recomputed] + again
-
-
-def _time(config: RunConfig, gpus: int, mfu: float, operations: float) -> Rows:
-    for name in GPUS:
-        peak = dense_peak(name, "fp32" if config.trainer.precision == "fp32" else "bf16")
-        assert peak is not None
-        hours = operations / (peak * mfu * 3600)
-        yield f"{gpus} x {name}", f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
