@@ -84,7 +84,7 @@ BROKEN = {
     "data.mixture.a.wieght": {"data": {"mixture": {"a": {"wieght": 1}}}},
     "drop.at": {"drop": {"at": 0}},
     "phases.a.steps": {"phases": {"a": {}}},
-    "monitor.benchmarks.every": {"monitor": {"benchmarks": {"tasks": ["standard"]}}},
+    "benchmarks.every": {"benchmarks": {"tasks": ["standard"]}},
     "controls.c.branch": {"controls": {"c": {"branch": "drop"}}},
     "controls.c.seed": {
         "run_dir": "x",

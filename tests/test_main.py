@@ -40,7 +40,7 @@ def test_help_names_the_command_and_its_options(capsys, name):
         ),
         (
             ["schedule.name=cosin"],
-            "schedule.name: input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
+            "schedule.name: Input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
         ),
         (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
         (

@@ -59,22 +59,19 @@ class Job(NamedTuple):
 
 
 def register_schema() -> None:
-    """Hand keys and defaults to Hydra; options of ``evaluation`` have all keys."""
-    store = ConfigStore.instance().store
-    store("train_schema", asdict(schema.RunConfig()) | {"run_dir": "???"})
-    store("evaluation_schema", asdict(schema.EvaluationConfig()), group="evaluation")
-    evaluation = asdict(schema.EvaluationRequest())
-    del evaluation["evaluation"]
-    store("evaluate_schema", evaluation)
-    for name, request in {
+    """Hand keys and defaults to Hydra."""
+    schemas: dict[str, type] = {
+        "train": schema.RunConfig,
+        "evaluate": schema.EvaluationRequest,
         "analyze": schema.AnalysisRequest,
         "generate": schema.GenerationRequest,
         "export": schema.ExportRequest,
         "compare": schema.CompareRequest,
         "plan": schema.PlanKeys,
         "recalibrate": schema.RecalibrateKeys,
-    }.items():
-        store(f"{name}_schema", asdict(request()))
+    }
+    for name, kind in schemas.items():
+        ConfigStore.instance().store(f"{name}_schema", asdict(kind()))
 
 
 def overrides_of(name: str, words: Iterable[str]) -> list[str]:

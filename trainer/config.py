@@ -61,12 +61,6 @@ BY_LAYER = (
     *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
 )
 """Parts of methods that change only the layers of ``evaluation.layers``."""
-PARTS = (
-    *("none", "crop", "window"),
-    *BY_LAYER,
-    *("dope", "weighted_rope", "drop"),
-)
-"""Parts of methods, which ``evaluation.methods`` joins by ``+``."""
 
 
 # ---- Text ----
@@ -352,7 +346,8 @@ class LoggerConfig:
 
 @configuration
 class BenchmarksConfig:
-    """Tasks that the model answers in training, also before and after the drop and at the end."""
+    """Tasks that the model answers in training, also before and after the drop and at the end; they
+    do not affect it."""
 
     every: Count | None = None
     """Steps between them; null: never."""
@@ -362,13 +357,6 @@ class BenchmarksConfig:
     """Lengths of these tasks, in multiples of the training length."""
     limit: Count = 200
     """Questions, trials or windows of each task and length."""
-
-
-@configuration
-class MonitorConfig:
-    """Measurements of the model in training; they do not affect it."""
-
-    benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
 
 
 # ---- Evaluation ----
@@ -659,24 +647,11 @@ class EvaluationConfig:
 # ---- A run ----
 
 
-Rescale = Literal[
-    "pi",
-    "ntk",
-    "ntk_by_parts",
-    "yarn",
-    "llama3",
-    "yarn_full_range",
-    "ntk_by_parts_turns",
-    "yarn_turns",
-    "cope",
-]
-
-
 @configuration
 class RescaleConfig:
     """Frequencies slowed at the start of a phase, for good."""
 
-    method: Rescale = "yarn"
+    method: Annotated[str, Field(pattern=f"^({'|'.join(RESCALINGS)})$")] = "yarn"
     """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns,
     cope."""
     factor: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
@@ -743,7 +718,7 @@ class RunConfig:
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Lightning callbacks of your own by name: {name: {_target_: module.Class, argument:
     value}}."""

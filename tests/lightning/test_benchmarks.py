@@ -54,13 +54,11 @@ def asked(tmp_path_factory):
     with gzip.open(directory / f"{TASK}.jsonl.gz", "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
     configuration = {
-        "monitor": {
-            "benchmarks": {
-                "every": 4,
-                "tasks": ["perplexity", "statements", "multiple_choice"],
-                "lengths": [4, 8],
-                "limit": 5,
-            }
+        "benchmarks": {
+            "every": 4,
+            "tasks": ["perplexity", "statements", "multiple_choice"],
+            "lengths": [4, 8],
+            "limit": 5,
         },
         "evaluation": {"enabled": False, "multiple_choice": {"tasks": [TASK]}},
     }

@@ -119,7 +119,7 @@ def test_it_resumes_bitwise(begin):
 
 def test_benchmarks_measure_published_weights_before_the_drop(begin):
     asked = {"every": 5, "tasks": ["perplexity"], "lengths": [1], "limit": 4}
-    config, _ = begin(monitor={"benchmarks": asked})
+    config, _ = begin(benchmarks=asked)
     history = read_state(checkpoint_of(config))["benchmarks"]
     assert [(milestone["step"], milestone["dropped"]) for milestone in history] == [
         (0, False),

@@ -302,7 +302,6 @@ def std(model, name):
     ("options", "embedding", "into", "attention_out", "mlp_out"),
     [
         ({}, 0.02, 0.02, 0.02 / 4, 0.02 / 4),
-        ({"initializer_range": 0.1}, 0.1, 0.1, 0.1 / 4, 0.1 / 4),
         ({"initializer_by_depth": False}, 0.02, 0.02, 0.02, 0.02),  # DroPE's Table 5
         ({"initializer": "fan_in"}, 128**-0.5, 128**-0.5, 128**-0.5 / 4, 192**-0.5 / 4),
         (

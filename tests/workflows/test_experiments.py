@@ -59,7 +59,7 @@ def small(name, base, tmp_path):
         },
         "strategy": {"name": "single", "activation_checkpointing": "none", "shard_size": None},
         "logger": {"wandb": False, "tensorboard": False},
-        "monitor": {"benchmarks": {"every": None, "tasks": []}},
+        "benchmarks": {"every": None, "tasks": []},
         "controls": {},
         "evaluation": {
             "enabled": True, "methods": ["none"], "tasks": ["perplexity"], "lengths": [1, 2],

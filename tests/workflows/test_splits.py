@@ -61,10 +61,9 @@ def config(base, tmp_path_factory):
         "test": 0.1,
         "cache_dir": str(directory / "cache"),
     }
-    tasks = {"every": 2, "tasks": ["perplexity", "statements"], "lengths": [1, 4], "limit": 4}
-    monitor = {"benchmarks": tasks}
+    benchmarks = {"every": 2, "tasks": ["perplexity", "statements"], "lengths": [1, 4], "limit": 4}
     others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
-    return parse(RunConfig, merged(base, {"data": data, "monitor": monitor, **others}))
+    return parse(RunConfig, merged(base, {"data": data, "benchmarks": benchmarks, **others}))
 
 
 @pytest.fixture(scope="module")

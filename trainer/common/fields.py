@@ -46,30 +46,17 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
     return _adapter(kind)
 
 
-def validated(schema: type[T], values: dict[str, Any], prefix: str = "") -> T:
+def validated(schema: type[T], values: dict[str, Any], *prefix: str) -> T:
     """Return ``values`` as the dataclass ``schema``; ``prefix``: key of the group in messages.
 
     Raises:
-        UserError: unknown keys and wrong values, a line each.
+        UserError: pydantic's messages of unknown keys and wrong values, a line each.
     """
     try:
         return adapter(schema).validate_python(values)
     except ValidationError as error:
-        lines = dict.fromkeys(_line(values, details, prefix) for details in error.errors())
+        lines = (
+            f"{'.'.join(map(str, (*prefix, *e['loc'])))}: {e['msg']}, got {e['input']!r}"
+            for e in error.errors()
+        )
         raise UserError("\n".join(lines)) from None
-
-
-def _line(values: Any, details: Any, prefix: str) -> str:
-    """Return the key, message and value of one of pydantic's errors, and the nearest known key."""
-    place, message = [prefix] if prefix else [], details["msg"]
-    for part in details["loc"]:  # it also names the arms of unions
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, list | tuple) and part in range(len(values)):
-            values = values[int(part)]
-        else:
-            continue
-        place.append(str(part))
-    if details["type"] == "missing":
-        return f"{'.'.join([*place, str(details['loc'][-1])])}: expected a value, got none"
-    return f"{'.'.join(place)}: {message[:1].lower()}{message[1:]}, got {details['input']!r}"

@@ -361,7 +361,7 @@ MAKERS: dict[str, Part] = {
     ),
     "drop": Part("dropped", _dropped),
 }
-"""By the names of :data:`~trainer.config.PARTS`."""
+"""By the names of ``evaluation.methods``."""
 
 FOR_ANY_MODEL = {
     *(AS_IS, "crop", *RESCALINGS, "temperature", "temperature_rope_id"),

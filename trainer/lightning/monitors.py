@@ -38,7 +38,7 @@ class Monitors(StepCallback):
         change: PhaseChange,
         metrics: Metrics,
     ) -> None:
-        self.change, self.metrics, self.settings = change, metrics, config.monitor.benchmarks
+        self.change, self.metrics, self.settings = change, metrics, config.benchmarks
         self.phase_ends = {phase.end for phase in change.phases}
         self.milestones: list[dict[str, Any]] = []
         self.is_trained = config.model.is_trained

@@ -52,10 +52,8 @@ class ModelConfig:
     qk_norm: QKNormConfig = field(default_factory=QKNormConfig)
     """RMS norm of queries and keys before the rotation."""
     initializer: Literal["normal", "fan_in"] = "normal"
-    """Standard deviation of initial weights: normal (initializer_range everywhere), or fan_in (1
-    / sqrt(fan-in); untied embeddings 1 and their head a tenth of its fan-in value)."""
-    initializer_range: Annotated[Positive, Field(le=1000)] = 0.02
-    """Standard deviation of the initializer normal."""
+    """Standard deviation of initial weights: normal (0.02 everywhere), or fan_in (1 / sqrt(fan-in);
+    untied embeddings 1 and their head a tenth of its fan-in value)."""
     initializer_by_depth: bool = True
     """Divide o_proj and down_proj by sqrt(2 num_hidden_layers) at the start; false: as
     transformers does, and DroPE's Table 5."""

@@ -340,7 +340,7 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
 def _initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
     module = name.removesuffix(".weight")
     if config.initializer == "normal":
-        std = config.initializer_range
+        std = 0.02
     elif module == "embed_tokens" and not config.tie_word_embeddings:
         std = 1.0
     else:

@@ -49,7 +49,7 @@ FREE_TO_CHANGE = (
     "overwrite",
     "logger",
     "evaluation",
-    "monitor",
+    "benchmarks",
     "callbacks",
     "strategy",
     "trainer.threads",

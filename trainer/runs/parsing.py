@@ -7,6 +7,7 @@ trains, and an evaluation that fails later resumes behind the finished training.
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from operator import attrgetter
@@ -14,7 +15,6 @@ from typing import Any, TypeVar
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
-from trainer.common.plugins import load_plugins
 from trainer.config import (
     MAIN,
     PERPLEXITY,
@@ -48,7 +48,8 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
         UserError: unknown keys, wrong types, or a broken rule.
     """
     values = values | {k: {} for k in NAMED_BY_USERS if values.get(k, ...) is None}
-    load_plugins(values.get("plugins") or ())
+    for path in values.get("plugins") or ():
+        runpy.run_path(path)
     config = validated(schema, values)
     if isinstance(config, RunConfig):
         return _completed(config, weights)  # type: ignore[return-value]  # T is RunConfig
@@ -96,7 +97,7 @@ def _refuse(rules: Rules) -> None:
 
 
 def _run_rules(config: RunConfig) -> Rules:
-    drop, last, benchmarks = config.drop, config.trainer.max_steps, config.monitor.benchmarks
+    drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
     yield (
         config.model.qk_norm.when == "after_drop"
         and config.drop_step is None
@@ -105,7 +106,7 @@ def _run_rules(config: RunConfig) -> Rules:
     )
     yield (
         (benchmarks.every is None) == bool(benchmarks.tasks),
-        "monitor.benchmarks.every: expected it with tasks",
+        "benchmarks.every: expected it with tasks",
     )
     yield (
         config.phases and drop.at is not None,
@@ -125,7 +126,7 @@ def _run_rules(config: RunConfig) -> Rules:
 
 def _data_rules(data: DataConfig) -> Rules:
     for name, changes in data.mixture.items():
-        validated(MixedText, changes, f"data.mixture.{name}")
+        validated(MixedText, changes, "data.mixture", name)
     yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
     yield (
         data.restart_positions and not data.document_mask,
