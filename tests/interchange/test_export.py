@@ -195,18 +195,13 @@ def test_what_no_architecture_computes_comes_with_its_code(decoder, tmp_path, na
     assert read.layout == model.layout
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        tempered(coefficient=0.5, per="sequence"),
-        layout_changed(lambda s: dynamic(s, ntk_aware, 32, 2.0)),
-        layout_changed(lambda s: dynamic(s, yarn, 32)),
-    ],
-)
-def test_the_code_follows_the_length(decoder, tmp_path, change):
+def test_the_code_follows_the_length_in_temperatures_and_not_in_frequencies(decoder, tmp_path):
     model = decoder(training_length=32, heads={"nope": 0.5})
-    change(model)
+    tempered(coefficient=0.5, per="sequence")(model)
     exported(model, tmp_path)
+    model.layout = model.layout.map(lambda s: dynamic(s, ntk_aware, 32, 2.0))
+    with pytest.raises(UserError, match="frequencies that follow the length"):
+        exported(model, tmp_path / "other")
 
 
 def test_wrong_logits_leave_nothing(decoder, tmp_path, monkeypatch):

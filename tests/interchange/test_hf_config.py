@@ -106,8 +106,10 @@ SCALINGS = {
 
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("original", [(None, 512), (512, None), (512, 256), (256, 512)])
-@pytest.mark.parametrize("theta", [(5e4, None), (None, 5e4), (5e4, 7e4)])
+@pytest.mark.parametrize(
+    ("original", "theta"),
+    [((None, 512), (5e4, None)), ((512, None), (None, 5e4)), ((512, 256), (5e4, 7e4))],
+)
 def test_a_key_that_stands_in_two_places_counts_where_transformers_takes_it(
     kind, key, original, theta
 ):

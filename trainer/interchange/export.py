@@ -233,6 +233,11 @@ def _native_values(
 
 
 def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    if layout.frequencies_follow_length:
+        raise UserError(
+            "export: frequencies that follow the length have no place in an export with encodings "
+            "or norms that no architecture of transformers has"
+        )
     biased = any(spectrum.alibi for spectrum in layout.spectra)
     return _shape(config, layout) | {
         "qkv_bias": config.qkv_bias,

@@ -26,8 +26,8 @@ class UnropeConfig(LlamaConfig):
     ``layout``: ``training_length`` in tokens, ``spectra``, a list of encodings, and ``layers``: for
     each layer ``groups`` (the number of an encoding, and how many neighbouring key-value heads have
     it), ``window`` (keys that a query sees, itself included, or null) and ``qk_norm``. An encoding
-    has ``inv_freq`` (radians per token of its rotated pairs), ``rotary_scale``, ``temperature``,
-    ``alibi`` and ``long``; :func:`table` says what they do.
+    has ``inv_freq`` (radians per token of its rotated pairs), ``rotary_scale`` (factor on rotated
+    channels), ``temperature`` (see :func:`table`) and ``alibi``.
     ``alibi_slopes``: one for every query head, where an encoding has ``alibi``.
     ``qk_norm_kind``: ``per_head`` or ``full``; ``qk_norm_targets``: ``both``, ``q`` or ``k``.
     """
@@ -51,27 +51,14 @@ def table(spectrum: dict[str, Any], window: int | None, trained: int, positions:
     With n the length of the sequence, which ends with its highest position, or for ``per`` =
     ``query`` the number of keys a query sees, at most ``window``, and C the training length
     ``trained``, the factor is scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with
-    R the ``reference`` or C, or with ``steps`` 1 + floor(n / R). Below s = max(n, C) / C. In
-    sequences longer than ``long.length`` the frequencies are those of ``long``, each times kept +
-    (1 - kept) * s ** -power of its ``stretch``, and the factor on rotated channels grows by
-    attention * ln s, both with s = 1 + growth * (n / C - 1), C the ``reference`` of ``long``.
+    R the ``reference`` or C, or with ``steps`` 1 + floor(n / R).
     """
     positions = positions.double()[:, None, :, None]
     length = positions.amax(dim=2, keepdim=True) + 1
-    inv_freq = positions.new_tensor(spectrum["inv_freq"])
-    scale = torch.full_like(length, spectrum["rotary_scale"])
-    if (long := spectrum["long"]) is not None:
-        slow, larger = positions.new_tensor(long["inv_freq"]), scale
-        if (stretch := long["stretch"]) is not None:
-            s = 1 + long["growth"] * ((length / long["reference"]).clamp(min=1) - 1)
-            share_kept, power = (positions.new_tensor(stretch[key]) for key in ("kept", "power"))
-            slow = slow * (share_kept + (1 - share_kept) * s**-power)
-            larger = scale + stretch["attention"] * s.log()
-        inv_freq = torch.where(length > long["length"], slow, inv_freq)
-        scale = torch.where(length > long["length"], larger, scale)
     # Remove whole turns before rounding: a large float32 phase would be inexact.
+    inv_freq = positions.new_tensor(spectrum["inv_freq"])
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
-    scale, temperature = scale.float(), spectrum["temperature"]
+    scale, temperature = spectrum["rotary_scale"], spectrum["temperature"]
     seen = length
     if temperature["per"] == "query":
         seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
