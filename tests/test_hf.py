@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -106,14 +107,16 @@ class Watch(TrainerCallback):
         self.seen[state.global_step] = lr, bool(optimizer.state), rotates
 
 
-def train(folder: Path, resume: int | None = None) -> tuple[LlamaForCausalLM, Watch]:
+def train(
+    folder: Path, resume: int | None = None, at: float = 0.5
+) -> tuple[LlamaForCausalLM, Watch]:
     args = TrainingArguments(
         str(folder), max_steps=40, per_device_train_batch_size=4, learning_rate=1e-2, save_steps=10,
         lr_scheduler_type="constant", report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
         gradient_accumulation_steps=2,
     )  # fmt: skip
     watch = Watch()
-    drop = DropPositions(at=0.5, rewarm=4, optimizer_state="reset")
+    drop = DropPositions(at, rewarm=4, optimizer_state="reset")
     trainer = Trainer(tiny("llama"), args, train_dataset=Counting(), callbacks=[drop, watch])
     trainer.train(resume_from_checkpoint=resume and str(folder / f"checkpoint-{resume}"))
     return trainer.model, watch
@@ -129,14 +132,22 @@ def test_a_run_of_transformers_drops_once_and_resumes_on_either_side(tmp_path: P
     rates = [watch.seen[step][0] for step in (19, 20, 21, 22, 23, 24)]
     assert rates == pytest.approx([1e-2, 0.25e-2, 0.5e-2, 0.75e-2, 1e-2, 1e-2])
     assert not sees_order(model.eval())
-    for step in (10, 20, 30):  # before, exactly at, and behind the drop
-        resumed, seen = train(tmp_path, resume=step)
+    for step, at in ((10, 0.5), (20, 0.5), (30, 0.9)):  # before, at, and behind the drop
+        resumed, seen = train(tmp_path, resume=step, at=at)
         assert seen.seen == {s: watch.seen[s] for s in range(step, 40)}
         for name, value in resumed.state_dict().items():
             assert torch.equal(value, model.state_dict()[name]), (step, name)
     resumed.save_pretrained(tmp_path / "final")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final").eval()
     assert not sees_order(reloaded)
+
+
+def test_only_checkpoints_behind_the_drop_are_the_best() -> None:
+    state = TrainerState(global_step=2, max_steps=4, best_metric=1.0, best_model_checkpoint="a")
+    drop, optimizer = DropPositions(2), torch.optim.SGD([torch.zeros(1)])
+    drop.on_train_begin(None, state, None, model=tiny("llama"))
+    drop.on_step_begin(None, state, None, model=tiny("llama"), optimizer=optimizer)
+    assert (state.best_metric, state.best_model_checkpoint) == (None, None)
 
 
 @pytest.mark.slow

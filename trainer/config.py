@@ -310,8 +310,7 @@ class TrainerConfig:
     keep_every: Count | None = None
     """Steps between checkpoints that are all kept; null: none."""
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
-    """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: at the
-    end of its SLURM job, if it has one."""
+    """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: never."""
 
     def accumulation(self, ranks: int = 1) -> int:
         """Return the number of forward passes of a rank per optimizer step."""

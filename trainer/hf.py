@@ -21,6 +21,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
+DROPPED = "positions_dropped"
 # transformers has no rope_type for "no rotation". Llama 3's divides all frequencies with
 # wavelengths above original_max_position_embeddings / low_freq_factor by its factor, until no
 # product differs from 0. Every wavelength is above it, at least 2 pi, also for 8192, which
@@ -99,9 +100,10 @@ def _long_factors(pairs: int) -> dict[str, Any]:
 class DropPositions(TrainerCallback):
     """Callback of ``transformers.Trainer`` that removes the rotary encoding in mid-run.
 
-    A run that resumes behind the drop begins without the encoding, so checkpoints of either side
-    can be resumed with the same model, callback and arguments. Logged learning rates are those of
-    the schedule, without ``rewarm``.
+    The drop is an entry ``positions_dropped`` of the trainer's log history, which its checkpoints
+    hold: a run that resumes behind the drop begins without the encoding, whatever its ``at``. Only
+    later checkpoints compete for ``load_best_model_at_end``. Logged learning rates are those of the
+    schedule, without ``rewarm``.
 
     Args:
         at: updates before the drop; a float is a share of ``max_steps``.
@@ -124,30 +126,31 @@ class DropPositions(TrainerCallback):
         self.at = at
         self.rewarm = rewarm
         self.optimizer_state = optimizer_state
+        self.dropped_at: int | None = None
         self._scheduled: list[float] = []
-
-    def step(self, state: TrainerState) -> int:
-        """Return the number of updates before the drop."""
-        return round(self.at * state.max_steps) if isinstance(self.at, float) else self.at
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Drop before the first step of a run that resumes behind the drop."""
-        at = self.step(state)
-        if state.global_step > at:
-            logger.warning("Resuming behind the drop of positional encodings at update %d", at)
+        """Find the step; drop already in a run that resumes behind the drop."""
+        self.step = round(self.at * state.max_steps) if isinstance(self.at, float) else self.at
+        drops = (int(row[DROPPED]) for row in state.log_history if DROPPED in row)
+        self.dropped_at = next(drops, None)
+        if self.dropped_at is not None:
             drop_rotation(kwargs["model"])
-        elif at >= state.max_steps:
-            logger.warning("Training ends at update %d, before the drop at %d", state.max_steps, at)
+        elif self.step >= state.max_steps:
+            logger.warning("Training ends at update %d, before the drop", state.max_steps)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Drop at the step."""
-        if state.global_step == self.step(state):
+        if self.dropped_at is None and state.global_step >= self.step:
             logger.warning("Dropping positional encodings after %d updates", state.global_step)
             drop_rotation(kwargs["model"])
+            self.dropped_at = state.global_step
+            state.log_history.append({DROPPED: self.dropped_at, "step": self.dropped_at})
+            state.best_metric = state.best_model_checkpoint = None
             if self.optimizer_state == "reset":
                 kwargs["optimizer"].state.clear()
 
@@ -155,12 +158,13 @@ class DropPositions(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Lower the learning rate of an update shortly after the drop."""
-        since = state.global_step - self.step(state)
         groups = kwargs["optimizer"].param_groups
         self._scheduled = [group["lr"] for group in groups]
-        if 0 <= since < self.rewarm:
-            for group in groups:
-                group["lr"] *= (since + 1) / self.rewarm
+        if self.dropped_at is None:
+            return
+        since = state.global_step - self.dropped_at
+        for group in groups if since < self.rewarm else ():
+            group["lr"] *= (since + 1) / self.rewarm
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

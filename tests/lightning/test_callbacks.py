@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from types import SimpleNamespace
 
 import lightning as L
@@ -14,8 +13,10 @@ import torch
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
 from trainer.checkpoint import read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError
-from trainer.lightning import callbacks
-from trainer.lightning.callbacks import Metrics, Saving, check_divergence, flops_per_token
+from trainer.common.ranks import Vote
+from trainer.lightning import callbacks, metrics
+from trainer.lightning.callbacks import Run, check_divergence
+from trainer.lightning.metrics import Metrics, flops_per_token
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
 
@@ -45,12 +46,10 @@ def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):
     assert checkpoint_of(config).is_dir()
 
 
-def test_a_time_limit_stops_the_run(run, monkeypatch):
-    with pytest.raises(PreemptedError, match=r"after step 1 \(time limit\)"):
-        run(trainer={"max_time": "00:00:00"})
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 60))
-    with pytest.raises(PreemptedError, match=r"after step 2 \(time limit\)"):
-        run()
+def test_a_time_limit_stops_the_run(run):
+    for step in (1, 2):
+        with pytest.raises(PreemptedError, match=rf"after step {step} \(time limit\)"):
+            run(trainer={"max_time": "00:00:00"})
 
 
 @pytest.mark.slow
@@ -78,44 +77,36 @@ def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
 
 def test_ranks_save_once_when_the_time_is_over(monkeypatch):
     """With a minute a step: a vote is known to all a step later."""
-    trainer = SimpleNamespace(
-        global_step=0,
-        max_steps=100,
-        lightning_module=SimpleNamespace(model=None),
-        optimizers=[None],
-    )
-    clock = SimpleNamespace(
-        monotonic=lambda: 60.0 * trainer.global_step, perf_counter=time.perf_counter
-    )
-    monkeypatch.setattr(callbacks, "time", clock)
+    run, step = Run.__new__(Run), 0
+    settings = SimpleNamespace(checkpoint_every=1000, checkpoint_minutes=9.5)
+    run.config = SimpleNamespace(trainer=settings)
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: 60.0 * step))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     work = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, async_op: work)
-    saved = []
-    writer = SimpleNamespace(save=lambda *_: saved.append(trainer.global_step))
-    metrics = Metrics([], lambda _: {}, None, None)
-    saving = Saving(writer, 1000, 9.5, frozenset(), lambda _: {}, metrics)
-    module = SimpleNamespace(tally=SimpleNamespace(skipped_in_a_row=lambda: 0))
-    for trainer.global_step in range(1, 35):
-        saving.end_step(trainer, module)
+    run.saved_at, run.save_vote, saved = 0.0, Vote(), []
+    for step in range(1, 35):
+        if run.is_save_due(step):
+            saved.append(step)
+            run.saved_at, run.save_vote = 60.0 * step, Vote()
     assert saved == [11, 22, 33]
 
 
 def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(monkeypatch):
     """With a second a step, and a minute for each checkpoint, one of them between phases."""
     times = iter([0.0, 60.0, 60.0, 61.0, 121.0, 122.0, 124.0])
-    monkeypatch.setattr(callbacks, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    metrics = Metrics([], lambda _: {}, SimpleNamespace(advance_to=lambda _: None), None)
-    with metrics.elsewhere():
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+    rows = Metrics([], lambda _: {}, SimpleNamespace(advance_to=lambda _: None), None)
+    with rows.elsewhere():
         pass
-    metrics.on_train_start(SimpleNamespace(global_step=6), None)
-    with metrics.elsewhere():
+    rows.start(6)
+    with rows.elsewhere():
         pass
     phase = SimpleNamespace(config=SimpleNamespace(tokens_per_step=1000))
     module = SimpleNamespace(device=torch.device("cpu"))
     for step in (8, 10):
-        assert metrics._speed(module, phase, step, {}) == {"tokens_per_second": 1000.0}
+        assert rows._speed(module, phase, step, {}) == {"tokens_per_second": 1000.0}
 
 
 class Shrink(L.Callback):

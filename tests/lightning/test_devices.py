@@ -10,12 +10,8 @@ import torch
 
 from trainer.common.ranks import Ranks
 from trainer.config import RunConfig, StrategyConfig, TrainerConfig
-from trainer.lightning import devices
-from trainer.lightning.devices import (
-    dense_peak,
-    device_type,
-    set_threads,
-)
+from trainer.lightning import setup
+from trainer.lightning.setup import dense_peak, device_type, set_threads
 
 SHARDED = RunConfig(strategy=StrategyConfig(name="fsdp2"))
 
@@ -50,7 +46,7 @@ def test_auto_is_the_gpu_where_torch_sees_one(gpu, accelerator, expected):
 def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, threads, ranks, expected):
     """torchrun's OMP_NUM_THREADS is not the user's choice."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    monkeypatch.setattr(devices, "share_of_cores", lambda _: 3)
+    monkeypatch.setattr(setup, "share_of_cores", lambda _: 3)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     from torch._inductor import config as inductor
 

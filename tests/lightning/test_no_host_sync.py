@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning import callbacks, drop, setup
-from trainer.lightning.callbacks import Saving
+from trainer.lightning import drop, setup
+from trainer.lightning.callbacks import Run, StepEnd
 from trainer.lightning.fit import train
 from trainer.runs.parsing import merged, parse
 
@@ -78,9 +78,8 @@ def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
     monkeypatch.setattr(drop, "losses_of", lambda *_: [0.0])  # waits, twice a run
     # At the end of a phase a checkpoint is written and a row.
-    monkeypatch.setattr(Saving, "end_step", lambda *_: None)
-    monkeypatch.setattr(Saving, "before_drop", lambda *_: None)
-    monkeypatch.setattr(callbacks, "is_due", lambda *_: False)
+    monkeypatch.setattr(Run, "save", lambda *_: None)
+    monkeypatch.setattr(StepEnd, "_write_row", lambda *_: None)
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     config = parse(RunConfig, merged(merged(base, rare), changes))
     with pytest.raises(EnoughError):

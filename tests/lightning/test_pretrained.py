@@ -17,8 +17,8 @@ from trainer.common.errors import PreemptedError
 from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
+from trainer.lightning.callbacks import effect_probe
 from trainer.lightning.fit import train
-from trainer.lightning.phases import effect_probe
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows.text import open_corpus

@@ -22,11 +22,11 @@ from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
-from trainer.lightning import loggers
+from trainer.lightning import metrics
+from trainer.lightning.callbacks import effect_probe
 from trainer.lightning.fit import train
-from trainer.lightning.loggers import log_results
+from trainer.lightning.metrics import log_results
 from trainer.lightning.module import LanguageModule
-from trainer.lightning.phases import effect_probe
 from trainer.lightning.setup import make_decoder
 from trainer.positional.drop import drop
 from trainer.runs.metrics_file import read_metrics, write_metrics
@@ -262,8 +262,8 @@ def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
     monkeypatch.setattr(WandbLogger, "log_metrics", lambda _, row, step: logged.append((step, row)))
     write_metrics(tmp_path / "metrics.csv", [{"step": 2, "loss": 3.5}, {"step": 4, "loss": 3.0}])
     for offline in (True, False):
-        loggers._wandb.cache_clear()
-        loggers._wandb(tmp_path, "run", "run", offline)
+        metrics._wandb.cache_clear()
+        metrics._wandb(tmp_path, "run", "run", offline)
         assert logged == [(2, {"loss": 3.5}), (4, {"loss": 3.0})]  # online the server has them
 
 
@@ -280,7 +280,7 @@ def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, 
         with pytest.raises(PreemptedError):
             run(logger={"wandb": True})
     wandb.teardown()
-    loggers._wandb.cache_clear()  # another process
+    metrics._wandb.cache_clear()  # another process
     config, _ = run(logger={"wandb": True})
     log_results(config, {32: {"evaluation/loss/DroPE": 4.0}}, {})
     wandb.teardown()

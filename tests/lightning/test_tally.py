@@ -27,20 +27,18 @@ def test_a_step_is_the_weighted_mean_over_all_its_tokens():
 
 
 def test_each_row_is_of_the_steps_since_the_one_before():
-    """Losses and their parts begin anew; updates skipped are counted since the start."""
+    """Losses begin anew; updates skipped are counted since the start."""
     tally, rows = Tally(), []
     for losses in ([1.0, 3.0], [5.0, math.nan, 7.0], [math.nan]):
         for loss in losses:
-            row = torch.tensor([[loss, loss, 2 * loss, 2 * loss]])
-            tally.add(row, torch.ones(1, 4))
+            tally.add(torch.full((1, 4), loss), torch.ones(1, 4))
             value, _ = tally.end_step()
             tally.end_update(torch.tensor(loss), ~value.isfinite())
         read = tally.read()
-        parts = [read.get(f"loss/quarter_{i}") for i in (1, 4)]
-        rows.append((read["loss"], *parts, read["skipped_steps"]))
-    assert rows[:2] == [(3.0, 2.0, 4.0, 0), (9.0, 6.0, 12.0, 1)]
-    assert all(map(math.isnan, rows[2][:3]))
-    assert rows[2][3] == 2
+        rows.append((read["loss"], read["skipped_steps"]))
+    assert rows[:2] == [(2.0, 0), (6.0, 1)]
+    assert math.isnan(rows[2][0])
+    assert rows[2][1] == 2
     # What a checkpoint between two rows has is of the row that has begun.
     again = Tally()
     again.load(stored(tally), torch.device("cpu"))
@@ -50,19 +48,6 @@ def test_each_row_is_of_the_steps_since_the_one_before():
         counter.end_update(torch.tensor(1.0), torch.tensor(False))
     assert again.read() == tally.read()
     assert again.read()["skipped_steps"] == 2
-
-
-def test_tokens_weigh_in_the_parts_of_the_sequence_too():
-    """(1 * 2 + 3 * 4) / (1 + 3) in the first part of four, whose weights add up over steps."""
-    tally = Tally()
-    for loss, weight in ((2.0, 1.0), (4.0, 3.0)):
-        weights = torch.ones(1, 4)
-        weights[0, 0] = weight
-        tally.add(torch.tensor([[loss, 0.0, 0.0, 8.0]]), weights)
-        tally.end_step()
-    row = tally.read()
-    assert [row[f"loss/quarter_{i}"] for i in (1, 2, 3, 4)] == [3.5, 0, 0, 8]
-    assert row["loss"] == pytest.approx(((2 + 8) / 4 + (12 + 8) / 6) / 2)
 
 
 def test_updates_that_were_skipped_are_counted_in_a_row_and_since_the_start():

@@ -23,8 +23,8 @@ from trainer.config import (
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
-from trainer.lightning.monitors import Monitors
-from trainer.lightning.phases import effect_probe
+from trainer.lightning.benchmarks import Benchmarks
+from trainer.lightning.callbacks import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
@@ -95,8 +95,7 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
     ((_, targets),) = effect_probe(corpus, 1000, phases_of(config)[0])
     assert seen(targets.numpy()) == {"validation"}
-    change = SimpleNamespace(phases=[])
-    perplexity, statements = Monitors(config, corpus, Ranks(0, 1, 0, 1), change, None).tasks
+    perplexity, statements = Benchmarks(config, corpus, Ranks()).tasks
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.trials[length].prompts) == {"validation"}

@@ -1,240 +1,310 @@
-"""Callbacks of a run: metrics, checkpoints, stopping.
+"""Steps of a run: two callbacks around the user's own, and the run that they act on.
 
-They live through all phases of a run. Those with state give it to ``state.json``.
+:class:`PhaseStart` comes first: it restores a checkpoint and changes the model. :class:`StepEnd`
+comes last: it measures, writes a row, saves and stops.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-import os
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 
-from trainer.checkpoint import BEFORE_DROP, Writer, regular_checkpoints, step_name, step_of
+from trainer.checkpoint import (
+    BEFORE_DROP,
+    Writer,
+    regular_checkpoints,
+    restore,
+    step_name,
+    step_of,
+    versions,
+)
 from trainer.common.errors import DivergedError, PreemptedError
 from trainer.common.progress import Progress
-from trainer.common.ranks import Vote
+from trainer.common.ranks import Ranks, Vote
+from trainer.config import RunConfig
+from trainer.data.corpus import Corpus, held_out_windows
+from trainer.data.dataset import as_batch
+from trainer.data.tokenizer import same_tokens
+from trainer.interchange.pretrained import Pretrained
+from trainer.lightning.benchmarks import Benchmarks
+from trainer.lightning.drop import Probe, apply_change, losses_of
+from trainer.lightning.metrics import Metrics
 from trainer.lightning.module import Batch, LanguageModule
-from trainer.lightning.optimizers import global_norm
-from trainer.model.decoder import Decoder
-from trainer.model.flops import training_flops
-from trainer.runs.metrics_file import COLUMNS
-from trainer.runs.phases import Phase, phase_before
+from trainer.lightning.setup import make_callbacks, peak_of_ranks
+from trainer.runs.phases import Phase, kept_steps, layout_of_phase, phase_before, phases_of
+from trainer.runs.starting_point import Start, data_fingerprints, epochs_read
 
 log = logging.getLogger(__name__)
 
 
-class StepCallback(L.Callback):
-    """Callback of steps, each of one or several micro-batches."""
+class Run:
+    """Parts of a run that live through its phases, and the contents of its checkpoints.
 
-    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Act before a step's first micro-batch."""
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Act after a step's last micro-batch; ``trainer.global_step`` counts the step."""
-
-    def on_train_batch_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, batch: Any, index: int
-    ) -> None:
-        """Begin a step if the micro-batch is its first one."""
-        if index % trainer.accumulate_grad_batches == 0:
-            self.begin_step(trainer, module)
-
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Any, index: int
-    ) -> None:
-        """End a step if the micro-batch is its last one."""
-        if (index + 1) % trainer.accumulate_grad_batches == 0:
-            self.end_step(trainer, module)
-
-
-def is_due(trainer: L.Trainer, every: int) -> bool:
-    """Whether a step is one of every so many, or the last of its phase."""
-    return trainer.global_step % every == 0 or trainer.global_step == trainer.max_steps
-
-
-class Metrics(L.Callback):
-    """Writes a row to all loggers every ``log_every`` steps, and advances the progress bar.
-
-    Sums over steps stay on the device, in the module's tally, so that there is no host sync between
-    two rows. The row also contains what callbacks passed to ``module.log`` or :meth:`add`. A run
-    that has skipped :data:`MOST_SKIPPED` updates in a row ends with the row.
-
-    Args:
-        phases: of the run.
-        epochs: maps a number of steps to how often each text has been read.
-        progress: the bar.
-        checkpoints: their directory, which the error of a diverged run names; None: go on.
-        peak: dense operations per second of all ranks' GPUs; None if unknown.
+    ``step``: updates done. ``effects``: losses before and after the change of each phase, by its
+    name.
     """
 
     def __init__(
         self,
-        phases: Sequence[Phase],
-        epochs: Callable[[int], dict[str, float]],
+        config: RunConfig,
+        corpus: Corpus,
+        start: Start,
+        weights: Pretrained | None,
+        ranks: Ranks,
         progress: Progress,
-        checkpoints: Path | None,
-        peak: float | None = None,
     ) -> None:
-        self.phases, self.epochs, self.progress, self.peak = phases, epochs, progress, peak
-        self.checkpoints = checkpoints
-        self.pending: dict[str, float] = {}
-        self._last_time, self._last_step, self._elsewhere = 0.0, 0, 0.0
+        run, directory = config.trainer, Path(config.run_dir) / "checkpoints"
+        self.config, self.corpus, self.ranks = config, corpus, ranks
+        self.start, self.step = start, start.step
+        self.phases, self.permanent = phases_of(config), kept_steps(config)
+        self.effects: dict[str, dict[str, Any]] = dict(start.state.get("effects", {}))
+        self.metrics = Metrics(
+            self.phases, epochs_read(corpus, self.phases), progress, peak_of_ranks(config)
+        )
+        self.metrics.pending |= start.state.get("pending_metrics", {})
+        self.benchmarks = Benchmarks(config, corpus, ranks)
+        self.benchmarks.milestones += start.state.get("benchmarks", ())
+        self.user_callbacks = make_callbacks(config.callbacks)
+        self.writer = Writer(directory, run.keep_checkpoints, run.keep_every, self.permanent)
+        self.saved_at, self.save_vote = time.monotonic(), Vote()
+        # The published model's files about tokens, unless this run has another tokenizer.
+        self.token_files: dict[str, str] = start.state.get("token_files", {})
+        if weights is not None:
+            theirs = weights.tokenizer
+            if theirs is None or same_tokens(theirs, corpus.tokenizer):
+                self.token_files = dict(weights.token_files)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the values for the next row."""
-        return {"pending_metrics": dict(self.pending)}
+    @property
+    def has_dropped(self) -> bool:
+        """Whether an encoding was dropped."""
+        return any(phase.settings.drop and phase.name in self.effects for phase in self.phases)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
-        self.pending = dict(state_dict["pending_metrics"])
+    def restore(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Restore the checkpoint, once, when model and optimizer are on their devices."""
+        state = self.start.state
+        if self.start.checkpoint is None or self.step != self.start.step:
+            return
+        restore(module.model, trainer.optimizers[0], self.start.checkpoint)
+        module.tally.load(state["tally"], module.device)
+        for callback in self.user_callbacks:
+            if callback.state_key in state["user_callbacks"]:
+                callback.load_state_dict(state["user_callbacks"][callback.state_key])
 
-    def add(self, metrics: dict[str, float]) -> None:
-        """Add ``metrics`` to the next row."""
-        self.pending |= metrics
+    def save(self, trainer: L.Trainer, name: str) -> None:
+        """Copy the present state and let the writer's thread write it; all ranks call this
+        together."""
+        step, corpus, module = trainer.global_step, self.corpus, trainer.lightning_module
+        assert isinstance(module, LanguageModule)
+        phase = phase_before(self.phases, step)
+        with self.metrics.elsewhere():
+            state = {
+                "step": step,
+                "tokens": phase.tokens_at(step),
+                "model": asdict(module.model.config),
+                "layout": module.model.layout.to_dict(),
+                "tokenizer": corpus.tokenizer.to_str(),
+                "end_of_text": corpus.end_of_text,
+                "token_files": self.token_files,
+                "config": json.loads(json.dumps(asdict(self.config))),
+                "versions": versions(),
+                "data": data_fingerprints(corpus, phase),
+                "tally": module.tally.state(),
+                "pending_metrics": dict(self.metrics.pending),
+                "effects": dict(self.effects),
+                "benchmarks": [*self.benchmarks.milestones],
+                "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
+            }
+            self.writer.save(name, module.model, trainer.optimizers[0], state)
+        self.saved_at, self.save_vote = time.monotonic(), Vote()
 
-    @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Leave the time of the block out of the speed of training."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._elsewhere += time.perf_counter() - start
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint is due by steps or by time; all ranks call this at every step."""
+        run, minutes = self.config.trainer, (time.monotonic() - self.saved_at) / 60
+        # Clocks of ranks differ: all save after the step at which they know of the first.
+        by_time = run.checkpoint_minutes is not None and self.save_vote.agreed(
+            minutes > run.checkpoint_minutes
+        )
+        return by_time or step % run.checkpoint_every == 0
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Start the clock."""
-        self._last_time, self._last_step = time.perf_counter(), trainer.global_step
-        self._elsewhere = 0.0  # what came before
-        self.progress.advance_to(trainer.global_step)
+    def probe(self, phase: Phase) -> Probe:
+        """Return the text of :func:`effect_probe`, in passes of a micro-batch."""
+        run, ranks = self.config.trainer, self.ranks.world_size
+        return effect_probe(self.corpus, run.batch_size // (run.accumulation(ranks) * ranks), phase)
+
+    def measure(self, module: LanguageModule, step: int) -> None:
+        """Measure the benchmarks after ``step`` updates."""
+        if self.config.benchmarks.every is None:
+            return
+        tokens = phase_before(self.phases, step).tokens_at(step)
+        with self.metrics.elsewhere():
+            scores = self.benchmarks.measure(module, step, tokens, self.has_dropped)
+        self.metrics.pending |= scores
+
+    def close(self) -> None:
+        """End the thread that writes checkpoints."""
+        self.writer.close()
+
+
+class PhaseStart(L.Callback):
+    """Restores the checkpoint of a resumed run, and changes the model where a phase begins.
+
+    A resumed run repeats no change: the layout is in the checkpoint.
+    """
+
+    def __init__(self, run: Run, phase: Phase) -> None:
+        self.run, self.phase = run, phase
+
+    def on_fit_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
+        """Restore before all other callbacks begin."""
+        self.run.restore(trainer, module)
+        # Lightning has no public way to begin at a step without a checkpoint of its own.
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        progress.total.ready = progress.total.completed = self.run.step
+
+    def on_train_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
+        """Measure trained weights; change the model, and measure the held-out loss around it."""
+        run, phase, step, model = self.run, self.phase, trainer.global_step, module.model
+        if step == 0 and run.config.model.is_trained and not run.benchmarks.milestones:
+            run.measure(module, 0)
+        longer = phase.config.data.sequence_length > model.layout.training_length
+        begins = phase.start == step and phase.name not in run.effects
+        if not begins or not (phase.change or longer):
+            return
+        drop = phase.settings.drop
+        if drop and not run.has_dropped:
+            run.save(trainer, BEFORE_DROP)
+        norms_come_on = model.config.qk_norm.when == "after_drop"
+        before, after = apply_change(
+            trainer,
+            module,
+            layout_of_phase(model.layout, phase),
+            gain=drop.qk_norm_gain if drop and norms_come_on else "one",
+            optimizer_state=phase.settings.optimizer_state,
+            probe=run.probe(phase),
+        )
+        run.effects[phase.name] = {
+            "step": step,
+            "what": phase.description,
+            "loss_before": fmean(before),
+            "loss_after": fmean(after),
+            "loss_end": None,
+            "sequences": {"before": before, "after": after},
+        }
+        run.metrics.pending |= {
+            f"{phase.key}/loss_before": fmean(before),
+            f"{phase.key}/loss_after": fmean(after),
+        }
+        log.info(
+            "Step %d: %s; held-out loss %.3f before, %.3f after",
+            *(step, phase.description, fmean(before), fmean(after)),
+        )
+        run.measure(module, step)
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Note the updates done, for the next phase."""
+        self.run.step = trainer.global_step
+
+
+class StepEnd(L.Callback):
+    """Measures, writes a row, saves and stops, in this order, after a step's last micro-batch.
+
+    Nothing is saved by schedule while updates are being skipped: the newest checkpoint is healthy.
+    All ranks stop after the same step.
+
+    Args:
+        run: the run.
+        phase: the present phase.
+        stop: the request to stop.
+        ends_diverged: raise when :data:`MOST_SKIPPED` updates in a row were skipped.
+    """
+
+    def __init__(self, run: Run, phase: Phase, stop: StopRequest, ends_diverged: bool) -> None:
+        self.run, self.phase, self.stop, self.ends_diverged = run, phase, stop, ends_diverged
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start the clock, and take signals from Lightning, which would act within a step."""
+        self.run.metrics.start(trainer.global_step)
+        self.stop.install()
 
     def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Batch, index: int
     ) -> None:
-        """Write a row that is due, after a step's last micro-batch."""
-        step = trainer.global_step
-        phase = phase_before(self.phases, step)
-        is_whole = (index + 1) % trainer.accumulate_grad_batches == 0
-        if not is_whole or not is_due(trainer, phase.config.trainer.log_every):
+        """Act after a step's last micro-batch."""
+        if (index + 1) % trainer.accumulate_grad_batches:
             return
-        metrics = {
-            "tokens": phase.tokens_at(step),
-            **{f"epochs/{k}": round(v, 6) for k, v in self.epochs(step).items()},
-            "phase": self.phases.index(phase),
-            **module.tally.read(),
-            "parameter_norm": global_norm(p.detach() for p in module.model.parameters()).item(),
-            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
-            **self._speed(module, phase, step, batch),
-            # A user's callback may log under a name of the run.
-            **{
-                f"callback/{name}" if name in COLUMNS else name: float(value)
-                for name, value in trainer.logged_metrics.items()
-            },
-            **self.pending,
-        }
-        self.pending = {}
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=step)
-        self.progress.advance_to(step, loss=metrics["loss"])
-        if self.checkpoints is not None:
-            check_divergence(module.tally.skipped_in_a_row(), step, self.checkpoints)
+        run, phase, step = self.run, self.phase, trainer.global_step
+        settings, is_last = run.config.trainer, step == phase.end
+        if is_last and phase.name in run.effects:
+            self._measure_effect(module)
+        if is_last or step % (run.config.benchmarks.every or step + 1) == 0:
+            run.measure(module, step)
+        if is_last or step % settings.log_every == 0:
+            self._write_row(trainer, module, batch)
+        is_due = run.is_save_due(step) and not module.tally.skipped_in_a_row()
+        reason = None if step == settings.max_steps else self.stop.agreed()
+        ends = is_last or reason is not None
+        if ends or is_due or step in run.permanent:
+            run.save(trainer, step_name(step))
+        if ends:
+            run.writer.wait()
+        if reason is not None:
+            raise PreemptedError(
+                f"Stopped after step {step} ({reason}), checkpoint saved.",
+                requeues=reason != "SIGTERM",
+            )
 
-    def _speed(
-        self, module: LanguageModule, phase: Phase, step: int, batch: Batch
-    ) -> dict[str, float]:
-        now = time.perf_counter()
-        tokens = (step - self._last_step) * phase.config.tokens_per_step
-        rate = tokens / (now - self._last_time - self._elsewhere)
-        self._last_time, self._last_step, self._elsewhere = now, step, 0.0
-        speed = {"tokens_per_second": round(rate, 1)}
-        if module.device.type == "cuda":
-            speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
-            if self.peak is not None:
-                speed["mfu"] = rate * flops_per_token(module.model, batch) / self.peak
-        return speed
+    def _write_row(self, trainer: L.Trainer, module: LanguageModule, batch: Batch) -> None:
+        """Write a row of metrics; a run that diverged ends with it."""
+        self.run.metrics.write(trainer, module, self.phase, batch)
+        if self.ends_diverged:
+            in_a_row = module.tally.skipped_in_a_row()
+            check_divergence(in_a_row, trainer.global_step, self.run.writer.directory)
 
-
-def flops_per_token(model: Decoder, batch: Batch) -> float:
-    """Return the operations of a training step per token; document masks are those of ``batch``."""
-    rows, length = batch["input_ids"].shape
-    if "documents" not in batch:
-        return training_flops(model.config, model.layout, length) / length
-    counts = [row.unique_consecutive(return_counts=True)[1].tolist() for row in batch["documents"]]
-    total = sum(training_flops(model.config, model.layout, length, each) for each in counts)
-    return total / (rows * length)
+    def _measure_effect(self, module: LanguageModule) -> None:
+        """Measure the loss at the end of a phase that began with a change."""
+        run, phase = self.run, self.phase
+        with run.metrics.elsewhere():
+            losses = losses_of(module, run.probe(phase))
+        effect = run.effects[phase.name]
+        sequences = effect["sequences"] | {"end": losses}
+        run.effects[phase.name] = effect | {"loss_end": fmean(losses), "sequences": sequences}
+        run.metrics.pending[f"{phase.key}/loss_end"] = fmean(losses)
+        name = "recalibration" if phase.settings.drop else f"phase {phase.name!r}"
+        log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, fmean(losses), name)
 
 
-class Saving(StepCallback):
-    """Saves a checkpoint every so many steps, by time, and at the end of a phase.
+def effect_probe(corpus: Corpus, rows: int, phase: Phase) -> Probe:
+    """Return the validation text on which the effect of a change is measured.
 
-    Nothing is saved by schedule while updates are being skipped: the newest checkpoint is healthy.
-
-    Args:
-        writer: writes beside training.
-        every: steps between checkpoints.
-        minutes: minutes after a checkpoint until the next; None: by steps only.
-        permanent: other steps to save.
-        state: returns the contents of ``state.json``; all ranks call it together.
-        metrics: leaves the time of saving out of the speed.
+    A mixture has the weights of the phase. ``rows``: most sequences of a forward pass; all parts
+    have the same number.
     """
-
-    def __init__(
-        self,
-        writer: Writer,
-        every: int,
-        minutes: float | None,
-        permanent: frozenset[int],
-        state: Callable[[L.Trainer], dict[str, Any]],
-        metrics: Metrics,
-    ) -> None:
-        self.writer, self.every, self.permanent = writer, every, permanent
-        self.seconds = math.inf if minutes is None else 60 * minutes
-        self.state, self.metrics = state, metrics
-        self._vote, self._saved_at, self._last_saved = Vote(), time.monotonic(), 0
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Save a step that is due."""
-        step = trainer.global_step
-        # Clocks of ranks differ: all save after the step at which they know of the first.
-        by_time = self.seconds < math.inf and self._vote.agreed(
-            time.monotonic() - self._saved_at > self.seconds
-        )
-        if step == trainer.max_steps:
-            self.save_now(trainer)
-            return
-        is_scheduled = by_time or step % self.every == 0
-        if step in self.permanent or (is_scheduled and not module.tally.skipped_in_a_row()):
-            self.save(trainer, step_name(step))
-
-    def before_drop(self, trainer: L.Trainer) -> None:
-        """Save the state that the drop is about to change."""
-        self.save(trainer, BEFORE_DROP)
-
-    def save(self, trainer: L.Trainer, name: str) -> None:
-        """Copy the present state and let the writer's thread write it."""
-        module: Any = trainer.lightning_module
-        with self.metrics.elsewhere():
-            state = self.state(trainer)
-            self.writer.save(name, module.model, trainer.optimizers[0], state)
-        self._saved_at, self._last_saved = time.monotonic(), trainer.global_step
-        self._vote = Vote()  # votes of this step asked for this checkpoint
-
-    def save_now(self, trainer: L.Trainer) -> None:
-        """Save this step, if it is not yet saved, and wait for the file system."""
-        if self._last_saved != trainer.global_step:
-            self.save(trainer, step_name(trainer.global_step))
-        self.writer.wait()
+    count, length = phase.config.drop.effect_sequences, phase.config.data.sequence_length
+    text = corpus.mixed(phase.config.data).validation
+    windows = held_out_windows(text, count, length)
+    weights = np.ones(windows.shape, dtype=np.float32)
+    batch = as_batch(windows, corpus.first_token, corpus.end_of_text, weights)
+    rows = next(n for n in range(min(rows, count), 0, -1) if count % n == 0)
+    parts = (torch.split(batch[key], rows) for key in ("input_ids", "labels"))
+    return list(zip(*parts, strict=True))
 
 
 MOST_SKIPPED = 32
@@ -256,75 +326,48 @@ def check_divergence(in_a_row: int, step: int, directory: Path) -> None:
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-MARGIN = 120.0
-"""Seconds before the end of a SLURM job at which its run stops by itself, or more where its steps
-and checkpoints take long."""
 
 
-class Stopping(StepCallback):
-    """Stops the run at a step boundary, with a checkpoint, on a signal or a time limit.
+class StopRequest:
+    """Request to stop: a signal, or the end of ``trainer.max_time`` since ``start_time``.
 
-    SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``.
-    All ranks agree without a host sync and stop after the same step. A second Ctrl-C ends the
-    process immediately.
-
-    Args:
-        saving: saves the last step.
-        last_step: of the whole run, after which nothing stops.
-        deadline: seconds since the epoch at which to stop; None: before the end of a SLURM job.
+    SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``. A
+    second Ctrl-C ends the process immediately. All ranks agree without a host sync.
     """
 
-    def __init__(self, saving: Saving, last_step: int, deadline: float | None) -> None:
-        self.saving, self.last_step, self.deadline = saving, last_step, deadline
-        self.request: str | None = None
-        self._vote = Vote()
-        self._step_ends: deque[float] = deque(maxlen=20)
+    def __init__(self, max_time: str | None, start_time: float) -> None:
+        self.signal: str | None = None
+        self._vote, self.deadline = Vote(), math.inf
+        if max_time is not None:
+            hours, minutes, seconds = map(int, max_time.split(":"))
+            self.deadline = start_time + 3600 * hours + 60 * minutes + seconds
+
+    def agreed(self) -> str | None:
+        """Return the reason if all ranks know of a request: the signal's name, "time limit" or
+        "another rank"; all ranks call this at every step."""
+        mine = self.signal or ("time limit" if time.time() > self.deadline else None)
+        return (mine or "another rank") if self._vote.agreed(mine is not None) else None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal."""
-        if self.request is not None and number == signal.SIGINT:
+        if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.request is None:
-            self.request = signal.Signals(number).name
-            log.warning("%s: stopping after the current step", self.request)
+        if self.signal is None:
+            self.signal = signal.Signals(number).name
+            log.warning("%s: stopping after the current step", self.signal)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle signals within the block, also between phases."""
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        self.on_train_start()
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def on_train_start(self, *_: Any) -> None:
-        """Install the handlers: Lightning's own would act in the middle of a step."""
+    def install(self) -> None:
+        """Install the handlers."""
         for number in SIGNALS:
             signal.signal(number, self.on_signal)
 
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Save and stop after the step at which all ranks know of the request."""
-        if trainer.global_step == self.last_step:
-            return
-        self._step_ends.append(time.time())
-        if self.request is None and time.time() > self._limit():
-            self.request = "time limit"
-        if not self._vote.agreed(self.request is not None):
-            return
-        reason = self.request or "another rank"
-        self.saving.save_now(trainer)
-        raise PreemptedError(
-            f"Stopped after step {trainer.global_step} ({reason}), checkpoint saved.",
-            requeues=reason != "SIGTERM",
-        )
-
-    def _limit(self) -> float:
-        limit = math.inf if self.deadline is None else self.deadline
-        if end := os.environ.get("SLURM_JOB_END_TIME"):
-            step = max((b - a for a, b in pairwise(self._step_ends)), default=0.0)
-            # Disks are slow when all jobs of a cluster end.
-            margin = max(MARGIN, 1.5 * (2 * step + self.saving.writer.seconds))
-            limit = min(limit, float(end) - margin)
-        return limit
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Handle signals within the block, also between phases."""
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.install()
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

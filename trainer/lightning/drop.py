@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 from typing import Any, Literal, cast, get_args
 
@@ -26,42 +24,37 @@ from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
 OptimizerState = Literal["keep", "reset", "reset_new"]
+Gain = Literal["one", "matched"]
 Probe = Sequence[tuple[Tensor, Tensor]]
 """Held-out batches, inputs and targets ``[B, T]`` each."""
-NEEDS_NO_DECODER: tuple[Any, ...] = "nope", None, None, "one", []
-"""``to``, ``layers``, ``heads``, ``gain`` and ``probe`` for a model of transformers."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """Change of a decoder in mid-run.
-
-    ``layout`` maps the encoding before to the one after. ``gain``: of QK-norms that come on, 1 or
-    matched to the RMS of their inputs on the probe. ``optimizer_state``: reset_new resets that of
-    the QK-norms alone.
-    """
-
-    layout: Callable[[Layout], Layout]
-    gain: Literal["one", "matched"] = "one"
-    optimizer_state: OptimizerState = "keep"
 
 
 def apply_change(
-    trainer: L.Trainer, module: LanguageModule, change: Change, probe: Probe = ()
+    trainer: L.Trainer,
+    module: LanguageModule,
+    layout: Layout,
+    *,
+    gain: Gain = "one",
+    optimizer_state: OptimizerState = "keep",
+    probe: Probe = (),
 ) -> tuple[list[float], list[float]]:
     """Change encoding, QK-norm and optimizer state; return the losses of the probe's sequences
     before and after.
 
     All ranks call this together, with the same probe.
+
+    Args:
+        layout: the encoding after the change.
+        gain: of QK-norms that come on: 1, or matched to the RMS of their inputs on the probe.
+        optimizer_state: keep, reset, or reset_new (of the QK-norms alone).
     """
-    model = module.model
     before = losses_of(module, probe)
-    if change.gain == "matched":
+    if gain == "matched":
         match_gains(module, [ids for ids, _ in probe])
-    model.layout = change.layout(model.layout)
+    module.model.layout = layout
     # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
     module.choose_attention(*module.last_shape)
-    reset_optimizer(trainer, change.optimizer_state)
+    reset_optimizer(trainer, optimizer_state)
     return before, losses_of(module, probe)
 
 
@@ -145,7 +138,7 @@ class DropPositions(L.Callback):
         layers: Collection[int] | None = None,
         heads: Collection[int] | None = None,
         qk_norm: bool = True,
-        gain: Literal["one", "matched"] = "one",
+        gain: Gain = "one",
         rewarm: int = 0,
         optimizer_state: OptimizerState = "keep",
         probe: Tensor | None = None,
@@ -185,14 +178,13 @@ class DropPositions(L.Callback):
             rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
         if (model := _decoder_in(pl_module)) is None:
             chosen = self.to, self.layers, self.heads, self.gain, self.probe
-            if chosen != NEEDS_NO_DECODER or self.optimizer_state == "reset_new":
+            if chosen != ("nope", None, None, "one", []) or self.optimizer_state == "reset_new":
                 raise ValueError(
                     "DropPositions: to, layers, heads, gain, probe and reset_new need a Decoder"
                 )
         elif self.dropped_at is None:
-            layout = model.layout
-            model.layout = self._dropped(model)(layout)  # raises if it cannot take it
-            model.layout = layout
+            with model.using(self._dropped(model)):  # raises if it cannot take it
+                pass
         for optimizer in trainer.optimizers if self.rewarm else ():
             rates: list[float] = []
 
@@ -235,20 +227,25 @@ class DropPositions(L.Callback):
             _drop_rotation(pl_module)
             reset_optimizer(trainer, self.optimizer_state)
             return
-        change = Change(self._dropped(model), self.gain, self.optimizer_state)
-        losses = apply_change(trainer, cast("LanguageModule", pl_module), change, self.probe)
+        losses = apply_change(
+            trainer,
+            cast("LanguageModule", pl_module),
+            self._dropped(model),
+            gain=self.gain,
+            optimizer_state=self.optimizer_state,
+            probe=self.probe,
+        )
         if self.probe:
             names = "drop/loss_before", "drop/loss_after"
             effect = dict(zip(names, map(fmean, losses), strict=True))
             for logger in trainer.loggers:
                 logger.log_metrics(effect, step=self.dropped_at)
 
-    def _dropped(self, model: Decoder) -> Callable[[Layout], Layout]:
-        C, to = model.layout.training_length, self.to
-        spectrum = by_name(to, model.config.head_size, C) if isinstance(to, str) else to
-        return partial(
-            drop, to=spectrum, layers=self.layers, heads=self.heads, qk_norm=self.qk_norm
-        )
+    def _dropped(self, model: Decoder) -> Layout:
+        layout, to = model.layout, self.to
+        if isinstance(to, str):
+            to = by_name(to, model.config.head_size, layout.training_length)
+        return drop(layout, to, layers=self.layers, heads=self.heads, qk_norm=self.qk_norm)
 
 
 def _decoder_in(module: nn.Module) -> Decoder | None:

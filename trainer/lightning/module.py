@@ -210,10 +210,6 @@ def evaluating(module: LanguageModule) -> Iterator[Decoder]:
         reshard(model)
 
 
-QUARTERS = 4
-"""Parts of a sequence whose losses are logged separately."""
-
-
 class Tally:
     """Sums of losses, weights and skipped updates that stay on the device.
 
@@ -223,15 +219,12 @@ class Tally:
     def __init__(self) -> None:
         names = "loss", "steps", "skipped", "skipped_in_a_row"
         self._counts: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
-        self._sums: Tensor | None = None  # loss and weight, in total and per quarter
         self._micro: list[Tensor] = []
         self._gradient_norm: Tensor | float = float("nan")
 
     def add(self, losses: Tensor, weights: Tensor) -> None:
         """Add a micro-batch: losses of its tokens and their weights, both ``[B, T]`` float32."""
-        weighted = torch.stack([losses * weights, weights]).mean(dim=1)
-        parts = [part.mean(dim=1) for part in weighted.tensor_split(QUARTERS, dim=1)]
-        self._micro.append(torch.stack([weighted.mean(dim=1), *parts]))
+        self._micro.append(torch.stack([(losses * weights).mean(), weights.mean()]))
 
     def end_step(self) -> tuple[Tensor, Tensor]:
         """Return the mean loss of the step and the mean weight of its tokens, over all ranks."""
@@ -241,12 +234,10 @@ class Tally:
             dist.all_reduce(sums)
             sums /= dist.get_world_size()
         self._micro = []
-        loss, weight = sums[0, 0] / sums[0, 1], sums[0, 1]
+        loss, weight = sums[0] / sums[1], sums[1]
         finite = loss.isfinite()
         self._counts["loss"] += torch.where(finite, loss, 0.0)
         self._counts["steps"] += finite.float()
-        sums = torch.where(finite, sums, 0.0)
-        self._sums = sums if self._sums is None else self._sums + sums
         return loss, weight
 
     def end_update(self, gradient_norm: Tensor, skipped: Tensor) -> None:
@@ -259,31 +250,26 @@ class Tally:
     def read(self) -> dict[str, float]:
         """Return the values to log, and reset losses.
 
-        These are the mean loss in total and by quarter of the sequence (NaN if no step was finite),
-        the last gradient norm and the updates skipped since the start.
+        These are the mean loss (NaN if no step was finite), the last gradient norm and the updates
+        skipped since the start.
         """
         loss, steps, skipped, _ = map(float, self._counts.values())
-        quarters = {}
-        if self._sums is not None:
-            means = (self._sums[1:, 0] / self._sums[1:, 1]).tolist()
-            quarters = {f"loss/quarter_{i}": mean for i, mean in enumerate(means, 1)}
         self._counts |= {"loss": 0.0, "steps": 0.0}
-        self._sums = None
-        values = {"loss": loss / steps if steps else float("nan"), **quarters}
-        return values | {"gradient_norm": float(self._gradient_norm), "skipped_steps": int(skipped)}
+        return {
+            "loss": loss / steps if steps else float("nan"),
+            "gradient_norm": float(self._gradient_norm),
+            "skipped_steps": int(skipped),
+        }
 
     def skipped_in_a_row(self) -> int:
         """Return the number of consecutive skipped updates, up to the last one."""
         return int(self._counts["skipped_in_a_row"])
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """Return plain numbers for a checkpoint between two logged rows."""
-        sums = None if self._sums is None else self._sums.tolist()
-        return {name: float(value) for name, value in self._counts.items()} | {"sums": sums}
+        return {name: float(value) for name, value in self._counts.items()}
 
-    def load(self, state: dict[str, Any], device: torch.device) -> None:
+    def load(self, state: dict[str, float], device: torch.device) -> None:
         """Resume from :meth:`state`."""
         for name in self._counts:
             self._counts[name] = torch.tensor(state[name], device=device)
-        sums = state["sums"]
-        self._sums = None if sums is None else torch.tensor(sums, device=device)

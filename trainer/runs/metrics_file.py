@@ -3,8 +3,7 @@
 There is one row a logged step, without gap or duplicate, however often a run resumes.
 docs/cluster.md explains every metric. ``phase`` is the index of the step's phase, from 0; a run
 with a drop and without named phases has 0 before the drop and 1 after it. ``loss`` (nats per token,
-weighted as trained) is the mean since the previous row, ``loss/quarter_1`` to ``_4`` the same by
-position in the sequence. ``memory`` is the peak on the GPU in GiB,
+weighted as trained) is the mean since the previous row. ``memory`` is the peak on the GPU in GiB,
 ``mfu`` the share of its dense peak; both are empty without a GPU. The ``drop/`` columns are filled
 in the first row after the drop and in the last of its phase. ``epochs/`` say how often each text
 has been read. Measurements and checkpoints do not count into ``tokens_per_second`` and ``mfu``. The
@@ -29,7 +28,6 @@ COLUMNS = (
     "tokens",
     "phase",
     "loss",
-    *(f"loss/quarter_{i}" for i in range(1, 5)),
     "gradient_norm",
     "parameter_norm",
     "skipped_steps",

@@ -54,6 +54,26 @@ class Phase:
         return () if changed == (None, None, "keep") else changed
 
     @property
+    def description(self) -> str:
+        """Description of the changes at its start."""
+        change, rescale = self.settings.drop, self.settings.rescale
+        if change is not None:
+            text = f"dropped the encoding ({change.to}){change.of_what}"
+            windows = ", ".join(str(window or "none") for window in change.windows or ())
+            return f"{text}; windows {windows}" if windows else text
+        if rescale is not None and rescale.base is not None:
+            return f"new base of the frequencies ({rescale.base:,.0f})"
+        if rescale is not None:
+            return f"frequencies rescaled for longer sequences ({rescale.method})"
+        length = self.config.data.sequence_length
+        return f"phase {self.name!r} with sequences of {length:,} tokens"
+
+    @property
+    def key(self) -> str:
+        """Prefix of its metrics."""
+        return "drop" if self.settings.drop else f"phase_{self.name}"
+
+    @property
     def seed(self) -> int:
         """Seed of this phase's sample order."""
         return self.config.seed + ORDERS * self.order

@@ -29,9 +29,9 @@ from trainer.evaluation.results import (
     estimates,
     troubles,
 )
-from trainer.lightning.devices import check_device, set_environment, set_threads
 from trainer.lightning.fit import TrainedRun, train
-from trainer.lightning.loggers import log_results
+from trainer.lightning.metrics import log_results
+from trainer.lightning.setup import check_device, set_environment, set_threads
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import encodings, reference_first, without_home
 from trainer.runs.directory import (

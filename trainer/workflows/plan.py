@@ -10,16 +10,14 @@ from dataclasses import replace
 from torch import nn
 
 from trainer.config import MAIN, RunConfig
-from trainer.lightning.devices import dense_peak
-from trainer.lightning.phases import describe
-from trainer.lightning.setup import make_decoder
+from trainer.lightning.setup import dense_peak, make_decoder
 from trainer.model.config import ModelConfig
 from trainer.model.flops import training_flops
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import Phase, phases_of, tokens_at
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
-"""Names of GPUs as :func:`trainer.lightning.devices.dense_peak` has them."""
+"""Names of GPUs as :func:`trainer.lightning.setup.dense_peak` has them."""
 ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
 STATE = 16
@@ -69,7 +67,7 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
 def _in_words(phase: Phase) -> str:
     length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
     steps, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
-    change = f", {describe(phase)}" if phase.settings.drop or phase.settings.rescale else ""
+    change = f", {phase.description}" if phase.settings.drop or phase.settings.rescale else ""
     return f"{steps:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
 
 

@@ -7,45 +7,31 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import lightning as L
-
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.evaluation.measurements import Prompted, Reading
 from trainer.evaluation.results import Milestone, is_known
 from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
-from trainer.lightning.callbacks import Metrics, StepCallback
 from trainer.lightning.module import LanguageModule, evaluating
-from trainer.lightning.phases import PhaseChange
 from trainer.lightning.strategy import gathered
-from trainer.runs.phases import phase_before
 
 
-class Monitors(StepCallback):
+class Benchmarks:
     """Scores of tasks as in DroPE's Fig. 10, on the same questions every time.
 
     They are taken before the first step of trained weights, every so many steps, directly after a
-    change of the model, and after the last step of every phase. The results are saved. Ranks share
-    the questions.
+    change of the model, and after the last step of every phase. Ranks share the questions.
+
+    ``milestones``: the measurements so far, as :class:`Milestone` holds them.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        corpus: Corpus,
-        ranks: Ranks,
-        change: PhaseChange,
-        metrics: Metrics,
-    ) -> None:
-        self.change, self.metrics, self.settings = change, metrics, config.benchmarks
-        self.phase_ends = {phase.end for phase in change.phases}
+    def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
+        asked = config.benchmarks
         self.milestones: list[dict[str, Any]] = []
-        self.is_trained = config.model.is_trained
         self.C, self.batch_tokens = config.training_length, config.evaluation.batch_tokens
-        if self.settings.every is None:
+        if asked.every is None:
             return
-        asked = self.settings
         self.lengths = [round(self.C * factor) for factor in sorted(set(asked.lengths))]
         text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
         evaluation = config.evaluation.limited(asked.limit)
@@ -55,42 +41,16 @@ class Monitors(StepCallback):
         check_prompts(tasks, self.lengths)
         self.tasks = [task.part(ranks.rank, ranks.world_size) for task in tasks]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the measurements so far, as :class:`Milestone` holds them."""
-        return {"benchmarks": [*self.milestones]}
+    def measure(
+        self, module: LanguageModule, step: int, tokens: int, dropped: bool
+    ) -> dict[str, float]:
+        """Add a milestone, the same on all ranks; return its known scores under names of metrics.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the measurements so far."""
-        self.milestones[:] = state_dict["benchmarks"]
-
-    def on_train_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule
-    ) -> None:
-        """Measure trained weights before the first step."""
-        if trainer.global_step == 0 and self.is_trained and not self.milestones:
-            self._measure(module, 0)
-
-    def begin_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Measure directly after the model was changed."""
-        if self.change.changed_at(trainer.global_step):
-            self._measure(module, trainer.global_step)
-
-    def end_step(self, trainer: L.Trainer, module: LanguageModule) -> None:
-        """Measure after a step if it is due."""
-        step = trainer.global_step
-        if step in self.phase_ends or step % (self.settings.every or step + 1) == 0:
-            self._measure(module, step)
-
-    def _measure(self, module: LanguageModule, step: int) -> None:
-        """Answer this rank's part of the questions; afterwards all ranks have the same scores."""
-        if self.settings.every is None:
-            return
-        with self.metrics.elsewhere():
-            scores = self._scores(module)
-        tokens = phase_before(self.change.phases, step).tokens_at(step)
-        self.milestones.append(asdict(Milestone(step, tokens, self.change.has_dropped, scores)))
-        known = {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
-        self.metrics.add(known)
+        ``step``, ``tokens``: of the model. ``dropped``: whether its encoding was dropped by then.
+        """
+        scores = self._scores(module)
+        self.milestones.append(asdict(Milestone(step, tokens, dropped, scores)))
+        return {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
 
     def _scores(self, module: LanguageModule) -> dict[str, float | None]:
         """Return the scores by task and length."""
