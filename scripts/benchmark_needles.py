@@ -41,8 +41,7 @@ from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import end_of_text, train_tokenizer
 from trainer.evaluation.answering import answers
-from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.scoring import Prompt, Stop, exact_number
 from trainer.interchange.export import export_model
 from trainer.interchange.pretrained import read_pretrained

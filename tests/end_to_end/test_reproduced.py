@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import shutil
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -170,7 +169,7 @@ def quick(monkeypatch, place):
     monkeypatch.setattr(analyze, "write_analysis", lambda report, output: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     for name, kind in KINDS.items():
-        monkeypatch.setitem(KINDS, name, replace(kind, new_tokens=4))
+        monkeypatch.setitem(KINDS, name, kind._replace(new_tokens=4))
     monkeypatch.chdir(place)
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer.common.errors import UserError
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.haystack import Excerpt, Haystack
+from trainer.evaluation.needles import Excerpt, Haystack
 
 SENTENCES = [
     f"Chapter {i} has {i * 7919} words, and its hero says little. "

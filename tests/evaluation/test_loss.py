@@ -16,7 +16,6 @@ from trainer.common.errors import UserError
 from trainer.data.corpus import HeldOutPart, HeldOutText
 from trainer.data.prepared import Tokens
 from trainer.evaluation import passes
-from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import (
     AnsweredTexts,
     answer_loss,
@@ -26,6 +25,7 @@ from trainer.evaluation.loss import (
     unigram_loss,
     windows_with_common_ends,
 )
+from trainer.evaluation.needles import Haystack
 from trainer.evaluation.passes import sequences_at_once
 
 

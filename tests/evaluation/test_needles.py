@@ -12,8 +12,7 @@ from tests.evaluation.test_haystack import TEXTS, TOKENIZERS
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles import NEEDLE_TASKS, draw_keys, draw_values, words
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, words
 
 SETTINGS = NeedleTaskSettings(trials=6, depths=(0.0, 0.4, 1.0))
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")

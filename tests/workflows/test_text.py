@@ -30,10 +30,9 @@ from trainer.config import (
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import TextTokenizer, train_tokenizer
 from trainer.evaluation.fitting import Fitting
-from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.store import Store
 from trainer.runs.parsing import parse
 from trainer.workflows import text

@@ -4,11 +4,10 @@ The sixteen English tasks, in the words and by the metrics of the benchmark's ow
 (github.com/THUDM/LongBench), for models without a chat template. RoPE-ID averages fourteen of them
 (App. A.8), the default here; DroPE reports four (Table 2) and the mean of all (Table 8).
 
-The wording, including a misspelling, is copied from the benchmark's ``dataset2prompt.json``,
-numbers of tokens from its ``dataset2maxlen.json``, the choice of metrics from its ``eval.py``.
-Metrics compare one continuation with one right answer, 0 to 1. Each equals the benchmark's own
-``metrics.py`` with the libraries in its ``requirements.txt``: ``rouge`` 1.0.1, and ``fuzzywuzzy``,
-which uses Python's difflib. Neither has had a release since 2021, and the parts needed are short.
+``longbench.yaml`` holds wording, numbers of tokens and the choice of metrics. Metrics compare one
+continuation with one right answer, 0 to 1. Each equals the benchmark's own ``metrics.py`` with the
+libraries in its ``requirements.txt``: ``rouge`` 1.0.1, and ``fuzzywuzzy``, which uses Python's
+difflib. Neither has had a release since 2021, and the parts needed are short.
 
 Questions have labels by the length of their prompt in training lengths (DroPE, Tables 9 and 10),
 for averages in results.csv.
@@ -25,12 +24,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cached_property
+from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -145,14 +146,13 @@ def retrieval(prediction: str, answer: str) -> float:
     return count(prediction, number[1]) if number else 0.0
 
 
-@dataclass(frozen=True)
-class LongBenchKind:
+class LongBenchKind(NamedTuple):
     """One kind of task.
 
     ``template``: prompt with placeholders ``context`` and ``input``. ``new_tokens``: maximum length
     of an answer. ``metric``: takes a prediction and one answer, and for classification the classes.
     ``first_line``: only the first non-empty line counts. ``one_line``: an answer cannot begin with
-    a line break or the end of the text, as in the benchmark's ``pred.py`` for SAMSum alone.
+    a line break or the end of the text.
     """
 
     template: str
@@ -162,98 +162,17 @@ class LongBenchKind:
     one_line: bool = False
 
 
-_ONLY = "Only give me the answer and do not output any other words."
-_PHRASE = "concisely as you can, using a single phrase"
-_SILENT = "Do not provide any explanation."
+def _kinds() -> dict[str, LongBenchKind]:
+    text = resources.files(__package__).joinpath("longbench.yaml").read_text("utf-8")
+    metrics = (qa_f1, rouge_l, classification, code_similarity, count, retrieval)
+    by_name: dict[str, Callable[..., float]] = {each.__name__: each for each in metrics}
+    return {
+        name: LongBenchKind(**{**kind, "metric": by_name[kind["metric"]]})
+        for name, kind in yaml.safe_load(text).items()
+    }
 
-_STORY = (
-    "You are given a story, which can be either a novel or a movie script, and a question. "
-    f"Answer the question as{_PHRASE} if possible. {_SILENT}\n\nStory: {{context}}\n\n"
-    f"Now, answer the question based on the story as{_PHRASE} if possible. {_SILENT}\n\n"
-    "Question: {input}\n\nAnswer:"
-)
-_ANSWERABLE = (
-    f"as {_PHRASE} or sentence if possible. If the question cannot be answered based on the "
-    'information in the article, write "unanswerable". If the question is a yes/no question, '
-    f'answer "yes", "no", or "unanswerable". {_SILENT}'
-)
-_ARTICLE = (
-    "You are given a scientific article and a question. "
-    f"Answer the question {_ANSWERABLE}\n\nArticle: {{context}}\n\n "
-    f"Answer the question based on the above article {_ANSWERABLE}\n\n"
-    "Question: {input}\n\nAnswer:"
-)
-_TEXT = (
-    "Read the following text and answer briefly.\n\n{context}\n\nNow, answer the following "
-    "question based on the above text, only give me the answer and do not output any other words."
-    "\n\nQuestion: {input}\nAnswer:"
-)
-_PASSAGES = (
-    f"Answer the question based on the given passages. {_ONLY}\n\n"
-    "The following are given passages.\n{context}\n\n"
-    f"Answer the question based on the given passages. {_ONLY}\n\nQuestion: {{input}}\nAnswer:"
-)
-_REPORT = (
-    "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
-    "Report:\n{context}\n\nNow, write a one-page summary of the report.\n\nSummary:"
-)
-_MEETING = (
-    "You are given a meeting transcript and a query containing a question or instruction. "
-    "Answer the query in one or more sentences.\n\nTranscript:\n{context}\n\n"
-    "Now, answer the query based on the above meeting transcript in one or more sentences.\n\n"
-    "Query: {input}\nAnswer:"
-)
-_NEWS = (
-    "You are given several news passages. Write a one-page summary of all news. \n\n"
-    "News:\n{context}\n\nNow, write a one-page summary of all the news.\n\nSummary:"
-)
-_TYPE = (
-    "Please determine the type of the question below. Here are some examples of questions.\n\n"
-    "{context}\n{input}"
-)
-_TRIVIA = (
-    f"Answer the question based on the given passage. {_ONLY} The following are some examples.\n\n"
-    "{context}\n\n{input}"
-)
-_DIALOGUE = (
-    "Summarize the dialogue into a few short sentences. The following are some examples.\n\n"
-    "{context}\n\n{input}"
-)
-_COUNT = (
-    "There are some paragraphs below sourced from Wikipedia. Some of them may be duplicates. "
-    "Please carefully read these paragraphs and determine how many unique paragraphs there are "
-    "after removing duplicates. In other words, how many non-repeating paragraphs are there in "
-    "total?\n\n{context}\n\nPlease enter the final count of unique paragraphs after removing "
-    "duplicates. The output format should only contain the number, such as 1, 2, 3, and so on."
-    "\n\nThe final answer is: "
-)
-_ABSTRACT = (
-    "Here are 30 paragraphs from Wikipedia, along with an abstract. Please determine which "
-    "paragraph the abstract is from.\n\n{context}\n\nThe following is an abstract.\n\n{input}\n\n"
-    "Please enter the number of the paragraph that the abstract is from. The answer format must be "
-    'like "Paragraph 1", "Paragraph 2", etc.\n\nThe answer is: '
-)
-_FILE = "Please complete the code given below. \n{context}Next line of code:\n"
-_FILES = "Please complete the code given below. \n{context}{input}Next line of code:\n"
 
-KINDS = {
-    "narrativeqa": LongBenchKind(_STORY, 128, qa_f1),
-    "qasper": LongBenchKind(_ARTICLE, 128, qa_f1),
-    "multifieldqa_en": LongBenchKind(_TEXT, 64, qa_f1),
-    "hotpotqa": LongBenchKind(_PASSAGES, 32, qa_f1),
-    "2wikimqa": LongBenchKind(_PASSAGES, 32, qa_f1),
-    "musique": LongBenchKind(_PASSAGES, 32, qa_f1),
-    "gov_report": LongBenchKind(_REPORT, 512, rouge_l),
-    "qmsum": LongBenchKind(_MEETING, 512, rouge_l),
-    "multi_news": LongBenchKind(_NEWS, 512, rouge_l),
-    "trec": LongBenchKind(_TYPE, 64, classification, first_line=True),
-    "triviaqa": LongBenchKind(_TRIVIA, 32, qa_f1, first_line=True),
-    "samsum": LongBenchKind(_DIALOGUE, 128, rouge_l, first_line=True, one_line=True),
-    "passage_count": LongBenchKind(_COUNT, 32, count),
-    "passage_retrieval_en": LongBenchKind(_ABSTRACT, 32, retrieval),
-    "lcc": LongBenchKind(_FILE, 64, code_similarity),
-    "repobench-p": LongBenchKind(_FILES, 64, code_similarity),
-}
+KINDS = _kinds()
 
 
 class LongBenchRow(NamedTuple):

@@ -19,8 +19,7 @@ from trainer.common.errors import UserError
 from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-from trainer.evaluation.haystack import Haystack
-from trainer.evaluation.needles import one_of_many
+from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
 from trainer.model.language_model import LanguageModel
 
@@ -165,7 +164,7 @@ def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> An
     rows, answers = [], []
     for number in range(count):
         random = np.random.default_rng((seed, number))
-        quiz = one_of_many(1, haystack.numbers, random)
+        quiz = magic_numbers(haystack.numbers, random)
         needle = haystack.encode(f" {quiz.needles[0]}")
         question = haystack.encode(f"\n\n{quiz.question}")
         answer = haystack.encode(f" {quiz.answers[0]}")

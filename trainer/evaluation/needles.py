@@ -1,10 +1,11 @@
-"""Needle tasks by name: trials of an exact length in tokens, equal for every model and method.
+"""Needle tasks by name: statements hidden in text, and a question at its end.
 
-A trial depends only on the seed, its number and the length; its quiz only on the first two. The
-sentences are those of DroPE, App. C.2, which are RULER's without introduction and chat template. A
-question ends so that the answer continues the text, which suits models that were never taught to
-answer. As in RULER (Hsieh et al. 2024), keys are ``adjective-noun`` of wonderwords' lists and
-values numbers.
+Prompts are assembled from tokens, so that prompt and answer have exactly the length asked for. A
+trial depends only on the seed, its number and the length, and its quiz only on the first two: all
+models and methods get the same. The sentences are those of DroPE, App. C.2, which are RULER's
+without introduction and chat template. A question ends so that the answer continues the text, which
+suits models that were never taught to answer. As in RULER (Hsieh et al. 2024), keys are
+``adjective-noun`` of wonderwords' lists and values numbers.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import resources
 
 import numpy as np
 import wonderwords
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.common.words import counted
 from trainer.config import NeedleTaskSettings
+from trainer.data.order import Integers
 from trainer.data.tokenizer import end_of_text
-from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -34,6 +36,129 @@ from trainer.evaluation.scoring import (
     rouge_1_recall,
     string_match_all,
 )
+
+NEAR = 0.05
+"""Share of an excerpt by which a place may miss its depth to stand between sentences or words."""
+SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
+ANCHOR = "."
+"""Text before another one, so that a tokenizer treats the latter as the middle of a text."""
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """``tokens`` of running text, with places for insertions.
+
+    ``sentences``, ``words``: ascending indices of tokens that begin with white space, after a
+    sentence or line, and after any word.
+    """
+
+    tokens: list[int]
+    sentences: Integers
+    words: Integers
+
+    def place(self, depth: float) -> int:
+        """Return the index of the token to insert before at a depth from 0 to 1.
+
+        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
+        preferred to the exact place.
+        """
+        wanted = round(depth * len(self.tokens))
+        if 0 < wanted < len(self.tokens):
+            for places in (self.sentences, self.words):
+                nearest = places[np.abs(places - wanted).argmin()] if len(places) else -1
+                if abs(nearest - wanted) <= NEAR * len(self.tokens):
+                    return int(nearest)
+        return wanted
+
+    def with_insertions(self, insertions: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
+        """Return the tokens with insertions, each given with its place."""
+        pieces: list[int] = []
+        done = 0
+        for place, tokens in sorted(insertions, key=lambda insertion: insertion[0]):
+            pieces += [*self.tokens[done:place], *tokens]
+            done = place
+        return tuple(pieces + self.tokens[done:])
+
+
+@dataclass(eq=False)
+class Haystack:
+    """Documents as one token stream, with a blank line before each.
+
+    ``bos``: tokens before every prompt. ``eos``: see :func:`~trainer.data.tokenizer.end_of_text`.
+    """
+
+    tokenizer: Tokenizer
+    documents: Sequence[str]
+    bos: tuple[int, ...]
+    eos: tuple[int, ...] = ()
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """The stream, computed on first use."""
+        blank = self.encode("\n\n")
+        encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
+        return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])
+
+    @cached_property
+    def numbers(self) -> str:
+        """All runs of five or more digits in the text, so that new values can avoid them."""
+        return " ".join(n for text in self.documents for n in re.findall(r"[0-9]{5,}", text))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that follows another one."""
+        before = len(self._anchor)
+        ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
+        if ids[:before] == self._anchor:
+            return ids[before:]
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
+        """Return ``length`` tokens from a random start, if possible at a sentence or line.
+
+        Raises:
+            UserError: the stream is too short.
+        """
+        room = len(self.tokens) - length
+        if room < 0:
+            raise UserError(
+                f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
+            )
+        last = np.searchsorted(self._starts, room, side="right")
+        begin = self._starts[random.integers(last)]
+        tokens = self.tokens[begin : begin + length]
+        # Shared Python integers: 8 bytes per token instead of 36.
+        shared = list(map(self._integers.__getitem__, tokens.tolist()))
+        return Excerpt(shared, *self._places(tokens))
+
+    def _places(self, tokens: Integers) -> tuple[Integers, Integers]:
+        opens, breaks, stops = self._kinds[:, tokens]
+        ends = breaks[1:] | (opens[1:] & stops[:-1])
+        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
+
+    @cached_property
+    def _starts(self) -> Integers:
+        return np.concatenate([[0], self._places(self.tokens)[0]])
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+
+    @cached_property
+    def _integers(self) -> list[int]:
+        return list(range(self._kinds.shape[1]))
+
+    @cached_property
+    def _kinds(self) -> NDArray[np.bool_]:
+        """Whether a token begins with white space, breaks a line, ends a sentence, ``[3, V]``."""
+        ids = np.unique(self.tokens)
+        known = len(self.tokenizer.decode(self._anchor))
+        texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
+        kinds = np.zeros((3, self.tokens.max(initial=0) + 1), dtype=bool)
+        for token, whole in zip(ids, texts, strict=True):
+            text = whole[known:]
+            stops = SENTENCE_ENDS.search(text.rstrip()) is not None
+            kinds[:, token] = text[:1].isspace(), text[:1] == "\n", stops
+        return kinds
 
 
 @cache
@@ -85,40 +210,28 @@ class Quiz:
     asked: tuple[int, ...]
 
 
-DrawQuiz = Callable[[int, str, np.random.Generator], Quiz]
-"""Draws a quiz with a number of needles, whose values are not in a text."""
+def magic_numbers(
+    taken: str, random: np.random.Generator, *, keys: int = 1, values: int = 1, queries: int = 1
+) -> Quiz:
+    """Draw a quiz: ``keys`` keys with ``values`` numbers each, which the text ``taken`` lacks.
 
-
-def needle(key: str, value: str) -> str:
-    """Return the sentence that states a value."""
-    return f"One of the special magic numbers for {key} is: {value}."
-
-
-def one_of_many(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    """Make a quiz with several keys, one of them queried; with one needle, the standard quiz."""
-    keys, values = draw_keys(count, random), draw_values(count, DIGITS, taken, random)
-    asked = int(random.integers(count))
-    question = f"The special magic number for {keys[asked]} mentioned in the provided text is:"
-    needles = tuple(map(needle, keys, values))
-    return Quiz(needles, question, (values[asked],), (asked,))
-
-
-def all_keys(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    """Make a quiz with several keys, all of them queried."""
-    keys, values = draw_keys(count, random), draw_values(count, DIGITS, taken, random)
-    question = f"The special magic numbers for {listed(keys)} mentioned in the provided text are:"
-    return Quiz(tuple(map(needle, keys, values)), question, tuple(values), tuple(range(count)))
-
-
-def all_values(count: int, taken: str, random: np.random.Generator) -> Quiz:
-    """Make a quiz with several values of one key, all of them queried."""
-    (key,), values = draw_keys(1, random), draw_values(count, DIGITS, taken, random)
-    question = (
-        f"What are all the special magic numbers for {key} mentioned in the provided text? "
-        f"The special magic numbers for {key} mentioned in the provided text are:"
-    )
-    needles = tuple(needle(key, value) for value in values)
-    return Quiz(needles, question, tuple(values), tuple(range(count)))
+    Either one of the keys is asked for (``queries`` 1), or all of them.
+    """
+    names, numbers = draw_keys(keys, random), draw_values(keys * values, DIGITS, taken, random)
+    stated = [
+        (name, numbers[i * values + j]) for i, name in enumerate(names) for j in range(values)
+    ]
+    needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in stated]
+    chosen = names if queries == keys else [names[random.integers(keys)]]
+    asked = tuple(i for i, (name, _) in enumerate(stated) if name in chosen)
+    about = f"for {listed(chosen)} mentioned in the provided text"
+    if len(asked) == 1:
+        question = f"The special magic number {about} is:"
+    else:
+        question = f"The special magic numbers {about} are:"
+    if values > 1:
+        question = f"What are all the special magic numbers {about}? {question}"
+    return Quiz(tuple(needles), question, tuple(stated[i][1] for i in asked), asked)
 
 
 def listed(items: list[str]) -> str:
@@ -132,10 +245,9 @@ def hidden(
     haystack: Haystack,
     settings: NeedleTaskSettings,
     length: int,
-    draw: DrawQuiz,
+    draw: Callable[[str, np.random.Generator], Quiz],
     *,
-    needles: int = 1,
-    new_tokens: int = TOKENS_PER_VALUE,
+    new_tokens: int | None = None,
     depths: Sequence[float] = (),
     behind: tuple[int, ...] = (),
     opening: str = "",
@@ -143,11 +255,18 @@ def hidden(
 ) -> list[Prompt]:
     """Return prompts with needles in excerpts of a haystack, and their question at the end.
 
-    Prompt and answer, of at most ``new_tokens``, have ``length`` tokens. Prompts of one excerpt
-    follow each other and form a group. ``draw``: makes quizzes of ``needles`` needles. ``depths``:
-    depths of the needle, one prompt each; empty: all needles at random places. ``behind``: tokens
-    directly after every needle. ``opening``: text before the haystack; ``closing``: text before
-    every question.
+    Prompts of one excerpt follow each other and form a group.
+
+    Args:
+        haystack: the text.
+        settings: number and seed of the trials.
+        length: tokens of a prompt and its answer together.
+        draw: makes a quiz whose numbers are not in a text.
+        new_tokens: most tokens of an answer; None: room for its numbers.
+        depths: depths of a single needle, one prompt each; empty: all needles at random places.
+        behind: tokens directly after every needle.
+        opening: text before the haystack.
+        closing: text before every question.
 
     Raises:
         UserError: ``length`` is too short for the needles and the question, or the text for
@@ -157,32 +276,25 @@ def hidden(
     before = (*haystack.bos, *tokenizer.encode(opening, add_special_tokens=False).ids)
     prompts = []
     for trial in range(settings.trials):
-        random = np.random.default_rng((settings.seed, trial, 0))
-        quiz = draw(needles, haystack.numbers, random)
-        sentences = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
+        quiz = draw(haystack.numbers, np.random.default_rng((settings.seed, trial, 0)))
+        new = new_tokens or TOKENS_PER_VALUE * len(quiz.answers)
+        needles = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
         question = haystack.encode(f"{closing}{quiz.question}")
-        fixed = len(before) + sum(map(len, sentences)) + len(question) + new_tokens
-        if length <= fixed:
+        room = length - len(before) - sum(map(len, needles)) - len(question) - new
+        if room < 1:
             raise UserError(
-                f"evaluation.lengths: {length} tokens are too few for "
-                f"{counted(needles, 'needle')} and a question"
+                f"evaluation.lengths: {length} tokens are too few for needles and a question"
             )
         random = np.random.default_rng((settings.seed, trial, 1))
-        excerpt = haystack.excerpt(length - fixed, random)
+        excerpt = haystack.excerpt(room, random)
         for depth in depths or (None,):
-            wanted = random.random(needles) if depth is None else [depth]
+            wanted = random.random(len(needles)) if depth is None else [depth]
             places = [excerpt.place(share) for share in wanted]
-            text = excerpt.with_insertions(list(zip(places, sentences, strict=True)))
-            first = min(places[asked] for asked in quiz.asked) / (length - fixed)
-            prompts.append(
-                Prompt(
-                    (*before, *text, *question),
-                    quiz.answers,
-                    new_tokens,
-                    round(first, 4) if depth is None else depth,
-                    None if depth is None else trial,
-                )
-            )
+            text = excerpt.with_insertions(list(zip(places, needles, strict=True)))
+            first = round(min(places[i] for i in quiz.asked) / room, 4)
+            where, group = (first, None) if depth is None else (depth, trial)
+            tokens = (*before, *text, *question)
+            prompts.append(Prompt(tokens, quiz.answers, new, where, group))
     return prompts
 
 
@@ -232,7 +344,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
 @needle_task(exact_number, after_number)
 def standard(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one needle at every depth (Kamradt 2023; DroPE, App. C.2)."""
-    return hidden(haystack, settings, length, one_of_many, depths=settings.depths)
+    return hidden(haystack, settings, length, magic_numbers, depths=settings.depths)
 
 
 SINKS = 8
@@ -248,34 +360,34 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list
     """
     sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer, haystack.eos)
     behind = (sink,) * SINKS
-    return hidden(haystack, settings, length, one_of_many, depths=settings.depths, behind=behind)
+    return hidden(haystack, settings, length, magic_numbers, depths=settings.depths, behind=behind)
 
 
 @needle_task(exact_number, after_number)
 def multi_key(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several keys, and ask for one of them."""
-    return hidden(haystack, settings, length, one_of_many, needles=settings.needles)
+    return hidden(haystack, settings, length, partial(magic_numbers, keys=settings.needles))
 
 
 @needle_task(string_match_all, after_all)
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several keys, and ask for all of them; the score is the share found."""
-    needles, new = settings.needles, TOKENS_PER_VALUE * settings.needles
-    return hidden(haystack, settings, length, all_keys, needles=needles, new_tokens=new)
+    count = settings.needles
+    draw = partial(magic_numbers, keys=count, queries=count)
+    return hidden(haystack, settings, length, draw)
 
 
 @needle_task(string_match_all, after_all)
 def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several values of one key, and ask for all of them; the score is the share found."""
-    needles, new = settings.needles, TOKENS_PER_VALUE * settings.needles
-    return hidden(haystack, settings, length, all_values, needles=needles, new_tokens=new)
+    return hidden(haystack, settings, length, partial(magic_numbers, values=settings.needles))
 
 
 PLACE = "The best thing to do in San Francisco is"
 THING = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
-def _best_thing(count: int, taken: str, random: np.random.Generator) -> Quiz:
+def _best_thing(taken: str, random: np.random.Generator) -> Quiz:
     question = "What is the best thing to do in San Francisco?\nAnswer:"
     return Quiz((f"{PLACE} {THING}\n",), question, (THING,), (0,))
 

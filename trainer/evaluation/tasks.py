@@ -21,14 +21,13 @@ from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary
 from trainer.data.order import Integers
 from trainer.data.tokenizer import own_first_token
-from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
-from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.ruler import ruler_tasks
 
 HAYSTACK = 1 << 22

@@ -26,9 +26,8 @@ from trainer.data.corpus import Corpus, HeldOutPart, HeldOutText, held_out_windo
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.methods import recipe
-from trainer.evaluation.needles import one_of_many
+from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.store import Store
 from trainer.model.language_model import LanguageModel
 from trainer.report.pages import AnalysisReport, write_analysis
@@ -233,7 +232,7 @@ def needle_prompt(
     the text would be less than four times as long as statement and question.
     """
     haystack = Haystack(tokenizer, (), ())
-    quiz = one_of_many(1, "", np.random.default_rng(0))
+    quiz = magic_numbers("", np.random.default_rng(0))
     needle = haystack.encode(f" {quiz.needles[0]}")
     question = haystack.encode(f"\n\n{quiz.question}")
     text = length - len(needle) - len(question)

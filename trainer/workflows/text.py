@@ -16,11 +16,10 @@ from trainer.data.prepared import Manifest, open_prepared, prepare
 from trainer.data.sources import describe
 from trainer.data.tokenizer import TextTokenizer, same_tokens, vocabulary_size
 from trainer.evaluation.fitting import FitText, spread_evenly
-from trainer.evaluation.haystack import Haystack
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.methods import CHOICE, Recipe
-from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.tasks import HAYSTACK
 from trainer.runs.parsing import runs_of
 from trainer.runs.starting_point import starting_weights, texts_read
