@@ -3,7 +3,7 @@ Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 21)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,8 +79,9 @@ class FrequencyEntropyFigures(Topic):
         """Compute the entropies of all pairs, and norms of the heads that are shown."""
         entropies = frequency_entropy_of(heads, self.measures, self.target.config.frequency_entropy)
         self._layers.append(entropies)
-        chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
-        if not self.target.config.chosen and heads.layer in self._shown:
+        asked = self.target.config.chosen
+        chosen = [head for layer, head in asked if layer == heads.layer]
+        if not asked and heads.layer in self._shown:
             # Without a chosen head, show the one with the most concentrated pair.
             entropy = entropies["query"][self.measures[0]].nan_to_num(nan=1.0)
             chosen = [int(entropy.amin(dim=-1).argmin())]
@@ -104,27 +105,20 @@ class FrequencyEntropyFigures(Topic):
             for m in self.measures
             for side in SIDES
         }
+        frames = target.config.frequency_entropy
         for n in sorted({n for n in target.config.prefixes if n < target.length}):
-            measures = [
-                m
-                for m in self.measures
-                if m != "spectrum" or n >= target.config.frequency_entropy.frame
-            ]
-            layers = frequency_entropies(
-                target.model, target.ids[:, :n], measures, target.config.frequency_entropy
-            )
+            measures = [m for m in self.measures if m != "spectrum" or n >= frames.frame]
+            layers = frequency_entropies(target.model, target.ids[:, :n], measures, frames)
             self.prefixes[n] = {
                 m: stack_layers([layer["query"][m] for layer in layers]) for m in measures
             }
         self.sweeps = attenuation_sweeps(target, self.measures, self._layers)
 
     def plots(self) -> list[Plot]:
-        """Draw entropies by pair, norms by token, means by layer, and the attenuation."""
+        """Draw entropies by pair, norms by token, and the attenuation."""
         plots = [plot for side in SIDES for plot in self._side(side)]
         if len(self._shown) < len(self.target.model.layout.layers):
             plots += [self._all_layers(m) for m in self.measures]
-        if self.prefixes:
-            plots.append(self._by_length())
         return [*plots, *([attenuation_plot(self.sweeps)] if self.sweeps else [])]
 
     def rows(self) -> pd.DataFrame:
@@ -148,18 +142,14 @@ class FrequencyEntropyFigures(Topic):
 
     def _panel(self, title: str, measure: str, values: Array, y: str = "") -> Panel:
         """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
-        row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
-        return graded(title, pair, values, row, y=y, prepare=self._axis(measure))
-
-    def _axis(self, measure: str) -> Callable[[Axes], None]:
-        """Return a function that draws the thresholds of a measure on an axis from 0 to 1."""
 
         def prepare(axes: Axes) -> None:
             for height in self._thresholds[measure]:
                 axes.axhline(height, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
             axes.set_ylim(0, 1.02)
 
-        return prepare
+        row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
+        return graded(title, pair, values, row, y=y, prepare=prepare)
 
     def _side(self, side: Side) -> list[Plot]:
         """Draw all heads of some layers (Fig. 3), and single heads with their norms (Fig. 1)."""
@@ -169,35 +159,26 @@ class FrequencyEntropyFigures(Topic):
             for m in self.measures
             for column, i in enumerate(self._shown)
         ]
-        places, single = list(self._norms), []
-        for start in range(0, len(places), COLUMNS):
-            for m in self.measures:
-                for column, (layer, head) in enumerate(places[start : start + COLUMNS]):
-                    entropies, queries = self.values[m, side][layer], self.values[m, "query"]
-                    row = head * len(entropies) // queries.shape[1]
-                    drawn = np.column_stack([np.arange(entropies.shape[1]), entropies[row]])
-                    single.append(
-                        Panel(
-                            f"layer {layer}, head {head}",
-                            y="" if column else NAMES[m],
-                            prepare=self._axis(m),
-                            points={"": drawn},
-                        )
-                    )
+        look: dict[str, Any] = {"x": PAIR_INDEX, "height": 1.75, "share": True}
+        lengths = ", ".join(f"{i}: {n:,}" for i, n in enumerate(self._by_length(side)))
         figures = "(Fig. 1, 2, 5, 8-10, 18-21, "
-        readers = "" if side == "query" else " that these heads read"
-        look: dict[str, Any] = {"columns": len(self._shown), "height": 1.75, "share": True}
         return [
             Plot(
                 f"frequency_entropy_{name}",
-                draw(panels, x=PAIR_INDEX, index="head", **look),
+                draw(panels, columns=len(self._shown), index="head", **look),
                 f"Entropy of every pair of the {name} of some layers; dashed: thresholds of the "
                 "attenuation (Fig. 3).",
             ),
             Plot(
                 f"frequency_entropy_heads_{name}",
-                draw(single, columns=min(COLUMNS, len(places)), height=1.6, x=PAIR_INDEX),
-                f"Entropy of every pair of single {name}{readers} {figures}above).",
+                draw(
+                    self._heads(side),
+                    columns=min(COLUMNS, len(self._norms)),
+                    index=f"tokens ({lengths})",
+                    **look,
+                ),
+                f"Entropy of every pair of the {name} of single heads, by the length of the text "
+                f"{figures}above; App. F, Fig. 15-17).",
             ),
             Plot(
                 f"frequency_entropy_norms_{name}",
@@ -213,6 +194,25 @@ class FrequencyEntropyFigures(Topic):
             ),
         ]
 
+    def _by_length(self, side: Side) -> dict[int, dict[str, Array]]:
+        """Return entropies by measure of the whole text, of queries also of its prefixes."""
+        whole = {m: self.values[m, side] for m in self.measures}
+        return {**(self.prefixes if side == "query" else {}), self.target.length: whole}
+
+    def _heads(self, side: Side) -> list[Panel]:
+        """Return single query heads, or the key heads that they read, by length."""
+        places, panels = list(self._norms), []
+        for start in range(0, len(places), COLUMNS):
+            for m in self.measures:
+                whole, queries = self.values[m, side], self.values[m, "query"].shape[1]
+                missing = np.full(whole.shape, np.nan)
+                values = np.stack([by.get(m, missing) for by in self._by_length(side).values()])
+                for column, (i, j) in enumerate(places[start : start + COLUMNS]):
+                    shown = values[:, i, j * whole.shape[1] // queries]
+                    y = "" if column else NAMES[m]
+                    panels.append(self._panel(f"layer {i}, head {j}", m, shown, y))
+        return panels
+
     def _all_layers(self, measure: str) -> Plot:
         """Draw queries of all heads of all layers (Fig. 6 and 7)."""
         name, layers = NAMES[measure], enumerate(self.values[measure, "query"])
@@ -222,27 +222,6 @@ class FrequencyEntropyFigures(Topic):
             f"frequency_entropy_all_layers_{measure}",
             draw(panels, x=PAIR_INDEX, y=name, index="head", **look),
             f"{name} of every pair of the queries of all layers (Fig. 6 and 7).",
-        )
-
-    def _by_length(self) -> Plot:
-        """Draw entropies of queries on the target's prefixes (App. F, Fig. 15 to 17)."""
-        whole = {m: self.values[m, "query"] for m in self.measures}
-        by_length = self.prefixes | {self.target.length: whole}
-        places = list(self._norms)[:COLUMNS]
-        panels = []
-        for m in self.measures:
-            missing = np.full(whole[m].shape, np.nan)
-            values = np.stack([measured.get(m, missing) for measured in by_length.values()])
-            for column, (i, j) in enumerate(places):
-                label = "" if column else NAMES[m]
-                panels.append(self._panel(f"L{i}H{j}", m, values[:, i, j], label))
-        lengths = ", ".join(f"{i}: {n:,}" for i, n in enumerate(by_length))
-        look: dict[str, Any] = {"columns": len(places), "height": 1.75, "share": True}
-        return Plot(
-            "frequency_entropy_lengths",
-            draw(panels, x=PAIR_INDEX, index=f"tokens ({lengths})", **look),
-            "Entropy of the query pairs of single heads by the length of the text (App. F, Fig. "
-            "15-17).",
         )
 
 

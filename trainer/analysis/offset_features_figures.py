@@ -179,15 +179,12 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
         lower = features[features.possible].drop_duplicates(["pair", "lower_bound"])
         axes.plot(lower.pair, lower.lower_bound, "_", color=ORANGE, markersize=4)
 
-    radius = "radius of the mean key"
+    radius, angle = "radius of the mean key", "angle φ, query to key (rad)"
+    of: dict[str, Any] = {"table": moving, "across": "pair", "index": "key_radius", "x": PAIR_INDEX}
     levels = tuple((level, "") for level in RADII)
-    looks: dict[str, dict[str, Any]] = {
-        "key_radius": {"y": radius, "prepare": upper_bound, "horizontal": levels},
-        "angle": {"y": "angle φ, query to key (rad)", "prepare": both_bounds},
-    }
     panels = [
-        _graded(moving, "pair", name, "key_radius", x=PAIR_INDEX, **look)
-        for name, look in looks.items()
+        _graded(up="key_radius", y=radius, prepare=upper_bound, horizontal=levels, **of),
+        _graded(up="angle", y=angle, prepare=both_bounds, **of),
     ]
     return Plot(
         "offset_features",
@@ -322,27 +319,26 @@ def effect_plots(sinks: pd.DataFrame, fastest: pd.DataFrame) -> list[Plot]:
     plots = []
     if len(sinks):
         x, y = "score of the first key over others", "of it, the pair's"
-        panels = [
-            without("the first token", sinks),
-            _graded(sinks, "margin", "margin_of_pair", "layer", x=x, y=y),
-        ]
-        caption = (
-            "Attention on the first token with and without the strongest pair under the upper "
-            "bound, and the pair's part of the first key's score, a point a head (Sec. 4.2)."
+        margin = _graded(sinks, "margin", "margin_of_pair", "layer", x=x, y=y)
+        plots.append(
+            Plot(
+                "offset_sinks",
+                draw([without("the first token", sinks), margin], size=14, index="layer"),
+                "Attention on the first token with and without the strongest pair under the upper "
+                "bound, and the pair's part of the first key's score, a point a head (Sec. 4.2).",
+            )
         )
-        plots.append(Plot("offset_sinks", draw(panels, size=14, index="layer"), caption))
     if len(fastest):
-        x, y = "radius of the mean key", "angle φ in steps of a token"
-        step = ((1.0, ""),)
-        panels = [
-            _graded(fastest, "key_radius", "steps", "layer", x=x, y=y, horizontal=step),
-            without("the token before", fastest),
-        ]
-        caption = (
-            "The fastest pair of every head: its angle by its radius, and attention on the token "
-            "before with and without it (Sec. 4.3.1)."
+        x, y, step = "radius of the mean key", "angle φ in steps of a token", ((1.0, ""),)
+        steps = _graded(fastest, "key_radius", "steps", "layer", x=x, y=y, horizontal=step)
+        plots.append(
+            Plot(
+                "offset_steps",
+                draw([steps, without("the token before", fastest)], size=14, index="layer"),
+                "The fastest pair of every head: its angle by its radius, and attention on the "
+                "token before with and without it (Sec. 4.3.1).",
+            )
         )
-        plots.append(Plot("offset_steps", draw(panels, size=14, index="layer"), caption))
     return plots
 
 
@@ -362,7 +358,11 @@ def offset_changes(before: Target, after: Target) -> Results:
     was, now = by_name.values()
     was, now = was.merge(now[PLACE], on=PLACE), now.merge(was[PLACE], on=PLACE)
     plots: list[Plot] = []
-    if len(was) and _layers_and_heads(before) == _layers_and_heads(after):
+    shapes = {
+        (len(target.model.layout.layers), target.model.config.num_attention_heads)
+        for target in (before, after)
+    }
+    if len(was) and len(shapes) == 1:
         pair = {before.name: was, after.name: now}
         plots = [changes_by_pair(pair), changes_of_pairs(pair, after.config.pairs)]
         crossed = now.assign(possible=was.possible, lower_bound=was.lower_bound)
@@ -372,10 +372,6 @@ def offset_changes(before: Target, after: Target) -> Results:
     rows = pd.concat(tables).assign(length=length)
     key, title = "offset_changes", "Rotary offset features of two models"
     return finished(key, title, plots, rows, after.name)
-
-
-def _layers_and_heads(target: Target) -> tuple[int, int]:
-    return len(target.model.layout.layers), target.model.config.num_attention_heads
 
 
 def _both_bounds(axes: Axes, draw: Callable[..., Any], values: Sequence[Sequence[float]]) -> None:

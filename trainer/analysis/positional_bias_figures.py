@@ -133,29 +133,26 @@ class PositionalBiasFigures(Topic):
     def rows(self) -> pd.DataFrame:
         """Return biases, gradients, spreads, attention under YaRN and factors of frequencies."""
         tables = [tidy({k: b}, "layer", "head", length=self.length) for k, b in self.bias.items()]
-        gradients = {} if self.fresh is None else self.fresh.gradients
-        for version, spreads in self.spreads.items():
-            for seed, spread in enumerate(spreads):
-                values = {"prefix_spread": spread}
-                name = f"{VERSIONS[version][0]}, seed {seed}"
-                tables.append(tidy(values, "layer", variant=name))
-        for version, seeds in gradients.items():
-            for seed, norms in enumerate(seeds):
-                values = {f"gradient_{k}": norm for k, norm in zip(KINDS, norms, strict=True)}
-                name = f"{VERSIONS[version][0]}, seed {seed}"
-                tables.append(tidy(values, "layer", variant=name))
+        by_seed: list[tuple[str, str, Array]] = [
+            (version, "prefix_spread", spreads) for version, spreads in self.spreads.items()
+        ]
+        for version, norms in self.fresh.gradients.items() if self.fresh else ():
+            by_seed += [(version, f"gradient_{k}", norms[:, i]) for i, k in enumerate(KINDS)]
+        for version, metric, values in by_seed:
+            label = VERSIONS[version][0]
+            for seed, value in enumerate(values):
+                tables.append(tidy({metric: value}, "layer", variant=f"{label}, seed {seed}"))
         for metric, ((layer, head), first, curves) in self.yarn.items():
             for name, curve in curves.items():
                 places = {"length": range(first, first + len(curve))}
                 table = tidy({metric: curve}, "length", places=places, variant=name)
                 tables.append(table.assign(layer=layer, head=head))
-        for s in FACTORS:
-            if self.spectrum is None:
-                break
-            factors = scaling_factors(self.spectrum, self.target.training_length, s)
-            for name, gamma in factors.items():
-                variant = f"{METHODS[name][0]}, s = {s:g}"
-                tables.append(tidy({"frequency_factor": gamma}, "pair", variant=variant))
+        if self.spectrum is not None:
+            for s in FACTORS:
+                factors = scaling_factors(self.spectrum, self.target.training_length, s)
+                for name, gamma in factors.items():
+                    variant = f"{METHODS[name][0]}, s = {s:g}"
+                    tables.append(tidy({"frequency_factor": gamma}, "pair", variant=variant))
         return pd.concat(tables)
 
     def _under_yarn(self) -> Plot:
@@ -180,20 +177,14 @@ class PositionalBiasFigures(Topic):
         )
 
 
-def _by_layer(axes: Axes) -> None:
-    log_if_wide(axes)
-    whole_ticks(axes.xaxis.get_major_locator())
-
-
 def gradients_plot(fresh: FreshResult) -> Plot:
     """Draw gradients before training (Fig. 4)."""
     panels = [
-        Panel(
+        _over_layers(
             f"towards {towards}",
-            [_over_layers(version, norms[:, kind]) for version, norms in fresh.gradients.items()],
+            {version: norms[:, kind] for version, norms in fresh.gradients.items()},
             "layer",
             "gradient norm of Aᶜ",
-            _by_layer,
         )
         for kind, towards in enumerate(KINDS.values())
     ]
@@ -207,22 +198,27 @@ def gradients_plot(fresh: FreshResult) -> Plot:
 
 def spread_plot(spreads: Mapping[str, Array]) -> Plot:
     """Draw prefix spreads (Thm. 3.4)."""
-    lines = [_over_layers(version, norms) for version, norms in spreads.items()]
     return Plot(
         "prefix_spread",
-        draw([Panel("", lines, "blocks passed", "prefix spread", _by_layer)]),
+        draw([_over_layers("", spreads, "blocks passed", "prefix spread")]),
         "Prefix spread of the normalised states that enter attention after so many blocks (DroPE, "
         "Thm. 3.4).",
     )
 
 
-def _over_layers(version: str, values: Array) -> Line:
-    """Return the mean over seeds of ``[seeds, layers]``, with the least and the largest value."""
-    label, style = VERSIONS[version]
-    mean, low, high = values.mean(axis=0).tolist(), None, None
-    if len(values) > 1:
+def _over_layers(title: str, versions: Mapping[str, Array], x: str, y: str) -> Panel:
+    """Return the means over seeds of ``[seeds, layers]``, with the least and the largest value."""
+
+    def prepare(axes: Axes) -> None:
+        log_if_wide(axes)
+        whole_ticks(axes.xaxis.get_major_locator())
+
+    lines = []
+    for version, values in versions.items():
+        layers, mean = range(values.shape[1]), values.mean(axis=0).tolist()
         low, high = values.min(axis=0).tolist(), values.max(axis=0).tolist()
-    return Line(label, style, range(values.shape[1]), mean, low, high)
+        lines.append(Line(*VERSIONS[version], layers, mean, low, high))
+    return Panel(title, lines, x, y, prepare)
 
 
 def factors_plot(spectrum: Spectrum, training_length: int) -> Plot:

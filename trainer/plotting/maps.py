@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import Colormap, LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from trainer.plotting.panels import panel_grid
 from trainer.plotting.style import ON_BRIGHT, UNKNOWN, blank, paper_style
@@ -99,8 +100,17 @@ def heat_maps(
                 figure.colorbar(image, label=colours.label, pad=0.02, format="%g")
         if shared:
             label = scales[0].label
-            figure.colorbar(image, ax=grid, label=label, pad=0.02, aspect=30, format="%g")
+            bar = figure.colorbar(image, ax=grid, label=label, pad=0.02, aspect=30, format="%g")
+            if scales[0].log:
+                low, high = image.get_clim()
+                narrow = high < 100 * low
+                bar.minorformatter = FuncFormatter(_two_or_five) if narrow else NullFormatter()
     return figure
+
+
+def _two_or_five(value: float, _: int) -> str:
+    """Return the label of a minor tick between powers of ten."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _number(

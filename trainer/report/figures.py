@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -63,11 +63,15 @@ def _rows(report: Report) -> list[Row]:
     return list(dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True)))
 
 
+def _groups(rows: Collection[Row], most: int) -> dict[str, list[Row]]:
+    """Return all rows under an empty name, or the rows of each model if there are too many."""
+    if len(rows) <= most:
+        return {"": list(rows)}
+    return {model: [row for row in rows if row[0] == model] for model, _ in rows}
+
+
 def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
     title, scores = report.tasks[task], estimates(report.rows, task)
-    groups: dict[str, list[Row]] = {"": list(scores)}
-    if len(scores) > _MOST_LINES:
-        groups = {model: [row for row in scores if row[0] == model] for model, _ in scores}
     chances = tuple(
         (100 * report.task[key], f"{text} ({percent(report.task[key])}%)")
         for key, text in (("chance", "chance"), ("chance_listed", "any listed value"))
@@ -77,7 +81,7 @@ def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
         _successes(
             report, task, [_line(report, r, scores[r], styles) for r in group], model, chances
         )
-        for model, group in groups.items()
+        for model, group in _groups(scores, _MOST_LINES).items()
     ]
     return Plot(
         f"success_{_slug(task)}",
@@ -136,10 +140,7 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
         for row in _rows(report)
         if row in means.index.droplevel("place")
     }
-    groups = {"": list(maps)}
-    if len(maps) > _TOGETHER:
-        groups = {model: [row for row in maps if row[0] == model] for model, _ in maps}
-    for model, group in groups.items():
+    for model, group in _groups(maps, _TOGETHER).items():
         name = f"{report.tasks[task]}{', ' if model else ''}{model}"
         yield Plot(
             "_".join(("depth", *map(_slug, filter(None, (task, model))))),
