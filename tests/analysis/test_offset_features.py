@@ -197,8 +197,6 @@ def test_weights_and_margins_against_loops(name, changes, queries):
     assert measured["margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
     by_pair = [sink_row(heads, 3, pair)["margin_of_pair"] for pair in range(len(parts))]
     np.testing.assert_allclose(by_pair, parts, rtol=1e-3, atol=1e-4)
-    assert measured["strongest_pair"] == np.argmax(parts)
-    assert measured["margin_of_strongest"] == max(by_pair)
 
 
 def loud(tiny_decoder, factor=40.0, **positional):

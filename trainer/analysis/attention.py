@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.model.language_model import LanguageModel
 from trainer.positional.encodings import alibi_slopes
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import LayerEncoding
 
 Array = np.ndarray
 Place = tuple[int, int]
@@ -54,23 +54,6 @@ class Heads:
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    @classmethod
-    def of_layer(
-        cls,
-        layout: Layout,
-        layer: int,
-        *tensors: Tensor,
-        sinks: Tensor | None = None,
-        **scores: Any,
-    ) -> Heads:
-        """Return what the observer of a layer gets in a model of this layout."""
-        q, k, rotated_q, rotated_k = (x.detach().float() for x in tensors)
-        return cls(
-            *(layer, layout.layers[layer], q, k, rotated_q, rotated_k, layout.training_length),
-            sinks=None if sinks is None else sinks.detach().float(),
-            **scores,
-        )
-
     @property
     def scale(self) -> float:
         """Factor on the dot product of a query and a key."""
@@ -103,9 +86,13 @@ def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]
 
     Tensors that ``on_layer`` does not keep are freed before the next layer.
     """
+    layers, C = model.layout.layers, model.layout.training_length
 
-    def observe(layer: int, *tensors: Tensor, **scores: Any) -> None:
-        on_layer(Heads.of_layer(model.layout, layer, *tensors, **scores))
+    def observe(layer: int, *tensors: Tensor, sinks: Tensor | None = None, **scores: Any) -> None:
+        q, k, rotated_q, rotated_k = (x.float() for x in tensors)
+        sinks = None if sinks is None else sinks.detach().float()
+        heads = Heads(layer, layers[layer], q, k, rotated_q, rotated_k, C, sinks=sinks, **scores)
+        on_layer(heads)
 
     with model.observed(observe):
         return model.hidden_states(ids.to(model.device))

@@ -217,14 +217,13 @@ def sweep(
             factors = [alpha] * len(together)
             size = model.config.head_size
             changes, pairs = attenuation(layout, entropies, together, factors, size)
-            layers = map(_with_intervention, layout.layers, changes)
-            curve[alpha] = perplexity(tuple(layers)) if pairs else plain
+            layers = [
+                replace(layer, intervention=change)
+                for layer, change in zip(layout.layers, changes, strict=True)
+            ]
+            curve[alpha] = perplexity(layers) if pairs else plain
         sweeps.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
     return sweeps
-
-
-def _with_intervention(layer: LayerEncoding, intervention: Intervention) -> LayerEncoding:
-    return replace(layer, intervention=intervention)
 
 
 def attenuation(

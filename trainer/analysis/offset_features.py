@@ -239,15 +239,12 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     ``attention``: that attention; ``attention_without``: without the pair's part of the scores;
     ``explained``: share of it that disappears then, negative if attention grows;
     ``attention_without_fast_pair``: without the part of the pair ``control``, NaN if that is None.
-    ``first_key``: length of the first key in the pair, before the encoding, over the length of the
-    mean key. ``margin``: the scaled margin of the scores, with its part from the pair and the pair
-    with the largest part.
+    ``margin``: the scaled margin of the scores; ``margin_of_pair``: its part from the pair.
     """
     positions = sampled_queries(heads)
     if positions is None:
         return None
     kv = head // heads.queries_per_key
-    pairs = len(heads.encoding.spectra[kv].inv_freq)
 
     def weight(without: int | None = None) -> float:
         weights = head_attention(heads, head, positions, without=without)
@@ -258,9 +255,7 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
     others = k[:, 1:].double().cumsum(dim=1)[:, seen - 1] / seen[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
-    parts = by_channel[: 2 * pairs].unflatten(0, (2, pairs)).sum(dim=0).tolist()
-    keys_of_pair = heads.k[:, kv][..., [pair, pair + pairs]]
-    first, mean = keys_of_pair[:, 0], keys_of_pair.mean(dim=(0, 1))
+    channels = [pair, pair + len(heads.encoding.spectra[kv].inv_freq)]
     attention, without = weight(), weight(pair)
     return {
         "layer": heads.layer,
@@ -270,11 +265,8 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
         "attention_without": without,
         "explained": 1 - without / max(attention, np.finfo(float).tiny),
         "attention_without_fast_pair": math.nan if control is None else weight(control),
-        "first_key": float(first.norm(dim=-1).mean() / mean.norm().clamp_min(1e-9)),
         "margin": float(by_channel.sum()),
-        "margin_of_pair": parts[pair],
-        "strongest_pair": parts.index(max(parts)),
-        "margin_of_strongest": max(parts),
+        "margin_of_pair": float(by_channel[channels].sum()),
     }
 
 

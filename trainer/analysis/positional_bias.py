@@ -64,25 +64,25 @@ def positional_biases(rows: Rows) -> dict[str, Tensor]:
 
 def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Array]:
     """Compute the Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and of dA^c/dW_K (Fig. 4),
-    averaged over the texts ``ids`` ``[B, T]``.
+    averaged over the texts ``ids`` ``[B, T]``, whose attention is held as a whole.
 
     A^c is the head's, and the states that enter its layer are constants. ``shift``: 0 for the
     diagonal head, 1 for the previous token.
     """
     measured: list[Tensor] = []  # [heads, 2] of every layer of every text
 
-    def observe(layer: int, *tensors: Tensor) -> None:
-        attention = model.layers[layer].self_attn
+    def observe(layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor) -> None:
+        attention, encoding = model.layers[layer].self_attn, model.layout.layers[layer]
         projections = [attention.q_proj.weight, attention.k_proj.weight]
-        heads, (rotated_q, rotated_k) = Heads.of_layer(model.layout, layer, *tensors), tensors[2:]
+        C = model.layout.training_length
+        heads = Heads(layer, encoding, q, k, rotated_q, rotated_k, C)
+        visible = visible_keys(q.shape[2], encoding.window, model.device)
+        share = _has_target(visible, shift) * visible / (visible - 1).clamp(min=1)
         norms = []
-        for head in range(rotated_q.shape[1]):
-            grad_q, grad_k = torch.zeros_like(rotated_q), torch.zeros_like(rotated_k)
-            grads = _score_gradients(heads, head, shift)
-            grad_q[:, head], grad_k[:, head // heads.queries_per_key] = grads
-            gradients = torch.autograd.grad(
-                (rotated_q, rotated_k), projections, (grad_q, grad_k), retain_graph=True
-            )
+        for head in range(q.shape[1]):
+            weights = head_attention(heads, head, slice(None))[0].diagonal(-shift)
+            bias = (weights * share[shift:]).sum() / len(visible)  # less a constant
+            gradients = torch.autograd.grad(bias, projections, retain_graph=True)
             norms.append(torch.stack([gradient.double().norm() for gradient in gradients]))
         measured.append(torch.stack(norms))
 
@@ -101,32 +101,6 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
 
 
 @torch.no_grad()
-def _score_gradients(heads: Heads, head: int, shift: int) -> tuple[Tensor, Tensor]:
-    """Compute dA^c/dq and dA^c/dk ``[1, T, D]`` of one head's rotated queries and keys.
-
-    The gradient of sum_m c_im alpha_im with respect to the score of key j is alpha_ij times (c_ij
-    minus that sum).
-    """
-    q, k = heads.rotated_q[:, head], heads.rotated_k[:, head // heads.queries_per_key]
-    T = q.shape[1]
-    visible = visible_keys(T, heads.encoding.window, q.device)
-    share = _has_target(visible, shift) / (visible - 1).clamp(min=1) / T * heads.scale
-    grad_q, grad_k = torch.zeros_like(q), torch.zeros_like(k)
-    for start in range(0, T, BLOCK):
-        stop = min(start + BLOCK, T)
-        alpha = head_attention(heads, head, slice(start, stop))
-        i = torch.arange(start, stop, device=q.device)
-        target = (i - shift).clamp(min=0)[None, :, None]
-        seen = alpha.gather(-1, target) * visible[start:stop, None]
-        of_scores = alpha * (alpha.sum(dim=-1, keepdim=True) - 1 - seen)
-        of_scores.scatter_add_(-1, target, seen)
-        of_scores *= share[start:stop, None].to(q.dtype)
-        grad_q[:, start:stop] = of_scores @ k[:, :stop]
-        grad_k[:, :stop] += of_scores.mT @ q[:, start:stop]
-    return grad_q, grad_k
-
-
-@torch.no_grad()
 def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
     """Compute max over j <= i of |mean(h_1 .. h_i) - h_j| (Theorem 3.4), averaged over the texts
     ``ids`` ``[B, T]``.
@@ -137,7 +111,7 @@ def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
     spreads: list[Tensor] = []
 
     def note(layer: int, states: Tensor) -> None:
-        spreads.append(torch.stack([_prefix_spread(x) for x in states]).double().mean())
+        spreads.append(torch.stack([_prefix_spread(x) for x in states]).mean())
 
     with model.feeding(note):
         last = model.hidden_states(ids.to(model.device))
@@ -147,20 +121,10 @@ def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
 
 def _prefix_spread(states: Tensor) -> Tensor:
     """Compute max over j <= i of |mean(h_1 .. h_i) - h_j|, ``states`` being h ``[T, d]``."""
-    T = len(states)
     # The common mean is subtracted first; otherwise rounding hides the small differences.
-    states = states.double()
-    states = states - states.mean(dim=0)
-    means = states.cumsum(dim=0) / torch.arange(1, T + 1, device=states.device)[:, None]
-    states, means = states.float(), means.float()
-    squares, widest = states.square().sum(dim=-1), states.new_zeros(())
-    for start in range(0, T, BLOCK):
-        stop = min(start + BLOCK, T)
-        mean = means[start:stop]
-        distances = squares[:stop] + mean.square().sum(dim=-1, keepdim=True)
-        distances.addmm_(mean, states[:stop].T, alpha=-2)
-        widest = torch.maximum(widest, distances.tril(start).amax())
-    return widest.clamp(min=0).sqrt()
+    states = states.double() - states.double().mean(dim=0)
+    means = states.cumsum(dim=0) / torch.arange(1, len(states) + 1, device=states.device)[:, None]
+    return torch.cdist(means, states).tril().amax()
 
 
 TOKENS, FEWEST, SEEDS = 512, 32, 3
