@@ -7,6 +7,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +17,33 @@ import torch.nn.functional as F
 from trainer.config import ChoiceSettings, DopeSettings, EvaluationConfig, TemperatureSettings
 from trainer.data.needles import NeedleVocabulary
 from trainer.evaluation import dope, passes
-from trainer.evaluation.engine import PART, Subject, measure_cells, plan_cells
+from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.measurements import Perplexity, Statements
-from trainer.evaluation.methods import recipe
+from trainer.evaluation.methods import method_for
+from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
 
 LENGTHS = [32, 64]
+
+
+def saved(name, model, load=None, layout=None):
+    """A model as the engine sees it; ``load`` reads it."""
+    layout, load = layout or model.layout, load or (lambda: model)
+    return SimpleNamespace(
+        name=name,
+        fingerprint=name,
+        config=model.config,
+        layout=layout,
+        training_length=layout.training_length,
+        for_inference=lambda device, dtype, chunk: load(),
+    )
+
+
+def rows(measured):
+    """Rows without seconds."""
+    return rows_of(measured.trials, {}, "run", 0).fillna(-1.0).to_dict("records")
 
 
 def perplexity(corpus, lengths=LENGTHS):
@@ -49,17 +69,18 @@ def evaluation(model, corpus, tmp_path):
     ):
         config = EvaluationConfig(methods=list(methods))
         end = corpus.end_of_text
-        subject = Subject("tiny", "weights", model.config, model.layout, load)
-        recipes = {"tiny": [recipe(name, model.layout, config) for name in methods]}
+        of_model = {"tiny": [method_for(name, model.layout, config) for name in methods]}
         vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
         tasks = [
             perplexity(corpus, lengths),
             Statements.make(corpus.test, lengths, vocabulary, end, trials, 2, 1),
         ]
-        text = FitText({}, end, "text")
-        plans = plan_cells([subject], recipes, tasks, lengths, text, tokens)
+        text = FitText({}, end)
+        plans = plan_cells(
+            [saved("tiny", model, load)], of_model, tasks, lengths, text, Settings(tokens)
+        )
         go.plans = plans
-        return measure_cells(plans, text, Store(tmp_path / folder), tokens), len(loads)
+        return measure_cells(plans, text, Store(tmp_path / folder), Settings(tokens)), len(loads)
 
     return go
 
@@ -67,7 +88,7 @@ def evaluation(model, corpus, tmp_path):
 def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation, model):
     before = model.layout
     measured, _ = evaluation()
-    places = [(row["method"], row["length"], row["task"]) for row in measured.rows]
+    places = [(row["method"], row["length"], row["task"]) for row in rows(measured)]
     assert list(dict.fromkeys(places)) == [
         (method, length, task)
         for method in ("none", "crop", "yarn")
@@ -85,7 +106,7 @@ def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corp
     """At 64 tokens, 32 of them read: the last 16 tokens behind the 16 before, those before them
     behind the 16 before these."""
     measured, _ = evaluation(["crop"])
-    (loss,) = [r["value"] for r in measured.rows if r["metric"] == "loss" and r["length"] == 64]
+    (loss,) = [r["value"] for r in rows(measured) if r["metric"] == "loss" and r["length"] == 64]
     losses = []
     for window in perplexity(corpus).windows[64]:
         for first in (16, 32):
@@ -98,9 +119,9 @@ def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corp
 def test_stored_cells_are_not_measured_again(evaluation):
     first, loads = evaluation(["none"])
     again, still = evaluation(["none"])
-    assert (again.rows, still) == (first.rows, loads)
+    assert (rows(again), still) == (rows(first), loads)
     more, once_more = evaluation(["none", "pi"])
-    assert more.rows[: len(first.rows)] == first.rows
+    assert rows(more)[: len(rows(first))] == rows(first)
     assert once_more == loads + 1
     # Other trials are another measurement.
     fewer, _ = evaluation(["none"], trials=4)
@@ -119,26 +140,27 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
         return model
 
     shape = load()
-    subjects = [Subject(name, name, shape.config, shape.layout, load) for name in "ab"]
+    models = [saved(name, shape, load, shape.layout) for name in "ab"]
     config = EvaluationConfig()
-    recipes = {name: [recipe("none", shape.layout, config)] for name in "ab"}
+    methods = {name: [method_for("none", shape.layout, config)] for name in "ab"}
     del shape
-    text = FitText({}, corpus.end_of_text, "text")
-    plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text, 4096)
-    measure_cells(plans, text, Store(tmp_path), 4096)
+    text = FitText({}, corpus.end_of_text)
+    plans = plan_cells(models, methods, [perplexity(corpus)], LENGTHS, text, Settings())
+    measure_cells(plans, text, Store(tmp_path), Settings())
     assert alive == [0, 0, 0]
 
 
 def test_a_fit_on_other_text_is_another_measurement(model, corpus):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
-    recipes = {"tiny": [recipe(name, model.layout, config) for name in config.methods]}
-    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
+    subject = saved("tiny", model)
     task = perplexity(corpus)
 
     def keys(windows):
-        text = FitText({64: np.zeros((windows, 64), int)}, 0, "text")
-        return [plan.key for plan in plan_cells([subject], recipes, [task], LENGTHS, text, 4096)]
+        text = FitText({64: np.zeros((windows, 64), int)}, 0)
+        cells = plan_cells([subject], methods, [task], LENGTHS, text, Settings())
+        return [cell.key for cell in cells]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False]
@@ -148,33 +170,31 @@ def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
     layouts = {"a": model.layout, "b": model.layout.with_training_length(64)}
-    subjects = [Subject(n, n, model.config, layout, lambda: model) for n, layout in layouts.items()]
-    recipes = {
-        n: [recipe(m, layout, config) for m in config.methods] for n, layout in layouts.items()
+    models = [saved(name, model, layout=layout) for name, layout in layouts.items()]
+    methods = {
+        n: [method_for(m, layout, config) for m in config.methods] for n, layout in layouts.items()
     }
-    text = FitText({64: np.zeros((1, 64), np.int64)}, corpus.end_of_text, "text")
+    text = FitText({64: np.zeros((1, 64), np.int64)}, corpus.end_of_text)
 
-    def keys(*subjects):
-        plans = plan_cells(subjects, recipes, [perplexity(corpus)], LENGTHS, text, 4096)
-        return {(plan.subject.name, plan.recipe.key, plan.length): plan.key for plan in plans}
+    def keys(*models):
+        plans = plan_cells(models, methods, [perplexity(corpus)], LENGTHS, text, Settings())
+        return {(plan.model.name, plan.method.key, plan.length): plan.key for plan in plans}
 
-    a, b = subjects
+    a, b = models
     assert keys(a, b) == keys(b, a) == keys(a) | keys(b)
 
 
 def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
-    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
-    names = ["none", "dope", "yarn+weighted_rope"]
+    subject = saved("tiny", model)
+    names, task = ["none", "dope", "yarn+weighted_rope"], perplexity(corpus)
 
     def keys(text=0, **choice):
         settings = ChoiceSettings(**choice)
         config = EvaluationConfig(lengths=[1, 2], methods=names, choice=settings)
-        recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
-        read = FitText({}, 0, "text", choice={n: np.full((2, n), text) for n in LENGTHS})
-        return [
-            plan.key
-            for plan in plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, read, 4096)
-        ]
+        methods = {"tiny": [method_for(name, model.layout, config) for name in names]}
+        read = FitText({}, 0, choice={n: np.full((2, n), text) for n in LENGTHS})
+        cells = plan_cells([subject], methods, [task], LENGTHS, read, Settings())
+        return [cell.key for cell in cells]
 
     first = keys()
     for others in (keys(length=2), keys(text="standard"), keys(texts=1), keys(1)):
@@ -185,18 +205,18 @@ def test_chosen_heads_are_noted_for_all_lengths_also_by_a_resumed_evaluation(
     model, corpus, tmp_path
 ):
     config = EvaluationConfig(lengths=[1, 2], dope=DopeSettings(heads=2))
-    recipes = {"tiny": [recipe("dope", model.layout, config)]}
-    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    methods = {"tiny": [method_for("dope", model.layout, config)]}
+    subject = saved("tiny", model)
     windows = windows_with_common_ends(corpus.validation, 3, LENGTHS)
-    text, store = FitText(windows, 0, "text"), Store(tmp_path)
-    plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 4096)
-    first = measure_cells(plans, text, store, 4096)
+    text, store = FitText(windows, 0), Store(tmp_path)
+    plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings())
+    first = measure_cells(plans, text, store, Settings())
     for length, note in zip(LENGTHS, first.notes, strict=True):
         heads = dope.select(model, torch.from_numpy(windows[length]), config.dope).words
         assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
     for path in tmp_path.glob("fit-*"):
         path.unlink()
-    assert measure_cells(plans, text, store, 4096).notes == first.notes
+    assert measure_cells(plans, text, store, Settings()).notes == first.notes
 
 
 def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
@@ -206,19 +226,19 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     config = EvaluationConfig(
         lengths=[1, 2], temperature=TemperatureSettings(grid=[0.1, 0.3], models="all")
     )
-    recipes = {"tiny": [recipe(name, model.layout, config) for name in ("dope", "temperature")]}
+    methods = {"tiny": [method_for(name, model.layout, config) for name in ("dope", "temperature")]}
     windows = windows_with_common_ends(corpus.validation, 2, LENGTHS)
-    text = FitText(windows, corpus.end_of_text, "text")
-    subject = Subject("tiny", "weights", model.config, model.layout, lambda: model)
+    text = FitText(windows, corpus.end_of_text)
+    subject = saved("tiny", model)
 
     def go(folder):
-        plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 4096)
-        measured = measure_cells(plans, text, Store(tmp_path / folder), 4096)
-        return measured.notes, measured.temperature, without_seconds(measured)
+        plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings())
+        measured = measure_cells(plans, text, Store(tmp_path / folder), Settings())
+        return measured.notes, measured.temperature, rows(measured)
 
     whole = go("whole")
 
-    def killed(task, reading):
+    def killed(task, *_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -240,16 +260,11 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(passes, "IN_CACHE", 64 * 32)
 
 
-def without_seconds(measured):
-    rows = [{**row, "seconds": 0.0} for row in measured.rows]
-    return rows, measured.trials.fillna(-1.0).to_dict("records")
-
-
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
     whole, _ = evaluation(folder="whole", tokens=64)
     monkeypatch.setitem(PART, "cpu", 1.0)
     cells, _ = evaluation(folder="parts", tokens=64)
-    assert without_seconds(cells) == without_seconds(whole)
+    assert rows(cells) == rows(whole)
     assert len(list((tmp_path / "parts").glob("part-*"))) > 12
 
 
@@ -259,11 +274,11 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     whole, _ = evaluation(["none"], folder="whole", tokens=64)
     read, parts = Perplexity.read, []
 
-    def counting(task, reading):
+    def counting(task, model, length, tokens, reads, part):
         if len(parts) == 2:
             raise KeyboardInterrupt
-        parts.append((reading.length, reading.piece.index))
-        return read(task, reading)
+        parts.append((length, part[0]))
+        return read(task, model, length, tokens, reads, part)
 
     with monkeypatch.context() as patch:
         patch.setattr(Perplexity, "read", counting)
@@ -272,13 +287,13 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     assert parts == [(32, 0), (32, 1)]
     parts.clear()
 
-    def counting_on(task, reading):
-        parts.append((reading.length, reading.piece.index))
-        return read(task, reading)
+    def counting_on(task, model, length, tokens, reads, part):
+        parts.append((length, part[0]))
+        return read(task, model, length, tokens, reads, part)
 
     monkeypatch.setattr(Perplexity, "read", counting_on)
     cells, _ = evaluation(["none"], folder="killed", tokens=64)
-    assert without_seconds(cells) == without_seconds(whole)
+    assert rows(cells) == rows(whole)
     assert parts == [(32, 2), (64, 0), (64, 1), (64, 2)]
 
 
@@ -287,7 +302,7 @@ def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts):
     keys = []
     for tokens in (64, 65):
         evaluation(["none"], folder="a", tokens=tokens)
-        keys.append({str(key) for plan in evaluation.plans for _, key in plan.parts})
+        keys.append({str(key) for plan in evaluation.plans for _, key in plan.parts("cpu")})
     assert not keys[0] & keys[1]
 
 
@@ -296,17 +311,17 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
 ):
     config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(models="all"))
     names = ("none", "temperature", "yarn+temperature")
-    recipes = {"tiny": [recipe(name, model.layout, config) for name in names]}
+    methods = {"tiny": [method_for(name, model.layout, config) for name in names]}
     windows = windows_with_common_ends(corpus.validation, 2, [64])
-    text = FitText(windows, corpus.end_of_text, "text")
+    text = FitText(windows, corpus.end_of_text)
     load = partial(copy.deepcopy, model)  # each process has its own
-    subject = Subject("tiny", "weights", model.config, model.layout, load)
-    plans = plan_cells([subject], recipes, [perplexity(corpus)], LENGTHS, text, 64)
-    alone = measure_cells(plans, text, Store(tmp_path / "alone"), 64)
-    go = partial(measure_cells, plans, text, Store(tmp_path / "shared"), 64)
+    subject = saved("tiny", model, load)
+    plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings(64))
+    alone = measure_cells(plans, text, Store(tmp_path / "alone"), Settings(64))
+    go = partial(measure_cells, plans, text, Store(tmp_path / "shared"), Settings(64))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(go, 0, 2)
-        assert go(1, 2).rows == []
+        assert go(1, 2).trials.empty
         together = first.result()
     assert (together.temperature, together.notes) == (alone.temperature, alone.notes)
-    assert without_seconds(together) == without_seconds(alone)
+    assert rows(together) == rows(alone)

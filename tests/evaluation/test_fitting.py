@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,52 +18,24 @@ from trainer.evaluation.fitting import (
     fit_line,
     is_largest_tried,
 )
-from trainer.evaluation.layouts import tempered
 from trainer.evaluation.loss import AnsweredTexts
-from trainer.evaluation.methods import recipe
-from trainer.evaluation.store import Store
+from trainer.evaluation.methods import method_for, tempered
 
-TEXT = FitText({8: np.zeros((2, 8), int)}, 0, "text", {}, {8: np.zeros((1, 8), int)})
+TEXT = FitText({8: np.zeros((2, 8), int)}, 0, {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
     "windows": {8: np.zeros((3, 8), int)},
     "first_token": 1,
-    "fingerprint": "other",
     "needles": {8: AnsweredTexts(np.zeros((1, 8), int), np.ones(1, int))},
     "choice": {8: np.ones((1, 8), int)},
-    "parts": (0, 1),  # follow from what the fingerprint has
+    "parts": (0, 1),
 }
 
 
-def test_keys_of_fits_and_choices_have_their_texts():
+def test_the_key_of_fits_has_all_texts():
     assert {item.name for item in fields(FitText)} == {*OTHERS}
-    changed = {name: replace(TEXT, **{name: other}) for name, other in OTHERS.items()}
-    of_fits = {name for name, text in changed.items() if text.key != TEXT.key}
-    of_choices = {name for name, text in changed.items() if text.choice_key != TEXT.choice_key}
-    assert of_fits == {"windows", "first_token", "fingerprint", "needles"}
-    assert of_choices == of_fits | {"choice"}
-    # Another longest length: the windows of 8 tokens end elsewhere.
-    longer = replace(TEXT, windows={**TEXT.windows, 16: np.zeros((2, 16), int)})
-    assert longer.key != TEXT.key
-
-
-def test_a_stored_fit_is_for_the_same_weights_text_and_settings(tmp_path):
-    made = []
-
-    def stored(model="weights", text=TEXT, settings=("a", 1), kind="temperature"):
-        def make():
-            made.append(1)
-            return len(made)
-
-        return Fitting(None, model, text, Store(tmp_path), 64).stored(kind, settings, make)
-
-    assert [stored(), stored()] == [1, 1]
-    others = [
-        {"model": "other"}, {"settings": ("a", 2)}, {"kind": "longrope"},
-        *({"text": replace(TEXT, **{k: OTHERS[k]})} for k in ("windows", "fingerprint")),
-        {"text": replace(TEXT, first_token=1)},
-    ]  # fmt: skip
-    assert [stored(**other) for other in others] == [2, 3, 4, 5, 6, 7]
-    assert stored() == 1
+    keys = [replace(TEXT, **{name: other}).key for name, other in OTHERS.items()]
+    assert len({TEXT.key, *keys}) == 1 + len(OTHERS)
+    assert replace(TEXT).key == TEXT.key
 
 
 @pytest.mark.parametrize("shares", [(26, 6), (22, 10), (13, 10, 9)])
@@ -72,7 +43,7 @@ def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
     """As many as their shares of four, apart from each other; a heavy text is not taken alone."""
     texts = [HeldOutPart(str(n), share, range(100)) for n, share in enumerate(shares)]
     parts = HeldOutText("validation", tuple(texts)).parts_of_windows(shares).tolist()
-    text = FitText({1: np.arange(32)[:, None]}, 0, "", parts=tuple(parts))
+    text = FitText({1: np.arange(32)[:, None]}, 0, parts=tuple(parts))
     chosen = text.spread(4, 1)[:, 0]
     assert sorted(set(chosen)) == chosen.tolist()
     counts = np.bincount(np.array(parts)[chosen])
@@ -85,9 +56,9 @@ def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
 def test_texts_of_a_choice_spread_over_all_windows(tiny_decoder, by_file):
     """The first ones overlap in almost all of their tokens."""
     windows = {16: np.arange(9)[:, None].repeat(16, 1)}
-    text = FitText({} if by_file else windows, 0, "text", {}, windows if by_file else None)
+    text = FitText({} if by_file else windows, 0, {}, windows if by_file else None)
     model = tiny_decoder(training_length=8)
-    have = Fitting(model, "weights", text, Store(Path()), 64)
+    have = Fitting(lambda: model, text, 64)
     for texts, rows in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
         ids = have.ids(2.0, texts)
         assert (ids.shape, ids[:, 0].tolist()) == ((len(rows), 16), rows)
@@ -109,13 +80,13 @@ def summed_loss(model, layout):
 
 
 @pytest.mark.parametrize("layers", [["rope"], ["nope"], ["alibi"]])
-def test_no_coefficient_of_the_grid_is_better(tiny_decoder, tmp_path, layers):
+def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers):
     model = tiny_decoder(training_length=C, layers=layers)
     layout = model.layout
     settings = TemperatureSettings(grid=GRID, models="all")
     config = EvaluationConfig(lengths=[2, 4], temperature=settings)
-    fitting = Fitting(model, "weights", FitText(WINDOWS, 0, "text"), Store(tmp_path), 64)
-    recipe("temperature", layout, config).make(fitting)
+    fitting = Fitting(lambda: model, FitText(WINDOWS, 0), 64)
+    method_for("temperature", layout, config).layouts(fitting)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
     best = tempered(layout, fitting.temperature)

@@ -10,7 +10,6 @@ from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
 from trainer.data.tokenizer import END_OF_TEXT, end_of_text, train_tokenizer
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.measurements import Reading
 
 pytest.importorskip("lm_eval")
 
@@ -110,6 +109,12 @@ def task(tmp_path, monkeypatch):
     return tmp_path
 
 
+def values(task, model, part=(0, 1)):
+    """Values of the task's metric by question."""
+    read = task.read(model, MAX_LENGTH, 64, part=part)
+    return {trial: value for trial, metric, value in sorted(read) if metric == task.metric}
+
+
 def test_a_task_from_a_file(models, task):
     """lm-eval's own model scores the same questions alike."""
     ours, theirs = models
@@ -120,9 +125,9 @@ def test_a_task_from_a_file(models, task):
         theirs, tasks=["sums"], limit=4, task_manager=TaskManager(include_path=str(task))
     )["results"]["sums"]
     for metric in ("acc", "acc_norm"):
-        cell = found[f"sums_{metric}"].measure(Reading(ours.model, MAX_LENGTH, None, 64))
-        assert len(cell["scores"]) == 4
-        assert sum(cell["scores"]) / 4 == expected[f"{metric},none"]
+        scores = values(found[f"sums_{metric}"], ours.model)
+        assert [*scores] == [0, 1, 2, 3]
+        assert sum(scores.values()) / 4 == expected[f"{metric},none"]
 
 
 def test_a_group_is_the_questions_of_all_its_tasks(models, task):
@@ -132,14 +137,13 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
         "group: both\ntask: [sums, more]\naggregate_metric_list: [{metric: acc}]\n"
     )
     settings = HarnessSettings(["both", "sums"], limit=4, include_path=str(task))
-    reading = Reading(models[0].model, MAX_LENGTH, None, 64)
+    model = models[0].model
     both, _, sums, _ = harness_tasks(settings, models[0].encoder)
-    cell = both.measure(reading)
-    assert cell["scores"] == 2 * sums.measure(reading)["scores"]
-    assert cell["labels"] == ["sums"] * 4 + ["more"] * 4
+    whole = values(sums, model)
+    assert [*values(both, model).values()] == 2 * [*whole.values()]
+    assert both.trials(32).label.tolist() == ["sums"] * 4 + ["more"] * 4
     assert both.fingerprint(32) != sums.fingerprint(32)
-    parts = [sums.part(rank, 2).measure(reading)["scores"] for rank in range(2)]
-    assert sums.measure(reading)["scores"][0::2] == parts[0]
+    assert values(sums, model, (0, 2)) | values(sums, model, (1, 2)) == whole
 
 
 def test_a_task_that_cannot_be_loaded_is_named(task, models):

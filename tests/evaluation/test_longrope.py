@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.positional.examples import one_layer, slowed
 from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.layouts import with_factors
 from trainer.evaluation.longrope import (
     CRITICAL,
     Space,
@@ -21,9 +20,10 @@ from trainer.evaluation.longrope import (
     factors_of,
     fitted_factors,
     search_longrope,
+    with_factors,
 )
 from trainer.evaluation.loss import AnsweredTexts, answer_loss, mean_loss
-from trainer.evaluation.store import Store
+from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
@@ -138,8 +138,8 @@ def model(tiny_decoder):
 @pytest.fixture
 def fitting(tmp_path):
     def make(model):
-        text = FitText({32: WINDOWS}, 0, "text", {32: ASKED})
-        return Fitting(model, "weights", text, Store(tmp_path), 64)
+        text = FitText({32: WINDOWS}, 0, {32: ASKED})
+        return Fitting(lambda: model, text, 64)
 
     return make
 
@@ -227,3 +227,19 @@ def test_perplexity_is_searched_on_windows_that_spread_over_all(model, fitting, 
         settings = LongRopeSettings(evaluations=1, windows=count)
         fitted_factors(have, settings, S, model.layout)
         assert read.pop() == chosen
+
+
+def test_factors_divide_the_frequencies_beyond_the_training_length():
+    original = build_layout(
+        PositionalConfig(layers=["rope", "nope"]),
+        num_layers=3,
+        num_key_value_heads=2,
+        head_dim=8,
+        training_length=64,
+    )
+    changed = with_factors(original, ((1.0, 2.0, 4.0, 8.0), ()))
+    assert changed.layers[1] == original.layers[1]
+    before, after = original.layers[0].spectra[0], changed.layers[0].spectra[0]
+    assert after.at(64, 64).inv_freq == before.inv_freq
+    slow = [f / by for f, by in zip(before.inv_freq, (1.0, 2.0, 4.0, 8.0), strict=True)]
+    assert after.at(65, 64).inv_freq == pytest.approx(slow)

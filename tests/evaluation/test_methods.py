@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,10 +23,8 @@ from trainer.config import (
 )
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import LARGEST_TRIED, FitText, Fitting
-from trainer.evaluation.layouts import tempered
-from trainer.evaluation.methods import MAKERS, Recipe, recipe
-from trainer.evaluation.store import Store
-from trainer.positional.config import TemperatureConfig
+from trainer.evaluation.methods import PARTS, TITLES, method_for, tempered, why_idle, windowed
+from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS
 
 CONFIG = EvaluationConfig(
@@ -36,25 +36,33 @@ CONFIG = EvaluationConfig(
 
 
 @pytest.fixture
-def fitting(tiny_decoder, tmp_path):
+def fitting(tiny_decoder):
     def make(**positional):
         windows = {
             length: np.random.default_rng(0).integers(1, 50, (2, length)) for length in (32, 64)
         }
-        text = FitText(windows, 0, "text")
-        return Fitting(tiny_decoder(**positional), "weights", text, Store(tmp_path), 4096)
+        model = tiny_decoder(**positional)
+        return Fitting(lambda: model, FitText(windows, 0), 4096)
 
     return make
 
 
+def layout(**positional):
+    return build_layout(
+        PositionalConfig(**positional),
+        num_layers=3,
+        num_key_value_heads=2,
+        head_dim=8,
+        training_length=64,
+    )
+
+
 def layout_of(name, fitting, factor, config=CONFIG):
-    made = recipe(name, fitting.model.layout, config)
-    assert isinstance(made, Recipe)
-    return made.make(fitting).layout_at(factor)
+    return method_for(name, fitting.model.layout, config).layouts(fitting)(factor)
 
 
-def test_parts_that_choose_on_text_and_parts_that_need_a_factor_are_known_without_torch():
-    assert {name for name, part in MAKERS.items() if set(part.fits(CONFIG, 2.0))} == {
+def test_parts_that_choose_on_text_are_known():
+    assert {name for name, part in PARTS.items() if set(part.fits(CONFIG, 2.0))} == {
         *("longrope", "temperature", "dope", "weighted_rope")
     }
 
@@ -199,30 +207,6 @@ def test_a_search_goes_through_the_spectra_of_the_layers_that_change(fitting):
     assert all_layers.layers[0] != have.model.layout.layers[0]
 
 
-@pytest.mark.parametrize("name", ["longrope", "temperature", "dope", "weighted_rope"])
-def test_a_fit_depends_on_the_parts_before_it(fitting, name):
-    have, asked = fitting(), []
-    have.stored = lambda kind, settings, make: asked.append(settings) or make()
-    for before in ("", "pi+"):
-        layout_of(before + name, have, 2.0)
-    assert asked[0] != asked[1]
-
-
-@pytest.mark.parametrize("name", ["dope", "weighted_rope"])
-def test_a_stored_choice_gives_the_same_layout_without_another_forward_pass(
-    fitting, name, monkeypatch
-):
-    have = fitting()
-    rules = [WeightedRopeSettings("sequence", "below", 0.9, 0.5)]
-    config = replace(CONFIG, weighted_rope=rules)
-    first, notes = layout_of(name, have, 2.0, config), [*have.notes]
-    assert first != have.model.layout
-    for module in (dope, weighted_rope):
-        monkeypatch.setattr(module, "select", lambda *_: 1 / 0)
-    assert layout_of(name, have, 2.0, config) == first
-    assert have.notes == notes * 2
-
-
 @pytest.mark.parametrize("fit", ["sum", "line"])
 def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, fit):
     have = fitting()
@@ -280,7 +264,6 @@ def test_one_scale_fitted_at_the_target_length_serves_all_lengths(fitting, fit):
     c = have.temperature
     assert scale == pytest.approx(1 + c * np.log(4))
     assert perplexity(c) <= min(map(perplexity, grid)) * (1 + 1e-6)
-    assert have.temperature["lengths"] == [64]
 
 
 def test_a_line_is_fitted_through_the_scales_of_each_length_alone(fitting):
@@ -304,8 +287,8 @@ def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
     have, chosen = fitting(), []
     select = dope.select
     monkeypatch.setattr(dope, "select", lambda *a: chosen.append(a) or select(*a))
-    method = recipe("dope", have.model.layout, CONFIG).make(have)
-    assert method.layout_at(2.0) == method.layout_at(2.0)
+    layout_at = method_for("dope", have.model.layout, CONFIG).layouts(have)
+    assert layout_at(2.0) == layout_at(2.0)
     assert len(chosen) == 1
 
 
@@ -330,47 +313,60 @@ def test_methods_that_cannot_change_a_model_say_why(fitting):
         ("temperature", rnope_swa, CONFIG, None),
         ("temperature", mistral, CONFIG, "no such layer"),
     ):
-        made = recipe(name, fitting(**encoding).model.layout, config)
-        assert isinstance(made, Recipe) if why is None else why in made
+        model = fitting(**encoding).model
+        said = why_idle(name, SimpleNamespace(layout=model.layout, computed_by=None), config)
+        assert said == "" if why is None else why in said
 
 
 def test_settings_have_the_layers_that_change(fitting):
     layout = fitting(windows=[16, None]).model.layout
     for layers, expected in ((None, [1]), ("all", [0, 1]), ([-2], [0])):
-        made = recipe("yarn", layout, replace(CONFIG, layers=layers))
-        assert made.settings == {"layers": expected}
-    assert recipe("none", layout, replace(CONFIG, layers=[0])).settings == {}
+        method = method_for("yarn", layout, replace(CONFIG, layers=layers))
+        assert method.settings == {"layers": expected}
+    assert method_for("none", layout, replace(CONFIG, layers=[0])).settings == {}
 
 
-def test_a_fit_is_made_once_and_noted(fitting, monkeypatch):
+def test_a_fitted_temperature_is_noted(fitting):
     have = fitting(layers=["nope"])
-    first = layout_of("temperature", have, 2.0)
-    (spectrum,) = first.spectra
+    (spectrum,) = layout_of("temperature", have, 2.0).spectra
     c = spectrum.temperature.coefficient
     assert have.notes[-1] == f"logits times 1 + {c:.3g} ln s"
-    assert have.temperature == {
-        "coefficient": c,
-        "per": "sequence",
-        "lengths": [64],
-        "tokens": 2 * 64,
-        "text": "text",
-        "training_length": 32,
-        "layers": None,
-    }
-    monkeypatch.setattr(
-        "trainer.evaluation.methods.fit_coefficient",
-        lambda *_: pytest.fail("fitted a second time"),
-    )
-    assert layout_of("temperature", have, 2.0) == first
+    assert have.temperature == c
 
 
 def test_the_lengths_that_fits_read_are_known_before_them(fitting):
     layout = fitting().model.layout
     config = replace(CONFIG, choice=ChoiceSettings(length=4.0))
-    assert recipe("dope", layout, config).fits(2.0) == {4.0}
-    assert recipe("longrope+dope", layout, config).fits(2.0) == {2.0, 4.0}
+    assert method_for("dope", layout, config).fits(2.0) == {4.0}
+    assert method_for("longrope+dope", layout, config).fits(2.0) == {2.0, 4.0}
     once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]))
-    assert recipe("temperature", layout, once).fits(8.0) == {2.0}
-    assert recipe("temperature", layout, once).fits(1.0) == set()
+    assert method_for("temperature", layout, once).fits(8.0) == {2.0}
+    assert method_for("temperature", layout, once).fits(1.0) == set()
     # A temperature that is fitted at another length chooses what comes before it there, too.
-    assert recipe("dope+temperature", layout, once).fits(8.0) == {2.0, 8.0}
+    assert method_for("dope+temperature", layout, once).fits(8.0) == {2.0, 8.0}
+
+
+def test_a_window_is_no_wider_than_the_training_length():
+    original = layout(windows=[None, 16])
+    changed = windowed(original)
+    assert [layer.window for layer in original.layers] == [None, 16, None]
+    assert [layer.window for layer in changed.layers] == [64, 16, 64]
+    assert changed.spectra == original.spectra
+
+
+@pytest.mark.parametrize(("coefficient", "exponent"), [(0.412, 1.0), (0.1, 2.0)])
+@pytest.mark.parametrize("per", ["sequence", "query"])
+def test_temperatures_of_the_papers(coefficient, exponent, per):
+    (spectrum,) = tempered(layout(), coefficient, per, exponent).spectra
+    assert spectrum.temperature.per == per
+    temperature = spectrum.temperature
+    assert (temperature.coefficient, temperature.exponent) == (coefficient, exponent)
+    if per == "sequence":
+        expected = (1 + coefficient * math.log(4)) ** exponent
+        assert temperature.at(256, 64).scale == pytest.approx(expected)
+    assert spectrum.inv_freq == layout().spectra[0].inv_freq
+
+
+def test_every_rescaling_has_a_distinct_title():
+    assert list(TITLES) == list(RESCALINGS)
+    assert len(set(TITLES.values())) == len(TITLES)

@@ -9,7 +9,6 @@ import pytest
 from trainer.config import MultipleChoiceSettings
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Likelihood, Request
-from trainer.evaluation.measurements import Reading
 from trainer.evaluation.multiple_choice import (
     UNCONDITIONAL,
     multiple_choice_tasks,
@@ -76,10 +75,10 @@ def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     tasks = multiple_choice_tasks(settings, KnownEncoder())
     assert [task.key for task in tasks] == ["t_acc", "t_acc_norm"]
     for task, hit in zip(tasks, right, strict=True):
-        whole = task.measure(Reading(None, 100, None, 100))["scores"]
-        assert whole == (hit, 1)
-        parts = [task.part(rank, 2).measure(Reading(None, 100, None, 100)) for rank in range(2)]
-        assert [part["scores"] for part in parts] == [(hit,), (1,)]
+        values = task.read(None, 100, 100)
+        assert [x for _, metric, x in values if metric == task.metric] == [hit, 1]
+        assert [trial for trial, _, _ in values] == [0, 0, 1, 1]
+        assert len(task.trials(100)) == 2
     (first, _) = multiple_choice_tasks(replace(settings, limit=1), KnownEncoder())
     assert len(first.questions) == 1
 

@@ -11,7 +11,7 @@ import pytest
 from trainer.data.needles import Trials
 from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.store import Store, all_fields, fingerprint
+from trainer.evaluation.store import Store, fingerprint
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,6 @@ class Asked:
     first: int = 1
     second: str = "a"
     inner: dict[str, Any] = field(default_factory=dict)
-
-
-def test_a_key_has_every_field_but_those_that_are_named():
-    assert all_fields(Asked()) == {"first": 1, "second": "a", "inner": {}}
-    assert all_fields(Asked(), ["inner"]) == {"first": 1, "second": "a"}
-    assert all_fields({"a": 1, "b": 2}, ["b", "c"]) == {"a": 1}
 
 
 A = np.arange(6)
@@ -65,34 +59,35 @@ def told_apart(task, others, length=4):
 
 def test_a_perplexity_depends_on_all_that_it_reads():
     windows = {4: np.arange(8).reshape(2, 4), 8: np.arange(16).reshape(2, 8)}
-    task = Perplexity(windows, 0, 4, last=2)
+    task = Perplexity(windows, 0, 2)
     others = {
         "windows": {**windows, 4: windows[4] + 1},
         "first_token": 1,
-        "training_length": 5,
         "last": 3,
         "key": "other",
         "title": "Other",
+        "metric": "other",
     }
-    assert told_apart(task, others) == {"windows", "first_token", "training_length", "last"}
+    assert told_apart(task, others) == {"key", "windows", "first_token", "last"}
     # Each cell reads the windows of its own length.
     longer = replace(task, windows={**windows, 8: windows[8] + 1})
     assert longer.fingerprint(4) == task.fingerprint(4)
     assert longer.fingerprint(8) != task.fingerprint(8)
-    # By default as many tokens count as the shortest length has.
-    all_lengths, shorter = (
-        Perplexity(read, 0, 6) for read in (windows, {**windows, 2: windows[4][:, 2:]})
-    )
-    assert all_lengths.fingerprint(8) != shorter.fingerprint(8)
 
 
 def test_statements_depend_on_all_that_they_read():
     trials = Trials(np.arange(8).reshape(2, 4), np.arange(2), np.arange(2) + 1)
     task = Statements({4: trials}, 0)
-    others = {"trials": None, "first_token": 1, "key": "other", "title": "Other"}
+    others = {
+        "of_length": None,
+        "first_token": 1,
+        "key": "other",
+        "title": "Other",
+        "metric": "other",
+    }
     for name in ("prompts", "answers", "depths"):
-        others["trials"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
-        assert told_apart(task, others) == {"trials", "first_token"}, name
+        others["of_length"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
+        assert told_apart(task, others) == {"key", "of_length", "first_token"}, name
 
 
 def test_prompts_depend_on_every_field_but_their_group():
@@ -136,15 +131,6 @@ def test_a_piece_is_made_once_for_its_key(tmp_path):
     assert not store.has("cell", {"a": 2})
     assert not store.has("fit", {"a": 1})
     assert len(made) == 1
-
-
-@pytest.mark.parametrize("content", [b"{", b"{}", b"[]", b"\xff"])
-def test_a_damaged_file_is_computed_again(tmp_path, content):
-    store, path = Store(tmp_path), Store(tmp_path).path("cell", {"a": 1})
-    store.get("cell", {"a": 1}, lambda: 2)
-    path.write_bytes(content)
-    assert store.get("cell", {"a": 1}, lambda: 3) == 3
-    assert store.get("cell", {"a": 1}, lambda: 4) == 3
 
 
 def test_waiting_ends_when_all_results_are_stored(tmp_path, monkeypatch):

@@ -24,7 +24,6 @@ from trainer.common.fields import adapter
 from trainer.config import MultipleChoiceSettings
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.measurements import Reading
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.results import Milestone
 from trainer.lightning.module import evaluating
@@ -109,7 +108,8 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config))).eval()
     encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
     for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK], limit=5), encoder):
-        scores = task.measure(Reading(model, 128, None, 4096))["scores"]
+        values = task.read(model, 128, 4096)
+        scores = [value for _, metric, value in values if metric == task.metric]
         assert last.scores[f"{task.key}/4x"] == pytest.approx(sum(scores) / 5)
     assert last.scores["perplexity/4x"] == pytest.approx(
         expected_perplexity(model, corpus), rel=1e-4

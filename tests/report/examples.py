@@ -9,8 +9,17 @@ import numpy as np
 import pandas as pd
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Arm, Drop, Observation, Report, table
-from trainer.evaluation.rows import all_rows, averaged, rows_of, trials_of
+from trainer.evaluation.results import (
+    MEAN,
+    TRIAL_COLUMNS,
+    Arm,
+    Drop,
+    Observation,
+    Report,
+    averaged,
+    rows_of,
+    table,
+)
 
 TRAINED = 1024
 FACTORS = (1, 2, 4, 8)
@@ -40,6 +49,10 @@ _HELP = {"pi": 0.1, "ntk": 0.8, "dynamic_ntk": 0.7, "yarn": 0.6, "longrope": 0.7
 _FREE = ("none", "crop", "temperature")  # what can be done to a model without rotations
 
 
+KINDS = (("score", "s"), ("loss", "es"))
+"""Metrics, and the end of the name of their values."""
+
+
 def example(models=MODELS, methods=tuple(METHODS), factors=FACTORS, trials=100):
     """A report over what is asked for; models without rotations skip what rescales them."""
     cells = [
@@ -67,20 +80,24 @@ def loss(value, model="RoPE", method="none", length=2048, **fields):
 
 def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
     """A report of nothing but cells."""
-    rows, trials = [], [table([], TRIAL_COLUMNS)]
+    parts, seconds = [table([], TRIAL_COLUMNS)], {}
     for place, measured in cells:
-        about = {**place, "factor": place["length"] / training_length}
-        trials.append(trials_of(about, measured, measured.get("groups", ())))
-        about["seconds"] = measured.get("seconds", 1.0)
-        rows += rows_of(trials[-1], measured, about)
-    trials = pd.concat([part for part in trials if len(part)] or trials, ignore_index=True)
+        metric, values = next((m, measured[m + k]) for m, k in KINDS if m + k in measured)
+        part = pd.DataFrame({"value": pd.Series(values, dtype=float), **place, "metric": metric})
+        part["factor"] = place["length"] / training_length
+        part["text"] = measured.get("groups", range(len(part)))
+        part["depth"] = pd.Series(measured.get("depths", [math.nan] * len(part)), dtype=float)
+        part["label"] = pd.Series(measured.get("labels", [""] * len(part)), dtype=object)
+        parts.append(part[[*TRIAL_COLUMNS]])
+        seconds[tuple(place.values())] = measured.get("seconds", 1.0)
+    trials = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
     over = {task: tasks.get(task, task) for task in trials.task.unique()}
     over |= {MEAN: "Mean over tasks"} if averaged(trials) else {}
     return Report(
         **{
             "name": "r",
             "training_length": training_length,
-            "rows": all_rows(rows, trials, run="r", seed=0),
+            "rows": rows_of(trials, seconds, "r", 0),
             "trials": trials,
             "methods": METHODS,
             "tasks": {**tasks, **over},

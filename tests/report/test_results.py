@@ -10,8 +10,7 @@ import pytest
 
 from tests.report.examples import EXPERIMENT, cell, example, loss, report, statements
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import FACTS, Report, estimates
-from trainer.evaluation.rows import averaged, by_text
+from trainer.evaluation.results import FACTS, Report, averaged, by_text, estimates
 from trainer.evaluation.statistics import estimate, wilson_interval
 
 

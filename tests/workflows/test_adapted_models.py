@@ -26,7 +26,7 @@ from trainer.config import (
 from trainer.evaluation.answering import answers
 from trainer.evaluation.scoring import Prompt
 from trainer.interchange.adapted import AdaptedModel
-from trainer.runs.models import find_candidate
+from trainer.runs.models import find_model
 from trainer.workflows import analyze as analysis
 from trainer.workflows import evaluate as evaluation
 from trainer.workflows.analyze import analyze
@@ -87,7 +87,7 @@ def test_the_first_token_that_a_configuration_names_is_known_by_both_programs(ll
     values = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(values | {"bos_token_id": 5}))
     for prefix in ("", "hf:"):
-        candidate = find_candidate(f"{prefix}{directory}")
+        candidate = find_model(f"{prefix}{directory}")
         assert (candidate.bos_token, candidate.named_bos) == (None, 5)
 
 
@@ -162,7 +162,7 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
 def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):
     """What needles are scored by; a prefix that prompts share is read once."""
     directory, _ = llama
-    found = [find_candidate(given) for given in (str(directory), f"hf:{directory}")]
+    found = [find_model(given) for given in (str(directory), f"hf:{directory}")]
     tokens = torch.randint(260, (60,), generator=torch.Generator().manual_seed(6)).tolist()
     prompts = [
         Prompt((*tokens[:cut], 7, *tokens[cut + 1 :]), (), new_tokens=6, group=1)
@@ -183,7 +183,7 @@ def test_methods_that_need_our_decoder_alone_are_refused_in_a_line(llama, tmp_pa
 
 def test_a_model_is_found_by_its_prefix(llama):
     directory, _ = llama
-    found, own = find_candidate(f"hf:{directory}"), find_candidate(str(directory))
+    found, own = find_model(f"hf:{directory}"), find_model(str(directory))
     assert (found.name, own.name) == ("llama-hf", "llama")
     assert found.parameters == own.parameters
     assert found.fingerprint != own.fingerprint

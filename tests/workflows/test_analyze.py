@@ -27,7 +27,7 @@ def test_a_model_beside_it_has_the_same_words(monkeypatch, kind, words, refusal)
         tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
         return SimpleNamespace(name=name, reference=name, tokenizer=tokenizer)
 
-    monkeypatch.setattr(analyze, "find_candidate", lambda given: candidate(given, words))
+    monkeypatch.setattr(analyze, "find_model", lambda given: candidate(given, words))
     request = AnalysisRequest("this", compare="that")
     if refusal is None:
         assert analyze._other(request, candidate("this", ("a", "b")), kind).reference == "that"

@@ -24,7 +24,7 @@ from trainer.config import (
     TemperatureSettings,
 )
 from trainer.evaluation.results import Report, estimates
-from trainer.runs.models import find_candidate
+from trainer.runs.models import find_model
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import evaluate_lengths
 
@@ -116,8 +116,8 @@ def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, t
     assert trials.depth.tolist() == [0.0, 1.0, 0.0, 1.0]
     assert trials.text.tolist() == [0, 0, 1, 1]
     assert trials.value.between(0, 1).all()
-    (chosen,) = (output / "cells").glob("longrope-*")
-    assert "needles" in json.loads(chosen.read_text())["key"]["settings"][1].values()
+    (chosen,) = (output / "cells").glob("fit-*")
+    assert "needles" in json.loads(chosen.read_text())["key"]["method"][1]["longrope"].values()
 
 
 def test_the_report_is_the_same_when_it_goes_on_where_it_was(runs, tmp_path):
@@ -146,7 +146,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     assert len([*cells.glob("part-*")]) == 2
     checkpoint = tmp_path / "again"  # trained anew
     shutil.copytree(runs, checkpoint)
-    manifest = find_candidate(str(checkpoint)).path / "manifest.json"
+    manifest = find_model(str(checkpoint)).path / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     evaluate_lengths(replace(asked, checkpoint=str(checkpoint), compare=[]))
     assert len([*cells.glob("part-*")]) == 3
@@ -205,17 +205,16 @@ def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tm
     assert one[before, "yarn"] == one[before, "none"] == other[before, "none"]
     assert other[before, "yarn"][16] == one[before, "none"][16]
     assert other[before, "yarn"][32] != one[before, "none"][32]
-    # Without a length of its own, its cells are those of earlier versions.
-    (own,) = {find_candidate(str(runs)).with_training_length(n).fingerprint for n in (None, 32)}
-    back = find_candidate(str(runs)).with_training_length(16).with_training_length(32)
+    (own,) = {find_model(str(runs)).with_training_length(n).fingerprint for n in (None, 32)}
+    back = find_model(str(runs)).with_training_length(16).with_training_length(32)
     assert back.fingerprint == own
 
 
 def test_models_of_other_training_lengths_need_one_to_be_named(runs, tmp_path, monkeypatch):
-    longer = find_candidate(str(runs)).with_training_length(64)
-    found = evaluate.find_candidate
+    longer = find_model(str(runs)).with_training_length(64)
+    found = evaluate.find_model
     monkeypatch.setattr(
-        evaluate, "find_candidate", lambda name: longer if name == str(runs) else found(name)
+        evaluate, "find_model", lambda name: longer if name == str(runs) else found(name)
     )
     with pytest.raises(UserError, match=r"length of 64 tokens, the first one of 32; evaluation.tr"):
         evaluate_lengths(request(runs, tmp_path / "out"))
@@ -230,7 +229,7 @@ def test_a_run_that_ends_in_shorter_sequences_counts_from_these(base, tmp_path):
     changes = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
     trained_in(tmp_path / "run", base, phases=phases, **changes)
     checkpoints = tmp_path / "run" / "checkpoints"
-    models = {path.name: find_candidate(str(path)) for path in checkpoints.iterdir()}
+    models = {path.name: find_model(str(path)) for path in checkpoints.iterdir()}
     lengths = {name: model.layout.training_length for name, model in models.items()}
     assert (lengths["step-000002"], lengths["step-000004"]) == (32, 24)
     assert models["step-000004"].load().layout.training_length == 24

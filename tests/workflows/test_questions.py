@@ -22,9 +22,9 @@ from trainer.evaluation import multiple_choice, weighted_rope
 from trainer.evaluation.fitting import spread_evenly
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.runs.models import find_candidate
+from trainer.runs.models import find_model
 from trainer.workflows import evaluate
-from trainer.workflows.subjects import held_out_corpus
+from trainer.workflows.evaluate import held_out_corpus
 
 C, FACTOR = 32, 4
 WORDS = ["some", "text", "and", "more", "of", "it", "that", "goes", "on", "it", "ends"]
@@ -128,7 +128,7 @@ def test_weights_of_pairs_are_chosen_on_validation_text(publish, run, place):
     model = publish("plain")
     rules = [WeightedRopeSettings(tau=0.9, alpha=0.5)]
     found, (as_is, changed) = run(model, methods=["none", "weighted_rope"], weighted_rope=rules)
-    candidate = find_candidate(model)
+    candidate = find_model(model)
     text = DataConfig(source="files", files=[str(place / "text.txt")])
     windows = windows_with_common_ends(held_out_corpus(text, candidate).validation, 32, [C])
     decoder = candidate.load("cpu").eval()

@@ -98,7 +98,7 @@ def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen
     perplexity, statements = Benchmarks(config, corpus, Ranks()).tasks
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}
-        assert seen(statements.trials[length].prompts) == {"validation"}
+        assert seen(statements.of_length[length].prompts) == {"validation"}
 
 
 def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_test_text(
@@ -110,11 +110,11 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )
     candidate = SimpleNamespace(
         name="tiny", fingerprint="", config=replace(config.model, vocab_size=600), layout=layout,
-        bos_token=None, run=config, computed_by=None,
+        bos_token=None, run=config, computed_by=None, training_length=32,
     )  # fmt: skip
     asked = {}
 
-    def plan(subjects, recipes, tasks, lengths, text, batch_tokens):
+    def plan(models, methods, tasks, lengths, text, settings):
         asked.update(tasks=tasks, text=text)
         raise KeyboardInterrupt
 
@@ -138,7 +138,7 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     assert len(prompted) == 2
     for length in (4000, 6400):
         assert seen(perplexity.windows[length]) == {"test"}
-        assert seen(statements.trials[length].prompts) == {"test"}
+        assert seen(statements.of_length[length].prompts) == {"test"}
         for task in prompted:
             assert seen([prompt.tokens for prompt in task.task.prompts(length)]) == {"test"}
 

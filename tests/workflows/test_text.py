@@ -31,9 +31,8 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import TextTokenizer, train_tokenizer
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.methods import recipe
+from trainer.evaluation.methods import method_for
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
-from trainer.evaluation.store import Store
 from trainer.runs.parsing import parse
 from trainer.workflows import text
 from trainer.workflows.text import (
@@ -134,8 +133,8 @@ def test_texts_are_made_for_what_is_chosen_on_them_alone(tiny_decoder, corpus, m
     """At the lengths that are evaluated, or at the one that is given."""
     choice = ChoiceSettings(text="standard", texts=2, length=length)
     config = EvaluationConfig(choice=choice, fit_windows=2)
-    recipes = [recipe(method, tiny_decoder().layout, config)]
-    found = fit_text(corpus, corpus.end_of_text, config, recipes, [320, 640], 32)
+    methods = [method_for(method, tiny_decoder().layout, config)]
+    found = fit_text(corpus, corpus.end_of_text, config, methods, [320, 640], 32)
     at = [640] if length else [320, 640]
     shapes = None if found.choice is None else {n: x.shape[0] for n, x in found.choice.items()}
     assert shapes == (dict.fromkeys(at, 2) if method == "dope" else None)
@@ -154,10 +153,10 @@ def test_what_comes_before_a_temperature_has_text_at_its_lengths(
         longrope=LongRopeSettings(search="needles", evaluations=2, windows=1),
         temperature=TemperatureSettings(grid=[0.0, 0.5], models="all", lengths=[12.0]),
     )
-    made = recipe(name, model.layout, config)
+    made = method_for(name, model.layout, config)
     made_text = fit_text(corpus, corpus.end_of_text, config, [made], [320], 32)
-    fitting = Fitting(model, "weights", made_text, Store(tmp_path), 4096)
-    assert made.make(fitting).layout_at(10.0) != model.layout
+    fitting = Fitting(lambda: model, made_text, 4096)
+    assert made.layouts(fitting)(10.0) != model.layout
     assert fitting.temperature is not None
 
 
@@ -169,8 +168,8 @@ def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_trainin
 
     def made(method, settings):
         config = EvaluationConfig(longrope=settings, fit_windows=2)
-        recipes, lengths = [recipe(method, layout, config)], [32, 400, 600]
-        return fit_text(corpus, corpus.end_of_text, config, recipes, lengths, 32).needles
+        methods, lengths = [method_for(method, layout, config)], [32, 400, 600]
+        return fit_text(corpus, corpus.end_of_text, config, methods, lengths, 32).needles
 
     by_needles = LongRopeSettings(search="needles", windows=3)
     found = made("pi+longrope", by_needles)
@@ -192,8 +191,8 @@ def test_windows_of_a_mixture_name_their_texts(tiny_decoder, weights):
     )
     corpus = SimpleNamespace(validation=text, first_token=0, fingerprint="")
     config = replace(CONFIG, fit_windows=16)
-    recipes = [recipe("dope", tiny_decoder().layout, config)]
-    read = fit_text(corpus, None, config, recipes, [128], 32)
+    methods = [method_for("dope", tiny_decoder().layout, config)]
+    read = fit_text(corpus, None, config, methods, [128], 32)
     for windows in read.windows.values():
         assert read.parts == tuple(windows[:, 0] // 1000)
     chosen = read.spread(5, 128)[:, 0] // 1000

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.passes import WHOLE, Piece, longest_first, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Part, longest_first, part_of, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.model.cache import KVCache
 from trainer.model.flops import forward_flops
@@ -56,20 +56,18 @@ def answers(
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     batch_tokens: int,
-    done: Callable[[int], None] | None = None,
     stop: Stop | None = None,
-    piece: Piece = WHOLE,
+    part: Part = WHOLE,
 ) -> dict[int, str]:
     """Return the model's answers by the indices of their prompts, as if each were computed alone.
 
     An answer ends at end-of-text or the end of a turn, after its prompt's ``new_tokens``, or when
     ``stop``, called after each of its tokens, returns True. ``batch_tokens``: most prompt tokens
-    read and cached together (at least one prompt). ``done`` receives the number of prompts answered
-    since its last call. ``piece``: the batches to answer.
+    read and cached together (at least one prompt). ``part``: the part of the batches to answer.
     """
     texts: dict[int, str] = {}
     ends = model.end_tokens or end_tokens(tokenizer)
-    for batch in piece.among(list(_batches(prompts, batch_tokens))):
+    for batch in part_of(list(_batches(prompts, batch_tokens)), part):
         asked = [prompts[index] for index in batch.prompts]
         answered: list[list[int]] = [[] for _ in asked]
 
@@ -82,8 +80,6 @@ def answers(
         for index, tokens in zip(batch.prompts, answered, strict=True):
             has_ended = not ends.isdisjoint(tokens[-1:])
             texts[index] = tokenizer.decode(tokens[:-1] if has_ended else tokens)
-        if done is not None:
-            done(len(asked))
     return texts
 
 

@@ -20,7 +20,6 @@ from trainer.analysis.attention import Heads, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.common.errors import UserError
 from trainer.config import DopeSettings
-from trainer.evaluation.layouts import with_intervention
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
@@ -247,7 +246,7 @@ def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
         return tuple(float(not whole and c not in lost) for c in range(selection.head_dim))
 
     rows = tuple(row(head) for head in range(selection.queries))
-    return with_intervention(encoding, Intervention(query=rows))
+    return encoding.with_intervention(Intervention(query=rows))
 
 
 def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
@@ -265,4 +264,4 @@ def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection)
     # One seed per layer; otherwise all layers would have the same noise.
     seed = selection.settings.seed * 1000 + chosen[0].layer
     intervention = Intervention(query, key, query_noise, key_noise, seed)
-    return with_intervention(encoding, intervention)
+    return encoding.with_intervention(intervention)

@@ -7,30 +7,28 @@ each takes every n-th part.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, partial
+from itertools import groupby
 from typing import Any
 
 import pandas as pd
 
+from trainer.common.fields import adapter
 from trainer.common.progress import Progress
 from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.measurements import Measurement, Reading
-from trainer.evaluation.methods import CHOICE, Method, Recipe
-from trainer.evaluation.passes import Piece
+from trainer.evaluation.measurements import Measurement
+from trainer.evaluation.methods import Method
+from trainer.evaluation.passes import Part
 from trainer.evaluation.results import TRIAL_COLUMNS, table
-from trainer.evaluation.rows import rows_of, trials_of
+from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
 from trainer.evaluation.store import Store
-from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops
-from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -38,238 +36,211 @@ log = logging.getLogger(__name__)
 PART = {"cpu": 2e10, "cuda": 3e15}
 """Operations of a part of a cell, by device: less than a second on a core, and seconds to half a
 minute on a GPU. This bounds what an interruption loses."""
+PREFILL = 32768
+"""Tokens of a long sequence that are read at once."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model that is not in memory yet; ``load`` reads it directly onto the device.
+class Settings:
+    """How models are computed: on ``device`` ("cpu" or "cuda"), with weights of ``dtype``, and
+    ``batch_tokens`` in a forward pass."""
 
-    ``fingerprint`` changes with its weights and the precision of the computation. ``native``:
-    whether this package's decoder computes it. ``device``: type of its device, "cpu" or "cuda".
-    """
-
-    name: str
-    fingerprint: str
-    config: ModelConfig
-    layout: Layout
-    load: Callable[[], LanguageModel]
-    native: bool = True
+    batch_tokens: int = 4096
     device: str = "cpu"
+    dtype: Dtype = "fp32"
+
+    @property
+    def key(self) -> list[Any]:
+        """All of it that a result depends on."""
+        return [self.batch_tokens, self.device, multiplied_in(self.dtype, self.device)]
 
 
 @dataclass(frozen=True)
-class PlannedCell:
-    """Model, method, task and length of a cell to measure. ``key``: all inputs of its result."""
+class Cell:
+    """One model, method, length and task; ``key``: all inputs of its result."""
 
-    subject: Subject
-    recipe: Recipe
-    task: Measurement
+    model: SavedModel
+    method: Method
     length: int
+    task: Measurement
     key: dict[str, Any]
 
     @property
-    def factor(self) -> float:
-        """The length in training lengths."""
-        return self.length / self.subject.layout.training_length
+    def trials(self) -> pd.DataFrame:
+        """The cell's trials, in columns of trials.parquet, without their values."""
+        return self.task.trials(self.length).assign(
+            model=self.model.name,
+            method=self.method.key,
+            task=self.task.key,
+            metric="loss" if self.task.metric == "loss" else "score",
+            length=self.length,
+            factor=self.length / self.model.training_length,
+        )
 
-    @property
-    def needs_fit(self) -> bool:
-        """Whether the method reads held-out text for this length."""
-        return bool(self.recipe.fits(self.factor))
-
-    @cached_property
-    def parts(self) -> list[tuple[Piece, dict[str, Any]]]:
-        """Parts of the cell with the keys of their results.
+    def parts(self, device: str) -> list[tuple[Part, dict[str, Any]]]:
+        """Return the parts of the cell with the keys of their results.
 
         Their number is independent of the number of processes, so that a resumed evaluation can use
         fewer or more.
         """
-        sequences, device = self.task.sequences(self.length), self.subject.device
-        work = sequences * forward_flops(self.subject.config, self.subject.layout, self.length)
-        count = max(1, min(math.ceil(work / PART.get(device, PART["cuda"])), sequences))
-        return [(Piece(i, count), {**self.key, "part": [i, count]}) for i in range(count)]
+        sequences = self.task.sequences(self.length)
+        work = sequences * forward_flops(self.model.config, self.model.layout, self.length)
+        count = max(1, min(math.ceil(work / PART[device]), sequences))
+        return [((i, count), {**self.key, "part": [i, count]}) for i in range(count)]
 
 
 def plan_cells(
-    subjects: Sequence[Subject],
-    recipes: dict[str, list[Recipe]],
+    models: Sequence[SavedModel],
+    methods: dict[str, list[Method]],
     tasks: Sequence[Measurement],
     lengths: Sequence[int],
     text: FitText,
-    batch_tokens: int,
-) -> list[PlannedCell]:
+    settings: Settings,
+) -> list[Cell]:
     """Return all cells, ordered by model, method, length (in tokens) and task.
 
-    ``recipes``: the methods that apply to each model, by its name; they are fitted on ``text``.
+    ``methods``: those that apply to each model, by its name; they are fitted on ``text``.
     """
-
-    def key(subject: Subject, recipe: Recipe, length: int, task: Measurement) -> dict[str, Any]:
-        fits = recipe.fits(length / subject.layout.training_length)
-        read = text.choice_key if CHOICE in recipe.settings else text.key
-        return {
-            "model": subject.fingerprint,
-            "method": [recipe.key, recipe.settings, read if fits else None],
-            "task": task.fingerprint(length),
-            "length": length,
-            "batches": [batch_tokens, subject.device],  # parts hold whole batches
-        }
-
-    return [
-        PlannedCell(subject, recipe, task, length, key(subject, recipe, length, task))
-        for subject in subjects
-        for recipe in recipes[subject.name]
-        for length in lengths
-        for task in tasks
-    ]
+    cells = []
+    for model in models:
+        for method in methods[model.name]:
+            for length in lengths:
+                fits = method.fits(length / model.training_length)
+                for task in tasks:
+                    key = {
+                        "model": model.fingerprint,
+                        "method": [method.key, method.settings, text.key if fits else None],
+                        "task": task.fingerprint(length),
+                        "length": length,
+                        "settings": settings.key,  # parts hold whole batches
+                    }
+                    cells.append(Cell(model, method, length, task, key))
+    return cells
 
 
 @dataclass
 class Measured:
     """Results of an evaluation.
 
-    ``rows``: values of columns of results.csv, all but run and seed. ``trials``: see
-    :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. ``notes``: descriptions of the fitted
-    parameters. ``temperature``: coefficients of fitted temperatures, by model name.
+    ``trials``: see :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. ``seconds``: by model,
+    method, task and length. ``notes``: descriptions of the fitted parameters. ``temperature``: the
+    fitted coefficient of a temperature, by model.
     """
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
     trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
+    seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     temperature: dict[str, float] = field(default_factory=dict)
 
 
 def measure_cells(
-    plans: Sequence[PlannedCell],
+    cells: Sequence[Cell],
     text: FitText,
     store: Store,
-    batch_tokens: int,
+    settings: Settings,
     rank: int = 0,
     ranks: int = 1,
 ) -> Measured:
-    """Measure what is not stored yet, and return all results in the order of ``plans``.
+    """Measure what is not stored yet, and return all results in the order of ``cells``.
 
     Processes ``rank`` of ``ranks`` share the work; only the first one returns results.
     """
-    parts = {str(key): (plan, key) for plan in plans for _, key in plan.parts}
-    missing = [plan for plan, key in parts.values() if not store.has("part", key)]
-    log.info(
-        "%s in %s, %d of these measured before",
-        counted(len(plans), "cell"),
-        counted(len(parts), "part"),
-        len(parts) - len(missing),
-    )
-    by_subject: dict[str, list[PlannedCell]] = defaultdict(list)
-    for plan in plans:
-        by_subject[plan.subject.name].append(plan)
-    fits: dict[tuple[str, str], Any] = {}
-    total = sum(
-        plan.length * plan.task.sequences(plan.length) / len(plan.parts) for plan in missing
-    )
-    with Progress("Evaluating", max(total / ranks, 1.0), silent=rank > 0) as progress:
-        done = _Done(progress)
-        for of_subject in by_subject.values():
-            fits |= _measure_model(of_subject, text, store, batch_tokens, (rank, ranks), done)
+    parts = [(cell, key) for cell in cells for _, key in cell.parts(settings.device)]
+    missing = [(cell, key) for cell, key in parts if not store.has("part", key)]
+    sizes = counted(len(cells), "cell"), counted(len(parts), "part")
+    log.info("%s in %s, %d of these measured before", *sizes, len(parts) - len(missing))
+    total, done = sum(_tokens(*part) for part in missing) / ranks, 0.0
+    measured = Measured()
+    with Progress("Evaluating", max(total, 1.0), silent=rank > 0) as progress:
+        progress.advance_to(0)
+        for _, of_model in groupby(cells, key=lambda cell: cell.model.name):
+            share = (rank, ranks)
+            for tokens in _measure_model([*of_model], text, store, settings, share, measured):
+                done += tokens
+                progress.advance_to(done, tokens=done)
     if rank:
         return Measured()
-    store.wait_for(("part", key) for _, key in parts.values())
-    measured = Measured()
-    trials = []
-    for plan in plans:
-        of_cell, rows = _cell(plan, store)
-        trials.append(of_cell)
-        measured.rows += rows
-    measured.trials = pd.concat(trials, ignore_index=True)
-    for (name, method), fit in fits.items():
-        measured.notes += fit["notes"]
-        if fit["temperature"] is not None and method == "temperature":
-            measured.temperature[name] = fit["temperature"]
+    store.wait_for(("part", key) for _, key in parts)
+    tables = []
+    for cell in cells:
+        results = [store.get("part", key, dict) for _, key in cell.parts(settings.device)]
+        values = {
+            trial: value
+            for result in results
+            for trial, metric, value in result["values"]
+            if metric == cell.task.metric
+        }
+        tables.append(cell.trials.assign(value=pd.Series(values))[[*TRIAL_COLUMNS]])
+        place = (cell.model.name, cell.method.key, cell.task.key, cell.length)
+        measured.seconds[place] = round(sum(result["seconds"] for result in results), 3)
+    measured.trials = pd.concat(tables, ignore_index=True)
     return measured
 
 
-class _Done:
-    """Count of tokens for the progress bar."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress, self.tokens = progress, 0
-        progress.advance_to(0)
-
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
-        self.progress.advance_to(self.tokens, tokens=self.tokens)
+def _tokens(cell: Cell, key: dict[str, Any]) -> float:
+    """Return the tokens of one part of a cell."""
+    return cell.length * cell.task.sequences(cell.length) / key["part"][1]
 
 
 def _measure_model(
-    plans: Sequence[PlannedCell],
+    cells: Sequence[Cell],
     text: FitText,
     store: Store,
-    batch_tokens: int,
+    settings: Settings,
     share: tuple[int, int],
-    done: _Done,
-) -> dict[tuple[str, str], Any]:
+    measured: Measured,
+) -> Iterator[float]:
     """Fit the methods of one model, then measure this process's part of its cells.
 
-    Returns the notes and temperatures of fitted methods, by model and method.
+    Yields the tokens of each part that was measured. Notes and temperatures of fitted methods go
+    into ``measured``.
     """
-    rank, ranks = share
-    subject = plans[0].subject
-    loaded: list[LanguageModel] = []
-    methods: dict[str, tuple[Method, Fitting]] = {}
+    (rank, ranks), saved = share, cells[0].model
+    load = cache(
+        lambda: saved.for_inference(settings.device, settings.dtype, chunk=PREFILL)
+    )  # the weights are read if anything is missing
+    methods = list(dict.fromkeys(cell.method for cell in cells))
+    lengths = list(dict.fromkeys(cell.length for cell in cells))
 
-    def method_of(recipe: Recipe) -> tuple[Method, Fitting]:
-        if not loaded:
-            loaded.append(subject.load().eval())
-        if recipe.key not in methods:
-            fitting = Fitting(loaded[0], subject.fingerprint, text, store, batch_tokens)
-            methods[recipe.key] = recipe.make(fitting), fitting
-        return methods[recipe.key]
+    def fit(method: Method) -> dict[str, Any]:
+        fitting = Fitting(load, text, settings.batch_tokens)
+        layout_at = method.layouts(fitting)
+        layouts = [layout_at(length / saved.training_length) for length in lengths]
+        plain = adapter(list[Layout]).dump_python(layouts)
+        return {"layouts": plain, "notes": fitting.notes, "temperature": fitting.temperature}
 
-    def fit(plans: Sequence[PlannedCell]) -> dict[str, Any]:
-        method, fitting = method_of(plans[0].recipe)
-        for plan in plans:
-            method.layout_at(plan.factor)
-        title = f"{subject.name}, {plans[0].recipe.title}"
-        notes = [f"{title}: {note}" for note in dict.fromkeys(fitting.notes)]
-        return {"notes": notes, "temperature": fitting.temperature}
-
-    def measure(plan: PlannedCell, piece: Piece) -> dict[str, Any]:
-        method, fitting = method_of(plan.recipe)
-        reads = method.reads if method.reads and method.reads < plan.length else None
-        count: Callable[[int], None] = lambda sequences: done.add(sequences * plan.length)  # noqa: E731
-        reading = Reading(fitting.model, plan.length, reads, batch_tokens, count, piece)
-        began = time.perf_counter()
-        with fitting.model.using(method.layout_at(plan.factor)):
-            result = plan.task.read(reading)
-        return {**result, "seconds": time.perf_counter() - began}
-
-    to_fit: dict[str, list[PlannedCell]] = defaultdict(list)
-    for plan in plans:
-        if plan.needs_fit:
-            to_fit[plan.recipe.key].append(plan)
-    keys = {name: {"cells": [cell.key for cell in cells]} for name, cells in to_fit.items()}
-    for name in [*to_fit][rank::ranks]:
-        store.get("fit", keys[name], partial(fit, to_fit[name]))
+    keys = {
+        method: {
+            "model": saved.fingerprint,
+            "method": [method.key, method.settings, text.key],
+            "lengths": lengths,
+            "settings": settings.key,
+        }
+        for method in methods
+        if any(method.fits(length / saved.training_length) for length in lengths)
+    }
+    for method in [*keys][rank::ranks]:
+        store.get("fit", keys[method], partial(fit, method))
     store.wait_for(("fit", key) for key in keys.values())
-    parts = {
-        json.dumps(key, sort_keys=True, default=str): (plan, piece, key)
-        for plan in plans
-        for piece, key in plan.parts
-    }
-    for plan, piece, key in [*parts.values()][rank::ranks]:
-        store.get("part", key, partial(measure, plan, piece))
-    return {(subject.name, name): store.get("fit", key, dict) for name, key in keys.items()}
+    layouts: dict[tuple[Method, int], Layout] = {}
+    for method in methods:
+        fitted = store.get("fit", keys[method], dict) if method in keys else fit(method)
+        of_lengths = adapter(list[Layout]).validate_python(fitted["layouts"])
+        layouts |= {(method, n): layout for n, layout in zip(lengths, of_lengths, strict=True)}
+        notes = dict.fromkeys(fitted["notes"])
+        measured.notes += [f"{saved.name}, {method.title}: {note}" for note in notes]
+        if method.key == "temperature" and fitted["temperature"] is not None:
+            measured.temperature[saved.name] = fitted["temperature"]
 
+    def measure(cell: Cell, part: Part) -> dict[str, Any]:
+        began, model, reads = time.perf_counter(), load(), cell.method.reads
+        reads = reads if reads and reads < cell.length else None
+        with model.using(layouts[cell.method, cell.length]):
+            values = cell.task.read(model, cell.length, settings.batch_tokens, reads, part)
+        return {"values": values, "seconds": time.perf_counter() - began}
 
-def _cell(plan: PlannedCell, store: Store) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
-    """Return trials and rows of a cell from its stored parts."""
-    parts = [store.get("part", key, dict) for _, key in plan.parts]
-    about: dict[str, Any] = {
-        "model": plan.subject.name,
-        "method": plan.recipe.key,
-        "task": plan.task.key,
-        "length": plan.length,
-        "factor": plan.factor,
-    }
-    cell = plan.task.cell(plan.length, parts)
-    trials = trials_of(about, cell, plan.task.groups(plan.length))
-    seconds = round(sum(part["seconds"] for part in parts), 3)
-    return trials, list(rows_of(trials, cell, {**about, "seconds": seconds}))
+    parts = [(cell, *part) for cell in cells for part in cell.parts(settings.device)]
+    for cell, part, key in parts[rank::ranks]:
+        if not store.has("part", key):
+            store.get("part", key, partial(measure, cell, part))
+            yield _tokens(cell, key)

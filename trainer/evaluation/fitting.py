@@ -5,20 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.common.fields import adapter
 from trainer.data.corpus import divided
 from trainer.data.order import Integers
 from trainer.evaluation.loss import AnsweredTexts
-from trainer.evaluation.store import Store, fingerprint
+from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
-
-T = TypeVar("T")
 
 
 def spread_evenly(count: int, total: int, parts: Sequence[int] = ()) -> Integers:
@@ -46,14 +43,13 @@ class FitText:
 
     ``windows``: ``[N, length]`` tokens for every length of a fit; they end at the same places.
     ``parts``: the text of a mixture that each of them is from, ``[N]``; empty for a single text.
-    ``fingerprint``: hash of the text and its tokens. ``needles``: texts with questions and answers,
+    ``needles``: texts with questions and answers,
     for every length at which factors are searched by needles. ``choice``: ``[texts, tokens]`` for
     every length at which heads or pairs are chosen; None: the windows.
     """
 
     windows: Mapping[int, Integers]
     first_token: int
-    fingerprint: str
     needles: Mapping[int, AnsweredTexts] = field(default_factory=dict)
     choice: Mapping[int, Integers] | None = None
     parts: Sequence[int] = ()
@@ -63,34 +59,30 @@ class FitText:
         windows = self.windows[length]
         return windows[spread_evenly(count, len(windows), self.parts)]
 
-    @property
-    def key(self) -> dict[str, Any]:
-        """Inputs of a fit other than the model and settings; windows follow from their sizes."""
-        sizes = {length: len(windows) for length, windows in self.windows.items()}
-        text = {"fingerprint": self.fingerprint, "first_token": self.first_token}
-        return text | {"windows": sizes, "needles": fingerprint(self.needles)}
-
-    @property
-    def choice_key(self) -> dict[str, Any]:
-        """Inputs of a choice of heads or pairs other than the model and settings."""
-        return {**self.key, "choice": self.choice and fingerprint(self.choice)}
+    @cached_property
+    def key(self) -> str:
+        """Hash of all that fits read."""
+        return fingerprint(self)
 
 
 @dataclass
 class Fitting:
-    """One model and the text to fit on.
+    """A model, which is loaded when it is needed, and the text to fit on.
 
     ``notes``: descriptions of the fitted parameters. ``temperature``: the coefficient of the
-    softmax temperature, if fitted. Fits are kept in ``store``.
+    softmax temperature, if fitted.
     """
 
-    model: LanguageModel
-    fingerprint: str
+    load: Callable[[], LanguageModel]
     text: FitText
-    store: Store
     batch_tokens: int
     notes: list[str] = field(default_factory=list)
     temperature: float | None = None
+
+    @cached_property
+    def model(self) -> LanguageModel:
+        """The model, with its layout as trained."""
+        return self.load()
 
     def windows_beyond(self, factors: Iterable[float]) -> dict[int, Integers]:
         """Return the windows at all ``factors`` that make more than the training length."""
@@ -107,18 +99,6 @@ class Fitting:
         else:
             ids = choice[length][spread_evenly(texts, len(choice[length]))]
         return torch.from_numpy(ids).to(self.model.device)
-
-    def stored(self, kind: str, settings: Any, make: Callable[[], Any]) -> Any:
-        """Return a fit, made once for these weights, this text and these settings."""
-        key = {"model": self.fingerprint, **self.text.key, "settings": settings}
-        return self.store.get(kind, key, make)
-
-    def chosen(self, kind: str, settings: Any, of_type: type[T], make: Callable[[], T]) -> T:
-        """Return a choice of heads or pairs, made once; ``settings`` identify its text and
-        layout."""
-        plain = adapter(of_type)
-        found = self.stored(kind, settings, lambda: plain.dump_python(make()))
-        return plain.validate_python(found)
 
 
 LARGEST_TRIED = 2.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import lm_eval
+import pandas as pd
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.api.model import LM
@@ -21,8 +22,8 @@ from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
-from trainer.evaluation.measurements import Measurement, Reading
-from trainer.evaluation.passes import longest_first
+from trainer.evaluation.measurements import Measurement, Value, trial_table
+from trainer.evaluation.passes import WHOLE, Part, longest_first, part_of
 from trainer.evaluation.store import fingerprint
 from trainer.model.config import Sampling
 from trainer.model.generate import TextStream, generate
@@ -135,13 +136,9 @@ class Harness(Measurement):
     def __post_init__(self) -> None:
         self.key, self.title = f"{self.name}_{self.metric}", f"{self.name} ({self.metric})"
 
-    def part(self, rank: int, ranks: int) -> Harness:
-        """Return one rank's share of the questions."""
-        return replace(self, docs={name: docs[rank::ranks] for name, docs in self.docs.items()})
-
     def sequences(self, length: int) -> int:
-        """Return 1, as if all questions were one sequence; 0 without questions."""
-        return int(any(self.docs.values()))
+        """Return 1, as if all questions were one sequence: a cell has one part."""
+        return 1
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the tasks' settings and questions."""
@@ -151,31 +148,42 @@ class Harness(Measurement):
         ]
         return fingerprint(lm_eval.__version__, repr(settings), repr(questions))
 
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Return the value of every metric of :data:`METRICS` for each question, by its name."""
-        most = min(reading.length, reading.reads or reading.length)
-        samples = {name: list(docs) for name, docs in self.docs.items() if docs}
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return a trial for each question, labelled by its task if there are several."""
+        labels = [name for name, docs in self.docs.items() for _ in docs]
+        return trial_table(len(labels), labels=labels if len(self.tasks) > 1 else None)
+
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        batch_tokens: int,
+        reads: int | None = None,
+        part: Part = WHOLE,
+    ) -> list[Value]:
+        """Return the value of every metric of :data:`METRICS` for each question."""
+        docs = [(name, doc) for name, of_task in self.docs.items() for doc in of_task]
+        numbers = part_of(range(len(docs)), part)
+        trials: dict[str, list[int]] = defaultdict(list)
+        for number in numbers:
+            trials[docs[number][0]].append(number)
+        if not trials:
+            return []
         results = evaluate(
-            HarnessModel(reading.model, self.encoder, most, reading.batch_tokens),
-            {name: self.tasks[name] for name in samples},
-            samples=samples,
+            HarnessModel(model, self.encoder, min(length, reads or length), batch_tokens),
+            {name: self.tasks[name] for name in trials},
+            samples={name: [docs[i][1] for i in of_task] for name, of_task in trials.items()},
             bootstrap_iters=0,
         )
-        values: dict[str, list[float]] = defaultdict(list)
-        for name in samples:
-            for row in sorted(results["samples"][name], key=lambda row: row["doc_id"]):
+        values: list[Value] = []
+        for name, of_task in trials.items():
+            number_of = {docs[i][1]: i for i in of_task}
+            for row in results["samples"][name]:
                 for metric in METRICS:
                     if metric in row:
                         label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
-                        values[label].append(float(row[metric]))
-        reading.done(1)
+                        values.append((number_of[row["doc_id"]], label, float(row[metric])))
         return values
-
-    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return the score of each question, and its task if there are several."""
-        labels = [name for name, docs in self.docs.items() for _ in docs]
-        values = [value for part in parts for value in part[self.metric]]
-        return {"scores": tuple(values), "labels": labels if len(self.tasks) > 1 else ()}
 
 
 def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import Fitting
-from trainer.evaluation.layouts import LongRopeFactors, with_factors
 from trainer.evaluation.loss import answer_loss, mean_loss
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import (
     Rescaling,
     longest,
+    longrope,
     ntk_aware,
     ntk_by_parts,
     position_interpolation,
@@ -34,6 +34,9 @@ from trainer.positional.rescaling import (
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[float, ...]
+LongRopeFactors = tuple[Factors, ...]
+"""One factor for each pair of each distinct spectrum in the changed layers; empty if no head
+rotates."""
 Candidate = tuple[tuple[int, Factors], ...]
 """A critical pair (0: none) and the factors of all pairs, for every distinct spectrum."""
 PARENTS = 8
@@ -164,6 +167,21 @@ def _varied(
     factors = np.where(generator.random(len(mine)) < SHARE, theirs, mine)
     steps = generator.normal(0, width, len(mine)) * (generator.random(len(mine)) < SHARE)
     return factors * np.exp(steps)
+
+
+def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice = None) -> Layout:
+    """Set factors beyond the training length for the distinct spectra of ``layers``, in order.
+
+    Raises:
+        ValueError: the number of factors differs from the number of spectra or pairs.
+    """
+    by_spectrum = dict(zip(layout.of_layers(layers).spectra, factors, strict=True))
+    C = layout.training_length
+
+    def changed(spectrum: Spectrum) -> Spectrum:
+        return longrope(spectrum, (1.0,) * len(spectrum.inv_freq), by_spectrum[spectrum], C)
+
+    return layout.map(changed, layout.chosen(layers))
 
 
 def search_longrope(

@@ -20,7 +20,7 @@ from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
 from trainer.evaluation.needles import Haystack, magic_numbers
-from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
+from trainer.evaluation.passes import sequences_at_once
 from trainer.model.language_model import LanguageModel
 
 UNIGRAM_TOKENS = 2**20
@@ -102,15 +102,12 @@ def losses_of_batches(
     batch_tokens: int,
     *,
     reads: int | None = None,
-    done: Done = no_progress,
-    piece: Piece = WHOLE,
 ) -> Iterator[Tensor]:
     """Yield losses ``[B, T]`` in nats on the CPU, float32, for a batch of windows at a time.
 
     Every window ``[T]`` follows ``first_token``, as in training, and all its tokens are
     predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
-    sequence. ``done`` receives the number of windows after each batch; ``piece``: the batches to
-    read.
+    sequence.
 
     ``reads``: largest number of tokens read to predict one, including the first token (None:
     all before it). The window is then read in pieces of ``reads`` tokens that overlap by half. Only
@@ -129,16 +126,15 @@ def losses_of_batches(
     place = positions - starts[stretch]
     device = model.device
     rows, together = max(1, batch_tokens // T), sequences_at_once(model, size, batch_tokens)
-    for first in piece.among(range(0, len(windows), rows)):
-        part = windows[first : first + rows]
-        cut = sliding_window_view(part, size, axis=1)[:, starts].reshape(-1, size)
+    for first in range(0, len(windows), rows):
+        batch = windows[first : first + rows]
+        cut = sliding_window_view(batch, size, axis=1)[:, starts].reshape(-1, size)
         losses = []
         for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
             ids = tokens.roll(1, dims=1)
             ids[:, 0] = first_token
             losses.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
-        done(len(part))
-        yield torch.cat(losses).view(len(part), len(starts), size)[:, stretch, place]
+        yield torch.cat(losses).view(len(batch), len(starts), size)[:, stretch, place]
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 import torch
 from tokenizers import Tokenizer
 
@@ -21,127 +21,126 @@ from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import losses_of_batches, windows_with_common_ends
-from trainer.evaluation.passes import WHOLE, Done, Piece, no_progress, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Part, part_of, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Task
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
-
-@dataclass(frozen=True)
-class Reading:
-    """A model and its way of reading the sequences of a cell.
-
-    ``reads``: number of last tokens that it reads (None: every token). ``done``: receives the
-    number of sequences read. ``piece``: the part of the sequences to read.
-    """
-
-    model: LanguageModel
-    length: int
-    reads: int | None
-    batch_tokens: int
-    done: Done = no_progress
-    piece: Piece = WHOLE
+Value = tuple[int, str, float]
+"""Number of a trial, a metric, and its value."""
 
 
 class Measurement(ABC):
-    """One kind of cell. ``key`` names it in configurations and files, ``title`` in tables."""
+    """What is measured at any length, in trials of one sequence.
+
+    ``key`` names it in configurations and files, ``title`` in tables. ``metric``: which of the
+    values read is reported: ``loss``, or a score from 0 to 1.
+    """
 
     key: str
     title: str
+    metric: str
 
-    @abstractmethod
     def sequences(self, length: int) -> int:
-        """Return how many sequences of ``length`` tokens a cell reads."""
-
-    @abstractmethod
-    def part(self, rank: int, ranks: int) -> Measurement:
-        """Return one rank's share of the sequences."""
+        """Return how many sequences of ``length`` tokens are read, about."""
+        return len(self.trials(length))
 
     @abstractmethod
     def fingerprint(self, length: int) -> str:
-        """Return a hash of everything that a cell reads and expects."""
-
-    def groups(self, length: int) -> tuple[int, ...]:
-        """Return the number of each trial's text; empty if every trial has its own."""
-        return ()
+        """Return a hash of all that is read and expected at ``length`` tokens, with its kind."""
 
     @abstractmethod
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Measure a part of the sequences, and return JSON values."""
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return a row for each trial with columns ``text``, ``depth`` and ``label``.
+
+        See :data:`~trainer.evaluation.results.TRIAL_COLUMNS`.
+        """
 
     @abstractmethod
-    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Combine all parts, in order, into fields of a :class:`Cell`."""
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        batch_tokens: int,
+        reads: int | None = None,
+        part: Part = WHOLE,
+    ) -> list[Value]:
+        """Measure a part of the trials.
 
-    def measure(self, reading: Reading) -> dict[str, Any]:
-        """Read all sequences, and return fields of a :class:`Cell`."""
-        return self.cell(reading.length, [self.read(reading)])
+        ``reads``: number of last tokens of a sequence that the model reads (None: every token).
+        """
+
+
+def trial_table(
+    count: int,
+    texts: Sequence[int] | None = None,
+    depths: Sequence[float | None] | None = None,
+    labels: Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """Return what :meth:`Measurement.trials` returns; without ``texts`` each trial has its own."""
+    return pd.DataFrame(
+        {
+            "text": range(count) if texts is None else texts,
+            "depth": pd.Series([None] * count if depths is None else depths, dtype=float),
+            "label": pd.Series([""] * count if labels is None else labels, dtype=object),
+        }
+    )
 
 
 @dataclass
 class Perplexity(Measurement):
-    """Held-out loss on the last tokens of windows that end at the same places.
+    """Held-out loss on the ``last`` tokens of windows that end at the same places.
 
-    ``windows``: ``[N, length]`` tokens of held-out text for each length. ``last``: number of last
-    tokens that are reported (None: the training length, or the shortest length if that is less).
+    ``windows``: ``[N, length]`` tokens of held-out text for each length.
     """
 
     windows: dict[int, Integers]
     first_token: int
-    training_length: int
-    last: int | None = None
+    last: int
     key: str = PERPLEXITY
     title: str = "Held-out perplexity"
-
-    def sequences(self, length: int) -> int:
-        """Return the number of windows."""
-        return len(self.windows[length])
-
-    def part(self, rank: int, ranks: int) -> Self:
-        """Return one rank's share of the windows."""
-        return replace(self, windows={n: x[rank::ranks] for n, x in self.windows.items()})
+    metric: str = "loss"
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the windows and the averaged tokens."""
-        windows = self.windows[length]
-        return fingerprint(self.key, windows, self._last, self.first_token, self.training_length)
+        return fingerprint(self.key, self.windows[length], self.last, self.first_token)
 
-    @property
-    def _last(self) -> int:
-        """Number of last tokens reported, equal for all lengths."""
-        return self.last or min([self.training_length, *self.windows])
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return a trial for each window."""
+        return trial_table(len(self.windows[length]))
 
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Return the mean loss on the last tokens of each window."""
-        batches = losses_of_batches(
-            reading.model,
-            self.windows[reading.length],
-            self.first_token,
-            reading.batch_tokens,
-            reads=reading.reads,
-            done=reading.done,
-            piece=reading.piece,
-        )
-        means = (losses.double()[:, -self._last :].mean(dim=1).tolist() for losses in batches)
-        return {"last": [loss for of_batch in means for loss in of_batch]}
-
-    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return the losses of all windows; NaN if they are not finite."""
-        losses = (loss for part in parts for loss in part["last"])
-        return {"losses": tuple(x if math.isfinite(x) else math.nan for x in losses)}
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        batch_tokens: int,
+        reads: int | None = None,
+        part: Part = WHOLE,
+    ) -> list[Value]:
+        """Return the mean loss on the last tokens of each window; NaN if it is not finite."""
+        windows, size = self.windows[length], max(1, batch_tokens // length)
+        values: list[Value] = []
+        for first in part_of(range(0, len(windows), size), part):
+            batch = windows[first : first + size]
+            (losses,) = losses_of_batches(model, batch, self.first_token, batch_tokens, reads=reads)
+            means = losses.double()[:, -self.last :].mean(dim=1).tolist()
+            finite = (loss if math.isfinite(loss) else math.nan for loss in means)
+            values += [(first + i, "loss", loss) for i, loss in enumerate(finite)]
+        return values
 
 
 @dataclass
 class Statements(Measurement):
     """Multi-key needles in the words of the demo's training sequences.
 
-    See :mod:`trainer.data.needles`. ``trials``: the trials of each length.
+    See :mod:`trainer.data.needles`. ``of_length``: the trials of each length.
     """
 
-    trials: dict[int, Trials]
+    of_length: dict[int, Trials]
     first_token: int
     key: str = STATEMENTS
     title: str = "Trained statements (multi-key)"
+    metric: str = "score"
 
     @classmethod
     def make(
@@ -164,66 +163,41 @@ class Statements(Measurement):
             )
         return cls(trials_at, first_token)
 
-    def sequences(self, length: int) -> int:
-        """Return the number of trials."""
-        return len(self.trials[length].prompts)
-
     def fingerprint(self, length: int) -> str:
         """Return a hash of the trials."""
-        return fingerprint(self.key, self.trials[length], self.first_token)
+        return fingerprint(self.key, self.of_length[length], self.first_token)
 
-    def part(self, rank: int, ranks: int) -> Statements:
-        """Return one rank's share of the trials."""
-        part = slice(rank, None, ranks)
-        return replace(
-            self,
-            trials={
-                length: Trials(trials.prompts[part], trials.answers[part], trials.depths[part])
-                for length, trials in self.trials.items()
-            },
-        )
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return the trials with the depths of the requested statements."""
+        depths = np.round(1 - self.of_length[length].depths / length, 4)
+        return trial_table(len(depths), depths=depths.tolist())
 
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Return a score for each trial of the part."""
-        asked, reads = self.trials[reading.length], reading.reads
-        if reads is not None and reads < reading.length:
-            prompts = asked.prompts[:, -reads:].copy()
+    @torch.no_grad()
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        batch_tokens: int,
+        reads: int | None = None,
+        part: Part = WHOLE,
+    ) -> list[Value]:
+        """Return 1 for each trial whose answer is the most likely next token, else 0.
+
+        Only the last position goes through the head, and a batch holds at most ``batch_tokens``
+        tokens (at least one trial), so memory is linear in the length.
+        """
+        prompts, expected = self.of_length[length].prompts, self.of_length[length].answers
+        if reads is not None and reads < length:
+            prompts = prompts[:, -reads:].copy()
             prompts[:, 0] = self.first_token
-            asked = Trials(prompts, asked.answers, asked.depths)
-        hits = successes(reading.model, asked, reading.batch_tokens, reading.done, reading.piece)
-        return {"scores": [float(hit) for hit in hits]}
-
-    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return the scores, and the depths of the requested statements."""
-        depths = 1 - self.trials[length].depths / length
-        return {
-            "scores": tuple(score for part in parts for score in part["scores"]),
-            "depths": tuple(np.round(depths, 4).tolist()),
-        }
-
-
-@torch.no_grad()
-def successes(
-    model: LanguageModel,
-    trials: Trials,
-    batch_tokens: int,
-    done: Done = no_progress,
-    piece: Piece = WHOLE,
-) -> list[bool]:
-    """Return whether each trial's answer is the most likely next token.
-
-    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
-    (at least one trial), so memory is linear in the length.
-    """
-    size = sequences_at_once(model, trials.prompts.shape[1], batch_tokens)
-    prompts = torch.from_numpy(trials.prompts).split(size)
-    answers = torch.from_numpy(trials.answers).split(size)
-    hits: list[bool] = []
-    for ids, expected in piece.among(list(zip(prompts, answers, strict=True))):
-        predicted = model(ids.to(model.device), last=1)[:, -1].argmax(dim=-1).cpu()
-        hits += (predicted == expected).tolist()
-        done(len(ids))
-    return hits
+        size = sequences_at_once(model, prompts.shape[1], batch_tokens)
+        values: list[Value] = []
+        for first in part_of(range(0, len(prompts), size), part):
+            ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
+            predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
+            hits = predicted == expected[first : first + size]
+            values += [(first + i, "score", float(hit)) for i, hit in enumerate(hits)]
+        return values
 
 
 @dataclass
@@ -231,16 +205,14 @@ class Prompted(Measurement):
     """A task whose prompts are answered in words.
 
     ``limit``: number of prompts at each length, spread evenly over all of them (None: all).
-    ``share``: rank and number of ranks; each rank takes every ``ranks``-th prompt.
     """
 
     task: Task
     tokenizer: Tokenizer
     limit: int | None = None
-    share: tuple[int, int] = (0, 1)
 
     def __post_init__(self) -> None:
-        self.key = self.title = self.task.name
+        self.key, self.title, self.metric = self.task.name, self.task.name, "score"
         # Prompts are equal for all models and methods; keep one length in memory.
         self._prompts = lru_cache(maxsize=1)(self._make_prompts)
         self._summary = cache(self._summarise)
@@ -250,71 +222,48 @@ class Prompted(Measurement):
         if self.limit is not None and self.limit < len(prompts):
             places = np.linspace(0, len(prompts) - 1, self.limit).round().astype(int)
             prompts = [prompts[place] for place in places]
-        rank, ranks = self.share
         # Four bytes for a token, because the prompts of all tasks are kept in memory together.
-        return [replace(p, tokens=array("i", p.tokens)) for p in prompts[rank::ranks]]
-
-    def part(self, rank: int, ranks: int) -> Prompted:
-        """Return one rank's share of the prompts."""
-        return replace(self, share=(rank, ranks))
-
-    def sequences(self, length: int) -> int:
-        """Return the number of prompts."""
-        return self._summary(length)[0]
+        return [replace(p, tokens=array("i", p.tokens)) for p in prompts]
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the prompts and their answers."""
+        return self._summary(length)[0]
+
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return the prompts' depths and labels; those of a group share a text."""
         return self._summary(length)[1]
 
-    def groups(self, length: int) -> tuple[int, ...]:
-        """Return the number of each prompt's group, in order of appearance; empty without any."""
-        return self._summary(length)[2]
-
-    def _summarise(self, length: int) -> tuple[int, str, tuple[int, ...]]:
-        """Return number, fingerprint and groups of the prompts, to store in place of them."""
+    def _summarise(self, length: int) -> tuple[str, pd.DataFrame]:
+        """Return fingerprint and trials of the prompts, to keep in place of them."""
         prompts = self._prompts(length)
         inputs = [
             (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label, p.never_first)
             for p in prompts
         ]
-        return len(prompts), fingerprint(self.key, inputs), _numbered(prompts)
-
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Return the index and score of each prompt in the part."""
-        prompts, reads = self._prompts(reading.length), reading.reads
-        texts = answers(
-            reading.model,
-            self.tokenizer,
-            prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts],
-            reading.batch_tokens,
-            reading.done,
-            self.task.stop,
-            reading.piece,
+        groups = [(i, None) if p.group is None else (None, p.group) for i, p in enumerate(prompts)]
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        trials = trial_table(
+            len(prompts),
+            [numbers[group] for group in groups],
+            [p.depth for p in prompts],
+            [p.label for p in prompts],
         )
-        scores = [float(self.task.score(text, prompts[i].answers)) for i, text in texts.items()]
-        return {"places": list(texts), "scores": scores}
+        return fingerprint(self.key, inputs), trials
 
-    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return the scores in the order of the prompts, with their depths and labels."""
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        batch_tokens: int,
+        reads: int | None = None,
+        part: Part = WHOLE,
+    ) -> list[Value]:
+        """Return the score of each answer."""
         prompts = self._prompts(length)
-        scores = {
-            place: score
-            for part in parts
-            for place, score in zip(part["places"], part["scores"], strict=True)
-        }
-        fields: dict[str, Any] = {"scores": tuple(scores[place] for place in range(len(prompts)))}
-        if all(prompt.depth is not None for prompt in prompts):
-            fields["depths"] = tuple(prompt.depth for prompt in prompts)
-        if any(prompt.label for prompt in prompts):
-            fields["labels"] = tuple(prompt.label for prompt in prompts)
-        return fields
-
-
-def _numbered(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    """Return the number of each prompt's group, counted from 0; empty if no two share a group."""
-    names = [(i, None) if p.group is None else (None, p.group) for i, p in enumerate(prompts)]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names) if len(numbers) < len(names) else ()
+        asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
+        stop, score = self.task.stop, self.task.score
+        texts = answers(model, self.tokenizer, asked, batch_tokens, stop, part)
+        return [(i, "score", float(score(text, prompts[i].answers))) for i, text in texts.items()]
 
 
 def _cropped(prompt: Prompt, reads: int) -> Prompt:

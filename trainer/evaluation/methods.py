@@ -6,11 +6,10 @@ every intervention can be combined with every rescaling.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -20,39 +19,30 @@ from trainer.config import BY_LAYER, EvaluationConfig
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
-from trainer.evaluation.layouts import (
-    TITLES,
-    LayoutAt,
-    is_free_of_positions,
-    tempered,
-    windowed,
-    with_factors,
-)
-from trainer.evaluation.longrope import fitted_factors
+from trainer.evaluation.longrope import fitted_factors, with_factors
 from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE
-from trainer.evaluation.store import fingerprint
-from trainer.positional.layout import Intervention, Layout
+from trainer.evaluation.saved_model import SavedModel
+from trainer.positional.layout import Intervention, LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
-if TYPE_CHECKING:
-    from trainer.evaluation.engine import Subject
-
-
-@dataclass(frozen=True)
-class Method:
-    """A layout for every extension factor.
-
-    ``reads``: number of last tokens that the model reads (None: all tokens).
-    """
-
-    layout_at: LayoutAt
-    reads: int | None = None
-
-
-Make = Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
+LayoutAt = Callable[[float], Layout]
+"""A layout for every extension factor."""
+Change = Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
 """Maps the layouts before a part to those after it; its configuration lists layers as indices."""
+TITLES = {
+    "pi": "PI",
+    "ntk": "NTK-aware",
+    "ntk_by_parts": "NTK-by-parts",
+    "yarn": "YaRN",
+    "llama3": "Llama 3",
+    "yarn_full_range": "YaRN over all frequencies",
+    "ntk_by_parts_turns": "NTK-by-parts over turns",
+    "yarn_turns": "YaRN over turns",
+    "cope": "CoPE",
+}
+"""Titles of :data:`~trainer.positional.rescaling.RESCALINGS` in tables."""
 
 
 @dataclass(frozen=True)
@@ -64,119 +54,147 @@ class Part:
     """
 
     title: str
-    make: Make
+    change: Change
     rotation: bool = False
     uses: tuple[str, ...] = ()
     fits: Callable[[EvaluationConfig, float], Iterable[float]] = lambda config, factor: ()
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
-    """A method before it is fitted.
-
-    ``settings``: all its inputs besides the model. ``fits``: extension factors at whose lengths it
-    reads text, by the factor that it is set for.
-    """
+class Method:
+    """A method for one model: ``key`` names its parts, ``layout`` is the model's own, and
+    ``config`` lists layers as indices."""
 
     key: str
-    title: str
-    settings: dict[str, Any]
-    fits: Callable[[float], set[float]]
-    make: Callable[[Fitting], Method]
+    layout: Layout
+    config: EvaluationConfig
 
+    @property
+    def parts(self) -> list[Part]:
+        """Its parts, the first one first."""
+        return [PARTS[name] for name in self.key.split("+")]
 
-def applicable(
-    subjects: Sequence[Subject], config: EvaluationConfig
-) -> tuple[dict[str, list[Recipe]], list[str]]:
-    """Return the methods that change each model, by its name, and a sentence for each that changes
-    none.
+    @property
+    def title(self) -> str:
+        """Its name in tables."""
+        return " + ".join(part.title for part in self.parts)
 
-    Raises:
-        UserError: no method changes any model.
-    """
-    recipes: dict[str, list[Recipe]] = {subject.name: [] for subject in subjects}
-    idle: dict[str, list[str]] = {}
-    for name in config.names:
-        for subject in subjects:
-            made = recipe(name, subject.layout, config, native=subject.native)
-            if isinstance(made, Recipe):
-                if "dope" in made.settings:
-                    dope.check_heads(subject.layout, subject.config, config.dope)
-                recipes[subject.name].append(made)
-            else:
-                idle.setdefault(name, []).append(f"{subject.name} {made}")
-    used = {made.key for applied in recipes.values() for made in applied}
-    notes = [f"{name}: {'; '.join(why)}." for name, why in idle.items() if name not in used]
-    if not used:
-        raise UserError(f"evaluation.methods: {' '.join(notes)}")
-    return recipes, notes
+    @property
+    def reads(self) -> int | None:
+        """Number of last tokens that the model reads (None: all tokens)."""
+        return self.layout.training_length if "crop" in self.key.split("+") else None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All its inputs besides the model and text, as JSON values."""
+        values = asdict(self.config)
+        used = {name for part in self.parts for name in part.uses}
+        if {*self.key.split("+")} & {*BY_LAYER}:
+            used.add("layers")
+        return {name: values[name] for name in sorted(used)}
 
-def recipe(
-    name: str, layout: Layout, config: EvaluationConfig, *, native: bool = True
-) -> Recipe | str:
-    """Return the named method for a model, or why it cannot change the model.
-
-    ``native``: whether our decoder computes the model.
-    """
-    keys = name.split("+")
-    parts = [MAKERS[key] for key in keys]
-    if reason := _idle(keys, layout, config, native):
-        return reason
-    count = len(layout.layers)
-    if isinstance(config.layers, list) and not {*config.layers} <= {*range(-count, count)}:
-        raise UserError(
-            f"evaluation.layers: expected indices of {count} layers, got {config.layers}"
-        )
-    config = replace(config, layers=layout.chosen(config.layers))
-
-    def make(fitting: Fitting) -> Method:
-        layout_at: LayoutAt = lambda factor: layout  # noqa: E731
-        for part in parts:
-            # Cached: a choice is made once for all tasks.
-            layout_at = cache(part.make(layout_at, fitting, config))
-        return Method(layout_at, layout.training_length if "crop" in keys else None)
-
-    settings = {key: _plain(getattr(config, key)) for part in parts for key in part.uses}
-    if {*keys} & {*BY_LAYER}:
-        settings["layers"] = config.layers
-
-    def fits(factor: float) -> set[float]:
+    def fits(self, factor: float) -> set[float]:
+        """Return the extension factors at whose lengths it reads text, to be set for ``factor``."""
         factors, read = {factor}, set[float]()
-        for part in reversed(parts):
-            of_part = {s for at_factor in factors for s in part.fits(config, at_factor)}
+        for part in reversed(self.parts):
+            of_part = {s for at_factor in factors for s in part.fits(self.config, at_factor)}
             read |= of_part
             factors |= of_part  # where a part is fitted, it applies the parts before it
         return read
 
-    title = " + ".join(part.title for part in parts)
-    return Recipe(name, title, settings, fits, make)
+    def layouts(self, fitting: Fitting) -> LayoutAt:
+        """Return the layout for every extension factor; the calls fit what is fitted."""
+        layout_at: LayoutAt = lambda factor: self.layout  # noqa: E731
+        for part in self.parts:
+            layout_at = cache(part.change(layout_at, fitting, self.config))
+        return layout_at
 
 
-def _idle(keys: Sequence[str], layout: Layout, config: EvaluationConfig, native: bool) -> str:
-    """Return why some part cannot change a model; empty if all can."""
-    if not native and not FOR_ANY_MODEL.issuperset(keys):
+def applicable(
+    models: Sequence[SavedModel], config: EvaluationConfig
+) -> tuple[dict[str, list[Method]], list[str]]:
+    """Return the methods that change each model, by its name, and a sentence for each that changes
+    none.
+
+    Raises:
+        UserError: no method changes any model, or a model has too few heads for DoPE.
+    """
+    methods: dict[str, list[Method]] = {model.name: [] for model in models}
+    idle: dict[str, list[str]] = {}
+    for name in config.names:
+        for model in models:
+            if why := why_idle(name, model, config):
+                idle.setdefault(name, []).append(f"{model.name} {why}")
+                continue
+            if "dope" in name.split("+"):
+                dope.check_heads(model.layout, model.config, config.dope)
+            methods[model.name].append(method_for(name, model.layout, config))
+    used = {method.key for applied in methods.values() for method in applied}
+    notes = [f"{name}: {'; '.join(why)}." for name, why in idle.items() if name not in used]
+    if not used:
+        raise UserError(f"evaluation.methods: {' '.join(notes)}")
+    return methods, notes
+
+
+def method_for(name: str, layout: Layout, config: EvaluationConfig) -> Method:
+    """Return the named method for a model with this layout."""
+    return Method(name, layout, replace(config, layers=layout.chosen(config.layers)))
+
+
+def why_idle(name: str, model: SavedModel, config: EvaluationConfig) -> str:
+    """Return why the named method cannot change a model; empty if it can."""
+    names, layout, layers = {*name.split("+")}, model.layout, config.layers
+    count = len(layout.layers)
+    if isinstance(layers, list) and not {*layers} <= {*range(-count, count)}:
+        raise UserError(f"evaluation.layers: expected indices of {count} layers, got {layers}")
+    if model.computed_by and not names <= FOR_ANY_MODEL:
         return "is computed by transformers, and this method needs the decoder of this program"
-    if any(MAKERS[key].rotation for key in keys) and not layout.rotates:
+    if any(PARTS[part].rotation for part in names) and not layout.rotates:
         return "has no rotation"
-    for key in {*keys} & {*BY_LAYER}:
-        changed = layout.rotating if MAKERS[key].rotation else layout.chosen
-        if not changed(config.layers):
+    for part in names & {*BY_LAYER}:
+        if not (layout.rotating if PARTS[part].rotation else layout.chosen)(layers):
             return "has no such layer that sees more than the training length (evaluation.layers)"
-    tempering = [key for key in keys if key.startswith("temperature")]
-    if tempering and layout.has_trained_temperature:
+    if names & {"temperature", "temperature_rope_id"} and layout.has_trained_temperature:
         return "was trained with logits that follow the length"
-    is_free = config.temperature.models == "all" or is_free_of_positions(layout)
-    if "temperature" in keys and not is_free:
+    has_positions = any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
+    if "temperature" in names and has_positions and config.temperature.models != "all":
         return "has positions (evaluation.temperature.models=all)"
     return ""
+
+
+def windowed(layout: Layout) -> Layout:
+    """Limit attention windows to the training length."""
+    C = layout.training_length
+    layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
+    return replace(layout, layers=layers)
+
+
+def tempered(
+    layout: Layout,
+    coefficient: float,
+    per: Literal["sequence", "query"] = "sequence",
+    exponent: float = 1.0,
+    layers: LayerChoice = None,
+) -> Layout:
+    """Multiply the logits of ``layers`` by (1 + c ln s)^exponent beyond the training length.
+
+    This is DroPE's temperature (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4). It
+    replaces an earlier temperature, and C is the longest length of training, whatever length the
+    earlier one referred to.
+    """
+    return layout.map(
+        lambda spectrum: spectrum.with_temperature(
+            coefficient=coefficient, exponent=exponent, per=per, reference=None, steps=False
+        ),
+        layout.chosen(layers),
+    )
 
 
 def _unchanged(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     return before
 
 
-def _rescaled(rescaling: Rescaling) -> Make:
+def _rescaled(rescaling: Rescaling) -> Change:
     """Slow every rotation for the factor, at least 1."""
 
     def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
@@ -185,7 +203,7 @@ def _rescaled(rescaling: Rescaling) -> Make:
     return make
 
 
-def _dynamic(rescaling: Rescaling) -> Make:
+def _dynamic(rescaling: Rescaling) -> Change:
     """Slow every rotation by the length of each sequence."""
 
     def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
@@ -220,43 +238,27 @@ def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationC
     return lambda factor: tempered(before(factor), 0.1, "sequence", exponent, config.layers)
 
 
-def _plain(value: Any) -> Any:
-    """Convert settings to JSON values."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    return asdict(value)
-
-
-def _identity(layout: Layout) -> str:
-    """Return text that identifies a layout in the key of a stored choice."""
-    return hashlib.sha256(repr(layout).encode()).hexdigest()
-
-
 def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Divide each pair by its own factor, which is searched at each length."""
-    settings = config.longrope
 
     def layout_at(factor: float) -> Layout:
         layout = before(factor)
         if factor <= 1:
             return layout
-        key = [factor, asdict(settings), _identity(layout), config.layers]
-        search = partial(fitted_factors, fitting, settings, factor, layout, config.layers)
-        factors = fitting.stored("longrope", key, search)
-        return with_factors(layout, tuple(tuple(row) for row in factors), config.layers)
+        factors = fitted_factors(fitting, config.longrope, factor, layout, config.layers)
+        return with_factors(layout, factors, config.layers)
 
     return layout_at
 
 
 def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
     """Multiply logits by 1 + c ln s (DroPE, App. C.2), with c fitted on the lengths beyond C."""
-    settings, layers = config.temperature, config.layers
     if max(config.lengths) <= 1:
         return before
+    settings, layers, C = config.temperature, config.layers, fitting.model.layout.training_length
     windows = fitting.windows_beyond(settings.lengths or config.lengths)
     if not windows:  # a factor of 1.001 may round to the training length
         return before
-    C = fitting.model.layout.training_length
 
     def tempered_with(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, layers=layers)
@@ -270,11 +272,7 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationCo
                     total += mean_loss(fitting.model, tokens, first, batch_tokens)
             return total
 
-        layouts = [_identity(before(n / C)) for n in windows]
-        key = [layouts, list(windows), asdict(settings), layers]
-        coefficient: float = fitting.stored(
-            "temperature", key, partial(fit_coefficient, loss, settings.grid)
-        )
+        coefficient = fit_coefficient(loss, settings.grid)
         if is_largest_tried(coefficient, settings.grid):
             fitting.notes.append("the largest coefficient tried fits best")
         return coefficient
@@ -291,9 +289,7 @@ def _denoised(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
     @cache
     def chosen(factor: float) -> dope.Selection:
         ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
-        select = partial(dope.select, fitting.model, ids, config.dope, layout)
-        key = [_plain(config.dope), fingerprint(ids.numpy(force=True)), _identity(layout)]
-        selection = fitting.chosen("dope", key, dope.Selection, select)
+        selection = dope.select(fitting.model, ids, config.dope, layout)
         fitting.notes.append(f"{selection.words}, {_chosen_on(ids, config)}")
         return selection
 
@@ -306,10 +302,7 @@ def _weighted(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
         ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
-        rules = config.weighted_rope
-        select = partial(weighted_rope.select, fitting.model, ids, rules, layout)
-        key = [_plain(rules), fingerprint(ids.numpy(force=True)), _identity(layout)]
-        factors = fitting.chosen("weighted_rope", key, tuple[Intervention, ...], select)
+        factors = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
         pairs = counted(weighted_rope.pairs(factors), "pair")
         fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
         return factors
@@ -337,7 +330,7 @@ def _choice_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
 
 
 CHOICE = "choice"
-MAKERS: dict[str, Part] = {
+PARTS: dict[str, Part] = {
     AS_IS: Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _windowed),

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+
+import pandas as pd
 
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
-from trainer.evaluation.measurements import Measurement, Reading
+from trainer.evaluation.measurements import Measurement, Value, trial_table
+from trainer.evaluation.passes import WHOLE, Part, part_of
 from trainer.evaluation.store import fingerprint
+from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000
 """First number of rows whose context lacks the question; they are not read."""
@@ -76,47 +79,42 @@ class MultipleChoice(Measurement):
     def __post_init__(self) -> None:
         self.key, self.title = f"{self.task}_{self.metric}", f"{self.task} ({self.metric})"
 
-    def part(self, rank: int, ranks: int) -> MultipleChoice:
-        """Return one rank's share of the questions."""
-        part = slice(rank, None, ranks)
-        return replace(self, questions=self.questions[part], requests=self.requests[part])
-
     def sequences(self, length: int) -> int:
         """Return how many sequences of ``length`` the tokens of all choices fill."""
-        return -(-_tokens(self.requests) // length)
+        requests = chain.from_iterable(self.requests)
+        return -(-sum(len(r.context) + len(r.continuation) for r in requests) // length)
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the questions and their tokens."""
         return fingerprint("multiple choice", self.questions, self.requests)
 
-    def read(self, reading: Reading) -> dict[str, Any]:
-        """Return the log-likelihoods (nats) of the choices of each question in the part."""
-        most = min(reading.length, reading.reads or reading.length)
-        firsts, values = range(0, len(self.questions), TOGETHER), list[list[float]]()
-        for first in reading.piece.among(firsts):
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return a trial for each question."""
+        return trial_table(len(self.questions))
+
+    def read(
+        self,
+        model: LanguageModel,
+        length: int,
+        batch_tokens: int,
+        reads: int | None = None,
+        part: Part = WHOLE,
+    ) -> list[Value]:
+        """Return ``acc`` and ``acc_norm`` of each question in the part."""
+        most, values = min(length, reads or length), list[Value]()
+        for first in part_of(range(0, len(self.questions), TOGETHER), part):
             questions = self.requests[first : first + TOGETHER]
             requests = [choice.within(most) for choice in chain.from_iterable(questions)]
-            answers = log_likelihoods(reading.model, requests, reading.batch_tokens)
+            answers = log_likelihoods(model, requests, batch_tokens)
             likelihoods = iter([answer.log_likelihood for answer in answers])
-            values += [list(islice(likelihoods, len(choices))) for choices in questions]
-            reading.done(_tokens(questions) // reading.length)
-        return {"log_likelihoods": values}
-
-    def cell(self, length: int, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Return 1 for each question whose right choice has the largest value, and 0 for others."""
-        likelihoods = [values for part in parts for values in part["log_likelihoods"]]
-        pairs = zip(self.questions, likelihoods, strict=True)
-        return {"scores": tuple(self._score(question, values) for question, values in pairs)}
-
-    def _score(self, question: Question, values: Sequence[float]) -> float:
-        if self.metric == "acc_norm":
-            sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
-            values = [value / size for value, size in zip(values, sizes, strict=True)]
-        return float(values.index(max(values)) == question.label)
-
-
-def _tokens(questions: Sequence[Sequence[Request]]) -> int:
-    return sum(len(r.context) + len(r.continuation) for choices in questions for r in choices)
+            for number, choices in enumerate(questions, first):
+                of_choices = list(islice(likelihoods, len(choices)))
+                sizes = [len(text.removeprefix(" ")) for _, text in self.questions[number].choices]
+                normed = [x / max(1, size) for x, size in zip(of_choices, sizes, strict=True)]
+                for metric, each in (("acc", of_choices), ("acc_norm", normed)):
+                    is_right = each.index(max(each)) == self.questions[number].label
+                    values.append((number, metric, float(is_right)))
+        return values
 
 
 def multiple_choice_tasks(

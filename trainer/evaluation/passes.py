@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
-
-import torch
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from trainer.model.language_model import LanguageModel
 
 T = TypeVar("T")
-Done = Callable[[int], None]
-"""Callback that receives the number of sequences read."""
+Part = tuple[int, int]
+"""Index of a part of a cell, and the number of its parts."""
+WHOLE: Part = (0, 1)
 IN_CACHE = 2**18
 """Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Part ``index`` of ``count`` parts of a cell."""
+def part_of(batches: Sequence[T], part: Part) -> Sequence[T]:
+    """Return a part of the batches.
 
-    index: int = 0
-    count: int = 1
-
-    def among(self, batches: Sequence[T]) -> Sequence[T]:
-        """Return this part of the batches.
-
-        Batches stay whole, so that a cell measured in parts has the same numbers, digit for digit,
-        as one measured at once.
-        """
-        first, end = (len(batches) * i // self.count for i in (self.index, self.index + 1))
-        return batches[first:end]
-
-
-WHOLE = Piece()
+    Batches stay whole, so that a cell measured in parts has the same numbers, digit for digit, as
+    one measured at once.
+    """
+    index, count = part
+    return batches[len(batches) * index // count : len(batches) * (index + 1) // count]
 
 
 def longest_first(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -45,23 +33,6 @@ def longest_first(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[in
         size = max(1, batch_tokens // lengths[order[0]])
         yield order[:size]
         order = order[size:]
-
-
-def no_progress(sequences: int) -> None:
-    """Ignore the number of sequences read."""
-
-
-PREFILL = 32768
-"""Tokens of a long sequence that are read at once."""
-
-Dtype = Literal["fp32", "bf16"]
-
-
-def precision_of(dtype: Dtype | None, device: str) -> Dtype:
-    """Return the dtype of an evaluation's weights; ``dtype``: as configured."""
-    if dtype is not None:
-        return dtype
-    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
 def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> int:

@@ -10,7 +10,7 @@ on what was trained and evaluated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -22,7 +22,7 @@ from pydantic import ConfigDict
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.statistics import Estimate
+from trainer.evaluation.statistics import Estimate, average, estimate, mean_estimate
 
 AS_IS = "none"
 AS_IS_TITLE = "as is"
@@ -69,6 +69,82 @@ def read_csv(path: Path) -> pd.DataFrame:
     """Read what :func:`write_csv` wrote."""
     text = dict.fromkeys(("run", "model", "method", "task", "metric"), str)
     return pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
+
+
+CELL = ["model", "method", "task", "length"]
+"""Columns that name a cell."""
+ROW = ["model", "method", "length", "factor"]
+
+
+def rows_of(
+    trials: pd.DataFrame, seconds: Mapping[tuple[Any, ...], float], run: str, seed: int
+) -> pd.DataFrame:
+    """Return the rows of results.csv; ``seconds``: by cell.
+
+    A score is the mean over texts, a loss the mean over windows. Trials with labels have a row for
+    every label too, as the task ``TASK|LABEL``. The last rows are the means over tasks.
+    """
+    rows: list[dict[str, Any]] = []
+    for key, part in trials.groupby([*CELL, "factor", "metric"], sort=False):
+        about = dict(zip([*CELL, "factor", "metric"], key, strict=True))
+        task, labelled = about["task"], part[part.label != ""]
+        labels = [(f"{task}|{label}", x) for label, x in labelled.groupby("label", sort=False)]
+        for name, of_label in [(task, part), *labels]:
+            if about["metric"] == "loss":
+                value, n = mean_estimate(of_label.value), len(of_label)
+            else:
+                texts = by_text(of_label, [task], about["metric"])
+                value, n = _mean_of(texts), len(texts)
+            rows.append({**about, "task": name, **_numbers(value, n)})
+    if tasks := averaged(trials):
+        for key, part in by_text(trials, tasks).groupby(ROW, sort=False):
+            about = {**dict(zip(ROW, key, strict=True)), "task": MEAN, "metric": "score"}
+            rows.append({**about, **_numbers(_mean_of(part), len(part))})
+    for row in rows:
+        row["seconds"] = seconds.get(tuple(row[column] for column in CELL))
+    return table([{**row, "run": run, "seed": seed} for row in rows])
+
+
+def _numbers(value: Estimate, n: int) -> dict[str, Any]:
+    return {"value": value.mean, "low": value.low, "high": value.high, "n": n}
+
+
+def averaged(trials: pd.DataFrame) -> list[str]:
+    """Return the largest set of tasks with scores at the same lengths; empty for fewer than two.
+
+    A mean over them covers the same tasks at every length.
+    """
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for task, part in trials[trials.metric == "score"].groupby("task", sort=False):
+        alike.setdefault(tuple(sorted(part.length.unique())), []).append(task)
+    most = max(alike.values(), key=len, default=[])
+    return most if len(most) > 1 else []
+
+
+def by_text(trials: pd.DataFrame, tasks: Iterable[str], metric: str = "score") -> pd.DataFrame:
+    """Return the independent scores of ``tasks``: one for each text, in columns of :data:`ROW`,
+    ``texts``, ``text``, ``value``, ``trials`` and ``tasks``.
+
+    The score of a text is the mean over its trials. The n-th texts of tasks with the same number of
+    texts (``texts``) may be the same one by design: they have a single score with their mean.
+    """
+    scores = trials[trials.task.isin(list(tasks)) & (trials.metric == metric)]
+    keys = [*ROW, "task"]
+    each = scores.groupby([*keys, "text"], sort=False).value.agg(["mean", "size"]).reset_index()
+    each["texts"] = each.groupby(keys)["mean"].transform("size")
+    pooled = each.groupby([*ROW, "texts", "text"], sort=False)
+    return pooled.agg(
+        value=("mean", "mean"), trials=("size", "sum"), tasks=("mean", "size")
+    ).reset_index()
+
+
+def _mean_of(texts: pd.DataFrame) -> Estimate:
+    """Return the unweighted mean over all tasks of the texts of one model, method and length."""
+    samples = [sample for _, sample in texts.groupby("texts", sort=False)]
+    means = [estimate(sample.value.tolist(), int(sample.trials.sum())) for sample in samples]
+    if len(means) == 1:
+        return means[0]
+    return average(means, [int(sample.tasks.iloc[0]) for sample in samples])
 
 
 def estimates(

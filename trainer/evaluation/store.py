@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,6 @@ from trainer.common.files import write_atomically
 
 POLL = 0.2
 """Seconds between checks for results of other processes."""
-
-
-def all_fields(value: Any, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the fields of a dataclass, or items of a mapping, except those in ``without``."""
-    items = (
-        value
-        if isinstance(value, Mapping)
-        else {field.name: getattr(value, field.name) for field in fields(value)}
-    )
-    return {key: item for key, item in items.items() if key not in without}
 
 
 def fingerprint(*parts: Any) -> str:
@@ -52,7 +42,7 @@ def _pieces(value: Any) -> Iterator[bytes]:
         yield value.tobytes()
     elif is_dataclass(value) and not isinstance(value, type):
         yield type(value).__name__.encode()
-        yield from _pieces(all_fields(value))
+        yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)}".encode()
         for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
@@ -84,13 +74,10 @@ class Store:
         return self.path(kind, key).is_file()
 
     def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """Return the stored JSON value; if it is missing or damaged, compute and store it."""
+        """Return the stored JSON value; if it is missing, compute and store it."""
         path = self.path(kind, key)
         if path.is_file():
-            try:
-                return json.loads(path.read_text(encoding="utf-8"))["value"]
-            except (ValueError, KeyError, TypeError):
-                pass  # damaged: compute it again
+            return json.loads(path.read_text(encoding="utf-8"))["value"]
         value = json.loads(json.dumps(make()))  # as it is read again, with lists for tuples
         write_atomically(path, json.dumps({"key": key, "value": value}, default=str) + "\n")
         return value

@@ -87,7 +87,7 @@ def make_tasks(
         notes += _missing_windows(len(windows[max(lengths)]), config.windows, text, lengths, last)
     for name in config.tasks:
         if name == PERPLEXITY:
-            made.append(Perplexity(windows, first, training_length, config.last))
+            made.append(Perplexity(windows, first, last))
         elif name == STATEMENTS and not text.training_share:
             known = text.training_share is not None
             why = "carried none" if known else "is not known to have carried any"
@@ -134,10 +134,3 @@ def _missing_windows(
         f"held-out text of {len(text.split):,} tokens has no more of {max(lengths):,} tokens "
         f"whose last {last:,} do not overlap."
     ]
-
-
-def check_prompts(tasks: list[Measurement], lengths: list[int]) -> None:
-    """Make all prompts, so that one that does not fit is found before anything is measured."""
-    for task in tasks:
-        for length in lengths:
-            task.fingerprint(length)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from trainer.analysis.frequency_entropy import Gate, attenuation, frequency_entropies
 from trainer.config import WeightedRopeSettings
-from trainer.evaluation.layouts import with_intervention
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Intervention, LayerEncoding, Layout
 
@@ -57,7 +56,7 @@ def apply(layout: Layout, chosen: tuple[Intervention, ...]) -> Layout:
     if all(factors == none for factors in chosen):
         return layout
     changed = (
-        encoding if factors == none else with_intervention(encoding, _fitted(factors, encoding))
+        encoding if factors == none else encoding.with_intervention(_fitted(factors, encoding))
         for encoding, factors in zip(layout.layers, chosen, strict=True)
     )
     return replace(layout, layers=tuple(changed))

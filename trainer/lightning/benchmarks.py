@@ -10,9 +10,9 @@ from typing import Any
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
-from trainer.evaluation.measurements import Prompted, Reading
+from trainer.evaluation.measurements import Prompted
 from trainer.evaluation.results import Milestone, is_known
-from trainer.evaluation.tasks import HeldOut, check_prompts, make_tasks
+from trainer.evaluation.tasks import HeldOut, make_tasks
 from trainer.lightning.module import LanguageModule, evaluating
 from trainer.lightning.strategy import gathered
 
@@ -29,17 +29,23 @@ class Benchmarks:
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
         asked = config.benchmarks
         self.milestones: list[dict[str, Any]] = []
-        self.C, self.batch_tokens = config.training_length, config.evaluation.batch_tokens
+        self.C = config.training_length
         if asked.every is None:
             return
+        self.share = (ranks.rank, ranks.world_size)
+        self.batch_tokens = config.evaluation.batch_tokens // ranks.world_size
         self.lengths = [round(self.C * factor) for factor in sorted(set(asked.lengths))]
         text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
         evaluation = config.evaluation.limited(asked.limit)
         evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
         tasks, _ = make_tasks(text, evaluation, self.lengths, self.C)
-        tasks = [replace(t, limit=asked.limit) if isinstance(t, Prompted) else t for t in tasks]
-        check_prompts(tasks, self.lengths)
-        self.tasks = [task.part(ranks.rank, ranks.world_size) for task in tasks]
+        self.tasks = [
+            replace(task, limit=asked.limit) if isinstance(task, Prompted) else task
+            for task in tasks
+        ]
+        for task in self.tasks:
+            for length in self.lengths:
+                task.fingerprint(length)  # makes the prompts: all must fit
 
     def measure(
         self, module: LanguageModule, step: int, tokens: int, dropped: bool
@@ -58,12 +64,11 @@ class Benchmarks:
         with evaluating(module) as model, gathered(module.model):
             for task in self.tasks:
                 for length in self.lengths:
-                    reading = Reading(model, length, None, self.batch_tokens)
-                    cell = task.measure(reading) if task.sequences(length) else {}
-                    losses = _gathered(cell.get("losses", ()))
-                    hits = _mean(_gathered(cell.get("scores", ())))
+                    values = task.read(model, length, self.batch_tokens, part=self.share)
+                    mine = [value for _, metric, value in values if metric == task.metric]
+                    mean = _mean(_gathered(mine))
                     name = f"{task.key}/{length / self.C:g}x"
-                    scores[name] = math.exp(_mean(losses)) if losses else hits
+                    scores[name] = math.exp(mean) if task.metric == "loss" else mean
         return scores
 
 

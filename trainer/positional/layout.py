@@ -96,6 +96,16 @@ class LayerEncoding:
             intervention = replace(intervention, key=keys, key_noise=noise)
         return replace(self, groups=groups, intervention=intervention)
 
+    def with_intervention(self, intervention: Intervention) -> LayerEncoding:
+        """Return the layer with an intervention on its heads.
+
+        Raises:
+            ValueError: it already has one.
+        """
+        if self.intervention is not None:
+            raise ValueError("the layer has an intervention already; two on it do not combine")
+        return replace(self, intervention=intervention)
+
     def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
         """Replace every spectrum by ``change(spectrum)``; return the new layer."""
         return replace(self, groups=tuple((change(s), heads) for s, heads in self.groups))

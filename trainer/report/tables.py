@@ -12,8 +12,17 @@ import pandas as pd
 from trainer.common.errors import UserError
 from trainer.common.words import counted, factor_label, percent
 from trainer.config import PERPLEXITY
-from trainer.evaluation.results import AS_IS, MEAN, Report, Row, estimates, lengths_of, read_csv
-from trainer.evaluation.rows import averaged, by_text
+from trainer.evaluation.results import (
+    AS_IS,
+    MEAN,
+    Report,
+    Row,
+    averaged,
+    by_text,
+    estimates,
+    lengths_of,
+    read_csv,
+)
 from trainer.evaluation.statistics import KEPT, ROUNDING, effective_length, sign_test
 
 MISSING = "·"

@@ -26,14 +26,14 @@ from trainer.data.corpus import Corpus, HeldOutPart, HeldOutText, held_out_windo
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.methods import recipe
+from trainer.evaluation.methods import method_for, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
-from trainer.evaluation.store import Store
+from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.report.pages import AnalysisReport, write_analysis
 from trainer.runs.descriptions import environment, without_home
-from trainer.runs.models import DTYPES, Candidate, distinct, find_candidate, origin
-from trainer.workflows.subjects import held_out_corpus
+from trainer.runs.models import find_model, origin
+from trainer.workflows.evaluate import held_out_corpus
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
     kinds = ("all", "drop", *TOPICS)
     if kind not in kinds:
         raise UserError(f"analysis.kind: there is no analysis {kind!r}")
-    candidate = find_candidate(str(request.checkpoint))
+    candidate = find_model(str(request.checkpoint))
     place = kind if name is None or name in kinds else name
     output = Path(request.output or candidate.home / "analysis" / place)
     other = _other(request, candidate, kind)
@@ -87,11 +87,11 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
 
 
 def target_of(
-    candidate: Candidate, config: AnalysisConfig, ids: Tensor, choice: Tensor | None
+    candidate: SavedModel, config: AnalysisConfig, ids: Tensor, choice: Tensor | None
 ) -> Target:
     """Load a model, with the layout of ``analysis.method``, and write its needle prompts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = candidate.load(device, DTYPES[config.dtype]).eval()
+    model = candidate.load(device, config.dtype).eval()
     if config.method is not None:
         use_method(model, candidate, config.method, ids.shape[1])
     ids = ids.to(device)
@@ -105,7 +105,7 @@ def target_of(
     return Target(candidate.name, model, ids, config, prompt, question, choice)
 
 
-def use_method(model: LanguageModel, candidate: Candidate, name: str, length: int) -> None:
+def use_method(model: LanguageModel, candidate: SavedModel, name: str, length: int) -> None:
     """Set the layout that a method has for texts of ``length`` tokens.
 
     The method chooses nothing on text.
@@ -113,29 +113,27 @@ def use_method(model: LanguageModel, candidate: Candidate, name: str, length: in
     Raises:
         UserError: the method changes nothing in this model.
     """
-    layout = candidate.layout
     config = EvaluationConfig(methods=[name])
-    made = recipe(name, layout, config, native=candidate.computed_by is None)
-    if isinstance(made, str):
-        raise UserError(f"analysis.method: {candidate.name} {made}")
-    # Such a method reads no text and stores no choice.
-    unread = Fitting(model, "", FitText({}, 0, ""), Store(Path()), batch_tokens=1)
-    model.layout = made.make(unread).layout_at(max(1.0, length / layout.training_length))
-    log.info("%s is read with %s, set for %s tokens", candidate.name, made.title, f"{length:,}")
+    if why := why_idle(name, candidate, config):
+        raise UserError(f"analysis.method: {candidate.name} {why}")
+    method = method_for(name, candidate.layout, config)
+    unread = Fitting(lambda: model, FitText({}, 0), batch_tokens=1)  # such a method reads no text
+    model.layout = method.layouts(unread)(max(1.0, length / candidate.training_length))
+    log.info("%s is read with %s, set for %s tokens", candidate.name, method.title, f"{length:,}")
 
 
-def _other(request: AnalysisRequest, candidate: Candidate, kind: str) -> Candidate | None:
+def _other(request: AnalysisRequest, candidate: SavedModel, kind: str) -> SavedModel | None:
     """Return the model to compare with, if any: ``compare``, or the run's checkpoint from before
     its drop."""
     if request.compare is not None:
-        other = find_candidate(request.compare)
+        other = find_model(request.compare)
         words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
         if words[0] != words[1]:
             raise UserError(f"compare: expected a model of the same tokenizer, got {other.name!r}")
         return other
     before = candidate.path.parent / BEFORE_DROP
     if kind in ("all", "drop") and candidate.run is not None and before.is_dir():
-        return find_candidate(str(before)) if before != candidate.path else None
+        return find_model(str(before)) if before != candidate.path else None
     if kind == "drop":
         raise UserError(f"compare: {candidate.reference!r} has no checkpoint {BEFORE_DROP!r}")
     return None
@@ -169,7 +167,7 @@ PROMPTS = 4
 """Number of texts into which a needle is inserted."""
 
 
-def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> Tensor:
+def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: SavedModel) -> Tensor:
     """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
 
     The texts are evenly spread over the test split, and do not overlap. A configured file is read
@@ -196,7 +194,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: Candidate) -> 
 
 
 def choice_texts(
-    corpus: Corpus, config: AnalysisConfig, candidate: Candidate, page: Tensor
+    corpus: Corpus, config: AnalysisConfig, candidate: SavedModel, page: Tensor
 ) -> Tensor | None:
     """Return as much validation text as the page has, for choosing the pairs to attenuate; None if
     they are chosen on the page's texts."""
@@ -215,7 +213,7 @@ def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
     return HeldOutText(text.name, tuple(parts))
 
 
-def after_bos(windows: Integers, corpus: Corpus, candidate: Candidate) -> Tensor:
+def after_bos(windows: Integers, corpus: Corpus, candidate: SavedModel) -> Tensor:
     """Return windows after the model's first token, or a separator."""
     known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
     bos = next(token for token in known if token is not None)

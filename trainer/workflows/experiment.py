@@ -29,6 +29,7 @@ from trainer.evaluation.results import (
     estimates,
     troubles,
 )
+from trainer.evaluation.saved_model import fitting_together
 from trainer.lightning.fit import TrainedRun, train
 from trainer.lightning.metrics import log_results
 from trainer.lightning.setup import check_device, set_environment, set_threads
@@ -42,12 +43,11 @@ from trainer.runs.directory import (
     plain,
 )
 from trainer.runs.metrics_file import read_metrics
-from trainer.runs.models import find_candidate, origin
+from trainer.runs.models import find_model, origin
 from trainer.runs.parsing import check_batches, runs_of
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.runs.ranks import process_group
 from trainer.workflows.evaluate import (
-    fitting_together,
     held_out_of,
     measure_models,
     unmeasured,
@@ -172,7 +172,7 @@ def make_report(
     began, config = time.perf_counter(), runs[MAIN].config
     length = config.evaluation.training_length
     paths = [*(str(run.checkpoint) for run in runs.values()), *beside]
-    candidates = fitting_together([find_candidate(p).with_training_length(length) for p in paths])
+    candidates = fitting_together([find_model(p).with_training_length(length) for p in paths])
     models = dict(zip(runs, candidates, strict=False))
     ordered = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
     if config.evaluation.enabled:

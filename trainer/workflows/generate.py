@@ -10,9 +10,9 @@ import torch
 from trainer.common.processes import usual_threads
 from trainer.config import GenerationRequest
 from trainer.data.tokenizer import end_tokens
+from trainer.evaluation.saved_model import precision_of
 from trainer.model.generate import TextStream, generate
-from trainer.runs.models import find_candidate
-from trainer.workflows.subjects import subject_of
+from trainer.runs.models import find_model
 
 
 def continue_prompts(
@@ -27,9 +27,9 @@ def continue_prompts(
         UserError: the checkpoint cannot be read.
     """
     torch.set_num_threads(usual_threads())
-    candidate = find_candidate(str(request.checkpoint))
+    candidate = find_model(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = subject_of(candidate, request.dtype, device).load()
+    model = candidate.for_inference(device, precision_of(request.dtype, device))
     names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
     say(", ".join(names))
     tokenizer = candidate.tokenizer

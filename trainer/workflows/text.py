@@ -18,7 +18,7 @@ from trainer.data.tokenizer import TextTokenizer, same_tokens, vocabulary_size
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
-from trainer.evaluation.methods import CHOICE, Recipe
+from trainer.evaluation.methods import CHOICE, Method
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.tasks import HAYSTACK
 from trainer.runs.parsing import runs_of
@@ -83,7 +83,7 @@ def fit_text(
     corpus: Corpus,
     bos_token: int | None,
     config: EvaluationConfig,
-    recipes: Sequence[Recipe],
+    methods: Sequence[Method],
     lengths: Sequence[int],
     training_length: int,
 ) -> FitText:
@@ -96,13 +96,13 @@ def fit_text(
         UserError: the text is too short, or a length does not fit a file or a task.
     """
     C, longrope, choice, text = training_length, config.longrope, config.choice, corpus.validation
-    fitted = sorted({round(s * C) for n in lengths for r in recipes for s in r.fits(n / C)})
+    fitted = sorted({round(s * C) for n in lengths for m in methods for s in m.fits(n / C)})
     by_needles = longrope.search == "needles" and any(
-        "longrope" in recipe.key.split("+") for recipe in recipes
+        "longrope" in method.key.split("+") for method in methods
     )
     searched = [n for n in fitted if n > C and by_needles]
     chosen = fitted if choice.length is None else [round(choice.length * C)]
-    if choice.text == "validation" or not any(CHOICE in recipe.settings for recipe in recipes):
+    if choice.text == "validation" or not any(CHOICE in method.settings for method in methods):
         chosen = []
     needles, prompts = {}, None
     if searched or chosen:
@@ -115,7 +115,7 @@ def fit_text(
         shares = text.shares(config.fit_windows, longest)
         parts = tuple(text.parts_of_windows(shares).tolist())
     windows = windows_with_common_ends(text, config.fit_windows, fitted, name="validation")
-    return FitText(windows, corpus.first_token, corpus.fingerprint, needles, prompts, parts)
+    return FitText(windows, corpus.first_token, needles, prompts, parts)
 
 
 def choice_prompts(config: EvaluationConfig, straw: Haystack, length: int) -> Integers:

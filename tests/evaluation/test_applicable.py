@@ -8,25 +8,20 @@ import pytest
 
 from trainer.common.errors import UserError
 from trainer.config import DopeSettings, EvaluationConfig
-from trainer.evaluation.engine import Subject
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.store import fingerprint
-from trainer.workflows.subjects import subject_of
 
 
 @pytest.fixture
 def models(tiny_decoder):
     """Two that rotate, one of which transformers computes, and one without positions, of 32."""
 
-    def subject(name, own=True, **encoding):
+    def made(name, program=None, **encoding):
         model = tiny_decoder(**encoding)
-        return Subject(name, "", model.config, model.layout, lambda: model, own)
+        return SimpleNamespace(
+            name=name, config=model.config, layout=model.layout, computed_by=program
+        )
 
-    return [
-        subject("rope"),
-        subject("hf", own=False),
-        subject("nope", layers=["nope"]),
-    ]
+    return [made("rope"), made("hf", "transformers"), made("nope", layers=["nope"])]
 
 
 def test_each_model_has_the_methods_that_do_something_to_it(models):
@@ -55,17 +50,3 @@ def test_layers_and_heads_are_checked_before_anything_is_measured(models):
     config = EvaluationConfig(methods=["dope"], dope=DopeSettings(heads=9))
     with pytest.raises(UserError, match=r"evaluation\.dope\.heads: expected at most 8"):
         applicable(models, config)
-
-
-def test_a_subject_is_told_from_others_by_its_weights_and_their_type():
-    def print_of(dtype, device="cpu", **changes):
-        own = {"fingerprint": "1", "name": "a", "computed_by": None, "config": 1, "layout": 2}
-        given = SimpleNamespace(**{**own, **changes})
-        return subject_of(given, dtype, device).fingerprint
-
-    first = print_of("fp32")
-    assert print_of("bf16") != first
-    assert print_of("fp32", fingerprint="2") != first
-    assert print_of("fp32", name="b") == print_of(None) == first
-    assert first == fingerprint("1", "fp32")
-    assert print_of("bf16", device="cuda") == print_of("bf16")

@@ -1,0 +1,191 @@
+"""A model that an evaluation, an analysis or a generation loads."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from tokenizers import Tokenizer
+
+from trainer.common.errors import UserError
+from trainer.config import RunConfig
+from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token, same_tokens
+from trainer.evaluation.store import fingerprint
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Layout
+
+log = logging.getLogger(__name__)
+
+Dtype = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Types of weights, as commands call them."""
+
+
+def precision_of(dtype: Dtype | None, device: str) -> Dtype:
+    """Return the dtype of an evaluation's weights; ``dtype``: as configured."""
+    if dtype is not None:
+        return dtype
+    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+
+
+def multiplied_in(weights: Dtype, device: str) -> str:
+    """Return the precision of matrix products with such weights: fp32, tf32 or bf16."""
+    return "tf32" if (weights, device) == ("fp32", "cuda") else weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A model that can be loaded, with its name in tables.
+
+    ``reference``: the user's name for it. ``weights``: loads it onto a device, by default the CPU,
+    and in a dtype, by default float32. ``hash``: of its weights. ``run``: configuration of the run
+    that trained it (None: published weights). ``role``: its role in comparisons, such as ``drope``.
+    ``state``: the description in its checkpoint. ``named_bos``: id of the first token of a text, if
+    a published configuration gives one. ``longest_context``: the longest context, in tokens, that
+    it was ever trained with or that its own rescaling reaches. ``eos``: ids that its settings call
+    the end of a text; ``stops``: of an answer. ``computed_by``: the program that computes it, if
+    not this one.
+    """
+
+    name: str
+    reference: str
+    path: Path
+    tokenizer: Tokenizer
+    config: ModelConfig
+    layout: Layout
+    weights: Callable[..., LanguageModel]
+    hash: str
+    longest_context: int
+    run: RunConfig | None = None
+    role: str | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    named_bos: int | None = None
+    eos: tuple[int, ...] = ()
+    stops: frozenset[int] = frozenset()
+    computed_by: str | None = None
+
+    @property
+    def training_length(self) -> int:
+        """C, from which methods and lengths count, in tokens."""
+        return self.layout.training_length
+
+    def load(self, device: str = "cpu", dtype: Dtype = "fp32") -> LanguageModel:
+        """Load the model with its training length and the tokens that end its answers."""
+        model = self.weights(device, DTYPES[dtype])
+        model.layout = self.layout
+        if self.end_tokens is not None:
+            model.end_tokens = self.end_tokens
+        return model
+
+    def for_inference(
+        self, device: str, dtype: Dtype, *, chunk: int | None = None
+    ) -> LanguageModel:
+        """Load the model in evaluation mode, with the run's attention backend if that is possible.
+
+        A GPU multiplies float32 matrices in TF32. ``chunk``: tokens of a sequence read at once; see
+        ``LanguageModel.prefill_chunk``.
+        """
+        if device == "cuda":
+            torch.set_float32_matmul_precision("high")
+        model = self.load(device, dtype).eval()
+        model.prefill_chunk = chunk
+        half = dtype == "bf16"
+        try:
+            backend = model.use_backend(model.config.attention_backend, device, half=half)
+        except UserError:  # the run's backend needs a GPU or 16 bits
+            backend = model.use_backend("auto", device, half=half)
+        kind = f"{multiplied_in(dtype, device)} on {device}"
+        log.info("%s: %s, attention %s (%s)", self.name, kind, backend.name, backend.why)
+        return model
+
+    @property
+    def end_tokens(self) -> frozenset[int] | None:
+        """Ids that end an answer; None if its settings name none."""
+        if self.stops:
+            return self.stops | {self.text_tokenizer.end_of_text}
+        return end_tokens(self.tokenizer, self.eos) if self.eos else None
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash that changes with the weights, C and the tokens that end answers."""
+        return fingerprint(self.hash, self.training_length, sorted(self.end_tokens or ()))
+
+    def with_training_length(self, length: int | None) -> SavedModel:
+        """Return the same model with another C, from which methods and lengths count; None: as it
+        is."""
+        if length is None or length == self.training_length:
+            return self
+        layout = self.layout.with_training_length(length)
+        longest = max(self.longest_context, layout.longest)
+        return replace(self, layout=layout, longest_context=longest)
+
+    @property
+    def home(self) -> Path:
+        """The run directory; for published weights a directory of their name among the runs."""
+        return self.path.parent.parent if self.run is not None else Path("runs", self.name)
+
+    @property
+    def text_tokenizer(self) -> TextTokenizer:
+        """Tokenizer for text that the model reads."""
+        return TextTokenizer(self.tokenizer, self.eos)
+
+    @property
+    def bos_token(self) -> int | None:
+        """Id of the first token of texts, if any: the tokenizer's own, or end-of-text as in
+        training."""
+        if (first := own_first_token(self.tokenizer)) is not None:
+            return first
+        return self.text_tokenizer.end_of_text if self.run is not None else None
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, computed from the shape without reading weights."""
+        with torch.device("meta"):
+            model = Decoder(self.config, self.layout)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+
+def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:
+    """Give the models distinct names.
+
+    Models of equal name, such as two seeds of a recipe, get the directory of their run as a suffix,
+    or else the user's name for them.
+
+    Raises:
+        UserError: a model appears twice, or two names remain equal.
+    """
+    shared = Counter(model.name for model in models)
+    for marks in ([m.home.resolve().name for m in models], [m.reference for m in models]):
+        names = [
+            f"{model.name} ({mark})" if shared[model.name] > 1 else model.name
+            for model, mark in zip(models, marks, strict=True)
+        ]
+        if len(set(names)) == len(names):
+            return [replace(m, name=name) for m, name in zip(models, names, strict=True)]
+    raise UserError(f"compare: {names} are named twice")
+
+
+def fitting_together(models: Sequence[SavedModel]) -> list[SavedModel]:
+    """Check that the models fit together; return them under distinct names.
+
+    Raises:
+        UserError: models have different tokenizers or training lengths.
+    """
+    first = models[0]
+    for model in models:
+        if not same_tokens(model.tokenizer, first.tokenizer):
+            raise UserError(f"compare: {model.reference!r} has another tokenizer than the first.")
+        if model.training_length != first.training_length:
+            raise UserError(
+                f"compare: {model.reference!r} has a training length of {model.training_length} "
+                f"tokens, the first one of {first.training_length}; "
+                "evaluation.training_length=N counts the lengths of all models from one.",
+            )
+    return distinct(models)
