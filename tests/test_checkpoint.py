@@ -16,19 +16,17 @@ from trainer.checkpoint import (
     BEFORE_DROP,
     MANIFEST,
     STATE,
-    Writer,
-    damage,
     find_checkpoint,
     load_decoder,
     newest_checkpoint,
     read_state,
     regular_checkpoints,
-    remove_leftovers,
+    remove_old,
     restore,
+    save,
     tensors_of,
 )
 from trainer.common.errors import UserError
-from trainer.common.files import checksum
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
@@ -79,13 +77,10 @@ def saved(tmp_path):
     return model, optimizer, tmp_path
 
 
-def write(directory, model, optimizer, *names_and_steps, **options):
-    writer = Writer(directory, **options)
+def write(directory, model, optimizer, *names_and_steps):
     pairs = zip(names_and_steps[::2], names_and_steps[1::2], strict=True)
     for name, step in pairs:
-        writer.save(name, model, optimizer, describe(model, step))
-    writer.wait()
-    writer.close()
+        save(directory, name, model, optimizer, describe(model, step))
 
 
 def test_weights_are_read_with_safetensors_alone(saved):
@@ -143,7 +138,7 @@ def test_two_ranks_write_what_one_and_two_read(tmp_path):
         for rank in run_ranks(ranks, script, what, tmp_path, file, cwd=tmp_path):
             assert rank.returncode == 0, rank.stderr
     assert len(list((tmp_path / "step-000003").glob("*.safetensors"))) == 2
-    assert damage(tmp_path / "step-000003") is None
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-000003"
     expected = torch.load(written)
     for file in (again, alone):
         tensors = torch.load(file)
@@ -156,29 +151,6 @@ def test_two_ranks_write_what_one_and_two_read(tmp_path):
         assert torch.equal(parameter, expected[f"model.{name}"])
 
 
-def change_state(path, change):
-    """Write another ``state.json``, with a manifest that vouches for it."""
-    state = json.loads((path / STATE).read_text())
-    change(state)
-    (path / STATE).write_text(json.dumps(state))
-    manifest = json.loads((path / MANIFEST).read_text())
-    manifest[STATE] = [(path / STATE).stat().st_size, checksum(path / STATE)]
-    (path / MANIFEST).write_text(json.dumps(manifest))
-    assert damage(path) is None
-
-
-def assert_same_model(read, converted, ids):
-    """Check dtypes and bits of all tensors, and that both compute alike."""
-    for kind in ("named_parameters", "named_buffers"):
-        tensors, expected = (dict(getattr(model, kind)()) for model in (read, converted))
-        assert tensors.keys() == expected.keys()
-        for name, tensor in tensors.items():
-            assert tensor.dtype == expected[name].dtype, name
-            assert torch.equal(tensor, expected[name]), name
-    with torch.no_grad():
-        assert torch.equal(read(ids), converted(ids))
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[:-7])
 
@@ -189,18 +161,13 @@ def flip(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [(truncate, "bytes, expected"), (flip, "another checksum"), (Path.unlink, "is missing")],
-)
+@pytest.mark.parametrize("harm", [truncate, flip, Path.unlink])
 @pytest.mark.parametrize("pattern", ["*.safetensors", STATE])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_resumes(saved, harm, said, pattern):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(saved, harm, pattern):
     model, optimizer, directory = saved
     write(directory, model, optimizer, "step-000006", 6)
     (file,) = (directory / "step-000006").glob(pattern)
     harm(file)
-    with pytest.raises(UserError, match=f"step-000006' is damaged: .*{said}"):
-        read_state(directory / "step-000006")
     assert newest_checkpoint(directory) == directory / "step-000003"
     assert regular_checkpoints(directory) == [directory / "step-000003"]
     harm(next((directory / "step-000003").glob(pattern)))
@@ -211,7 +178,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_resumes(saved, ha
 def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
     (tmp_path / STATE).write_text(json.dumps({"format": 2, "step": 3}))
     (tmp_path / MANIFEST).write_text("{}")
-    with pytest.raises(UserError, match="has format 2, and this version reads format 3 alone"):
+    with pytest.raises(UserError, match="has format 2, expected 3"):
         read_state(tmp_path)
 
 
@@ -219,9 +186,9 @@ def test_the_newest_every_mth_and_permanent_checkpoints_stay(tmp_path):
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters())
     steps = [x for step in range(1, 10) for x in (f"step-{step:06d}", step)]
-    options = {"keep": 2, "keep_every": 4, "permanent": frozenset({3})}
     directory = tmp_path / "checkpoints"
-    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, **options)
+    write(directory, model, optimizer, BEFORE_DROP, 5, *steps)
+    remove_old(directory, 2, 4, {3})
     assert [path.name[-1] for path in regular_checkpoints(directory)] == ["3", "4", "8", "9"]
     assert (directory / BEFORE_DROP).is_dir()
     assert find_checkpoint(str(tmp_path)) == directory / "step-000009"
@@ -234,22 +201,19 @@ def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
         raise OSError("No space left")
 
     monkeypatch.setattr(checkpoint, "write_durably", full)
-    writer = Writer(directory)
-    writer.save("step-000006", model, optimizer, describe(model, 6))
     with pytest.raises(OSError, match="No space left"):
-        writer.wait()
-    writer.close()
-    assert [path.name for path in directory.iterdir()] == ["step-000003"]
-    (directory / ".step-000006.partial").mkdir()
-    remove_leftovers(directory)
+        write(directory, model, optimizer, "step-000006", 6)
     assert newest_checkpoint(directory) == directory / "step-000003"
+    monkeypatch.undo()
+    write(directory, model, optimizer, "step-000006", 6)
+    assert newest_checkpoint(directory) == directory / "step-000006"
 
 
 def test_another_shape_is_named(saved):
     directory = saved[2]
     state = read_state(directory / "step-000003")
     state["model"]["hidden_size"] = 8
-    with pytest.raises(UserError, match=r"embed_tokens.weight has shape \(34, 16\) in step-000003"):
+    with pytest.raises(ValueError, match=r"Size mismatch .*embed_tokens"):
         load_decoder(directory / "step-000003", state)
 
 

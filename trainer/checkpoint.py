@@ -18,32 +18,25 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import re
 import shutil
-import time
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from datetime import timedelta
-from functools import lru_cache, partial
-from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import TypeAdapter
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-import trainer
 from trainer.common.errors import UserError
+from trainer.common.fields import adapter
 from trainer.common.files import checksum, synchronise, write_durably
 from trainer.common.ranks import all_gather, on_rank_zero
 from trainer.model.config import ModelConfig
@@ -53,12 +46,10 @@ from trainer.positional.layout import Layout
 log = logging.getLogger(__name__)
 
 FORMAT = 3
-"""Number of the format, in ``state.json``; versions up to 0.2 wrote 1 and 2."""
+"""Number of the format, in ``state.json``."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
-SLOW_DISK = timedelta(hours=2)
-"""Longest time that ranks wait for each other while they write a checkpoint."""
 MOST_THREADS = 8
 """Files that are hashed simultaneously."""
 
@@ -68,12 +59,16 @@ Tensors = dict[str, Tensor]
 # Tensors
 
 
+def weights_of(model: Decoder) -> Tensors:
+    """Return the parameters by their names in a checkpoint."""
+    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+
 def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return this rank's part of a checkpoint: its shards, and on rank 0 the unsharded tensors."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    tensors: Tensors = {}
+    tensors = weights_of(model)
     for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optim.{name}.{key}"] = value if value.dim() else value.reshape(1)
     if rank:
@@ -89,69 +84,56 @@ def _random_states(rank: int) -> Tensors:
     return states
 
 
-class Reader(dcp.HuggingFaceStorageReader):
-    """DCP's reader of safetensors, which reads the headers of a checkpoint's files once."""
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise the error of a rank instead of DCP's collection, a BaseException."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected here
+        try:
+            yield
+        except CheckpointException as error:
+            raise next(iter(error.failures.values()))[0] from None
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(str(path))
-        self.name = path.name
-        self.metadata = super().read_metadata()
 
-    def read_metadata(self) -> Metadata:
-        """Return names, shapes and places of all tensors."""
-        return self.metadata
+def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shapes and dtypes of a checkpoint's tensors by name."""
+    tensors = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {k: v for k, v in tensors.items() if isinstance(v, TensorStorageMetadata)}
 
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shapes and dtypes by name."""
-        tensors = self.metadata.state_dict_metadata
-        return {k: v for k, v in tensors.items() if isinstance(v, TensorStorageMetadata)}
 
-    def check(self, tensors: Tensors) -> None:
-        """Check that the checkpoint has ``tensors`` in these shapes.
+def read_tensors(path: Path, tensors: Tensors, *, alone: bool = False) -> None:
+    """Read ``tensors`` in place, all ranks together or each ``alone``.
 
-        Raises:
-            UserError: names the first that is missing or has another shape.
-        """
-        for name, tensor in tensors.items():
-            size = tuple(self.tensors[name].size) if name in self.tensors else None
-            if size != tuple(tensor.shape):
-                raise UserError(
-                    f"checkpoint: {name} has shape {size} in {self.name}, expected "
-                    f"{tuple(tensor.shape)}"
-                )
-
-    def load(self, tensors: Tensors, *, alone: bool = False) -> None:
-        """Read ``tensors`` in place, all ranks together or each ``alone``."""
-        alone = alone or not dist.is_initialized()
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected here
-            dcp.load(dict(tensors), storage_reader=self, no_dist=alone)
+    Raises:
+        RuntimeError, ValueError: one is missing, or has another shape.
+    """
+    alone, reader = alone or not dist.is_initialized(), dcp.HuggingFaceStorageReader(str(path))
+    with _own_errors():
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
 
 
 def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
     """Load weights, optimizer state and random states, whatever strategy wrote them.
 
     Raises:
-        UserError: a parameter is missing, or has another shape.
+        RuntimeError, ValueError: a parameter is missing, or has another shape.
     """
-    reader, parameters = Reader(path), dict(model.named_parameters())
-    weights: Tensors = {f"model.{name}": p.detach() for name, p in parameters.items()}
+    saved, parameters = saved_tensors(path), dict(model.named_parameters())
     rank = dist.get_rank() if dist.is_initialized() else 0
-    random = {k: v for k, v in _random_states(rank).items() if k in reader.tensors}
-    reader.check(weights)
+    random = {k: v for k, v in _random_states(rank).items() if k in saved}
+    tensors = weights_of(model) | random
     states: dict[str, Tensors] = {}
-    for key, saved in reader.tensors.items():
+    for key, description in saved.items():
         if key.startswith("optim."):
             name, _, part = key.removeprefix("optim.").rpartition(".")
-            states.setdefault(name, {})[part] = _empty(parameters[name], saved)
-    flat = {f"optim.{n}.{part}": v for n, state in states.items() for part, v in state.items()}
-    reader.load(weights | flat | random)
+            tensors[key] = states.setdefault(name, {})[part] = _empty(parameters[name], description)
+    read_tensors(path, tensors)
     optimizer.state.clear()
     for name, state in states.items():
-        is_scalar = {part: value.shape != parameters[name].shape for part, value in state.items()}
+        shape = parameters[name].shape
         optimizer.state[parameters[name]] = {
-            part: value.reshape(()) if is_scalar[part] else value for part, value in state.items()
+            part: value if value.shape == shape else value.reshape(())
+            for part, value in state.items()
         }
     for name, value in random.items():
         (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
@@ -171,142 +153,65 @@ def load_decoder(
     """Load a checkpoint's decoder, with its layout, directly onto the device and in ``dtype``."""
     with torch.device("meta"):
         model = Decoder(model_config(state), Layout.from_dict(state["layout"])).to(dtype)
-    reader = Reader(path)
-    reader.check({f"model.{name}": p for name, p in model.named_parameters()})
     model.to_empty(device=device)
-    reader.load({f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    read_tensors(path, weights_of(model))
     return model
 
 
 # Writing
 
 
-class Writer:
-    """Writes checkpoints into ``directory`` beside training, one at a time.
-
-    All ranks call its methods together. ``keep``: number of newest regular checkpoints that stay;
-    those of every ``keep_every``-th step and of ``permanent`` steps stay as well.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        keep: int = 3,
-        keep_every: int | None = None,
-        permanent: frozenset[int] = frozenset(),
-    ) -> None:
-        self.directory = directory
-        self.keep, self.keep_every, self.permanent = keep, keep_every, permanent
-        self.seconds = 0.0
-        """Duration of the last write."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._work: Future[None] | None = None
-        self._stager: tuple[frozenset[str], BlockingAsyncStager] | None = None
-        # In the group of training, collectives of both threads would mix.
-        self._group = _group_of_threads(dist.group.WORLD) if dist.is_initialized() else None
-
-    def save(
-        self, name: str, model: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Copy the tensors, and let a thread write them, after :meth:`wait`.
-
-        ``state``: contents of ``state.json``, of rank 0.
-        """
-        self.wait()
-        tensors, device = tensors_of(model, optimizer), next(model.parameters()).device
-        names = frozenset(tensors)
-        if self._stager is None or self._stager[0] != names:
-            # GPU tensors go into the same pinned memory every time.
-            self._stager = names, BlockingAsyncStager(torch.cuda.is_available())
-        staged = self._stager[1].stage(tensors)
-        self._work = self._thread.submit(self._write, name, staged, state, device)
-
-    def wait(self) -> None:
-        """Wait for the checkpoint that is being written; raise the error of its thread."""
-        if self._work is not None:
-            work, self._work = self._work, None
-            try:
-                work.result()
-            except CheckpointException as error:  # a BaseException with the errors of all ranks
-                raise OSError(str(next(iter(error.failures.values()))[0])) from error
-
-    def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown()
-
-    def _write(
-        self, name: str, tensors: Tensors, state: dict[str, Any], device: torch.device
-    ) -> None:
-        if device.type == "cuda":  # the current device is per thread, initially GPU 0
-            torch.cuda.set_device(device)
-        start, partly = time.monotonic(), self.directory / f".{name}.partial"
-        rank = dist.get_rank() if self._group else 0
-        on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
-        try:
-            write_tensors(partly, tensors, self._group)
-            mine = sorted(partly.glob(f"shard-{rank + 1:05d}-*"))
-            files = all_gather([(f.name, f.stat().st_size, checksum(f)) for f in mine], self._group)
-            on_rank_zero(partial(self._finish, name, [*chain(*files)], state), self._group)
-        except BaseException:
-            if rank == 0:
-                shutil.rmtree(partly, ignore_errors=True)
-            raise
-        self.seconds = time.monotonic() - start
-
-    def _finish(self, name: str, files: list[tuple[str, int, str]], state: dict[str, Any]) -> None:
-        partly, final = self.directory / f".{name}.partial", self.directory / name
-        described = json.dumps(state | {"format": FORMAT}).encode()
-        write_durably(partly / STATE, described)
-        files = [*files, (STATE, len(described), checksum(partly / STATE))]
-        manifest = {file: [size, digest] for file, size, digest in files}
-        write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
-        synchronise(partly)
-        if final.exists():  # a rename cannot replace a directory that has files
-            remove(final)
-        partly.rename(final)
-        synchronise(final.parent)
-        self._rotate()
-
-    def _rotate(self) -> None:
-        paths = regular_checkpoints(self.directory)
-        for path in paths[: -self.keep]:
-            step = step_of(path)
-            is_kept = self.keep_every is not None and step % self.keep_every == 0
-            if not is_kept and step not in self.permanent:
-                remove(path)
-
-
-def write_tensors(
-    directory: Path, tensors: Tensors, group: dist.ProcessGroup | None = None
+def save(
+    directory: Path,
+    name: str,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
 ) -> None:
-    """Write a safetensors file a rank, all ranks of ``group`` together (None: this rank alone)."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected here
-        writer = dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    """Write a checkpoint; all ranks call this together.
 
-
-@lru_cache(maxsize=1)
-def _group_of_threads(world: object) -> dist.ProcessGroup:
-    """Create the threads' process group once for all writers of a job.
-
-    ``world`` distinguishes several jobs in one process.
+    ``state``: contents of ``state.json``, of rank 0.
     """
-    return dist.new_group(backend="gloo", timeout=SLOW_DISK)
+    partly = directory / f".{name}.partial"
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True))
+    write_tensors(partly, tensors_of(model, optimizer))
+    mine = sorted(partly.glob(f"shard-{rank + 1:05d}-*"))
+    files = all_gather({f.name: [f.stat().st_size, checksum(f)] for f in mine})
+    on_rank_zero(lambda: _finish(partly, directory / name, files, state))
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint; renaming it first makes it disappear atomically."""
-    hidden = path.with_name(f".{path.name}.removed")
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def _finish(
+    partly: Path, final: Path, files: list[dict[str, list[Any]]], state: dict[str, Any]
+) -> None:
+    described = json.dumps(state | {"format": FORMAT}).encode()
+    write_durably(partly / STATE, described)
+    manifest = {STATE: [len(described), checksum(partly / STATE)]}
+    for of_rank in files:
+        manifest |= of_rank
+    write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
+    synchronise(partly)
+    shutil.rmtree(final, ignore_errors=True)  # a rename cannot replace a directory that has files
+    partly.rename(final)
+    synchronise(final.parent)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove partly written and partly removed checkpoints of killed processes."""
-    for pattern in (".*.partial", ".*.removed"):
-        for path in directory.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+def write_tensors(directory: Path, tensors: Tensors) -> None:
+    """Write a safetensors file a rank, all ranks together."""
+    writer = dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
+    with _own_errors():
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+
+
+def remove_old(
+    directory: Path, keep: int, keep_every: int | None = None, permanent: Collection[int] = ()
+) -> None:
+    """Delete all but the newest ``keep`` regular checkpoints, those of every ``keep_every``-th step
+    and those of ``permanent`` steps."""
+    for path in regular_checkpoints(directory)[:-keep]:
+        step = step_of(path)
+        if step not in permanent and (keep_every is None or step % keep_every):
+            shutil.rmtree(path)
 
 
 # Finding and reading
@@ -343,27 +248,19 @@ def find_checkpoint(name: str) -> Path:
     raise UserError(f"checkpoint: {name!r} is neither a checkpoint nor a run that has one")
 
 
-def damage(path: Path, *, hashed: bool = True) -> str | None:
-    """Describe how a checkpoint's files differ from its manifest, or return None.
+def is_sound(path: Path) -> bool:
+    """Whether the files of a checkpoint are those of its manifest."""
 
-    ``hashed``: compare contents as well as sizes.
-    """
-
-    def look(file: tuple[str, list[Any]]) -> str | None:
+    def is_same(file: tuple[str, list[Any]]) -> bool:
         name, (size, digest) = file
-        if not (path / name).is_file():
-            return f"{name} is missing"
-        if (path / name).stat().st_size != size:
-            return f"{name} has {(path / name).stat().st_size} bytes, expected {size}"
-        if hashed and checksum(path / name) != digest:
-            return f"{name} has another checksum"
-        return None
+        place = path / name
+        return place.is_file() and place.stat().st_size == size and checksum(place) == digest
 
     if not (path / MANIFEST).is_file():
-        return f"{MANIFEST} is missing"
+        return False
     manifest = json.loads((path / MANIFEST).read_bytes())
     with ThreadPoolExecutor(MOST_THREADS) as pool:
-        return next(filter(None, pool.map(look, manifest.items())), None)
+        return all(pool.map(is_same, manifest.items()))
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
@@ -376,9 +273,9 @@ def newest_checkpoint(directory: Path) -> Path | None:
     """
     paths = regular_checkpoints(directory)
     for path in reversed(paths):
-        if (wrong := damage(path)) is None:
+        if is_sound(path):
             return path
-        log.warning("Checkpoint %s is damaged (%s); trying the one before it", path.name, wrong)
+        log.warning("Checkpoint %s is damaged; trying the one before it", path.name)
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
         path.rename(target)
@@ -387,38 +284,20 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return None
 
 
-def read_state(path: Path, *, hashed: bool = True) -> dict[str, Any]:
-    """Return ``state.json`` of a checkpoint after checking its files.
-
-    ``hashed``: as for :func:`damage`.
+def read_state(path: Path) -> dict[str, Any]:
+    """Return ``state.json`` of a checkpoint.
 
     Raises:
-        UserError: the checkpoint is damaged, or of another version's format.
+        UserError: the checkpoint is of another version's format.
     """
-    if (wrong := damage(path, hashed=hashed)) is not None:
-        raise UserError(f"checkpoint: {str(path)!r} is damaged: {wrong}")
     state = json.loads((path / STATE).read_bytes())
     if state.get("format") != FORMAT:
         raise UserError(
-            f"checkpoint: {str(path)!r} has format {state.get('format', 1)}, and this version "
-            f"reads format {FORMAT} alone; versions up to 0.2 wrote 1 and 2"
+            f"checkpoint: {str(path)!r} has format {state.get('format', 1)}, expected {FORMAT}"
         )
     return state
 
 
 def model_config(state: dict[str, Any]) -> ModelConfig:
     """Return the model configuration stored in a checkpoint."""
-    return TypeAdapter(ModelConfig).validate_python(state["model"])
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of this program and of the installed libraries that affect results."""
-    versions = {
-        "unrope": trainer.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),  # includes the build, such as +cu130
-    }
-    for name in ("lightning", "numpy", "datasets", "tokenizers"):
-        with suppress(PackageNotFoundError):  # not every run needs datasets
-            versions[name] = version(name)
-    return versions
+    return adapter(ModelConfig).validate_python(state["model"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,18 +12,18 @@ import torch
 
 from tests.lightning.test_run import checkpoint_of
 from trainer.checkpoint import (
-    MANIFEST,
     load_decoder,
     read_state,
     regular_checkpoints,
     step_of,
 )
 from trainer.common.errors import UserError
-from trainer.common.files import checksum
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.model.config import ModelConfig
+from trainer.runs import starting_point as starting_point_module
+from trainer.runs.directory import plain
 from trainer.runs.metrics_file import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
@@ -33,7 +32,6 @@ from trainer.runs.starting_point import (
     data_fingerprints,
     encodings_of,
     epochs_read,
-    normalizes,
     starting_point,
     starting_weights,
 )
@@ -127,7 +125,6 @@ def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
     start = starting_weights(ModelConfig(from_run=str(path)))
     assert (start.name, start.layout, start.config) == (str(path), theirs.layout, theirs.config)
     assert start.require_tokenizer().to_str() == state["tokenizer"]
-    assert normalizes(start.layout)
     read = dict(start.decoder().named_parameters())
     assert read.keys() == dict(theirs.named_parameters()).keys()
     for name, parameter in theirs.named_parameters():
@@ -136,7 +133,6 @@ def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
 
 def test_norms_that_still_wait_for_a_drop_are_no_part_of_the_weights(finished):
     before = starting_weights(ModelConfig(from_run=str(checkpoint_of(finished[0], 6))))
-    assert not normalizes(before.layout)
     assert not [name for name in before.tensors if "q_norm" in name or "k_norm" in name]
     assert len(before.tensors) == len(dict(before.decoder().named_parameters())) - 4
 
@@ -147,76 +143,19 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
         starting_weights(ModelConfig(from_run="a", from_pretrained="b"))
 
 
-@pytest.fixture
-def described(finished, tmp_path):
-    """A function that gives a checkpoint of the finished run another configuration and step."""
-    source = checkpoint_of(finished[0])
-
-    def as_if(step=20, from_run=None, **changes):
-        place = tmp_path / "of" / "checkpoints" / "last"
-        shutil.copytree(source, place)
-        state = json.loads((place / "state.json").read_text())
+def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(monkeypatch):
+    def left(step=20, **changes):
         values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
-        values["model"] = {"num_hidden_layers": 4, "num_key_value_heads": 9}
-        config = parse(RunConfig, values)
-        config = replace(config, model=replace(config.model, from_run=from_run))
-        state |= {"step": step, "config": json.loads(json.dumps(config, default=vars))}
-        (place / "state.json").write_text(json.dumps(state))
-        files = {
-            path.name: [path.stat().st_size, checksum(path)]
-            for path in place.iterdir()
-            if path.name != MANIFEST
-        }
-        (place / MANIFEST).write_text(json.dumps(files))
-        return str(place)
+        state = {"step": step, "config": plain(parse(RunConfig, values))}
+        monkeypatch.setattr(starting_point_module, "find_checkpoint", Path)
+        monkeypatch.setattr(starting_point_module, "read_state", lambda path: state)
+        return encodings_of("x")
 
-    return as_if
-
-
-TWO = {"layers": ["rope", "alibi"]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "layers"),
-    [
-        ({}, ["rope"]),
-        ({"positional": TWO}, ["rope", "alibi"]),
-        ({"drop": {"at": 10}}, ["nope"]),
-        ({"drop": {"at": 10}, "step": 10}, ["rope"]),
-        ({"drop": {"at": 10}, "step": 11}, ["nope"]),
-        ({"drop": {"at": 10, "to": "alibi"}}, ["alibi"]),
-        (
-            {"drop": {"at": 10, "layers": [-1, 0]}, "positional": TWO},
-            ["nope", "alibi", "rope", "nope"]
-,        ),
-        # What heads and pairs have left has no name.
-        ({"drop": {"at": 10, "heads": [0]}}, ["rope"]),
-
-        (
-            {
-                "phases": {
-                    "a": {"steps": 10}, "b": {"steps": 5, "drop": {"layers": [0]}},
-                    "c": {"steps": 5, "drop": {"layers": [1], "to": "alibi"}},
-                }
-            },
-            ["nope", "alibi", "rope", "rope"]
-,        ),
-    ],
-)  # fmt: skip
-def test_encodings_are_those_that_the_drops_until_then_have_left(described, changes, layers):
-    assert encodings_of(described(**changes)).layers == layers
-
-
-def test_a_drop_of_all_layers_leaves_no_other_heads(described):
-    positional = encodings_of(described(drop={"at": 10}, positional={"heads": {"nope": 1 / 3}}))
-    assert (positional.layers, positional.heads) == (["nope"], {})
-
-
-def test_a_drop_of_some_layers_leaves_the_others_their_heads(described):
-    heads = {"heads": {"nope": 1 / 3}, "layers": ["rope"]}
-    some = {"at": 10, "layers": [0], "to": "alibi"}
-    positional = encodings_of(described(drop=some, positional=heads))
-    assert positional.heads == {"nope": 1 / 3}
+    assert left(drop={"at": 10}, step=10).layers == ["rope"]
+    assert left(drop={"at": 10}, step=11).layers == ["nope"]
+    dropped = left(drop={"at": 10, "to": "alibi"}, positional={"heads": {"nope": 1 / 3}})
+    assert (dropped.layers, dropped.heads) == (["alibi"], {})
+    assert left(drop={"at": 10, "layers": [0]}).layers == ["rope"]
 
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):

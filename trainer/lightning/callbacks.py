@@ -25,12 +25,12 @@ import torch
 
 from trainer.checkpoint import (
     BEFORE_DROP,
-    Writer,
     regular_checkpoints,
+    remove_old,
     restore,
+    save,
     step_name,
     step_of,
-    versions,
 )
 from trainer.common.errors import DivergedError, PreemptedError
 from trainer.common.progress import Progress
@@ -67,8 +67,8 @@ class Run:
         ranks: Ranks,
         progress: Progress,
     ) -> None:
-        run, directory = config.trainer, Path(config.run_dir) / "checkpoints"
         self.config, self.corpus, self.ranks = config, corpus, ranks
+        self.checkpoints = Path(config.run_dir) / "checkpoints"
         self.start, self.step = start, start.step
         self.phases, self.permanent = phases_of(config), kept_steps(config)
         self.effects: dict[str, dict[str, Any]] = dict(start.state.get("effects", {}))
@@ -79,7 +79,6 @@ class Run:
         self.benchmarks = Benchmarks(config, corpus, ranks)
         self.benchmarks.milestones += start.state.get("benchmarks", ())
         self.user_callbacks = make_callbacks(config.callbacks)
-        self.writer = Writer(directory, run.keep_checkpoints, run.keep_every, self.permanent)
         self.saved_at, self.save_vote = time.monotonic(), Vote()
         # The published model's files about tokens, unless this run has another tokenizer.
         self.token_files: dict[str, str] = start.state.get("token_files", {})
@@ -105,8 +104,7 @@ class Run:
                 callback.load_state_dict(state["user_callbacks"][callback.state_key])
 
     def save(self, trainer: L.Trainer, name: str) -> None:
-        """Copy the present state and let the writer's thread write it; all ranks call this
-        together."""
+        """Write a checkpoint of the present state; all ranks call this together."""
         step, corpus, module = trainer.global_step, self.corpus, trainer.lightning_module
         assert isinstance(module, LanguageModule)
         phase = phase_before(self.phases, step)
@@ -120,7 +118,6 @@ class Run:
                 "end_of_text": corpus.end_of_text,
                 "token_files": self.token_files,
                 "config": json.loads(json.dumps(asdict(self.config))),
-                "versions": versions(),
                 "data": data_fingerprints(corpus, phase),
                 "tally": module.tally.state(),
                 "pending_metrics": dict(self.metrics.pending),
@@ -128,7 +125,10 @@ class Run:
                 "benchmarks": [*self.benchmarks.milestones],
                 "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
             }
-            self.writer.save(name, module.model, trainer.optimizers[0], state)
+            save(self.checkpoints, name, module.model, trainer.optimizers[0], state)
+            if self.ranks.is_rank_zero:
+                run = self.config.trainer
+                remove_old(self.checkpoints, run.keep_checkpoints, run.keep_every, self.permanent)
         self.saved_at, self.save_vote = time.monotonic(), Vote()
 
     def is_save_due(self, step: int) -> bool:
@@ -153,10 +153,6 @@ class Run:
         with self.metrics.elsewhere():
             scores = self.benchmarks.measure(module, step, tokens, self.has_dropped)
         self.metrics.pending |= scores
-
-    def close(self) -> None:
-        """End the thread that writes checkpoints."""
-        self.writer.close()
 
 
 class PhaseStart(L.Callback):
@@ -260,11 +256,8 @@ class StepEnd(L.Callback):
             self._write_row(trainer, module, batch)
         is_due = run.is_save_due(step) and not module.tally.skipped_in_a_row()
         reason = None if step == settings.max_steps else self.stop.agreed()
-        ends = is_last or reason is not None
-        if ends or is_due or step in run.permanent:
+        if is_last or reason is not None or is_due or step in run.permanent:
             run.save(trainer, step_name(step))
-        if ends:
-            run.writer.wait()
         if reason is not None:
             raise PreemptedError(
                 f"Stopped after step {step} ({reason}), checkpoint saved.",
@@ -276,7 +269,7 @@ class StepEnd(L.Callback):
         self.run.metrics.write(trainer, module, self.phase, batch)
         if self.ends_diverged:
             in_a_row = module.tally.skipped_in_a_row()
-            check_divergence(in_a_row, trainer.global_step, self.run.writer.directory)
+            check_divergence(in_a_row, trainer.global_step, self.run.checkpoints)
 
     def _measure_effect(self, module: LanguageModule) -> None:
         """Measure the loss at the end of a phase that began with a change."""

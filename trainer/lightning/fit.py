@@ -6,7 +6,6 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,9 +109,9 @@ def train(
         with (
             Progress(title, last_step, config.tokens_per_step, not ranks.is_rank_zero) as progress,
             numerics(config),
-            closing(Run(config, corpus, start, weights, ranks, progress)) as run,
             StopRequest(config.trainer.max_time, start_time).listening() as stop,
         ):
+            run = Run(config, corpus, start, weights, ranks, progress)
             _fit_phases(run, module, stop, callbacks, ends_diverged=not is_control)
         effects = run.effects
         module.to("meta")  # the checkpoint has its contents

@@ -292,11 +292,11 @@ def with_trained_shape(config: RunConfig) -> tuple[RunConfig, Layout | None]:
     if not model.is_trained:
         return config, None
     # Reading weights needs torch, which a wrong configuration must not wait for.
-    from trainer.runs.starting_point import encodings_of, normalizes, starting_weights
+    from trainer.runs.starting_point import encodings_of, starting_weights
 
     start = starting_weights(model)
     assert start is not None
-    is_normed = normalizes(start.layout)
+    is_normed = any(layer.qk_norm for layer in start.layout.layers)
     if not is_normed and model.qk_norm.when == "always":
         raise UserError("model.qk_norm.when: 'always', but the weights were trained without")
     shape = replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,27 +18,26 @@ from torch import Tensor
 
 from trainer.checkpoint import (
     STATE,
-    Reader,
     find_checkpoint,
     model_config,
     newest_checkpoint,
     read_state,
+    read_tensors,
     regular_checkpoints,
-    remove_leftovers,
 )
 from trainer.common.errors import UserError
 from trainer.common.ranks import on_rank_zero
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.interchange.pretrained import Pretrained, read_pretrained
+from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import saved_config
 from trainer.runs.metrics_file import continue_metrics
-from trainer.runs.phases import Phase, phase_at, phase_before, phases_of
+from trainer.runs.phases import Phase, phase_before, phases_of
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
     it. All ranks call this together.
 
     Raises:
-        UserError: all checkpoints of the run are damaged, or the branch is.
+        UserError: all checkpoints of the run are damaged.
     """
     return on_rank_zero(lambda: _starting_point(Path(config.run_dir), branch))
 
@@ -68,9 +68,10 @@ def starting_point(config: RunConfig, branch: Path | None) -> Start:
 def _starting_point(run_dir: Path, branch: Path | None) -> Start:
     directory = run_dir / "checkpoints"
     directory.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(directory)
+    for partly in directory.glob(".*.partial"):  # of a killed process
+        shutil.rmtree(partly)
     start = newest_checkpoint(directory) or branch
-    state = read_state(start, hashed=start is branch) if start is not None else {}
+    state = read_state(start) if start is not None else {}
     if start is not None:
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     source = branch.parent.parent / "metrics.csv" if branch is not None else None
@@ -105,19 +106,15 @@ def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:
 
 def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict[str, float]]:
     """Return a function from step to the number of times each text has been read."""
-    orders: dict[int, list[Phase]] = {}
-    for phase in phases:
-        orders.setdefault(phase.order, []).append(phase)
-    samples = {order: samples_of(corpus, of_one[0]) for order, of_one in orders.items()}
+    samples = [samples_of(corpus, phase) for phase in phases]
 
     def read(step: int) -> dict[str, float]:
         total = {part.name: 0.0 for part in corpus.parts}
-        for order, of_one in orders.items():
-            if of_one[0].start < step or not of_one[0].start:
-                last = phase_at(of_one, max(min(step, of_one[-1].end) - 1, 0))
-                count = last.first_sample(min(step, last.end))
-                for name, times in samples[order].epochs(count).items():
-                    total[name] += times
+        for phase, of_phase in zip(phases, samples, strict=True):
+            until = phase.first_sample(max(phase.start, min(step, phase.end)))
+            before = of_phase.epochs(phase.samples)
+            for name, times in of_phase.epochs(until).items():
+                total[name] += times - before[name]
         return total
 
     return read
@@ -151,62 +148,42 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
     return None if config.from_run is None else _of_run(config.from_run)
 
 
-def normalizes(layout: Layout) -> bool:
-    """Whether any query and key norms are enabled.
-
-    Otherwise the norms still wait for a drop, and are no part of the published weights.
-    """
-    return any(layer.qk_norm for layer in layout.layers)
-
-
 def encodings_of(reference: str) -> PositionalConfig:
     """Return the encodings of the checkpoint that ``model.from_run`` names.
 
+    Layers and heads left by a partial drop keep the names that they had before.
+
     Raises:
-        UserError: there is no checkpoint, or it is damaged.
+        UserError: there is no checkpoint.
     """
-    state = read_state(find_checkpoint(reference), hashed=False)
-    config, step = saved_config(state["config"]), state["step"]
-    positional, depth = config.positional, config.model.num_hidden_layers
+    state = read_state(find_checkpoint(reference))
+    config = saved_config(state["config"])
+    positional = config.positional
     for phase in phases_of(config):
         change = phase.settings.drop
-        if change is None or phase.start >= step or change.heads is not None:
-            continue  # A partial drop leaves an encoding that has no name.
-        chosen = {layer % depth for layer in change.layers or range(depth)}
-        before = [positional.layers[i % len(positional.layers)] for i in range(depth)]
-        layers = [change.to if i in chosen else name for i, name in enumerate(before)]
-        if len(chosen) == depth:
-            layers, positional = [change.to], replace(positional, heads={})
-        positional = replace(positional, layers=layers)
+        if change is not None and phase.start < state["step"] and not change.of_what:
+            positional = replace(positional, layers=[change.to], heads={})
     return positional
 
 
 def _of_run(reference: str) -> Pretrained:
     path = find_checkpoint(reference)
-    state, reader = read_state(path, hashed=False), Reader(path)
+    state = read_state(path)
     config, layout = model_config(state), Layout.from_dict(state["layout"])
     with torch.device("meta"):
-        shapes = dict(Decoder(config, layout).named_parameters())
-    reader.check({f"model.{name}": parameter for name, parameter in shapes.items()})
-    wait = not normalizes(layout)
-    tensors = {
-        name: partial(_read_saved, reader, name, p.shape)
-        for name, p in shapes.items()
-        if not (wait and any(norm in name for norm in ("q_norm", "k_norm")))
-    }
+        shapes = {name: p.shape for name, p in Decoder(config, layout).named_parameters()}
+
+    def read(name: str) -> Tensor:
+        saved = torch.empty(shapes[name])
+        read_tensors(path, {f"model.{name}": saved}, alone=True)
+        return saved
+
     return Pretrained(
         str(path),
         config,
         layout,
         Tokenizer.from_str(state["tokenizer"]),
-        tensors,
+        {name: partial(read, name) for name in shapes if not waits(name, layout)},
         token_files=state["token_files"],
         eos=(state["end_of_text"],),
     )
-
-
-def _read_saved(reader: Reader, name: str, shape: torch.Size) -> Tensor:
-    """Read a weight of a checkpoint as float32; each rank reads independently."""
-    saved = torch.empty(shape)
-    reader.load({f"model.{name}": saved}, alone=True)
-    return saved

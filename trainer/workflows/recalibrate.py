@@ -272,7 +272,7 @@ def recalibrate(
         except PreemptedError:
             if time.time() < end:  # a signal
                 raise
-        steps = read_state(find_checkpoint(str(run_dir)), hashed=False)["step"] + 1
+        steps = read_state(find_checkpoint(str(run_dir)))["step"] + 1
         log.info(
             "The time for training is over: %s of %s steps", f"{steps:,}", f"{run.max_steps:,}"
         )
