@@ -23,8 +23,8 @@ from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000
 """First number of rows whose context lacks the question; they are not read."""
-TOGETHER = 64
-"""Questions that a part of a cell reads together."""
+TOGETHER = 1024
+"""Questions read together: those with contexts of equal length share passes."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from uuid import UUID
 
 from tokenizers import Tokenizer
@@ -149,8 +149,8 @@ def needles(
     units: int,
     length: int,
     *,
-    essay: Essay | None = None,
-    distractors: bool = False,
+    essay: Essay,
+    haystack: Literal["noise", "essay", "needles"] = "noise",
     key: str = "word",
     value: str = "number",
     keys: int = 1,
@@ -159,11 +159,10 @@ def needles(
 ) -> Question:
     """Ask for the values of ``queries`` of ``keys`` keys with ``values`` values each.
 
-    ``essay``: the haystack, counted in words. Without one, it is counted in lines, which are
-    meaningless or, with ``distractors``, needles with other keys. ``key`` and ``value`` are kinds
-    of :data:`DRAWS`.
+    The haystack is the ``essay``, counted in words, or lines of noise or of needles with other
+    keys. ``key`` and ``value`` are kinds of :data:`DRAWS`.
     """
-    others = units if distractors else 0
+    others = units if haystack == "needles" else 0
     every = distinct(rng, DRAWS[key], keys + others)
     drawn = iter(distinct(rng, DRAWS[value], keys * values + others))
     stated = {name: [next(drawn) for _ in range(values)] for name in every[:keys]}
@@ -173,11 +172,11 @@ def needles(
 
     hidden = [needle(name, one) for name in stated for one in stated[name]]
     rng.shuffle(hidden)
-    if essay:
+    if haystack == "essay":
         depths = sorted(rng.sample(DEPTHS, len(hidden)))
         context = essay.with_insertions(units, list(zip(depths, hidden, strict=True)))
     else:
-        lines = list(map(needle, every[keys:], drawn)) if distractors else [NOISE] * units
+        lines = list(map(needle, every[keys:], drawn)) if others else [NOISE] * units
         places = sorted(rng.sample(range(units), len(hidden)), reverse=True)
         for place, line in zip(places, hidden, strict=True):
             lines.insert(place, line)
@@ -452,35 +451,21 @@ def _total(prompt: Prompt) -> int:
     return len(prompt.tokens) + prompt.new_tokens
 
 
-def _in_essay(keys: int = 1, values: int = 1, **options: Any) -> Callable[..., RulerKind]:
-    def make(tokenizer: Tokenizer, essay: Essay) -> RulerKind:
-        question = partial(needles, essay=essay, keys=keys, values=values, **options)
-        return RulerKind(question, 128, 1)
-
-    return make
-
-
-KINDS: dict[str, Callable[[Tokenizer, Essay], RulerKind]] = {
-    "niah_single_1": lambda *_: RulerKind(needles, 128, 1),
-    "niah_single_2": _in_essay(),
-    "niah_single_3": _in_essay(value="uuid"),
-    "niah_multikey_1": _in_essay(keys=4),
-    "niah_multikey_2": lambda *_: RulerKind(partial(needles, distractors=True), 128, 1),
-    "niah_multikey_3": lambda *_: RulerKind(
-        partial(needles, distractors=True, key="uuid", value="uuid"), 128, 1
-    ),
-    "niah_multivalue": _in_essay(values=4),
-    "niah_multiquery": _in_essay(keys=4, queries=4),
-    "vt": lambda tokenizer, _: RulerKind(
-        partial(variable_tracking, example_lines=lines_of_example(tokenizer)), 30, HOPS + 1
-    ),
-    "cwe": lambda *_: RulerKind(common_words, 120, COMMON + 1),
-    "fwe": lambda *_: RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT),
+SEARCHES: dict[str, dict[str, Any]] = {
+    "niah_single_1": {},
+    "niah_single_2": {"haystack": "essay"},
+    "niah_single_3": {"haystack": "essay", "value": "uuid"},
+    "niah_multikey_1": {"haystack": "essay", "keys": 4},
+    "niah_multikey_2": {"haystack": "needles"},
+    "niah_multikey_3": {"haystack": "needles", "key": "uuid", "value": "uuid"},
+    "niah_multivalue": {"haystack": "essay", "values": 4},
+    "niah_multiquery": {"haystack": "essay", "keys": 4, "queries": 4},
 }
+"""Options of :func:`needles`, by task."""
 READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_hotpotqa)}
 """Tasks that need a file: its key and its reader."""
 
-TASKS = (*KINDS, *READERS)
+TASKS = (*SEARCHES, "vt", "cwe", "fwe", *READERS)
 
 
 def ruler_tasks(
@@ -495,16 +480,22 @@ def ruler_tasks(
     tasks: list[Task] = []
     notes: list[str] = []
     for name in settings.tasks or TASKS:
-        common = name, tokenizer, bos
-        if name in KINDS:
-            kind, trials = KINDS[name](tokenizer, essay), settings.trials
-            tasks.append(RulerTask(*common, trials, kind, string_match_all, after_all))
-            continue
-        key, read = READERS[name]
-        if (file := getattr(settings, key)) is None:
-            notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
-            continue
-        items = read(file)
-        kind, trials = answerable(items), min(settings.trials, len(items))
-        tasks.append(RulerTask(*common, trials, kind, string_match_part, after_any))
+        trials, scoring = settings.trials, (string_match_all, after_all)
+        if name in SEARCHES:
+            kind = RulerKind(partial(needles, essay=essay, **SEARCHES[name]), 128, 1)
+        elif name == "vt":
+            example_lines = lines_of_example(tokenizer)
+            kind = RulerKind(partial(variable_tracking, example_lines=example_lines), 30, HOPS + 1)
+        elif name == "cwe":
+            kind = RulerKind(common_words, 120, COMMON + 1)
+        elif name == "fwe":
+            kind = RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT)
+        else:
+            key, read = READERS[name]
+            if (file := getattr(settings, key)) is None:
+                notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
+                continue
+            items, scoring = read(file), (string_match_part, after_any)
+            kind, trials = answerable(items), min(trials, len(items))
+        tasks.append(RulerTask(name, tokenizer, bos, trials, kind, *scoring))
     return tasks, notes
