@@ -15,28 +15,21 @@ from trainer.common.fields import (
     Natural,
     NotNegative,
     Positive,
-    Processes,
     Share,
     configuration,
 )
 from trainer.common.schedule import factor
-from trainer.model.config import ModelConfig, Sampling
+from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import LayerChoice
 from trainer.positional.rescaling import RESCALINGS
-from trainer.positional.spectrum import MOST_EXPONENT
 
-Length = Annotated[int, Field(ge=2, lt=1 << 31)]
+Length = Annotated[int, Field(ge=2)]
 """Tokens of a sequence."""
-Part = Annotated[Positive, Field(lt=1)]
-"""A share of the text, neither none nor all of it."""
-Beta = Annotated[NotNegative, Field(lt=1)]
-"""Decay rate of a moving average."""
 MISSING = "???"
 """Value of a key that has to be given, as Hydra writes it."""
-NAME = r"^\w[\w.+-]*$"
-"""Pattern of names of runs, phases and controls, which become names of directories."""
-Name = Annotated[str, Field(pattern=NAME)]
+Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$")]
+"""Name of a run, a phase or a control, and of a directory."""
 MAIN = "main"
 """Name of the run itself among its controls."""
 PERIOD = 10_000
@@ -85,7 +78,7 @@ class NeedlesConfig:
 
 @configuration
 class SourceConfig:
-    """Source of text, and which of it is held out; together they determine prepared text."""
+    """A text, which of it is held out, and its weight in a mixture."""
 
     source: str = "stdlib_docs"
     """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
@@ -107,22 +100,16 @@ class SourceConfig:
     apart."""
     text_field: str = "text"
     """Column of jsonl, csv, parquet and arrow files that holds the text."""
-    validation: Part = 0.03
+    validation: Share = 0.03
     """Share of the text for fitting and for the drop's effect."""
-    test: Part = 0.07
+    test: Share = 0.07
     """Share of the text for reported figures."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of a source that a plugin registers."""
-
-
-@configuration
-class MixedText(SourceConfig):
-    """One text of a mixture: changes to the source of all."""
-
     prepared: str | None = None
     """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
     weight: Positive = 1.0
-    """Share of the tokens, relative to the weights of the other texts."""
+    """Share of the tokens of a mixture, relative to the weights of its other texts."""
 
 
 @configuration
@@ -131,33 +118,28 @@ class DataConfig(SourceConfig):
 
     sequence_length: Length = 64
     """Tokens of a sequence; the training length of the model."""
-    prepared: str | None = None
-    """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
     mixture: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Several texts by name, each with a weight (its share of the tokens) and changes to the
-    source: {name: {weight: 0.7, hub_name: ...}, ...}."""
+    """Several texts by name, each with changes to the keys above: {name: {weight: 0.7, hub_name:
+    ...}, ...}."""
     document_mask: bool = False
     """Keep attention within a document."""
     restart_positions: bool = False
     """Count positions from 0 in every document; needs document_mask."""
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
-    num_workers: Annotated[Natural, Field(le=1024)] = 0
+    num_workers: Natural = 0
     """Processes that read; 0: none."""
     cache_dir: str | None = None
     """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
 
-    def _mixed(self, changes: dict[str, Any]) -> DataConfig:
-        return replace(self, mixture={}, **{k: v for k, v in changes.items() if k != "weight"})
-
     @property
-    def texts(self) -> dict[str, tuple[DataConfig, float]]:
-        """Every text by name, with its weight; one alone is called ``text``."""
-        if not self.mixture:
-            return {"text": (self, 1.0)}
+    def texts(self) -> dict[str, DataConfig]:
+        """Every text by name; one alone is called ``text``."""
         return {
-            name: (self._mixed(changes), float(changes.get("weight", 1.0)))
+            name: replace(
+                self, **changes | {"mixture": {}, "weight": float(changes.get("weight", 1.0))}
+            )
             for name, changes in self.mixture.items()
-        }
+        } or {"text": self}
 
 
 @configuration
@@ -167,7 +149,7 @@ class TokenizerConfig:
     path: str | None = None
     """A tokenizer.json or a model on the hub; null: train a byte-level BPE on the
     training text."""
-    vocab_size: Annotated[int, Field(ge=257, le=1_000_000)] = 1024
+    vocab_size: Annotated[int, Field(ge=257)] = 1024
     """Entries of the tokenizer that is trained; 257 hold every byte."""
 
 
@@ -265,9 +247,9 @@ class OptimizerConfig:
     """adamw, or muon (for the matrices of the blocks, AdamW for the rest)."""
     lr: Positive = 3e-4
     """Learning rate of AdamW, times the schedule."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    weight_decay: Annotated[NotNegative, Field(le=1000)] = 0.1
+    weight_decay: NotNegative = 0.1
     """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = False
     """Also decay embeddings and the head."""
@@ -292,7 +274,7 @@ class TrainerConfig:
     """Compute the same bits every time, with slower GPU kernels."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Device: auto (GPUs where torch sees them, otherwise the CPU), cpu, gpu."""
-    threads: Processes | None = None
+    threads: Count | None = None
     """CPU threads; null: OMP_NUM_THREADS or all cores, shared by the ranks of a machine."""
     gradient_clip: NotNegative = 1.0
     """Largest norm of a gradient; 0: no clipping."""
@@ -365,19 +347,19 @@ class BenchmarksConfig:
 class TemperatureSettings:
     """Softmax temperature 1 + c ln s, fitted on validation text."""
 
-    grid: list[Annotated[NotNegative, Field(le=100)]] = field(
+    grid: list[NotNegative] = field(
         default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
     )
     """Values of c to try; larger ones, up to 2, while the largest is the best."""
     models: Literal["free", "all"] = "free"
     """Models it is fitted for: free (those without positions), all."""
-    lengths: list[Annotated[float, Field(gt=1, le=1_000_000)]] | None = None
+    lengths: list[Annotated[float, Field(gt=1)]] | None = None
     """Lengths to fit at, in multiples of the training length (one alone is DroPE's target
     length, App. C.2); null: those evaluated."""
     fit: Literal["sum", "line"] = "sum"
     """How several lengths combine: sum (least sum of their losses), line (through the best scale
     of each, as YaRN)."""
-    rope_id_exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 2.0
+    rope_id_exponent: NotNegative = 2.0
     """Exponent of temperature_rope_id."""
 
 
@@ -385,7 +367,7 @@ class TemperatureSettings:
 class DynamicNtkSettings:
     """Settings of dynamic_ntk_alpha."""
 
-    alpha: Annotated[float, Field(ge=1, le=1_000_000)] | None = None
+    alpha: Annotated[float, Field(ge=1)] | None = None
     """Slows a sequence of n > C tokens for s = alpha n / C - (alpha - 1); null: the length over
     the training length (DoPE, App. A.2)."""
 
@@ -442,7 +424,7 @@ class DopeSettings:
     """Number of heads; the paper takes 5 of about a thousand."""
     removal: Literal["unrotate", "zero"] = "unrotate"
     """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
-    sigma: Annotated[NotNegative, Field(le=1_000_000)] | None = None
+    sigma: NotNegative | None = None
     """Standard deviation of the noise; null: as in the retained heads (Sec. 4.3)."""
     seed: Natural = 0
     """Seed of the noise."""
@@ -466,7 +448,7 @@ class WeightedRopeSettings:
 class NeedleTaskSettings:
     """Settings of statements and of all tasks with needles."""
 
-    trials: Annotated[Count, Field(le=1_000_000)] = 256
+    trials: Count = 256
     """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
     depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
     """Places of the needle: 0 the beginning of the text, 1 its end."""
@@ -485,7 +467,7 @@ class RulerSettings:
 
     tasks: list[str] = field(default_factory=list)
     """Tasks of RULER, such as niah_single_1, vt, qa_1; []: all 13."""
-    trials: Annotated[Count, Field(le=1_000_000)] = 500
+    trials: Count = 500
     """Prompts of a task and length."""
     squad_file: str | None = None
     """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
@@ -511,7 +493,7 @@ class ManyShotSettings:
 
     file: str | None = None
     """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
-    trials: Annotated[Count, Field(le=1_000_000)] = 100
+    trials: Count = 100
     """Problems of a task, length and depth."""
     new_tokens: Count | None = None
     """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
@@ -609,16 +591,6 @@ class EvaluationConfig:
         """Requested methods."""
         return list(METHODS) if self.methods is None else self.methods
 
-    @property
-    def parts(self) -> list[str]:
-        """Their parts, without duplicates."""
-        return list(dict.fromkeys(part for name in self.names for part in name.split("+")))
-
-    @property
-    def lengths_key(self) -> str:
-        """The key that the lengths come from."""
-        return "evaluation.lengths" if self.tokens is None else "evaluation.tokens"
-
     def in_tokens(self, training_length: int) -> list[int]:
         """Return the evaluated lengths of models with this training length."""
         C = self.training_length or training_length
@@ -653,7 +625,7 @@ class RescaleConfig:
     method: Annotated[str, Field(pattern=f"^({'|'.join(RESCALINGS)})$")] = "yarn"
     """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns,
     cope."""
-    factor: Annotated[float, Field(gt=1, le=1_000_000)] | None = None
+    factor: Annotated[float, Field(gt=1)] | None = None
     """How much longer sequences get; null: the phase's sequences over the longest trained on
     before."""
     base: Annotated[float, Field(gt=1)] | None = None
@@ -761,7 +733,7 @@ class ShortTime:
 
     window: Window = "hann"
     """Window of each frame: hann, hamming, blackman, rectangular."""
-    frame: Annotated[Count, Field(ge=2)] = 1024
+    frame: Length = 1024
     """Tokens of a frame; SpectrumFE is left out of shorter texts."""
     hop: Count | None = None
     """Tokens from one frame to the next; null: half a frame."""
@@ -813,7 +785,7 @@ class AnalysisConfig:
 
     kind: str = "all"
     """An analysis by name, or all that the model has the structure for."""
-    length: Annotated[Count, Field(ge=2)] | None = None
+    length: Length | None = None
     """Tokens of a text with its beginning-of-text token; null: 8 times the training length, but
     no more than 4,096 or twice it, and no more than there is text."""
     texts: Count | None = None
@@ -826,7 +798,7 @@ class AnalysisConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
-    prefixes: list[Annotated[Count, Field(ge=6)]] = field(default_factory=list)
+    prefixes: list[Count] = field(default_factory=list)
     """Numbers of first tokens at which frequency entropies are shown as well (Frequency Entropy,
     App. F)."""
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
@@ -885,11 +857,11 @@ class GenerationRequest:
     """A run directory, a checkpoint, or a published model."""
     prompts: list[str] = field(default_factory=list)
     """Texts to continue; prompt=... adds one, whatever characters are in it."""
-    max_new_tokens: Annotated[Count, Field(le=1 << 24)] = 128
+    max_new_tokens: Count = 128
     """Most tokens of a continuation."""
     temperature: NotNegative = 0.0
     """Divides the logits; 0: always the likeliest token."""
-    top_p: Annotated[Positive, Field(le=1)] = 1.0
+    top_p: Share = 1.0
     """Draw from the likeliest tokens that have this probability together."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
@@ -897,11 +869,6 @@ class GenerationRequest:
     """Seed of the draws."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU."""
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters."""
-        return Sampling(self.temperature, self.top_p, self.seed)
 
 
 @configuration
@@ -937,7 +904,7 @@ class PlanKeys:
 
     gpus: Count = 8
     """Number of GPUs, among which the batch is divided."""
-    mfu: Annotated[Positive, Field(le=1)] = 0.4
+    mfu: Share = 0.4
     """Share of a GPU's dense peak that training reaches."""
 
 

@@ -136,11 +136,11 @@ def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
     mixed = DataConfig(sequence_length=128, text_field="body", mixture=mixture)
     first, second = mixed.texts.values()
     assert mixed.texts.keys() == {"a", "b"}
-    assert (first[1], second[1]) == (1.0, 3.0)
-    assert second[0] == replace(first[0], files=["b.txt"])
-    assert (first[0].text_field, first[0].source, first[0].files) == ("body", "files", ["a.txt"])
+    assert (first.weight, second.weight) == (1.0, 3.0)
+    assert second == replace(first, files=["b.txt"], weight=3)
+    assert (first.text_field, first.source, first.files) == ("body", "files", ["a.txt"])
     alone = DataConfig()
-    assert alone.texts == {"text": (alone, 1.0)}
+    assert alone.texts == {"text": alone}
 
 
 FILES = {"source": "files", "files": ["a.txt"]}

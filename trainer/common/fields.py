@@ -29,8 +29,6 @@ Count = Annotated[int, Field(ge=1)]
 """A whole number from 1."""
 Natural = Annotated[int, Field(ge=0)]
 """A whole number from 0, such as a seed."""
-Processes = Annotated[int, Field(ge=1, le=1024)]
-"""Threads or processes of one machine."""
 Positive = Annotated[float, Field(gt=0)]
 """A number above 0."""
 NotNegative = Annotated[float, Field(ge=0)]

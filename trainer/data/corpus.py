@@ -208,7 +208,7 @@ class Corpus:
 
     def mixed(self, config: DataConfig) -> Corpus:
         """Return the corpus with only the texts that ``config`` mixes, weighted as it says."""
-        weights = {name: weight for name, (_, weight) in config.texts.items()}
+        weights = {name: text.weight for name, text in config.texts.items()}
         parts = (part for part in self.parts if part.name in weights)
         return replace(self, parts=tuple(replace(p, weight=weights[p.name]) for p in parts))
 
@@ -248,7 +248,7 @@ def prepare_corpus(
         UserError: the text is not prepared, or too short.
     """
     directories = []
-    texts = [text for text, _ in config.texts.values()]
+    texts = [*config.texts.values()]
     if tokenizer_config.path and any(text.prepared for text in texts):
         tokenizer = load_tokenizer(tokenizer_config.path)
     known = wanted if wanted and len(wanted) == len(texts) else [None] * len(texts)
@@ -277,7 +277,7 @@ def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
         UserError: a split is shorter than one sequence, or the texts have different tokenizers.
     """
     parts = []
-    for (name, (_, weight)), directory in zip(config.texts.items(), directories, strict=True):
+    for (name, source), directory in zip(config.texts.items(), directories, strict=True):
         text = open_prepared(Path(directory))
         for split in SPLITS:
             if (count := len(getattr(text, split))) < config.sequence_length:
@@ -285,7 +285,7 @@ def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
                     f"data: expected {config.sequence_length} tokens or more in the {split} split "
                     f"of {directory}, got {count}"
                 )
-        parts.append(Part(name, weight, text))
+        parts.append(Part(name, source.weight, text))
     first = parts[0].text
     for part in parts[1:]:
         if not same_tokens(part.text.tokenizer, first.tokenizer):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from trainer.common.errors import UserError
 from trainer.common.fields import Count, Positive, configuration
@@ -28,22 +26,22 @@ class QKNormConfig:
 class ModelConfig:
     """Shape of a pre-norm decoder with grouped-query attention and SwiGLU."""
 
-    hidden_size: Annotated[Count, Field(le=1 << 20)] = 576
+    hidden_size: Count = 576
     """Channels of the residual stream."""
-    intermediate_size: Annotated[Count, Field(le=1 << 24)] = 1536
+    intermediate_size: Count = 1536
     """Channels of the MLPs."""
-    num_hidden_layers: Annotated[Count, Field(le=2048)] = 30
+    num_hidden_layers: Count = 30
     """Number of decoder layers."""
-    num_attention_heads: Annotated[Count, Field(le=1024)] = 9
+    num_attention_heads: Count = 9
     """Query heads of each layer."""
-    num_key_value_heads: Annotated[Count, Field(le=1024)] = 3
+    num_key_value_heads: Count = 3
     """Key-value heads of each layer; divides the query heads, and fewer is grouped-query
     attention."""
-    head_dim: Annotated[Count, Field(le=1 << 16)] | None = None
+    head_dim: Count | None = None
     """Channels of each head; null: hidden_size / num_attention_heads."""
-    vocab_size: Annotated[Count, Field(le=1 << 24)] | None = None
+    vocab_size: Count | None = None
     """Rows of the embedding; null: as many as the tokenizer has tokens."""
-    rms_norm_eps: Annotated[Positive, Field(le=1)] = 1e-5
+    rms_norm_eps: Positive = 1e-5
     """Added to the mean square in every RMS norm."""
     tie_word_embeddings: bool = True
     """Use the embedding as the head."""

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, NotNegative, Share, configuration
+from trainer.common.fields import Count, NotNegative, Positive, Share, configuration
 from trainer.positional.encodings import ENCODINGS, by_name
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import (
-    MOST_COEFFICIENT,
-    MOST_EXPONENT,
-    MOST_SCALE,
     Spectrum,
     Temperature,
 )
@@ -24,11 +19,11 @@ from trainer.positional.spectrum import (
 class TemperatureConfig:
     """Softmax temperature by length: logits times scale (1 + coefficient ln s)^exponent."""
 
-    coefficient: Annotated[NotNegative, Field(le=MOST_COEFFICIENT)] = 0.0
+    coefficient: NotNegative = 0.0
     """c of the factor scale (1 + c ln s)^exponent on the logits, from the first step on."""
-    exponent: Annotated[NotNegative, Field(le=MOST_EXPONENT)] = 1.0
+    exponent: NotNegative = 1.0
     """Exponent of the factor."""
-    scale: Annotated[float, Field(ge=0.001, le=MOST_SCALE)] = 1.0
+    scale: Positive = 1.0
     """Constant part of the factor."""
     per: Literal["sequence", "query"] = "query"
     """Length n that counts: query (keys that a query sees), or sequence (tokens of its

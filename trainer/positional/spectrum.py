@@ -11,8 +11,6 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-MOST_COEFFICIENT, MOST_EXPONENT, MOST_SCALE = 100, 10, 1000
-"""Limits of a temperature; within them logits are finite at any length."""
 Frequencies = tuple[float, ...]
 """Radians per token, one number per pair."""
 READ = {"extra": "forbid", "allow_inf_nan": False}

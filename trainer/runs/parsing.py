@@ -20,7 +20,6 @@ from trainer.config import (
     PERPLEXITY,
     DataConfig,
     EvaluationConfig,
-    MixedText,
     RunConfig,
     SourceConfig,
 )
@@ -126,7 +125,7 @@ def _run_rules(config: RunConfig) -> Rules:
 
 def _data_rules(data: DataConfig) -> Rules:
     for name, changes in data.mixture.items():
-        validated(MixedText, changes, "data.mixture", name)
+        validated(SourceConfig, changes, "data.mixture", name)
     yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
     yield (
         data.restart_positions and not data.document_mask,
@@ -249,9 +248,9 @@ def _control_rules(run: RunConfig, control: RunConfig, name: str) -> Rules:
 
 def _texts_of(config: RunConfig) -> dict[str, str]:
     """Return the keys that decide on each text of a run, by the name of the text."""
-    keys = [*(key.name for key in fields(SourceConfig)), "prepared"]
+    keys = [key.name for key in fields(SourceConfig) if key.name != "weight"]
     texts = config.data.texts.items()
-    return {name: repr([getattr(text, key) for key in keys]) for name, (text, _) in texts}
+    return {name: repr([getattr(text, key) for key in keys]) for name, text in texts}
 
 
 def _past(config: RunConfig, step: int) -> list[tuple[object, ...]]:

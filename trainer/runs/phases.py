@@ -138,9 +138,7 @@ def reading(data: DataConfig) -> tuple[object, ...]:
         values = asdict(text).items()
         return repr([value for key, value in values if key not in NOT_OF_SAMPLES])
 
-    texts = sorted(
-        (name, samples(text), float(weight)) for name, (text, weight) in data.texts.items()
-    )
+    texts = sorted((name, samples(text)) for name, text in data.texts.items())
     return data.sequence_length, tuple(texts)
 
 

@@ -11,6 +11,7 @@ from trainer.common.processes import usual_threads
 from trainer.config import GenerationRequest
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.saved_model import precision_of
+from trainer.model.config import Sampling
 from trainer.model.generate import TextStream, generate
 from trainer.runs.models import find_model
 
@@ -52,7 +53,7 @@ def continue_prompts(
         model,
         prompts,
         request.max_new_tokens,
-        sampling=request.sampling,
+        sampling=Sampling(request.temperature, request.top_p, request.seed),
         end_tokens=model.end_tokens or end_tokens(tokenizer),
         on_token=on_token,
     )

@@ -39,7 +39,7 @@ def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
 def prepare_texts(config: RunConfig) -> Iterator[str]:
     """Prepare every text of a run; yield a line for each that is complete."""
     tokenizer = tokenizer_of_weights(config)
-    for text, _ in config.data.texts.values():
+    for text in config.data.texts.values():
         directory = prepare(text, config.tokenizer, tokenizer)
         tokenizer = tokenizer or open_prepared(directory).text_tokenizer  # one for all texts
         manifest = Manifest.load(directory)
