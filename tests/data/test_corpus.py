@@ -87,7 +87,7 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     taken = replace(config, source="files", files=["gone"], prepared=str(corpus.directories[0]))
     assert prepare_corpus(taken, BPE).fingerprint == corpus.fingerprint
     with pytest.raises(UserError, match=r"data.prepared: .* has other tokens than the model"):
-        prepare_corpus(taken, BPE, TextTokenizer(train_tokenizer(["other"], 260, [])))
+        prepare_corpus(taken, BPE, TextTokenizer(train_tokenizer(["other"], 260, []), 0))
 
 
 def test_a_process_among_several_prepares_nothing_and_none_prepares_text_of_the_hub(config):

@@ -222,7 +222,7 @@ def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypat
     check_vocabularies({"main": arms[0]}, corpus)
     with pytest.raises(UserError, match="expected at least 300, got 299"):
         check_vocabularies({"main": config, "small": arms[1]}, corpus)
-    own = TextTokenizer(tokenizer("b"))
+    own = TextTokenizer(tokenizer("b"), 0)
     monkeypatch.setattr(text, "tokenizer_of_weights", lambda arm: own)
     with pytest.raises(UserError, match="another tokenizer"):
         check_vocabularies({"main": config}, corpus)

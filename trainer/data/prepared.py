@@ -49,6 +49,7 @@ from trainer.data.sources import (
 from trainer.data.tokenizer import (
     SAMPLE_MEGABYTES,
     TextTokenizer,
+    end_of_text,
     load_tokenizer,
     tokenizer_identity,
     train_tokenizer,
@@ -165,7 +166,7 @@ class Prepared:
     @property
     def text_tokenizer(self) -> TextTokenizer:
         """The tokenizer for another text with the same token after each document."""
-        return TextTokenizer(self.tokenizer, (self.end_of_text,))
+        return TextTokenizer(self.tokenizer, self.end_of_text)
 
 
 def is_prepared(directory: Path) -> bool:
@@ -286,7 +287,8 @@ def _begin(
     elif tokenizer is None:
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
-        tokenizer = TextTokenizer(train_tokenizer(sample, tokenizer_config.vocab_size, WORDS))
+        trained = train_tokenizer(sample, tokenizer_config.vocab_size, WORDS)
+        tokenizer = TextTokenizer(trained, end_of_text(trained))
     dtype = "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4"
     write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str())
     Manifest(request, revision, tokenizer.end_of_text, dtype, bounds, longest).save(directory)

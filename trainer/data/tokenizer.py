@@ -13,12 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.errors import UserError
 from trainer.config import TokenizerConfig
-from trainer.interchange.published import (
-    cached_or_downloaded,
-    eos_ids,
-    read_token_files,
-    tokenizer_from_file,
-)
+from trainer.interchange.published import eos_ids, read_token_files, tokenizer_from_file
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents, and begins every sequence if the tokenizer puts no token before texts."""
@@ -32,15 +27,10 @@ SAMPLE_MEGABYTES = 64
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer for text. ``eos``: see :func:`end_of_text`."""
+    """A tokenizer for text, and the id of the token after each document."""
 
     tokenizer: Tokenizer
-    eos: tuple[int, ...] = ()
-
-    @property
-    def end_of_text(self) -> int:
-        """Id of the token after each document."""
-        return end_of_text(self.tokenizer, self.eos)
+    end_of_text: int
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
@@ -78,12 +68,8 @@ def load_tokenizer(path: str) -> TextTokenizer:
     else:
         from huggingface_hub import hf_hub_download
 
-        tokenizer = tokenizer_from_file(
-            cached_or_downloaded(hf_hub_download, path, "tokenizer.json")
-        )
-    loaded = TextTokenizer(tokenizer, eos)
-    _ = loaded.end_of_text
-    return loaded
+        tokenizer = tokenizer_from_file(hf_hub_download(path, "tokenizer.json"))
+    return TextTokenizer(tokenizer, end_of_text(tokenizer, eos))
 
 
 def is_tokenizer_file(path: str) -> bool:

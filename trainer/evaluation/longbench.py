@@ -39,7 +39,6 @@ from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.scoring import Prompt, Task
-from trainer.interchange.published import cached_or_downloaded
 
 HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
 """The file holds ``data/TASK.jsonl``; the data set's loading script would be foreign code."""
@@ -190,7 +189,7 @@ def root(directory: str | None) -> Traversable:
         return Path(directory)
     from huggingface_hub import hf_hub_download
 
-    path = cached_or_downloaded(hf_hub_download, HUB_NAME, HUB_FILE, repo_type="dataset")
+    path = hf_hub_download(HUB_NAME, HUB_FILE, repo_type="dataset")
     return zipfile.Path(path, "data/")
 
 

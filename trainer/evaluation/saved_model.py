@@ -14,7 +14,13 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
-from trainer.data.tokenizer import TextTokenizer, end_tokens, own_first_token, same_tokens
+from trainer.data.tokenizer import (
+    TextTokenizer,
+    end_of_text,
+    end_tokens,
+    own_first_token,
+    same_tokens,
+)
 from trainer.evaluation.store import fingerprint
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -134,7 +140,7 @@ class SavedModel:
     @property
     def text_tokenizer(self) -> TextTokenizer:
         """Tokenizer for text that the model reads."""
-        return TextTokenizer(self.tokenizer, self.eos)
+        return TextTokenizer(self.tokenizer, end_of_text(self.tokenizer, self.eos))
 
     @property
     def bos_token(self) -> int | None:

@@ -261,10 +261,10 @@ class AdaptedModel(LanguageModel):
         orders = {order for _, order in found if order is not None}
         shapes = {tuple(x.shape for x in trial.plain) for trial in trials}
         inside = any("inv_freq" in n for n, _ in hf.named_buffers())  # past the tables
-        if len(orders) > 1 or (inside and any(trial.tables is None for trial in trials)):
+        if inside and any(trial.tables is None for trial in trials):
             raise UserError("its layers rotate queries and keys in an unknown way")
-        if len(shapes) > 1:
-            raise UserError("expected layers with heads of one shape")
+        if len(orders) > 1 or len(shapes) > 1:
+            raise UserError("expected layers with heads of one kind")
         ((_, heads, _, size), (_, kv_heads, _, _)) = shapes.pop()
         order = list(next(iter(orders), range(size)))
         self._order = order if order != sorted(order) else None

@@ -8,14 +8,11 @@ them. Only files that are listed here are read and written: others can name code
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-
-from trainer.common.errors import UserError
 
 FILES = "*.json", "model*.safetensors", "chat_template.jinja", "README.md"
 """Files that are downloaded from the hub."""
@@ -35,39 +32,14 @@ OF_TOKENIZER = (
 of the published class and length."""
 
 
-def cached_or_downloaded(download: Callable[..., str], *arguments: str, **options: Any) -> str:
-    """Return the path of a file or snapshot, from the local cache without asking the hub.
-
-    Raises:
-        OSError: it is not cached, and the hub is unreachable or has no such file.
-    """
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        return download(*arguments, local_files_only=True, **options)
-    except LocalEntryNotFoundError:
-        return download(*arguments, **options)
-
-
 def find_pretrained(name: str) -> Path:
-    """Return the directory of a model; a hub id is downloaded once.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the directory of a model; a hub id is downloaded, or found in the cache."""
     path = Path(name).expanduser()
-    if os.path.isdir(path):  # noqa: PTH112  also False for a name that is too long
+    if path.is_dir():
         return path
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    try:
-        # Without a network an interrupted download is found too; reading it fails.
-        return Path(cached_or_downloaded(snapshot_download, name, allow_patterns=[*FILES]))
-    except (OSError, HFValidationError, HfHubHTTPError) as error:
-        raise UserError(
-            f"model.from_pretrained: no directory {name!r}, and no such model from the hub: {error}"
-        ) from error
+    return Path(snapshot_download(name, allow_patterns=[*FILES]))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.order import Integers
 from trainer.data.prepared import Manifest, open_prepared, prepare
 from trainer.data.sources import describe
-from trainer.data.tokenizer import TextTokenizer, same_tokens, vocabulary_size
+from trainer.data.tokenizer import TextTokenizer, end_of_text, same_tokens, vocabulary_size
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.loss import answered_texts, windows_with_common_ends
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
@@ -33,7 +33,8 @@ def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
     """
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
-    return TextTokenizer(start.require_tokenizer(), start.eos)
+    tokenizer = start.require_tokenizer()
+    return TextTokenizer(tokenizer, end_of_text(tokenizer, start.eos))
 
 
 def prepare_texts(config: RunConfig) -> Iterator[str]:
