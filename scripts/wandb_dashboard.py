@@ -122,10 +122,6 @@ def main() -> None:
         return
     import wandb
 
-    from trainer.lightning.metrics import has_wandb_key
-
-    if not has_wandb_key():
-        parser.exit(2, "There is no wandb key: set WANDB_API_KEY, or run 'wandb login'.\n")
     try:
         made.save()
     except wandb.Error as error:

@@ -318,9 +318,9 @@ class LoggerConfig:
     """Destinations of metrics besides ``metrics.csv``."""
 
     wandb: bool = False
-    """Log to Weights & Biases; offline without a key or connection."""
+    """Log to Weights & Biases."""
     offline: bool = False
-    """Log offline in any case; `wandb sync` sends it later."""
+    """Log to the run directory; `wandb sync` sends it later."""
     tensorboard: bool = False
     """Write TensorBoard event files into the run directory."""
 
@@ -551,8 +551,8 @@ class EvaluationConfig:
     fit_windows: Count = 32
     """Windows of validation text for fits."""
     layers: LayerChoice = None
-    """Layers that rescalings and temperatures change: all, full_attention (those without a
-    window), or indices, [3,7]; null: the layers that see more than the training length."""
+    """Layers that rescalings and temperatures change: all, or indices, [3,7]; null: the layers that
+    see more than the training length."""
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
     dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
@@ -631,8 +631,8 @@ class RescaleConfig:
     base: Annotated[float, Field(gt=1)] | None = None
     """New base theta of the frequencies base^(-2i/d), in place of a method; null: see method."""
     layers: LayerChoice = None
-    """Layers to rescale: all, full_attention (those without a window), or indices; null: the
-    layers that see more than the longest sequences before."""
+    """Layers to rescale: all, or indices; null: the layers that see more than the longest
+    sequences before."""
 
 
 @configuration

@@ -8,7 +8,7 @@ import torch
 from tests.reference import turned
 from trainer.analysis.attention import capture
 from trainer.model.config import QKNormConfig
-from trainer.positional.layout import Intervention
+from trainer.positional.intervention import Intervention
 
 IDS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(4))
 MODELS = {

@@ -31,7 +31,7 @@ from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime
 from trainer.evaluation.weighted_rope import apply
-from trainer.positional.layout import Intervention
+from trainer.positional.intervention import Intervention
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
 seeds = st.integers(0, 2**32 - 1)

@@ -171,7 +171,7 @@ def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name
 
 @pytest.mark.parametrize(
     ("layers", "changed"),
-    [(None, [1]), ("full_attention", [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
+    [(None, [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
 )
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(

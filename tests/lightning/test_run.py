@@ -275,7 +275,7 @@ def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, tmp_path):
-    """Without a key; the newest directory has all rows of metrics.csv, and the report."""
+    """The newest directory has all rows of metrics.csv, and the report."""
     monkeypatch.setenv("WANDB_CONSOLE", "off")  # it would stay in this process's streams
     import wandb
 
@@ -284,10 +284,10 @@ def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, 
     with monkeypatch.context() as patch:
         during(patch, lambda: os.kill(os.getpid(), signal.SIGTERM), 6)
         with pytest.raises(PreemptedError):
-            run(logger={"wandb": True})
+            run(logger={"wandb": True, "offline": True})
     wandb.teardown()
     metrics._wandb.cache_clear()  # another process
-    config, _ = run(logger={"wandb": True})
+    config, _ = run(logger={"wandb": True, "offline": True})
     log_results(config, {32: {"evaluation/loss/DroPE": 4.0}}, {})
     wandb.teardown()
     first, second = sorted(Path(config.run_dir).rglob("*.wandb"), key=lambda p: p.stat().st_mtime)

@@ -15,7 +15,7 @@ from trainer.model.cache import KVCache
 from trainer.model.config import QKNormConfig
 from trainer.positional.drop import drop
 from trainer.positional.encodings import ENCODINGS
-from trainer.positional.layout import Intervention
+from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import RESCALINGS
 
 LENGTH, LATER = 24, 80

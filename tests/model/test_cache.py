@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
-from trainer.positional.layout import Intervention
+from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
 from trainer.positional.encodings import by_name
-from trainer.positional.layout import Intervention, LayerEncoding, Layout
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import (
     dynamic,
     longrope,
@@ -122,7 +123,6 @@ def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
     ("choice", "layers"),
     [
         (None, [2, 3]),  # a window of C sees no distance beyond those of training
-        ("full_attention", [3]),
         ("all", [0, 1, 2, 3]),
         ([-1, 0, 3], [0, 3]),
     ],

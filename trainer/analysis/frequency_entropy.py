@@ -30,7 +30,8 @@ from trainer.analysis.attention import (
 from trainer.common.errors import UserError
 from trainer.config import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
+from trainer.positional.intervention import Factors, Intervention
+from trainer.positional.layout import LayerEncoding, Layout
 
 TAPERS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,

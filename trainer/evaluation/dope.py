@@ -22,7 +22,8 @@ from trainer.common.errors import UserError
 from trainer.config import DopeSettings
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
+from trainer.positional.intervention import Factors, Intervention
+from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
 

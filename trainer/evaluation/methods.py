@@ -23,7 +23,8 @@ from trainer.evaluation.longrope import fitted_factors, with_factors
 from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE
 from trainer.evaluation.saved_model import SavedModel
-from trainer.positional.layout import Intervention, LayerChoice, Layout
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 

@@ -108,7 +108,7 @@ class SavedModel:
         except UserError:  # the run's backend needs a GPU or 16 bits
             backend = model.use_backend("auto", device, half=half)
         kind = f"{multiplied_in(dtype, device)} on {device}"
-        log.info("%s: %s, attention %s (%s)", self.name, kind, backend.name, backend.why)
+        log.info("%s: %s, attention %s", self.name, kind, backend)
         return model
 
     @property

@@ -15,7 +15,8 @@ from torch import Tensor
 from trainer.analysis.frequency_entropy import Gate, attenuation, frequency_entropies
 from trainer.config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import Intervention, LayerEncoding, Layout
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import LayerEncoding, Layout
 
 
 def select(

@@ -39,7 +39,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from trainer.common.errors import UserError
 from trainer.interchange.hf_config import trained_and_reach
 from trainer.interchange.published import read_config
-from trainer.model.backends import Choice, Mask, allowed
+from trainer.model.backends import Mask, allowed
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
@@ -371,9 +371,9 @@ class AdaptedModel(LanguageModel):
         """Device of the weights."""
         return self.hf.device
 
-    def use_backend(self, name: str, device: str, **options: Any) -> Choice:
+    def use_backend(self, name: str, device: str, **options: Any) -> str:
         """Report transformers' own backend, which is always used."""
-        return Choice(self._usual, "chosen by transformers")
+        return self._usual
 
     @torch.no_grad()
     def hidden_states(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import netrc
 import os
 import secrets
 import time
@@ -147,9 +146,7 @@ def _dashboards(config: RunConfig) -> list[Logger]:
     if config.logger.wandb:
         is_control = place.parent.name == "controls"
         name = f"{config.name}/{place.name}" if is_control else config.name
-        settings = config.logger
-        offline = settings.offline or not has_wandb_key()
-        loggers.append(_wandb(place, name, config.name, offline))
+        loggers.append(_wandb(place, name, config.name, config.logger.offline))
     if config.logger.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -184,16 +181,6 @@ def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
     for row in read_metrics(place / "metrics.csv") if offline else ():
         logger.log_metrics(row, step=row.pop("step"))
     return logger
-
-
-def has_wandb_key() -> bool:
-    """Whether wandb will find a key, in ``WANDB_API_KEY`` or in the netrc file it writes."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    try:
-        return netrc.netrc().authenticators("api.wandb.ai") is not None
-    except (FileNotFoundError, netrc.NetrcParseError):
-        return False
 
 
 def log_results(

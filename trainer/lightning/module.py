@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.common.schedule import Schedule
 from trainer.lightning.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
 from trainer.lightning.strategy import mesh_of_ranks, reshard, shard
-from trainer.model.backends import Choice, cudnn_attention, flex, sdpa
+from trainer.model.backends import cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 
@@ -86,7 +86,7 @@ class LanguageModule(L.LightningModule):
             self._optimizer = make_optimizer(self.model, **self.optimizer_options)
         return self._optimizer
 
-    def choose_attention(self, length: int | None = None, documents: bool = False) -> Choice:
+    def choose_attention(self, length: int | None = None, documents: bool = False) -> None:
         """Choose the attention kernels for the present layout.
 
         ``length``: tokens of every sequence, None: many lengths. ``documents``: whether there are
@@ -94,12 +94,11 @@ class LanguageModule(L.LightningModule):
         """
         half = self.model.compute_dtype is not None or "16" in str(self.trainer.precision)
         device = self.trainer.strategy.root_device.type
-        choice = self.model.use_backend(
+        name = self.model.use_backend(
             self.attention, device, documents=documents, half=half, length=length
         )
         if device == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(choice.cudnn)
-        return choice
+            torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Return the loss of a micro-batch ``[B, T]``: the weighted sum over its tokens, divided by

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -287,24 +287,17 @@ def prepared(
     return mask
 
 
-BACKENDS: dict[str, Attend] = {"sdpa": sdpa, "flash": flash, "flex": flex}
-
-
-class Choice(NamedTuple):
-    """The ``name`` of a backend, why it was chosen, and whether SDPA may take cuDNN's kernel."""
-
-    name: str
-    why: str
-    cudnn: bool = False
+BACKENDS: dict[str, Attend] = {"sdpa": sdpa, "cudnn": sdpa, "flash": flash, "flex": flex}
+"""Backends by name; ``cudnn`` is ``sdpa`` within ``cudnn_attention(True)``."""
 
 
 def choose_backend(
     name: str, device: str, *, masked: bool, half: bool, length: int | None, head_size: int
-) -> Choice:
-    """Return the configured backend, or the fastest that suits for ``auto``.
+) -> str:
+    """Return the key in :data:`BACKENDS` of the configured backend, or of the fastest that suits.
 
     Args:
-        name: ``auto`` or a key of :data:`BACKENDS`.
+        name: ``auto``, ``sdpa`` (also with cuDNN's kernel), ``flash`` or ``flex``.
         device: "cpu" or "cuda".
         masked: whether there are document masks, windows or ALiBi.
         half: whether queries and keys have 16 bits.
@@ -318,7 +311,7 @@ def choose_backend(
     if device != "cuda":
         if name in ("flash", "flex"):
             raise UserError(f"model.attention_backend: {name!r} needs a GPU")
-        return Choice("sdpa", "on the CPU")
+        return "sdpa"
     gpu = torch.cuda.get_device_capability()
     can_flash = half and head_size <= 256 and gpu >= (8, 0) and _has_flash_attn()
     if name == "flash" and not can_flash:
@@ -333,15 +326,15 @@ def choose_backend(
     preferred = gpu in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
     cudnn = regular and preferred and half and not masked
     if name in ("auto", "sdpa") and cudnn and not torch.are_deterministic_algorithms_enabled():
-        return Choice("sdpa", f"cuDNN's kernel: no masks, {length:,} tokens", cudnn=True)
+        return "cudnn"
     if name != "auto":
-        return Choice(name, "as configured")
+        return name
     if not masked and (not can_flash or gpu >= (9, 0)):
-        return Choice("sdpa", "no masks; torch's own kernels")
+        return "sdpa"
     if can_flash:
-        return Choice("flash", "flash-attn is installed, in 16 bits")
+        return "flash"
     # FlexAttention would be compiled for each of an evaluation's many lengths.
-    return Choice("sdpa" if length is None else "flex", "masks, without flash-attn")
+    return "sdpa" if length is None else "flex"
 
 
 @cache

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.attention import Attention, LayerPass, Linear, RMSNorm
-from trainer.model.backends import BACKENDS, Choice, Mask, choose_backend, prepared
+from trainer.model.backends import BACKENDS, Mask, choose_backend, prepared
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
@@ -130,7 +130,7 @@ class Decoder(LanguageModel):
         documents: bool = False,
         half: bool = True,
         length: int | None = None,
-    ) -> Choice:
+    ) -> str:
         """Choose the attention backend for a device ("cpu", "cuda"); see :func:`choose_backend`.
 
         Raises:
@@ -138,7 +138,7 @@ class Decoder(LanguageModel):
         """
         windows = any(layer.window for layer in self.layout.layers)
         biased = any(spectrum.alibi for spectrum in self.layout.spectra)
-        choice = choose_backend(
+        name = choose_backend(
             name,
             device,
             masked=documents or windows or biased,
@@ -147,8 +147,8 @@ class Decoder(LanguageModel):
             head_size=self.config.head_size,
         )
         for block in self.layers:
-            block.self_attn.attend = BACKENDS[choice.name]
-        return choice
+            block.self_attn.attend = BACKENDS[name]
+        return name
 
     def hidden_states(
         self,
@@ -193,8 +193,9 @@ class Decoder(LanguageModel):
             lengths = document_lengths(documents)
         mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(mask, ids, columns.shape[-1], last)
-        layers, heads = self.layout.layers, self.config.num_key_value_heads
-        copies = [len(layer.spectra) != heads for layer in layers]
+        layers, config = self.layout.layers, self.config
+        copied = {config.num_attention_heads: True, config.num_key_value_heads: False}
+        copies = [copied[len(layer.spectra)] for layer in layers]
         # Layers whose cached keys are encoded again in every forward pass.
         plain = [
             cache is not None and (copies_keys or layer.frequencies_follow_length)

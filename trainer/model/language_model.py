@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.model.backends import Choice
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
@@ -59,8 +58,8 @@ class LanguageModel(nn.Module, ABC):
         documents: bool = False,
         half: bool = True,
         length: int | None = None,
-    ) -> Choice:
-        """Choose how attention is computed on a device ("cpu", "cuda")."""
+    ) -> str:
+        """Choose how attention is computed on a device ("cpu", "cuda"); return its name."""
 
     @abstractmethod
     def hidden_states(

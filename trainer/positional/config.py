@@ -9,10 +9,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import Count, NotNegative, Positive, Share, configuration
 from trainer.positional.encodings import ENCODINGS, by_name
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import (
-    Spectrum,
-    Temperature,
-)
+from trainer.positional.spectrum import Spectrum, Temperature
 
 
 @configuration

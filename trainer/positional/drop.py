@@ -32,9 +32,9 @@ def drop(
     those before. ``qk_norm``: also enable the query and key norms of these layers.
 
     Raises:
-        ValueError: an index is out of range.
+        IndexError: an index is out of range.
     """
-    chosen = _indices(layers, len(layout.layers), "layer")
+    chosen = _indices(layers, len(layout.layers))
 
     def new(spectrum: Spectrum) -> Spectrum:
         before = spectrum.temperature
@@ -44,7 +44,7 @@ def drop(
 
     def changed(index: int, layer: LayerEncoding) -> LayerEncoding:
         if index in chosen:
-            of = _indices(heads, len(layer.spectra), "key-value head")
+            of = _indices(heads, len(layer.spectra))
             spectra = (new(s) if head in of else s for head, s in enumerate(layer.spectra))
             groups = tuple((spectrum, 1) for spectrum in spectra)
             layer = replace(layer, groups=groups, qk_norm=layer.qk_norm or qk_norm)
@@ -55,11 +55,6 @@ def drop(
     return replace(layout, layers=tuple(changed(*item) for item in enumerate(layout.layers)))
 
 
-def _indices(chosen: Collection[int] | None, count: int, noun: str) -> set[int]:
+def _indices(chosen: Collection[int] | None, count: int) -> set[int]:
     """Return indices counted from 0; all of them for None."""
-    if chosen is None:
-        return set(range(count))
-    for index in chosen:
-        if not -count <= index < count:
-            raise ValueError(f"{noun} {index} does not exist in a model of {count}")
-    return {index % count for index in chosen}
+    return {range(count)[index] for index in (range(count) if chosen is None else chosen)}

@@ -1,16 +1,38 @@
-"""Apply the interventions of a layout to encoded queries and keys."""
+"""Interventions: changes of encoded queries and keys in an evaluation."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from trainer.positional.layout import Factors, Intervention
-
+Factors = tuple[tuple[float, ...], ...]
 BITS = 32
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """Change of a layer's encoded queries and keys: factors on channels, and noise (DoPE; Weighted
+    RoPE).
+
+    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
+    ``[Hq][D]`` for both in a layer with a spectrum for every query head; empty: all 1.
+    ``query_noise``, ``key_noise``: standard deviation of the Gaussian noise added to every channel
+    of a head, one number per head; empty: no noise. The noise is a fixed function of ``seed``, head
+    and position.
+
+    A rotated pair shares one factor, so that the factor before the rotation equals one after it.
+    Evaluations set interventions; checkpoints never store them.
+    """
+
+    query: Factors = ()
+    key: Factors = ()
+    query_noise: tuple[float, ...] = ()
+    key_noise: tuple[float, ...] = ()
+    seed: int = 0
 
 
 def intervene(

@@ -15,40 +15,16 @@ from itertools import groupby
 from typing import Any, Literal
 
 from trainer.common.fields import adapter
+from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum
 
-Factors = tuple[tuple[float, ...], ...]
-
-
-@dataclass(frozen=True)
-class Intervention:
-    """Change of a layer's encoded queries and keys: factors on channels, and noise (DoPE; Weighted
-    RoPE).
-
-    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
-    ``[Hq][D]`` for both in a layer with a spectrum for every query head; empty: all 1.
-    ``query_noise``, ``key_noise``: standard deviation of the Gaussian noise added to every channel
-    of a head, one number per head; empty: no noise. The noise is a fixed function of ``seed``, head
-    and position.
-
-    A rotated pair shares one factor, so that the factor before the rotation equals one after it.
-    Evaluations set interventions; checkpoints never store them.
-    """
-
-    query: Factors = ()
-    key: Factors = ()
-    query_noise: tuple[float, ...] = ()
-    key_noise: tuple[float, ...] = ()
-    seed: int = 0
-
-
 Group = tuple[Spectrum, int]
 """A spectrum, and the number of neighbouring key-value heads that have it."""
-LayerChoice = Literal["all", "full_attention"] | list[int] | None
-"""Layers that an extension changes: ``all``; ``full_attention``, the layers without a window; or
-indices, where negative ones count from the last. None: the layers that see more than C keys, since
-a window within C meets no distance that was not trained."""
+LayerChoice = Literal["all"] | list[int] | None
+"""Layers that an extension changes: all, or indices, where negative ones count from the last. None:
+the layers that see more than C keys, since a window within C meets no distance that was not
+trained."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +187,11 @@ class Layout:
         Raises:
             IndexError: a layer does not exist.
         """
-        count, C = len(self.layers), self.training_length
+        indices, C = range(len(self.layers)), self.training_length
         if isinstance(layers, list):
-            return sorted({range(count)[index] % count for index in layers})
-        smallest = {"all": 0, "full_attention": math.inf, None: C + 1}[layers]
+            return sorted({indices[index] for index in layers})
         windows = (layer.window or math.inf for layer in self.layers)
-        return [index for index, window in enumerate(windows) if window >= smallest]
+        return [index for index, window in enumerate(windows) if layers == "all" or window > C]
 
     def rotating(self, layers: LayerChoice) -> list[int]:
         """Return the indices of the layers that an extension changes and in which a head
