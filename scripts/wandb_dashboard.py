@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainer.runs.metrics_file import DROP_LOSSES, LENGTH
+from trainer.lightning.metrics import LENGTH
+from trainer.runs.directory import DROP_LOSSES
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

@@ -182,11 +182,7 @@ def train(job: Job) -> None:
 
     The same command resumes an interrupted run.
     """
-    from trainer.runs.directory import check_start
-
     config = read_run(job)
-    if is_first_process():
-        check_start(config)  # before torch is imported
     from trainer.report.terminal import print_report, set_up_console
 
     set_up_console()

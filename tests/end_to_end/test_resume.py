@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import Started, run, run_ranks
 from trainer.evaluation.results import COLUMNS, FACTS, Report
-from trainer.runs.metrics_file import read_metrics
+from trainer.runs.directory import read_metrics
 
 WORDS = [
     "+experiment=drope_demo",

@@ -15,12 +15,11 @@ import lightning as L
 import torch
 
 from trainer.common.errors import PreemptedError
-from trainer.common.ranks import shutdown_distributed
+from trainer.common.ranks import init_distributed, shutdown_distributed
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
 from trainer.runs.parsing import parse
-from trainer.runs.ranks import init_distributed
 
 
 class TellRank1(L.Callback):
@@ -35,7 +34,7 @@ class TellRank1(L.Callback):
 torch.set_num_threads(1)
 for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
     config = parse(RunConfig, values)
-    ranks = init_distributed(config)
+    ranks = init_distributed(config.strategy.name)
     if ranks.is_rank_zero:
         directory = Path(config.run_dir) / "checkpoints"
         directory.mkdir(parents=True)

@@ -13,13 +13,12 @@ import torch
 
 from tests.program import run_ranks
 from tests.small_runs import SHAPE
-from trainer.common.ranks import shutdown_distributed
+from trainer.common.ranks import init_distributed, shutdown_distributed
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
-from trainer.runs.metrics_file import read_metrics
+from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.runs.ranks import init_distributed
 
 STEPS = 20
 BASE = {
@@ -108,7 +107,7 @@ def curves(directory):
 def main():
     torch.set_num_threads(1)
     for config in configs(Path(sys.argv[1]), TOGETHER).values():
-        init_distributed(config)
+        init_distributed(config.strategy.name)
         train(config, prepare_corpus(config.data, config.tokenizer))
     shutdown_distributed()
 

@@ -18,7 +18,7 @@ from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs.descriptions import label
-from trainer.runs.metrics_file import read_metrics
+from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
 
 PHASES = {
@@ -189,7 +189,7 @@ def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
     changes = {
         "phases": {
             "short": {"steps": 2},
-            "long": {"steps": 2, **longer, "rescale": {"method": "base", "base": 2e6}},
+            "long": {"steps": 2, **longer, "rescale": {"base": 2e6}},
             "swan": {"steps": 2, **longer, "drop": swan},
         },
         "model": {"qk_norm": {"when": "never"}},

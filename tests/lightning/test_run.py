@@ -36,7 +36,7 @@ from trainer.lightning.metrics import log_results
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.setup import make_decoder
 from trainer.positional.drop import drop
-from trainer.runs.metrics_file import read_metrics, write_metrics
+from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.lightning.test_run import assert_same_tensors, checkpoint_of, rows_of
-from trainer.common.ranks import shutdown_distributed
+from trainer.common.ranks import init_distributed, shutdown_distributed
 from trainer.config import RunConfig, StrategyConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import strategy
@@ -22,7 +22,6 @@ from trainer.lightning.strategy import fill, parallelize
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
-from trainer.runs.ranks import init_distributed
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +31,7 @@ def alone(monkeypatch):
     """A process group of one, left again."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
-    yield init_distributed(RunConfig(strategy=StrategyConfig(name="fsdp2")))
+    yield init_distributed("fsdp2")
     shutdown_distributed()
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -19,12 +20,16 @@ from trainer.config import (
 )
 from trainer.model.config import ModelConfig
 from trainer.runs.directory import (
+    COLUMNS,
+    append_metrics,
     check_run_directory,
     differences,
     locked,
     log_to_file,
     open_run_directory,
-    saved_run,
+    read_metrics,
+    saved_config,
+    write_metrics,
 )
 
 
@@ -49,7 +54,7 @@ def refused(place, finished=False, **changes):
 def test_a_run_is_read_as_it_was_written(place):
     config = RunConfig(run_dir=str(place), seed=3, model=ModelConfig(hidden_size=96))
     open_run_directory(config)
-    assert saved_run(place) == config
+    assert saved_config(yaml.safe_load((place / "config.yaml").read_text())) == config
 
 
 def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(place):
@@ -130,3 +135,55 @@ def test_the_program_s_log_goes_into_one_file_at_a_time(tmp_path):
     assert len((tmp_path / "a" / "log.txt").read_text("utf-8").splitlines()) == 1
     lines = (tmp_path / "b" / "log.txt").read_text("utf-8").splitlines()
     assert [line.partition(" WARNING ")[2] for line in lines] == ["ä b", "ä b"]
+
+
+def keep_until(path, step):
+    write_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
+
+
+def written(path, steps):
+    write_metrics(path, [])
+    for step in steps:
+        append_metrics(path, {"loss": step / 7, "step": step})
+    return path
+
+
+def test_rows_after_the_checkpoint_are_taken_back(tmp_path):
+    path = tmp_path / "metrics.csv"
+    written(path, [10, 20, 30])
+    keep_until(path, 20)
+    append_metrics(path, {"loss": 1.0, "step": 30})
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [
+        (10, 10 / 7),
+        (20, 20 / 7),
+        (30, 1.0),
+    ]
+    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+
+
+def test_row_cut_off_by_a_kill_is_left_out(tmp_path):
+    path = tmp_path / "metrics.csv"
+    written(path, [10, 20])
+    text = path.read_text()
+    for end in range(len(text) - 1, text.index("\n20,"), -1):
+        path.write_text(text[:end])
+        assert [row["step"] for row in read_metrics(path)] == [10]
+
+
+def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path):
+    path = written(tmp_path / "metrics.csv", [10, 20])
+    rows = [
+        {"loss": 0.1, "benchmark/x": 5.0},
+        {"loss": 0.2},
+        {"loss": 0.3, "probe/entropy": 1.5},
+    ]
+    for step, row in zip((30, 40, 50), rows, strict=True):
+        append_metrics(path, row | {"step": step})
+    keep_until(path, 40)
+    # The measurement that was taken back is made again.
+    append_metrics(path, rows[2] | {"step": 50})
+    assert read_metrics(path)[2:] == [
+        {"step": step} | row for step, row in zip((30, 40, 50), rows, strict=True)
+    ]
+    columns = path.read_text().splitlines()[0].split(",")
+    assert columns == [*COLUMNS, "benchmark/x", "probe/entropy"]

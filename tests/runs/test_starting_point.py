@@ -23,8 +23,7 @@ from trainer.data.corpus import Corpus, Part, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.model.config import ModelConfig
 from trainer.runs import starting_point as starting_point_module
-from trainer.runs.directory import plain
-from trainer.runs.metrics_file import read_metrics
+from trainer.runs.directory import plain, read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import (

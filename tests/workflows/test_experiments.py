@@ -11,8 +11,7 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import compose_words
 from trainer.config import RunConfig
 from trainer.positional.layout import Layout
-from trainer.runs.directory import saved_run
-from trainer.runs.metrics_file import read_metrics
+from trainer.runs.directory import read_metrics, saved_config
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import configured_layout, layouts_of, phases_of
 from trainer.workflows import experiment
@@ -94,7 +93,8 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     assert set(report.rows.length) == {config.training_length, 2 * config.training_length}
     assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
-        saved, state = saved_run(place), read_state(find_checkpoint(str(place)))
+        state = read_state(find_checkpoint(str(place)))
+        saved = saved_config(state["config"])
         *_, last = layouts_of(saved, configured_layout(saved))
         assert last == Layout.from_dict(state["layout"])  # as was foreseen
 

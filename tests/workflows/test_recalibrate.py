@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.program import ROOT
@@ -14,7 +15,6 @@ from trainer.common.errors import UserError
 from trainer.model.config import ModelConfig
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.runs.directory import saved_run
 from trainer.workflows import recalibrate
 from trainer.workflows.recalibrate import Speed, choose, evaluated, shape_of
 
@@ -182,11 +182,13 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(ll
         main([*words, "trainer.max_time=0:00:00"])
     monkeypatch.setattr(recalibrate, "measure_speed", None)  # a resumed run is planned already
     run = llama.parent / "runs/llama-drope"
-    planned = saved_run(run).trainer.max_steps
+    planned = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"]
     main(words)
     path = find_checkpoint(str(run))
     done = read_state(path)["step"]  # the machine was slower than measured: stopped in time
-    assert saved_run(run).trainer.max_steps == done < planned
+    assert (
+        yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == done < planned
+    )
     ours = load_decoder(path, read_state(path)).eval()
     theirs = AutoModelForCausalLM.from_pretrained(run / "export").eval()
     ids = torch.randint(257, (1, 96), generator=torch.Generator().manual_seed(0))

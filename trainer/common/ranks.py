@@ -1,4 +1,4 @@
-"""Ranks of a distributed run: this process's rank, and collective operations.
+"""Ranks of a distributed run: this process's rank and device, its group, collective operations.
 
 torchrun or srun starts the processes; a run of a single process needs neither.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.processes import cores
 
 T = TypeVar("T")
@@ -65,6 +69,68 @@ def _translate_slurm() -> None:
         "MASTER_ADDR": hosts.split(",")[0],
         "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
     }
+
+
+def device_type(accelerator: str = "auto") -> Literal["cuda", "cpu"]:
+    """Return the device type of a run: GPUs if available and not excluded by ``accelerator=cpu``.
+
+    Never Apple's GPUs, which have no float64.
+    """
+    return "cuda" if torch.cuda.is_available() and accelerator != "cpu" else "cpu"
+
+
+def device_of(accelerator: str, ranks: Ranks) -> torch.device:
+    """Return the device of this process: the GPU of its local rank, or the only one that it sees
+    (``srun --gpus-per-task=1``)."""
+    if device_type(accelerator) == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
+
+
+def init_distributed(strategy: str, accelerator: str = "auto") -> Ranks:
+    """Initialize the process group that a strategy other than ``single`` needs.
+
+    Raises:
+        UserError: several processes were started for a run on a single device.
+    """
+    ranks = current_ranks()
+    if strategy == "single":
+        if ranks.world_size > 1:
+            raise UserError(
+                f"strategy: single uses one process, and {ranks.world_size} were started"
+            )
+        return ranks
+    if not dist.is_initialized():
+        device = device_of(accelerator, ranks)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        if ranks.world_size > 1:
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        else:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return ranks
+
+
+@contextmanager
+def process_group(strategy: str, accelerator: str = "auto") -> Iterator[Ranks]:
+    """Provide the process group of a run.
+
+    The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
+    error may have occurred on one rank only, and with NCCL destroying the group would wait for its
+    peers.
+    """
+    ranks = init_distributed(strategy, accelerator)
+    try:
+        yield ranks
+    except BaseException as error:
+        if ranks.world_size == 1 or isinstance(error, PreemptedError | DivergedError):
+            shutdown_distributed()
+        elif not isinstance(error, UserError):  # printed by the command line
+            traceback.print_exc()
+        raise
+    shutdown_distributed()
 
 
 def shutdown_distributed() -> None:

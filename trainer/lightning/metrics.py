@@ -23,8 +23,11 @@ from trainer.lightning.module import Batch, LanguageModule
 from trainer.lightning.optimizers import global_norm
 from trainer.model.decoder import Decoder
 from trainer.model.flops import training_flops
-from trainer.runs.metrics_file import COLUMNS, LENGTH, append_metrics, read_metrics
+from trainer.runs.directory import COLUMNS, append_metrics, read_metrics
 from trainer.runs.phases import Phase
+
+LENGTH = "evaluation/length"
+"""Name of the length in tokens in dashboards, against which scores are drawn."""
 
 
 class Metrics:

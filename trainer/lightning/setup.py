@@ -20,14 +20,13 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.common.ranks import Ranks, all_gather, share_of_cores
+from trainer.common.ranks import Ranks, all_gather, device_of, device_type, share_of_cores
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import fill, lightning_strategy, parallelize
 from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.phases import Phase, configured_layout, phase_at, phases_of
-from trainer.runs.ranks import device_of, device_type
 
 
 def check_device(config: RunConfig) -> None:
@@ -36,7 +35,7 @@ def check_device(config: RunConfig) -> None:
     Raises:
         UserError: it has no GPU, or one that cannot compute in the configured precision.
     """
-    run, device = config.trainer, device_type(config)
+    run, device = config.trainer, device_type(config.trainer.accelerator)
     if device == "cpu" and run.accelerator == "gpu":
         raise UserError("trainer.accelerator: expected a GPU, and torch sees none")
     if device == "cuda" and run.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
@@ -47,14 +46,14 @@ def precision_of(config: RunConfig) -> Literal["fp32", "bf16"]:
     """Return ``trainer.precision`` as it is on this machine."""
     if (precision := config.trainer.precision) != "auto":
         return precision
-    is_gpu = device_type(config) == "cuda"
+    is_gpu = device_type(config.trainer.accelerator) == "cuda"
     return "bf16" if is_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
 def compiles(config: RunConfig) -> bool:
     """Whether a run compiles its model on this machine."""
     compile = config.trainer.compile
-    return device_type(config) == "cuda" if compile == "auto" else compile
+    return device_type(config.trainer.accelerator) == "cuda" if compile == "auto" else compile
 
 
 def set_threads(config: RunConfig, ranks: Ranks) -> None:
@@ -75,7 +74,7 @@ def set_threads(config: RunConfig, ranks: Ranks) -> None:
 
 def set_environment(config: RunConfig) -> None:
     """Set the environment that torch and cuBLAS read when first used; the user's settings stay."""
-    if device_type(config) == "cpu":
+    if device_type(config.trainer.accelerator) == "cpu":
         return
     if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # torch has three names
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
@@ -93,7 +92,7 @@ def numerics(config: RunConfig) -> Iterator[None]:
     try:
         # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
         # setting, and torch raises if both are used.
-        if device_type(config) == "cuda":
+        if device_type(config.trainer.accelerator) == "cuda":
             torch.set_float32_matmul_precision("high")
         if config.trainer.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -170,10 +169,10 @@ def make_trainer(
     warnings.filterwarnings("ignore", module="lightning")
     config, run = phase.config, phase.config.trainer
     single = config.strategy.name == "single"
-    device = device_of(config, ranks)
+    device = device_of(run.accelerator, ranks)
     trainer = L.Trainer(
         max_steps=phase.end,
-        accelerator=device_type(config),
+        accelerator=device_type(config.trainer.accelerator),
         devices=1,
         num_nodes=ranks.nodes,
         strategy=lightning_strategy(config.strategy.name, device, ranks.local_size),
@@ -242,7 +241,7 @@ def dense_peak(device_name: str, precision: Literal["fp32", "bf16"]) -> float | 
 def peak_of_ranks(config: RunConfig) -> float | None:
     """Return the dense operations per second of all ranks' GPUs, or None if one is unknown; all
     ranks call this together."""
-    if device_type(config) == "cpu":
+    if device_type(config.trainer.accelerator) == "cpu":
         return None
     peaks = all_gather(dense_peak(torch.cuda.get_device_name(), precision_of(config)))
     return None if None in peaks else sum(filter(None, peaks))

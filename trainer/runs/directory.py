@@ -1,13 +1,16 @@
-"""Run directories: stable, self-contained, and never overwritten silently."""
+"""Run directories: stable, self-contained, and never overwritten silently; their metrics."""
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
+import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +105,6 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         raise UserError(f"run_dir: {config.run_dir!r} holds another run ({values})")
 
 
-def check_start(config: RunConfig) -> None:
-    """Check that a run can begin in its directory.
-
-    Raises:
-        UserError: the directory holds another run or one that trains.
-    """
-    check_run_directory(config)
-    directory = Path(config.run_dir)
-    if (directory / LOCK).exists():
-        with locked(directory):
-            pass
-
-
 def differences(
     old: dict[str, Any], new: dict[str, Any], free: Collection[str], path: str = ""
 ) -> list[tuple[str, Any, Any]]:
@@ -166,11 +156,6 @@ def open_run_directory(config: RunConfig) -> Path:
     return directory
 
 
-def saved_run(directory: Path) -> RunConfig:
-    """Read the configuration that a run was written with."""
-    return saved_config(yaml.safe_load((directory / RECORD).read_text("utf-8")))
-
-
 def saved_config(values: dict[str, Any]) -> RunConfig:
     """Return the configuration that a run or a checkpoint holds, without running its plugins."""
     config: RunConfig = adapter(RunConfig).validate_python(values)
@@ -186,3 +171,67 @@ def log_to_file(directory: Path) -> None:
     handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
+
+
+# metrics.csv
+
+DROP_LOSSES = "drop/loss_before", "drop/loss_after", "drop/loss_end"
+COLUMNS = (
+    "step",
+    "tokens",
+    "phase",
+    "loss",
+    "gradient_norm",
+    "parameter_norm",
+    "skipped_steps",
+    "learning_rate",
+    "tokens_per_second",
+    "memory",
+    "mfu",
+    *DROP_LOSSES,
+)
+"""Columns of ``metrics.csv``, which docs/cluster.md explains.
+
+There is one row a logged step, without gap or duplicate, however often a run resumes. ``phase`` is
+the index of the step's phase, from 0. ``loss`` (nats per token, weighted as trained) is the mean
+since the previous row. ``memory`` is the peak on the GPU in GiB, ``mfu`` the share of its dense
+peak. The ``drop/`` columns are filled in the first row after the drop and in the last of its phase.
+More columns hold what is measured on the way (``epochs/``, ``benchmark/``), in the first row after
+each measurement.
+"""
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the complete rows of a metrics file, with numbers parsed and empty cells omitted; none
+    if there is no file."""
+    if not path.exists():
+        return []
+    text = path.read_text("utf-8")
+    # A row without line end was cut short by a kill.
+    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+    return [{key: _number(value) for key, value in row.items() if value} for row in rows]
+
+
+def _number(text: str) -> int | float:
+    return int(text) if text.isdecimal() else float(text)
+
+
+def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Replace the file by these rows, with the standard columns and those of the rows."""
+    text = StringIO(newline="")
+    columns = dict.fromkeys([*COLUMNS, *(key for row in rows for key in row)])
+    writer = csv.DictWriter(text, list(columns))
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
+
+
+def append_metrics(path: Path, row: dict[str, Any]) -> None:
+    """Append a row; rewrite the file if it has new columns."""
+    with path.open("r+", newline="") as file:
+        columns = next(csv.reader(file))
+        if row.keys() <= set(columns):
+            file.seek(0, os.SEEK_END)
+            csv.DictWriter(file, columns).writerow(row)
+            return
+    write_metrics(path, [*read_metrics(path), row])

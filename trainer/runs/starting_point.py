@@ -35,8 +35,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.directory import saved_config
-from trainer.runs.metrics_file import continue_metrics
+from trainer.runs.directory import read_metrics, saved_config, write_metrics
 from trainer.runs.phases import Phase, phase_before, phases_of
 
 log = logging.getLogger(__name__)
@@ -74,8 +73,10 @@ def _starting_point(run_dir: Path, branch: Path | None) -> Start:
     state = read_state(start) if start is not None else {}
     if start is not None:
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    source = branch.parent.parent / "metrics.csv" if branch is not None else None
-    continue_metrics(run_dir / "metrics.csv", state.get("step", 0), source)
+    metrics = run_dir / "metrics.csv"
+    of_branch = branch is not None and not metrics.exists()
+    rows = read_metrics(branch.parent.parent / "metrics.csv" if branch and of_branch else metrics)
+    write_metrics(metrics, [row for row in rows if row["step"] <= state.get("step", 0)])
     return Start(start, state)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 
 from trainer.common.errors import UserError
-from trainer.common.ranks import Ranks
+from trainer.common.processes import usual_threads
+from trainer.common.ranks import Ranks, current_ranks, device_of
 from trainer.config import (
     STATEMENTS,
     DataConfig,
@@ -43,7 +44,6 @@ from trainer.runs.descriptions import (
 )
 from trainer.runs.models import find_model, origin
 from trainer.runs.parsing import check_evaluation
-from trainer.runs.ranks import join_evaluation
 from trainer.workflows.text import fit_text
 
 log = logging.getLogger(__name__)
@@ -65,8 +65,10 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    ranks, threads = join_evaluation()
-    torch.set_num_threads(threads)
+    ranks = current_ranks()
+    torch.set_num_threads(max(1, usual_threads() // ranks.local_size))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(device_of("auto", ranks))
     evaluation = request.evaluation
     assert isinstance(evaluation, EvaluationConfig)
     found = [find_model(path) for path in (str(request.checkpoint), *request.compare)]

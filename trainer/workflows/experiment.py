@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.fields import adapter
-from trainer.common.ranks import Ranks, all_gather, on_rank_zero
+from trainer.common.ranks import Ranks, all_gather, on_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import (
@@ -41,12 +41,11 @@ from trainer.runs.directory import (
     log_to_file,
     open_run_directory,
     plain,
+    read_metrics,
 )
-from trainer.runs.metrics_file import read_metrics
 from trainer.runs.models import find_model, origin
 from trainer.runs.parsing import check_batches, runs_of
 from trainer.runs.phases import phases_of, tokens_at
-from trainer.runs.ranks import process_group
 from trainer.workflows.evaluate import (
     held_out_of,
     measure_models,
@@ -79,7 +78,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     start_time, directory = time.time(), Path(config.run_dir)
     configs = runs_of(config)
     set_environment(config)
-    with process_group(config) as ranks:
+    with process_group(config.strategy.name, config.trainer.accelerator) as ranks:
         if on_rank_zero(lambda: _is_finished(config)):
             return (Report.read(directory), True) if ranks.is_rank_zero else None
         set_threads(config, ranks)

@@ -11,18 +11,19 @@ import torch
 import torch.distributed as dist
 
 from tests.program import run_ranks
+from trainer.common import ranks as ranks_module
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.ranks import (
     Ranks,
     Vote,
     all_gather,
     current_ranks,
+    device_of,
+    init_distributed,
     on_rank_zero,
+    process_group,
     shutdown_distributed,
 )
-from trainer.config import RunConfig, StrategyConfig, TrainerConfig
-from trainer.runs import ranks as ranks_module
-from trainer.runs.ranks import device_of, device_type, init_distributed, process_group
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
@@ -122,25 +123,23 @@ def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
 
 
 def test_a_process_computes_where_it_may(monkeypatch):
-    everywhere, cpu = RunConfig(), RunConfig(trainer=TrainerConfig(accelerator="cpu"))
     ranks = Ranks(1, 2, 1, 2)
-    for has_gpu, config, device in (
-        (False, everywhere, torch.device("cpu")),
-        (True, cpu, torch.device("cpu")),
-        (True, everywhere, torch.device("cuda", 1)),
+    for has_gpu, accelerator, device in (
+        (False, "auto", torch.device("cpu")),
+        (True, "cpu", torch.device("cpu")),
+        (True, "auto", torch.device("cuda", 1)),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        assert device_of(config, ranks) == device
-        assert device_type(config) == device.type
+        assert device_of(accelerator, ranks) == device
 
 
 def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
-    assert init_distributed(RunConfig()) == Ranks()
+    assert init_distributed("single") == Ranks()
     for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
         environment.setenv(name, value)
     with pytest.raises(UserError) as error:
-        init_distributed(RunConfig())
+        init_distributed("single")
     assert str(error.value) == "strategy: single uses one process, and 2 were started"
 
 
@@ -148,19 +147,19 @@ def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
 def alone(environment):
     """A process group of this process; none is left behind."""
     assert not dist.is_initialized()
-    yield RunConfig(strategy=StrategyConfig("ddp"))
+    yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
-    assert init_distributed(alone) == Ranks()
+    assert init_distributed("ddp") == Ranks()
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")] == [
         "0", "1", "0", "0",
     ]  # fmt: skip
     group = dist.group.WORLD
-    assert init_distributed(alone) == Ranks()  # again
+    assert init_distributed("ddp") == Ranks()  # again
     assert dist.group.WORLD is group
     assert on_rank_zero(lambda: 3) == 3
     assert all_gather(5) == [5]
@@ -175,7 +174,7 @@ def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
 )
 def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, error, capsys):
     kinds = type(error) if error else ()
-    with suppress(kinds), process_group(alone) as ranks:
+    with suppress(kinds), process_group("ddp") as ranks:
         assert ranks == Ranks()
         assert dist.is_initialized()
         if error:
@@ -197,10 +196,10 @@ def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, e
 def test_of_several_the_group_stays_where_one_may_have_failed_alone(
     alone, monkeypatch, error, stays, printed, capsys
 ):
-    monkeypatch.setattr(ranks_module, "init_distributed", lambda config: Ranks(1, 2))
-    init_distributed(alone)
+    monkeypatch.setattr(ranks_module, "init_distributed", lambda *_: Ranks(1, 2))
+    init_distributed("ddp")
     kinds = type(error) if error else ()
-    with suppress(kinds), process_group(alone):
+    with suppress(kinds), process_group("ddp"):
         if error:
             raise error
     assert dist.is_initialized() == stays

@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-from trainer.common.ranks import Vote, all_gather, on_rank_zero
-from trainer.config import RunConfig, StrategyConfig
-from trainer.runs.ranks import process_group
+from trainer.common.ranks import Vote, all_gather, on_rank_zero, process_group
 
-with process_group(RunConfig(strategy=StrategyConfig("ddp"))) as ranks:
+with process_group("ddp") as ranks:
     print("result:", on_rank_zero(lambda: 3 + ranks.rank))
     try:
         on_rank_zero(Path("nowhere").stat)
