@@ -3,7 +3,6 @@ and 5.5, Fig. 2 to 6, Table 1)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,32 +111,19 @@ class MatrixEntropyFigures(Topic):
         return ["band entropy", rank if known else "effective rank"]
 
     def plots(self) -> list[Plot]:
-        """Draw entropies of heads and pairs, and the attention of the extreme heads."""
+        """Draw the entropies of heads, and the attention of the extreme heads."""
         maps = {
             f"{name} of {SIDES[side]}": self.scores[side, "post_ntk"][name]
             for name in self._measures
             for side in SIDES
         }
         units = [Scale("nats" if title.startswith("band") else "rank") for title in maps]
-        means = {
-            f"{SIDES[side]}, {STAGES[stage]}": np.ma.masked_invalid(bands).mean(axis=1)
-            for (side, stage), bands in self.bands.items()
-        }
-        entropy, pair = Scale("entropy (nats)", 0, math.log(2)), "pair index, from the fastest on"
+        caption = (
+            "Matrix entropy of every head as it attends: mean over its bands, and truncated "
+            "effective rank (DoPE, Eq. 26, 30)."
+        )
         return [
-            Plot(
-                "head_entropy",
-                heat_maps(maps, units, x="head", y="layer"),
-                "Matrix entropy of every head as it attends: mean over its bands, and truncated "
-                "effective rank (DoPE, Eq. 26, 30).",
-            ),
-            Plot(
-                "band_entropy",
-                heat_maps(
-                    {k: v.filled(np.nan) for k, v in means.items()}, entropy, x=pair, y="layer"
-                ),
-                "Entropy of every band, mean over the heads of a layer (DoPE, Eq. 25).",
-            ),
+            Plot("head_entropy", heat_maps(maps, units, x="head", y="layer"), caption),
             *self._needle_plots(),
         ]
 
@@ -166,13 +152,12 @@ class MatrixEntropyFigures(Topic):
         starts = np.arange(0, T, -(-T // POINTS))
         widths, panels = np.diff([*starts, T]), []
         for place, title in shown.items():
-            for kind, attention in (
-                ("average", view.average[place]),
-                ("last token", view.last[place]),
-            ):
+            kinds = {"average": view.average[place], "last token": view.last[place]}
+            for kind, attention in kinds.items():
                 values = (np.add.reduceat(attention, starts) / widths).tolist()
                 line = Line("", 1, starts.tolist(), values, marked=False)
-                panels.append(Panel(f"{title}\n{kind}", [line], prepare=_from_zero, vertical=mark))
+                name = f"{title}\n{kind}"
+                panels.append(Panel(name, [line], prepare=_from_zero, vertical=mark))
         step = -(-T // len(next(iter(view.maps.values()))))
         return [
             Plot(

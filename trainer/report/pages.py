@@ -20,12 +20,11 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
 from trainer.common.words import VERDICTS, counted, factor_label, percent
-from trainer.config import PERPLEXITY
 from trainer.evaluation.results import Report, estimates, lengths_of, troubles
 from trainer.evaluation.statistics import ROUNDING
 from trainer.plotting.style import WIDTH, Plot, save
 from trainer.report.figures import plots
-from trainer.report.tables import TABLE, interval, tables, trials_of
+from trainer.report.tables import TABLE, interval, tables
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of arms
@@ -42,7 +41,6 @@ def write_renderings(report: Report, directory: Path) -> None:
         lead=lead(report),
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.arms),
-        measured=measured(report),
         tables=tables(report),
         figures=_saved(plots(report), directory / "figures"),
         verdicts=VERDICTS,
@@ -162,28 +160,3 @@ def lead(report: Report) -> str:
     if first in shown and first not in (best, *ties):
         text += f", and {report.row_name(first)} {shown[first]}"
     return f"{text}."
-
-
-def measured(report: Report) -> list[tuple[str, str]]:
-    """Return what was measured, as pairs of term and text; empty if nothing was."""
-    rows = report.rows
-    if rows.empty:
-        return []
-    lengths = ", ".join(f"{n} ({factor_label(f)})" for n, f in lengths_of(rows).items())
-    words = [
-        ("Models", ", ".join(rows.model.unique())),
-        ("Methods", ", ".join(report.methods[key] for key in rows.method.unique())),
-        ("Lengths in tokens", lengths),
-    ]
-    for task in report.scored:
-        if task in set(report.trials.task):
-            text = f"{trials_of(report, task)} at each length, the same for all models and methods"
-            words.append((report.tasks[task], text))
-    if PERPLEXITY in set(rows.task):
-        text = "held-out text; windows of all lengths end with the same tokens"
-        words.append((report.tasks[PERPLEXITY], text))
-    cells = rows.drop_duplicates(["model", "method", "task", "length"]).seconds.dropna()
-    seconds = float(cells.sum())
-    time = f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.1f} minutes"
-    words.append(("Time", f"{time} of measuring {counted(len(cells), 'cell')}"))
-    return words
