@@ -43,17 +43,6 @@ RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 MULTIPLE_CHOICE, HARNESS = "multiple_choice", "harness"
 GROUPS = (RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS)
 """Groups of tasks, each with settings of its name."""
-METHODS = (
-    *("none", "crop", "pi", "ntk", "dynamic_ntk", "yarn", "longrope"),
-    *("dope", "weighted_rope", "temperature"),
-)
-"""Methods that are tried where ``evaluation.methods`` is null."""
-BY_LAYER = (
-    *RESCALINGS,
-    *(f"dynamic_{name}" for name in RESCALINGS),
-    *("dynamic_ntk_alpha", "longrope", "temperature", "temperature_rope_id"),
-)
-"""Parts of methods that change only the layers of ``evaluation.layers``."""
 
 
 # ---- Text ----
@@ -538,13 +527,10 @@ class EvaluationConfig:
     training_length: Length | None = None
     """C, in tokens: the unit of lengths, and where methods begin; null: the sequences that a run
     trained on last, or what a published model's configuration says."""
-    methods: list[str] | None = field(
-        default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"]
-    )
-    """Methods, several joined by + from left to right (yarn+dope); null: none, crop, pi, ntk,
-    dynamic_ntk, yarn, longrope, dope, weighted_rope and temperature, if they change a
-    checkpoint. Others: window, ntk_by_parts, yarn_full_range, llama3, ntk_by_parts_turns,
-    yarn_turns, cope, dynamic_..., dynamic_ntk_alpha, temperature_rope_id, drop."""
+    methods: list[str] = field(default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"])
+    """Methods, several joined by + from left to right (yarn+dope): none, crop, window, pi, ntk,
+    ntk_by_parts, yarn, yarn_full_range, llama3, ntk_by_parts_turns, yarn_turns, cope, dynamic_...,
+    dynamic_ntk_alpha, longrope, temperature, temperature_rope_id, dope, weighted_rope, drop."""
     dtype: Literal["fp32", "bf16"] | None = None
     """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
     multiplies in TF32."""
@@ -585,11 +571,6 @@ class EvaluationConfig:
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
     multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
     harness: HarnessSettings = field(default_factory=HarnessSettings)
-
-    @property
-    def names(self) -> list[str]:
-        """Requested methods."""
-        return list(METHODS) if self.methods is None else self.methods
 
     def in_tokens(self, training_length: int) -> list[int]:
         """Return the evaluated lengths of models with this training length."""

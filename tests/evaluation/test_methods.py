@@ -12,7 +12,6 @@ import torch
 
 from trainer.analysis.attention import capture
 from trainer.config import (
-    BY_LAYER,
     ChoiceSettings,
     DopeSettings,
     DynamicNtkSettings,
@@ -173,7 +172,7 @@ def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name
     ("layers", "changed"),
     [(None, [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
 )
-@pytest.mark.parametrize("name", BY_LAYER)
+@pytest.mark.parametrize("name", [name for name in PARTS if "layers" in PARTS[name].uses])
 def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(
     fitting, name, layers, changed
 ):

@@ -57,7 +57,6 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
         {"evaluation": {"methods": ["yarn"], "enabled": False}},
         {"evaluation": {"tasks": ["statements"], "enabled": False}},
         {"evaluation": {"tasks": ["statements"]}, "data": {"needles": {"share": 0.5}}},
-        {"evaluation": {"methods": None}},
         {"model": {"attention_backend": "flash"}, "trainer": {"precision": "bf16"}},
         {"model": {"qk_norm": {"when": "after_drop"}}, "drop": {"at": 1}},
         {

@@ -176,8 +176,9 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_unless_methods_are_named_those_that_apply_are_measured(runs, tmp_path):
-    changes = {"methods": None, "lengths": [1], "tasks": ["perplexity"]}
+def test_methods_that_apply_are_measured(runs, tmp_path):
+    methods = ["none", "crop", "yarn", "longrope", "dope", "weighted_rope", "temperature"]
+    changes = {"methods": methods, "lengths": [1], "tasks": ["perplexity"]}
     alone = replace(request(runs, tmp_path, **changes), checkpoint=str(runs), compare=[])
     report, _ = evaluate_lengths(alone)
     assert list(report.methods) == ["none", "crop", "temperature"]

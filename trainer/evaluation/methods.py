@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.words import counted
-from trainer.config import BY_LAYER, EvaluationConfig
+from trainer.config import EvaluationConfig
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
@@ -90,8 +90,6 @@ class Method:
         """All its inputs besides the model and text, as JSON values."""
         values = asdict(self.config)
         used = {name for part in self.parts for name in part.uses}
-        if {*self.key.split("+")} & {*BY_LAYER}:
-            used.add("layers")
         return {name: values[name] for name in sorted(used)}
 
     def fits(self, factor: float) -> set[float]:
@@ -122,7 +120,7 @@ def applicable(
     """
     methods: dict[str, list[Method]] = {model.name: [] for model in models}
     idle: dict[str, list[str]] = {}
-    for name in config.names:
+    for name in config.methods:
         for model in models:
             if why := why_idle(name, model, config):
                 idle.setdefault(name, []).append(f"{model.name} {why}")
@@ -152,8 +150,8 @@ def why_idle(name: str, model: SavedModel, config: EvaluationConfig) -> str:
         return "is computed by transformers, and this method needs the decoder of this program"
     if any(PARTS[part].rotation for part in names) and not layout.rotates:
         return "has no rotation"
-    for part in names & {*BY_LAYER}:
-        if not (layout.rotating if PARTS[part].rotation else layout.chosen)(layers):
+    for part in (PARTS[name] for name in names if "layers" in PARTS[name].uses):
+        if not (layout.rotating if part.rotation else layout.chosen)(layers):
             return "has no such layer that sees more than the training length (evaluation.layers)"
     if names & {"temperature", "temperature_rope_id"} and layout.has_trained_temperature:
         return "was trained with logits that follow the length"
@@ -330,25 +328,29 @@ def _choice_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
     return [config.choice.length or factor]
 
 
-CHOICE = "choice"
+CHOICE, LAYERS = "choice", ("layers",)
 PARTS: dict[str, Part] = {
     AS_IS: Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _windowed),
     **{
-        name: Part(TITLES[name], _rescaled(rescaling), rotation=True)
+        name: Part(TITLES[name], _rescaled(rescaling), True, LAYERS)
         for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True)
+        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), True, LAYERS)
         for name, rescaling in RESCALINGS.items()
     },
-    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk",)),
-    "longrope": Part("LongRoPE", _longrope, True, ("longrope",), _longrope_fits),
-    "temperature": Part(
-        "temperature", _fitted_temperature, False, ("temperature",), _temperature_fits
+    "dynamic_ntk_alpha": Part(
+        "dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk", *LAYERS)
     ),
-    "temperature_rope_id": Part("RoPE-ID temperature", _rope_id_temperature, uses=("temperature",)),
+    "longrope": Part("LongRoPE", _longrope, True, ("longrope", *LAYERS), _longrope_fits),
+    "temperature": Part(
+        "temperature", _fitted_temperature, False, ("temperature", *LAYERS), _temperature_fits
+    ),
+    "temperature_rope_id": Part(
+        "RoPE-ID temperature", _rope_id_temperature, uses=("temperature", *LAYERS)
+    ),
     "dope": Part("DoPE", _denoised, True, ("dope", CHOICE), _choice_fits),
     "weighted_rope": Part(
         "Weighted RoPE", _weighted, True, ("weighted_rope", CHOICE), _choice_fits

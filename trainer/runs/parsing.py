@@ -118,7 +118,7 @@ def _run_rules(config: RunConfig) -> Rules:
         f"weights before it, and trainer.max_steps is {last}",
     )
     yield (
-        config.evaluation.enabled and "none" not in config.evaluation.names,
+        config.evaluation.enabled and "none" not in config.evaluation.methods,
         "evaluation.methods: expected 'none' among them, the run as it is",
     )
 

@@ -169,7 +169,7 @@ def measure_models(
         trials=measured.trials,
         longest_context=None if longest == C else longest,
         unigram_loss=unigram_loss(corpus.test, corpus.validation, vocabulary),
-        methods={key: titles[key] for key in config.names if key in titles},
+        methods={key: titles[key] for key in config.methods if key in titles},
         tasks=task_titles,
         notes=(*notes, *task_notes, *measured.notes),
         config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
