@@ -100,7 +100,7 @@ def test_contexts_are_read_once_and_only_continuations_go_through_the_head(
     )
     monkeypatch.setattr(model, "logits", lambda x: (predicted.append(len(x)), logits(x))[1])
     log_likelihoods(model, [Request(context, choice) for choice in choices], 4096)
-    assert read == [(1, 20), (3, 2)]
+    assert read == [(1, 22), (2, 3)]  # the last token of the context is read again
     assert sum(predicted) == sum(map(len, choices))
 
 

@@ -93,7 +93,8 @@ def _answer(
     """Answer greedily; all prompts have the same limits on length and first token."""
     tokens, count = [prompt.tokens for prompt in prompts], prompts[0].new_tokens
     if cuts:
-        logits, cache = _read(model, tokens, cuts, count)
+        states, cache = read_sharing(model, tokens, cuts, count - 1, last=1)
+        logits = model.logits(states)[:, 0]
         continue_from_cache(model, logits, cache, tokens, count, end_tokens=ends, on_token=on_token)
     elif count == 1 and not prompts[0].never_first and len(set(map(len, tokens))) == 1:
         # No token follows, so nothing needs to be cached.
@@ -137,17 +138,28 @@ def _answer_in_turn(
         )
 
 
-def _read(
-    model: LanguageModel, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int
+def read_sharing(
+    model: LanguageModel, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int, last: int
 ) -> tuple[Tensor, KVCache]:
-    """Return logits ``[B, vocab]`` after equal-length prompts and the cache."""
+    """Read sequences of equal length, and what those of a group share once.
+
+    Args:
+        model: the model.
+        tokens: sequences in the order of :class:`_Batch`, the trunks at the end.
+        cuts: positions, ascending, at which the sequences of a group leave its trunk; not empty.
+        new: tokens that will follow, for which the cache has room.
+        last: number of last positions whose states are returned, all of them behind the cuts.
+
+    Returns:
+        States ``[B, last, hidden]`` before the head, and the cache.
+    """
     length = len(tokens[0])
     groups = len(tokens) // (len(cuts) + 1)
-    cache = model.empty_cache(len(tokens), length + new - 1)
+    cache = model.empty_cache(len(tokens), length + new)
     ids = torch.tensor(tokens, device=model.device)
     trunk = cache.part(len(tokens) - groups, groups, 0)
-    trunk_logits = model(ids[-groups:], cache=trunk, last=1)[:, 0]
-    logits = []
+    trunk_states = model.prefilled(ids[-groups:], cache=trunk, last=last)
+    states = []
     operations_per_token = forward_flops(model.config, model.layout, length) / length
     enough = ENOUGH.get(model.device.type, 0) / operations_per_token
     for first, count in _stages(cuts, groups, length, enough):
@@ -155,20 +167,21 @@ def _read(
         branches = cache.part(begin, end - begin, 0)
         for copy, read in zip(branches.layers, trunk.layers, strict=True):
             copy.append(*(x[:, :, :cut].repeat(count, 1, 1, 1) for x in (read.keys, read.values)))
-        logits.append(model(ids[begin:end, cut:], cache=branches, last=1)[:, 0])
+        states.append(model.prefilled(ids[begin:end, cut:], cache=branches, last=last))
     cache.fill((), length)
-    return torch.cat([*logits, trunk_logits]), cache
+    return torch.cat([*states, trunk_states]), cache
 
 
 def _stages(cuts: Sequence[int], groups: int, length: int, enough: float) -> list[tuple[int, int]]:
     """Return (first, number) of consecutive cuts to read together.
 
-    Every stage but the last reads at least ``enough`` tokens.
+    Equal cuts share a stage, and every stage but the last reads at least ``enough`` tokens.
     """
     stages: list[tuple[int, int]] = []
     for index in range(len(cuts)):
         first, count = stages[-1] if stages else (0, 0)
-        if stages and count * groups * (length - cuts[first]) < enough:
+        is_small = count * groups * (length - cuts[first]) < enough
+        if stages and (is_small or cuts[index] == cuts[first]):
             stages[-1] = first, count + 1
         else:
             stages.append((index, 1))

@@ -1,13 +1,13 @@
 """Log-likelihoods of continuations; a prefix that requests share is read once.
 
-Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model. Rows of one length
-are read together. Several continuations of one context continue from its keys and values. Only
-states that predict a continuation pass through the head, in chunks.
+Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model. Contexts of one
+length are read together, and those that several continuations share once. Only states that predict
+a continuation pass through the head, in chunks.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.evaluation.answering import read_sharing
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
@@ -123,63 +124,44 @@ def log_likelihoods(
     ``batch_tokens``: tokens per forward pass, including cached ones (at least one context).
     """
     longest = max((len(r.context) + len(r.continuation) - 1 for r in requests), default=0)
-    times = Counter(request.context for request in requests)
-    if model.follows_length(longest):  # then continuations cannot share keys
-        times.clear()
-    rows: dict[tuple[bool, int], dict[Tokens, list[int]]] = defaultdict(lambda: defaultdict(list))
+    # Keys that depend on what follows cannot be shared, and padding would change them.
+    alone = model.follows_length(longest)
+    groups: dict[tuple[Tokens, int], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
-        shares = times[request.context] > 1
-        tokens = request.context if shares else request.context + request.continuation[:-1]
-        rows[shares, len(tokens)][tokens].append(index)
+        groups[request.context, index if alone else 0].append(index)
+    alike: dict[tuple[int, int, int], list[list[int]]] = defaultdict(list)
+    for (context, _), group in groups.items():
+        width = len(requests[group[0]].continuation) if alone else 0
+        alike[len(context), len(group), width].append(group)
     results: dict[int, Likelihood] = {}
-    for (shares, length), alike in sorted(rows.items(), reverse=True):
-        longest = max(len(requests[i].continuation) for row in alike.values() for i in row)
-        size = max(map(len, alike.values())) * (length + longest * shares)
-        count = max(1, batch_tokens // size)
-        read, asked = list(alike), list(alike.values())
-        for first in range(0, len(read), count):
-            chosen = asked[first : first + count]
-            places = [place for place, row in enumerate(chosen) for _ in row]
-            indices = [index for row in chosen for index in row]
-            wanted = [requests[index].continuation for index in indices]
-            states = (_after_shared if shares else _within)(
-                model, read[first : first + count], places, wanted
+    for (length, count, _), same in sorted(alike.items(), reverse=True):
+        width = max(len(requests[i].continuation) for group in same for i in group)
+        together = max(1, batch_tokens // (count * (length + width)))
+        for first in range(0, len(same), together):
+            # In the order of read_sharing: one request of each group after the other.
+            indices = [i for row in zip(*same[first : first + together], strict=True) for i in row]
+            results |= zip(
+                indices, _read(model, [requests[i] for i in indices], count), strict=True
             )
-            results |= zip(indices, _likelihoods(model, states, wanted), strict=True)
     return [results[index] for index in range(len(requests))]
 
 
-def _within(
-    model: LanguageModel, rows: Sequence[Tokens], places: list[int], wanted: Sequence[Tokens]
-) -> list[Tensor]:
-    """Return the states ``[n, hidden]`` that predict each continuation at the end of its row.
-
-    ``rows``: tokens, all of one length. ``places``: the row of each continuation.
-    """
-    ids = torch.tensor(rows, device=model.device)
-    states = model.hidden_states(ids, last=max(map(len, wanted)))
-    return [states[place, -len(tokens) :] for place, tokens in zip(places, wanted, strict=True)]
-
-
-def _after_shared(
-    model: LanguageModel, rows: Sequence[Tokens], places: list[int], wanted: Sequence[Tokens]
-) -> list[Tensor]:
-    """Return the states ``[n, hidden]`` that predict each continuation after its row, read once.
-
-    ``rows``: contexts, all of one length. ``places``: the context of each continuation.
-    """
-    device, length, onward = model.device, len(rows[0]), max(map(len, wanted)) - 1
-    cache = model.empty_cache(len(rows), length)
-    states = model.hidden_states(torch.tensor(rows, device=device), cache=cache, last=1)[places]
-    if onward:
-        copies = model.empty_cache(len(places), length + onward)
-        for copy, layer in zip(copies.layers, cache.layers, strict=True):
-            copy.append(layer.keys[places], layer.values[places])
-        # Padded on the right, which causal models do not see.
-        padded = [[*tokens[:-1], *[0] * (onward + 1 - len(tokens))] for tokens in wanted]
-        more = model.hidden_states(torch.tensor(padded, device=device), cache=copies)
-        states = torch.cat([states, more], dim=1)
-    return [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
+def _read(model: LanguageModel, requests: Sequence[Request], count: int) -> list[Likelihood]:
+    """Read requests with contexts of one length, each of which ``count`` requests share."""
+    wanted, length = [request.continuation for request in requests], len(requests[0].context)
+    last = max(map(len, wanted))
+    # Padded on the right, which causal models do not see.
+    rows = [
+        [*r.context, *r.continuation[:-1], *[0] * (last - len(r.continuation))] for r in requests
+    ]
+    if count > 1:
+        # The last token of the context is read again: its state predicts the first token.
+        states, _ = read_sharing(model, rows, [length - 1] * (count - 1), 0, last)
+    else:
+        states = model.prefilled(torch.tensor(rows, device=model.device), last=last)
+    return _likelihoods(
+        model, [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)], wanted
+    )
 
 
 def _likelihoods(
