@@ -12,10 +12,10 @@ from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import (
     MEAN,
     TRIAL_COLUMNS,
-    Arm,
     Drop,
     Observation,
     Report,
+    RunSummary,
     averaged,
     rows_of,
     table,
@@ -109,9 +109,13 @@ def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
 
 
 EXPERIMENT = {
-    "arms": (
-        Arm("RoPE", "rope", 1000, 100, 6400, 4.0, tuple((s, 9 - s / 20) for s in range(100))),
-        Arm("DroPE", "rope, dropped", 1000, 100, 6400, 4.2, ((1, 9.0), (50, None), (99, 4.5))),
+    "runs": (
+        RunSummary(
+            "RoPE", "rope", 1000, 100, 6400, 4.0, tuple((s, 9 - s / 20) for s in range(100))
+        ),
+        RunSummary(
+            "DroPE", "rope, dropped", 1000, 100, 6400, 4.2, ((1, 9.0), (50, None), (99, 4.5))
+        ),
     ),
     "drop": Drop(80, 4.1, 6.0, 4.2),
     "observations": (

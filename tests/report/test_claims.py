@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from tests.report.examples import loss, report, statements
-from trainer.evaluation.results import Arm, Drop
+from trainer.evaluation.results import Drop, RunSummary
 from trainer.evaluation.statistics import estimate
 from trainer.report.claims import ROLES, Evidence, certainly_exceeds, observe
 
@@ -15,12 +15,12 @@ GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
 ASTRAY = (30, 20, 15, 10)  # never learned the task
 
 
-def evidence(*cells, roles=(), arms=(), one_text=True, **facts):
-    made = report(*cells, training_length=64, arms=tuple(dict(arms).values()), **facts)
-    return Evidence(made, {r: (ROLES[r], "none") for r in roles}, dict(arms), one_text)
+def evidence(*cells, roles=(), runs=(), one_text=True, **facts):
+    made = report(*cells, training_length=64, runs=tuple(dict(runs).values()), **facts)
+    return Evidence(made, {r: (ROLES[r], "none") for r in roles}, dict(runs), one_text)
 
 
-DROPE = {"drope": Arm("DroPE", "rope, dropped", 1, 2, 3)}
+DROPE = {"drope": RunSummary("DroPE", "rope, dropped", 1, 2, 3)}
 
 
 def observed(roles, **others):
@@ -177,11 +177,11 @@ def test_losses_of_models_with_different_text_are_not_judged():
     ],
 )
 def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message):
-    (observation,) = observe(evidence(drop=drop, arms=DROPE))
+    (observation,) = observe(evidence(drop=drop, runs=DROPE))
     assert observation.shown is shown
     assert message in observation.evidence
-    partial = {"rope_dropped": Arm("RoPE, drop of layers 0 to nope", "rope", 1, 2, 3)}
-    assert not observe(evidence(drop=drop, arms=partial | DROPE))  # DroPE is a control
+    partial = {"rope_dropped": RunSummary("RoPE, drop of layers 0 to nope", "rope", 1, 2, 3)}
+    assert not observe(evidence(drop=drop, runs=partial | DROPE))  # DroPE is a control
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
     remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
     sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
     means = [fmean(sequences[name]) for name in ("before", "after", "end")]
-    (observation,) = observe(evidence(drop=Drop(800, *means, sequences), arms=DROPE))
+    (observation,) = observe(evidence(drop=Drop(800, *means, sequences), runs=DROPE))
     assert observation.shown is shown
 
 
@@ -229,11 +229,11 @@ def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown):
 def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     rope = ((1, 4.1), (2, 3.9), (3, None), (4, 99.0), (5, 4.1), (6, 3.9))
     nope = ((1, slow), (2, slow), (3, 99.0), (5, slow), (6, slow))
-    arms = {
-        "rope": Arm("RoPE", "rope", 1, 2, 3, None, rope),
-        "nope": Arm("NoPE", "nope", 1, 2, 3, None, nope),
+    runs = {
+        "rope": RunSummary("RoPE", "rope", 1, 2, 3, None, rope),
+        "nope": RunSummary("NoPE", "nope", 1, 2, 3, None, nope),
     }
-    (observation,) = observe(evidence(arms=arms))
+    (observation,) = observe(evidence(runs=runs))
     assert observation.shown is shown
     assert f"NoPE {slow:.3f}, RoPE 4.000" in observation.evidence
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from tests.report.examples import cell, loss, report
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import Arm, Drop, Milestone
+from trainer.evaluation.results import Drop, Milestone, RunSummary
 from trainer.plotting.panels import Line
 from trainer.report.figures import _perplexities, apart, benchmarks, depths_of, training
 from trainer.report.figures import plots as plots_of
@@ -145,12 +145,12 @@ def test_lines_with_intervals_stand_apart_by_three_hundredths_of_an_octave():
 
 
 def test_losses_over_steps_with_the_drop():
-    arms = (
-        Arm("DroPE", "rope", 1, 4, 3, None, ((1, 5.0), (2, 4.0), (4, None), (100, 3.0))),
-        Arm("RoPE", "rope", 1, 2, 3, None, ((1, 6.0), (2, 5.5))),
-        Arm("not logged", "rope", 1, 2, 3),
+    runs = (
+        RunSummary("DroPE", "rope", 1, 4, 3, None, ((1, 5.0), (2, 4.0), (4, None), (100, 3.0))),
+        RunSummary("RoPE", "rope", 1, 2, 3, None, ((1, 6.0), (2, 5.5))),
+        RunSummary("not logged", "rope", 1, 2, 3),
     )
-    made = report(arms=arms, drop=Drop(2, 4.0, 8.5, None))
+    made = report(runs=runs, drop=Drop(2, 4.0, 8.5, None))
     (plot,) = training(made, {"DroPE": 4, "RoPE": 0})
     (axes,) = plot.figure.axes
     assert drawn(axes)[:3:2] == [([1, 2, 4, 100], [5, 4, None, 3]), ([1, 2], [6, 5.5])]
@@ -161,8 +161,8 @@ def test_losses_over_steps_with_the_drop():
 def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
     """Three of 120."""
     losses = [float(step % 3) for step in range(120)]
-    arm = Arm("RoPE", "rope", 1, 120, 3, None, tuple(enumerate(losses)))
-    (plot,) = training(report(arms=(arm,)), {"RoPE": 0})
+    run = RunSummary("RoPE", "rope", 1, 120, 3, None, tuple(enumerate(losses)))
+    (plot,) = training(report(runs=(run,)), {"RoPE": 0})
     raw, thick = plot.figure.axes[0].lines
     assert list(raw.get_ydata()) == losses
     assert list(thick.get_ydata())[:-1] == pytest.approx([0.5, *[1.0] * 118])

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tests.report.examples import EXPERIMENT, cell, example, report
-from trainer.evaluation.results import Arm, Change, Drop
+from trainer.evaluation.results import Change, Drop, RunSummary
 from trainer.report.pages import lead, write_renderings
 
 
@@ -83,8 +83,8 @@ def test_the_page_has_the_rows_of_the_tables(tmp_path):
 
 
 def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
-    arm = Arm("RoPE", "rope", 1000, 20, 1280, None, ((10, 7.1), (20, 7.0)))
-    page = page_of(report(arms=(arm,)), tmp_path)
+    run = RunSummary("RoPE", "rope", 1000, 20, 1280, None, ((10, 7.1), (20, 7.0)))
+    page = page_of(report(runs=(run,)), tmp_path)
     assert "Nothing was evaluated. <code>python -m trainer evaluate" in page
     assert "<dd></dd>" not in page
     assert "How the numbers are made" not in page
@@ -102,8 +102,8 @@ def test_the_lead_is_made_of_the_numbers():
 
 def test_changes_of_phases_and_troubles_are_on_the_page(tmp_path):
     long = Change(1000, "phase 'long'", 4096, 4.25, 4.5, None)
-    arm = Arm("RoPE", "rope", 10, 2000, 64_000, skipped=9, finite=False, changes=(long,))
-    page = page_of(replace(report(arms=(arm,)), drop=Drop(500, 3.0, 5.0)), tmp_path)
+    run = RunSummary("RoPE", "rope", 10, 2000, 64_000, skipped=9, finite=False, changes=(long,))
+    page = page_of(replace(report(runs=(run,)), drop=Drop(500, 3.0, 5.0)), tmp_path)
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index('id="changes"') :])
     assert [unescape(cell) for cell in cells] == [
         *("1\u202f000", "phase 'long'", "4\u202f096", "4.250", "4.500", "·"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tests.report.examples import cell, report
-from trainer.evaluation.results import Arm, Change, Observation
+from trainer.evaluation.results import Change, Observation, RunSummary
 from trainer.report import terminal as console
 from trainer.report.tables import tables
 
@@ -19,9 +19,11 @@ LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
 DROPPED = Change(500, "dropped", 64, 3.0, 5.0, 3.5)
 WHOLE = replace(
     report(
-        arms=(
-            Arm("RoPE", "rope", 10, 2000, 64_000, changes=(DROPPED, LONG), skipped=9),
-            Arm("NoPE", "nope", 10, 2000, 64_000, changes=(replace(DROPPED, loss_end=None),)),
+        runs=(
+            RunSummary("RoPE", "rope", 10, 2000, 64_000, changes=(DROPPED, LONG), skipped=9),
+            RunSummary(
+                "NoPE", "nope", 10, 2000, 64_000, changes=(replace(DROPPED, loss_end=None),)
+            ),
         )
     ),
     notes=("One [of two] was left out.",),

@@ -12,45 +12,18 @@ from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
 from trainer.config import EvaluationRequest, RunConfig
 from trainer.evaluation.measurements import Perplexity, Statements
-from trainer.evaluation.results import Arm, Change, troubles
+from trainer.evaluation.results import Change, RunSummary, troubles
 from trainer.lightning.fit import TrainedRun
-from trainer.runs.descriptions import checkpoint_label, label, role
+from trainer.runs.descriptions import label
 from trainer.runs.parsing import merged, parse, runs_of
 from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
-    arm_of,
     branch_checkpoint,
     check_start,
     run_experiment,
+    summary_of,
 )
-
-SWA = {"layers": ["rope", "nope", "nope", "nope"], "windows": [32, None, None, None]}
-EXPECTED = [
-    ({}, "rope", "RoPE"),
-    (
-        {"positional": {"layers": ["rope_id"]}, "data": {"sequence_length": 256}},
-        "rope_id",
-        "RoPE-ID",
-    ),
-    ({"positional": {"layers": ["rope", "nope"]}}, "rope_nope", "rope + nope"),
-    ({"positional": SWA, "model": {"num_hidden_layers": 4}}, "rope_nope_window", "rope + nope"),
-    ({"drop": {"at": 10}}, "drope", "DroPE"),
-]
-
-
-@pytest.mark.parametrize(("values", "expected_role", "expected_label"), EXPECTED)
-def test_role_and_label_follow_the_encoding(values, expected_role, expected_label):
-    config = parse(RunConfig, values)
-    assert (role(config), label(config)) == (expected_role, expected_label)
-
-
-def test_checkpoints_are_named_by_the_encoding_that_they_have():
-    config = parse(RunConfig, {"drop": {"at": 10}})
-    assert (role(config, dropped=False), label(config, dropped=False)) == ("rope", "RoPE")
-    config = parse(RunConfig, {})
-    assert checkpoint_label(config, config.trainer.max_steps, "last") == "RoPE"
-    assert checkpoint_label(config, 5, "step-000005") == "RoPE (step-000005)"
 
 
 def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
@@ -61,7 +34,7 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
     }
     values = {"name": "x", "run_dir": "runs/x", "drop": {"at": 10}}
     config = parse(RunConfig, {**values, "controls": controls})
-    labels = {name: label(arm) for name, arm in runs_of(config).items()}
+    labels = {name: label(run) for name, run in runs_of(config).items()}
     assert labels == {"main": "DroPE", "rope": "RoPE", "early": "DroPE", "nope": "NoPE"}
     checkpoints = Path("runs/x/checkpoints")
     branches = {name: branch_checkpoint(config, name) for name in labels}
@@ -93,7 +66,7 @@ def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
     assert of_control[1].settings.optimizer_state == of_run[1].settings.optimizer_state == "reset"
     assert of_run[1].settings.drop is not None
     assert of_control[1].settings.drop is None
-    assert [label(arm) for arm in (run, control)] == ["DroPE", "RoPE, schedule of a drop"]
+    assert [label(run) for run in (run, control)] == ["DroPE", "RoPE, schedule of a drop"]
 
 
 def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tmp_path):
@@ -124,11 +97,11 @@ def measured(monkeypatch):
     cells = Measured()
     for kind in (Perplexity, Statements):
 
-        def counting(task, reading, read=kind.read):
+        def counting(task, model, length, *options, read=kind.read):
             if len(cells) == cells.limit:
                 raise KeyboardInterrupt
-            cells.append((task.key, reading.length))
-            return read(task, reading)
+            cells.append((task.key, length))
+            return read(task, model, length, *options)
 
         monkeypatch.setattr(kind, "read", counting)
     return cells
@@ -151,9 +124,9 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     cells = report.rows.drop_duplicates(["method", "task", "length"])
     assert len(measured) == len(cells) == 8
     assert report.temperature.keys() == {"DroPE + temperature"}
-    (arm,) = report.arms
-    assert (arm.name, arm.encoding) == ("DroPE", "rope, dropped at step 6")
-    assert arm.final_loss == report.rows.value[0]
+    (run,) = report.runs
+    assert (run.name, run.encoding) == ("DroPE", "rope, dropped at step 6")
+    assert run.final_loss == report.rows.value[0]
     assert report.drop.step == 6
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 
@@ -172,10 +145,10 @@ def test_a_diverged_run_is_reported_as_one(base, tmp_path):
     rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
     changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, **rates}
     report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
-    (arm,) = report.arms
-    assert not arm.finite
-    assert 8 < arm.skipped <= arm.steps == 12
-    assert all(line in (tmp_path / "report.html").read_text() for line in troubles(report.arms))
+    (run,) = report.runs
+    assert not run.finite
+    assert 8 < run.skipped <= run.steps == 12
+    assert all(line in (tmp_path / "report.html").read_text() for line in troubles(report.runs))
     assert not any(observation.shown for observation in report.observations)
 
 
@@ -185,7 +158,7 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
     assert measured == []
     assert report.rows.empty
-    assert report.arms[0].final_loss is None
+    assert report.runs[0].final_loss is None
     assert (tmp_path / "run" / "report.html").is_file()
     assert (report.config["name"], report.drop.step) == (base["name"], 6)
     rates = pd.read_csv(tmp_path / "run" / "metrics.csv").tokens_per_second
@@ -195,7 +168,7 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
 
 def made(tmp_path, rows, effects=None, **values):
     config = parse(RunConfig, {"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
-    return arm_of(TrainedRun(config, Path("x"), effects or {}, 1.0), rows, "Mine", 123)
+    return summary_of(TrainedRun(config, Path("x"), effects or {}, 1.0), rows, "Mine", 123)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
@@ -209,7 +182,7 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
         {"step": 10},
         {"step": 20, "loss": 2.0, "skipped_steps": 7, "parameter_norm": 4.0},
     ]
-    arm = made(
+    run = made(
         tmp_path,
         rows,
         {
@@ -223,7 +196,7 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
     )
     longer = Change(10, "longer", 256, 2.5, 2.75, None)
     dropped = Change(16, "dropped", 256, 2.0, 5.0, None)
-    assert arm == Arm(
+    assert run == RunSummary(
         name="Mine",
         encoding="rope + nope, dropped at step 16",
         parameters=123,

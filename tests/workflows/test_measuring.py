@@ -29,14 +29,14 @@ def test_observations_are_of_the_first_model_of_each_role_and_of_its_methods(mon
     candidates = [
         SimpleNamespace(name=name, role=role, run=runs[name]) for name, role in roles.items()
     ]
-    arms = {name: f"arm of {name}" for name in roles}
-    found = with_observations(told, candidates, arms=arms)
+    runs = {name: f"run of {name}" for name in roles}
+    found = with_observations(told, candidates, runs=runs)
     assert found.observations == ("seen",)
     (run,) = asked
     assert run.roles == {
         "rope": ("first", "none"), "rope_yarn": ("first", "yarn"), "drope": ("second", "none")
     }  # fmt: skip
     assert (run.report, run.one_text) == (told, True)
-    assert run.arms == {"rope": "arm of first", "drope": "arm of second"}
+    assert run.runs == {"rope": "run of first", "drope": "run of second"}
     with_observations(told, candidates)
-    assert asked[-1].arms == {}
+    assert asked[-1].runs == {}

@@ -218,12 +218,12 @@ def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypat
 
     corpus = SimpleNamespace(tokenizer=tokenizer("a"))
     config = RunConfig()
-    arms = [replace(config, model=replace(config.model, vocab_size=n)) for n in (300, 299)]
-    check_vocabularies({"main": arms[0]}, corpus)
+    runs = [replace(config, model=replace(config.model, vocab_size=n)) for n in (300, 299)]
+    check_vocabularies({"main": runs[0]}, corpus)
     with pytest.raises(UserError, match="expected at least 300, got 299"):
-        check_vocabularies({"main": config, "small": arms[1]}, corpus)
+        check_vocabularies({"main": config, "small": runs[1]}, corpus)
     own = TextTokenizer(tokenizer("b"), 0)
-    monkeypatch.setattr(text, "tokenizer_of_weights", lambda arm: own)
+    monkeypatch.setattr(text, "tokenizer_of_weights", lambda run: own)
     with pytest.raises(UserError, match="another tokenizer"):
         check_vocabularies({"main": config}, corpus)
 

@@ -183,7 +183,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Arm:
+class RunSummary:
     """One training run of the experiment.
 
     ``final_loss``: held-out text loss at the training length. ``curve``: (step, training loss).
@@ -259,10 +259,10 @@ class Report:
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
     of the training sequences carried such statements). ``milestones``: measurements
-    during training by arm, the run itself first. ``temperature``: the fitted coefficient c of
+    during training by run, the run itself first. ``temperature``: the fitted coefficient c of
     1 + c ln s by row name, such as ``DroPE + temperature``. ``made``: date, command, program and
-    inputs, as text by term. ``timing["tokens_per_second"]``, a number by arm, becomes a column of
-    the table of arms.
+    inputs, as text by term. ``timing["tokens_per_second"]``, a number by run, becomes a column of
+    the table of runs.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
@@ -278,7 +278,7 @@ class Report:
     notes: tuple[str, ...] = ()
     longest_context: int | None = None
     unigram_loss: float | None = None
-    arms: tuple[Arm, ...] = ()
+    runs: tuple[RunSummary, ...] = ()
     drop: Drop | None = None
     observations: tuple[Observation, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
@@ -351,26 +351,26 @@ FACTS = "facts.json"
 """Name of the file that marks results as complete."""
 
 
-def troubles(arms: Sequence[Arm]) -> list[str]:
-    """Return warnings about arms whose numbers are unreliable: a diverged run prints a loss too."""
-    return [f"{arm.name}: {trouble}" for arm in arms for trouble in _arm_troubles(arm)]
+def troubles(runs: Sequence[RunSummary]) -> list[str]:
+    """Return warnings about runs whose numbers are unreliable: a diverged run prints a loss too."""
+    return [f"{run.name}: {trouble}" for run in runs for trouble in _run_troubles(run)]
 
 
-def _arm_troubles(arm: Arm) -> list[str]:
+def _run_troubles(run: RunSummary) -> list[str]:
     warnings = []
-    if arm.skipped:
+    if run.skipped:
         warnings.append(
-            f"{arm.skipped:,} of {arm.steps:,} updates were left out, because their loss or "
+            f"{run.skipped:,} of {run.steps:,} updates were left out, because their loss or "
             "gradient was not finite."
         )
-    if not arm.finite:
+    if not run.finite:
         warnings.append(
             "the norm of its weights is not a finite number: it diverged, and its figures say "
             "nothing."
         )
-    if arm.curve and arm.curve[-1][0] < arm.steps:
+    if run.curve and run.curve[-1][0] < run.steps:
         warnings.append(
-            f"its metrics.csv ends at step {arm.curve[-1][0]:,} of {arm.steps:,}, and with it its "
+            f"its metrics.csv ends at step {run.curve[-1][0]:,} of {run.steps:,}, and with it its "
             "curve of the loss."
         )
     return warnings

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from trainer.common.words import percent
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import Arm, Observation, Report, Row, estimates, is_known
+from trainer.evaluation.results import Observation, Report, Row, RunSummary, estimates, is_known
 from trainer.evaluation.statistics import Estimate, change
 from trainer.report.tables import interval
 
@@ -66,14 +66,14 @@ class Point(NamedTuple):
 class Evidence:
     """Evidence of claims.
 
-    ``roles``: model and method by role, for roles of :data:`ROLES`. ``arms``: training runs by
+    ``roles``: model and method by role, for roles of :data:`ROLES`. ``runs``: training runs by
     role. ``one_text``: whether all models trained on the same text. Otherwise a model's loss says
     more about its text than its encoding.
     """
 
     report: Report
     roles: Mapping[str, Row]
-    arms: Mapping[str, Arm] = field(default_factory=dict)
+    runs: Mapping[str, RunSummary] = field(default_factory=dict)
     one_text: bool = True
 
     def points(self, role: str, task: str = STATEMENTS) -> dict[float, Point]:
@@ -255,9 +255,9 @@ def _signed(difference: Estimate) -> str:
 
 def learns_slower(evidence: Evidence) -> Verdict | None:
     """Judge whether the mean training loss of NoPE over the logged points is above RoPE's."""
-    if not {"rope", "nope"} <= evidence.arms.keys():
+    if not {"rope", "nope"} <= evidence.runs.keys():
         return None
-    fast, slow = evidence.arms["rope"], evidence.arms["nope"]
+    fast, slow = evidence.runs["rope"], evidence.runs["nope"]
     others = dict(fast.curve)
     pairs = [(a, others.get(step)) for step, a in slow.curve]
     finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
@@ -275,7 +275,7 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     """Judge which share of the rise at the drop is gone at the end, over the sequences on which the
     losses were measured."""
     drop = evidence.report.drop
-    if drop is None or evidence.arms.get("drope") not in evidence.report.arms[:1]:
+    if drop is None or evidence.runs.get("drope") not in evidence.report.runs[:1]:
         return None  # the run itself comes first, and its drop may be another one
     measured = drop.loss_before, drop.loss_after, drop.loss_end
     losses = [loss for loss in measured if is_known(loss)]

@@ -18,10 +18,10 @@ from trainer.config import PERPLEXITY
 from trainer.evaluation.results import (
     AS_IS,
     MEAN,
-    Arm,
     Drop,
     Report,
     Row,
+    RunSummary,
     estimates,
     is_known,
     lengths_of,
@@ -47,7 +47,7 @@ _INTERVALS = "Bars: 95% intervals over texts. Dashed: the training length."
 
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
-    names = (*map(report.row_name, _rows(report)), *(arm.name for arm in report.arms))
+    names = (*map(report.row_name, _rows(report)), *(run.name for run in report.runs))
     styles = style_numbers(names)
     for task in report.scored:
         if len(lengths_of(report.rows[report.rows.task == task])) > 1:
@@ -230,12 +230,12 @@ def apart(lines: Sequence[Line]) -> list[Line]:
 
 
 def training(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
-    """Draw the training loss if an arm has a curve; ``styles``: style numbers by arm."""
-    arms, drop = [arm for arm in report.arms if arm.curve], report.drop
-    if not arms:
+    """Draw the training loss if a run has a curve; ``styles``: style numbers by run."""
+    runs, drop = [run for run in report.runs if run.curve], report.drop
+    if not runs:
         return
     caption = (
-        "Training loss over training steps for each arm. Thick: centred mean over 1/40 of the "
+        "Training loss over training steps for each run. Thick: centred mean over 1/40 of the "
         "logged points; thin: as logged."
     )
     if drop:
@@ -251,7 +251,7 @@ def training(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
     mark = (float(drop.step), f"encoding dropped at step {drop.step}") if drop else None
-    lines = [_smoothed_line(arm, drop, styles[arm.name]) for arm in arms]
+    lines = [_smoothed_line(run, drop, styles[run.name]) for run in runs]
     panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
     yield Plot("training", draw([panel], height=2.8), caption)
 
@@ -262,32 +262,32 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return near.mean().tolist()
 
 
-def _smoothed_line(arm: Arm, drop: Drop | None, style: int) -> Line:
-    steps = [step for step, _ in arm.curve]
-    losses = [math.nan if loss is None else loss for _, loss in arm.curve]
+def _smoothed_line(run: RunSummary, drop: Drop | None, style: int) -> Line:
+    steps = [step for step, _ in run.curve]
+    losses = [math.nan if loss is None else loss for _, loss in run.curve]
     # Smooth each side of the drop separately: a mean across it would blur the jump.
     cut = sum(step <= drop.step for step in steps) if drop else len(steps)
     window = len(steps) // _SMOOTHING
     smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
-    return Line(arm.name, style, steps, smooth, raw=losses, marked=False)
+    return Line(run.name, style, steps, smooth, raw=losses, marked=False)
 
 
 def benchmarks(report: Report) -> Iterator[Plot]:
-    """Draw scores in percent, or perplexities if nothing else was measured, if an arm was measured
+    """Draw scores in percent, or perplexities if nothing else was measured, if a run was measured
     in training."""
-    arms = {name: history for name, history in report.milestones.items() if history}
-    if not arms:
+    runs = {name: history for name, history in report.milestones.items() if history}
+    if not runs:
         return
-    unit = 100 if any(_scored(history[-1].scores) for history in arms.values()) else 1
+    unit = 100 if any(_scored(history[-1].scores) for history in runs.values()) else 1
     series: list[Line] = []
-    for number, (name, history) in enumerate(arms.items()):
+    for number, (name, history) in enumerate(runs.items()):
         last = history[-1].scores
         shown = list(_scored(last) if unit == 100 else last)
         if unit == 100 and len(shown) > 1:
             shown = [MEAN, *shown] if number == 0 else [MEAN]
         for key in shown:
             values = [(_mean(m.scores) if key == MEAN else m.scores.get(key)) for m in history]
-            label = f"{name}, {key}" if len(arms) > 1 else key
+            label = f"{name}, {key}" if len(runs) > 1 else key
             y = [math.nan if value is None else unit * value for value in values]
             tokens = [milestone.tokens for milestone in history]
             series.append(Line(label, len(series), tokens, y, marked=False))
@@ -296,8 +296,8 @@ def benchmarks(report: Report) -> Iterator[Plot]:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(EngFormatter())
 
-    run = next(iter(arms.values()))
-    dropped = next((milestone.tokens for milestone in run if milestone.dropped), None)
+    first = next(iter(runs.values()))
+    dropped = next((milestone.tokens for milestone in first if milestone.dropped), None)
     mark = None if dropped is None else (float(dropped), "encoding dropped")
     y_label = "score (%)" if unit == 100 else "perplexity"
     panel = Panel("", series, "training tokens", y_label, prepare, mark)

@@ -27,7 +27,7 @@ from trainer.report.figures import plots
 from trainer.report.tables import TABLE, interval, tables
 
 PAGE = "report.html"
-_RATE = "tokens_per_second"  # timing that the page shows in the table of arms
+_RATE = "tokens_per_second"  # timing that the page shows in the table of runs
 _WIDEST = 52  # width in rem of a figure as wide as the text
 
 
@@ -40,7 +40,7 @@ def write_renderings(report: Report, directory: Path) -> None:
         report=report,
         lead=lead(report),
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
-        troubles=troubles(report.arms),
+        troubles=troubles(report.runs),
         tables=tables(report),
         figures=_saved(plots(report), directory / "figures"),
         verdicts=VERDICTS,

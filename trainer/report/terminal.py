@@ -106,15 +106,15 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     print_tables(tables(report))
     out = _console()
     say = partial(out.print, highlight=False, markup=False)
-    for arm in report.arms:
-        for change in arm.changes:
+    for run in report.runs:
+        for change in run.changes:
             losses = (change.loss_before, change.loss_after, change.loss_end)
             before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
             say(
-                f"{arm.name}, after step {change.step}: {change.what}; held-out loss at "
+                f"{run.name}, after step {change.step}: {change.what}; held-out loss at "
                 f"{change.length:,} tokens {before} before, {after} just after, {end} at the end."
             )
-    for warning in troubles(report.arms):
+    for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))
     marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:

@@ -25,7 +25,7 @@ from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Settings, measure_cells, plan_cells
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.results import AS_IS, MEAN, Arm, Report, Row, averaged, rows_of
+from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary, averaged, rows_of
 from trainer.evaluation.saved_model import (
     SavedModel,
     fitting_together,
@@ -189,20 +189,20 @@ def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
 
 
 def with_observations(
-    report: Report, models: Sequence[SavedModel], arms: Mapping[str, Arm] | None = None
+    report: Report, models: Sequence[SavedModel], runs: Mapping[str, RunSummary] | None = None
 ) -> Report:
-    """Return the report with the papers' observations judged; ``arms``: by names of models."""
+    """Return the report with the papers' observations judged; ``runs``: by names of models."""
     measured = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
     roles: dict[str, Row] = {}
-    trained: dict[str, Arm] = {}
+    trained: dict[str, RunSummary] = {}
     for saved in models:
         role, name = saved.role or "", saved.name
         for model, method in measured:
             key = role if method == AS_IS else f"{role}_{method}"
             if model == name and key in ROLES:
                 roles.setdefault(key, (model, method))
-        if role in ROLES and arms and name in arms:
-            trained.setdefault(role, arms[name])
+        if role in ROLES and runs and name in runs:
+            trained.setdefault(role, runs[name])
     texts = [saved.run and saved.run.data for saved in models if saved.role]
     one_text = all(text == texts[0] for text in texts)
     return replace(report, observations=observe(Evidence(report, roles, trained, one_text)))

@@ -21,11 +21,11 @@ from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import (
     AS_IS,
     FACTS,
-    Arm,
     Change,
     Drop,
     Milestone,
     Report,
+    RunSummary,
     estimates,
     troubles,
 )
@@ -191,8 +191,8 @@ def make_report(
     for key, run in runs.items():
         model, rows = models[key], read_metrics(Path(run.config.run_dir) / "metrics.csv")
         loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
-        arm = arm_of(run, rows, model.name, model.parameters)
-        trained[model.name] = replace(arm, final_loss=None if loss is None else loss.mean)
+        summary = summary_of(run, rows, model.name, model.parameters)
+        trained[model.name] = replace(summary, final_loss=None if loss is None else loss.mean)
         measured = model.state.get("benchmarks", ())
         milestones[model.name] = adapter(tuple[Milestone, ...]).validate_python(measured)
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
@@ -206,7 +206,7 @@ def make_report(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
-        arms=tuple(trained.values()),
+        runs=tuple(trained.values()),
         drop=adapter(Drop).validate_python(effect) if effect else None,
         milestones=milestones,
         timing={
@@ -218,7 +218,9 @@ def make_report(
     return with_observations(report, ordered, trained)
 
 
-def arm_of(run: TrainedRun, rows: Sequence[Mapping[str, Any]], name: str, parameters: int) -> Arm:
+def summary_of(
+    run: TrainedRun, rows: Sequence[Mapping[str, Any]], name: str, parameters: int
+) -> RunSummary:
     """Return what the training of a run shows, without an evaluation.
 
     ``rows``: its metrics. ``name``, ``parameters``: of its model.
@@ -235,7 +237,7 @@ def arm_of(run: TrainedRun, rows: Sequence[Mapping[str, Any]], name: str, parame
         if (effect := run.effects.get(phase.name)) is not None
     )
     dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
-    return Arm(
+    return RunSummary(
         name=name,
         encoding=f"{encodings(config)}{dropped}",
         parameters=parameters,
