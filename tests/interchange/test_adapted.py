@@ -17,9 +17,8 @@ from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
 from trainer.analysis.attention import attention_rows, capture, head_attention
 from trainer.common.errors import UserError
-from trainer.hf import NO_ROTATION as DROPPED
+from trainer.hf import NO_ROTATION
 from trainer.interchange.adapted import AdaptedModel, read_adapted
-from trainer.interchange.hf_rope import NO_ROTATION
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.generate import generate
 from trainer.positional.intervention import Intervention
@@ -250,8 +249,7 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
 
 
 def test_a_dropped_model_has_its_own_length():
-    assert DROPPED | {"rope_theta": 1e4} == NO_ROTATION
-    layout = AdaptedModel(made("Llama", rope_parameters=dict(NO_ROTATION))).layout
+    layout = AdaptedModel(made("Llama", rope_parameters=NO_ROTATION | {"rope_theta": 1e4})).layout
     assert (layout.rotates, layout.training_length, layout.longest) == (False, 64, 64)
 
 

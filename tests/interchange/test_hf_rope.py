@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.positional.examples import encode, one_layer, slowed
 from tests.reference import turned
+from trainer.hf import NO_ROTATION
 from trainer.interchange.hf_rope import (
-    NO_ROTATION,
     ROPE_TYPES,
     rope_parameters,
     spectrum_from_rope_parameters,
@@ -237,7 +237,7 @@ PUBLISHED = {
         128,
         131_072,
     ),
-    "nothing turns": (NO_ROTATION, 64, 8192),
+    "nothing turns": (NO_ROTATION | {"rope_theta": 1e4}, 64, 8192),
 }
 
 
@@ -251,7 +251,7 @@ def test_parameters_of_published_models_come_back(name):
 
 
 def test_nothing_turns_with_the_original_length_that_llama_cpp_assumes():
-    values = NO_ROTATION | {"original_max_position_embeddings": 8192}
+    values = NO_ROTATION | {"rope_theta": 1e4, "original_max_position_embeddings": 8192}
     assert not spectrum_from_rope_parameters(values, 64, 4096).rotates
 
 

@@ -25,7 +25,15 @@ from trainer.common.files import partial_directory
 from trainer.interchange.hf_config import ARCHITECTURES, OWN, Architecture
 from trainer.interchange.hf_rope import Parameters, rope_parameters, spectrum_from_rope_parameters
 from trainer.interchange.pretrained import published_name, read_pretrained, waits
-from trainer.interchange.published import write_token_files
+from trainer.interchange.published import (
+    CONFIG,
+    COPIED,
+    GENERATION_CONFIG,
+    OF_TOKENIZER,
+    TOKEN_IDS,
+    TOKENIZER_CONFIG,
+    settings,
+)
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import alibi_slopes
@@ -94,9 +102,8 @@ def export_model(
     log.info("Written as %s", plan.architecture)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
-        _write(model, plan, tokenizer, end, partial, dtype)
-        if token_files:
-            write_token_files(token_files, partial)
+        _write_model(model, plan, partial, dtype)
+        _write_settings(plan, tokenizer, end, partial, dtype, token_files or {})
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
         # Rounded weights are compared with themselves, as this program reads them.
@@ -253,40 +260,10 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _write(
-    model: Decoder, plan: Plan, tokenizer: Tokenizer, end: int, directory: Path, dtype: str
-) -> None:
-    """Write everything but the card."""
+def _write_model(model: Decoder, plan: Plan, directory: Path, dtype: str) -> None:
+    """Write the weights, and the code if there is any."""
     from huggingface_hub import save_torch_state_dict
 
-    bos = next(iter(tokenizer.encode("").ids), end)
-    tokens = {"bos_token_id": bos, "eos_token_id": end}
-    config = {
-        "architectures": [plan.architecture],
-        "model_type": plan.architecture.removesuffix("ForCausalLM").lower(),
-        **plan.values,
-        **tokens,
-        "pad_token_id": None,
-        "dtype": dtype,
-    }
-    token = tokenizer.id_to_token(end)
-    tokenizer_config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.id_to_token(bos),
-        "eos_token": token,
-        "pad_token": token,
-        "model_max_length": plan.values["max_position_embeddings"],
-        "model_input_names": ["input_ids", "attention_mask"],  # else token_type_ids come with them
-        "clean_up_tokenization_spaces": False,
-    }
-    for name, values in (
-        ("config.json", config),
-        ("generation_config.json", tokens | {"pad_token_id": end}),
-        ("tokenizer_config.json", tokenizer_config),
-    ):
-        text = json.dumps(values, indent=2) + "\n"
-        (directory / name).write_text(text, encoding="utf-8")
-    tokenizer.save(str(directory / "tokenizer.json"))
     weights = {
         published_name(name): exported(model, name, plan).to(getattr(torch, dtype)).contiguous()
         for name, _ in model.named_parameters()
@@ -296,6 +273,52 @@ def _write(
     if plan.architecture == OWN:
         code = "modeling_unrope.py"
         shutil.copyfile(Path(__file__).with_name(code), directory / code)
+
+
+def _write_settings(
+    plan: Plan,
+    tokenizer: Tokenizer,
+    end: int,
+    directory: Path,
+    dtype: str,
+    token_files: Mapping[str, str],
+) -> None:
+    """Write the configuration, the tokenizer and its settings; those of ``token_files`` count."""
+    bos = next(iter(tokenizer.encode("").ids), end)
+    tokens: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": None}
+    generation = tokens | {"pad_token_id": end}
+    if token_files:
+        published = settings(token_files, CONFIG)
+        tokens = {key: published.get(key) for key in TOKEN_IDS}
+        generation = settings(token_files, GENERATION_CONFIG)
+        generation.pop("max_length", None)
+    token = tokenizer.id_to_token(end)
+    of_tokenizer = settings(token_files, TOKENIZER_CONFIG)
+    contents = {
+        CONFIG: {
+            "architectures": [plan.architecture],
+            "model_type": plan.architecture.removesuffix("ForCausalLM").lower(),
+            **plan.values,
+            **tokens,
+            "dtype": dtype,
+        },
+        GENERATION_CONFIG: generation,
+        TOKENIZER_CONFIG: {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": tokenizer.id_to_token(bos),
+            "eos_token": token,
+            "pad_token": token,
+            "model_max_length": plan.values["max_position_embeddings"],
+            "model_input_names": ["input_ids", "attention_mask"],  # else token_type_ids come too
+            "clean_up_tokenization_spaces": False,
+            **{k: v for k, v in of_tokenizer.items() if k not in OF_TOKENIZER},
+        },
+    }
+    texts = {name: json.dumps(values, indent=2) for name, values in contents.items() if values}
+    texts |= {name: token_files[name] for name in COPIED if name in token_files}
+    for name, text in texts.items():
+        (directory / name).write_text(text, encoding="utf-8")
+    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 def exported(model: Decoder, name: str, plan: Plan) -> Tensor:

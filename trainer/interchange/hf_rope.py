@@ -42,20 +42,6 @@ PRECISION = 1e-8
 """Relative; transformers computes frequencies in float32, to 1e-7."""
 
 Parameters = dict[str, Any]
-NO_ROTATION: Parameters = {
-    "rope_type": "llama3",
-    "rope_theta": 10_000.0,
-    "factor": STANDSTILL,
-    "low_freq_factor": 8192.0,
-    "high_freq_factor": 16384.0,
-    "original_max_position_embeddings": 2,
-}
-"""Parameters that leave queries and keys as they are.
-
-They are those of :data:`trainer.hf.NO_ROTATION`, which explains the numbers; importing it would
-load transformers. ``proportional`` with a share of 0 says the same more plainly, and vLLM refuses
-it.
-"""
 
 
 def spectrum_from_rope_parameters(
@@ -159,7 +145,9 @@ def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iter
     pairs = head_dim // 2
     moving = [f for f in spectrum.inv_freq if f > 0]
     if not moving:
-        yield dict(NO_ROTATION)
+        from trainer.hf import NO_ROTATION  # imports transformers
+
+        yield {"rope_theta": 10_000.0} | NO_ROTATION
         return
     theta, factor = 10_000.0, _short(1 / moving[0])
     if len(moving) > 1:

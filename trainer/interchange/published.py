@@ -90,7 +90,7 @@ def eos_ids(files: Mapping[str, str], tokenizer: Tokenizer) -> tuple[int, ...]:
 
     ``files``: as :func:`read_token_files` returns them.
     """
-    word = _settings(files, TOKENIZER_CONFIG).get("eos_token")
+    word = settings(files, TOKENIZER_CONFIG).get("eos_token")
     word = word.get("content") if isinstance(word, dict) else word
     first = tokenizer.token_to_id(word) if isinstance(word, str) else None
     ids = [i for name in (CONFIG, GENERATION_CONFIG) for i in _ends(files, name, tokenizer)]
@@ -106,38 +106,14 @@ def stop_ids(files: Mapping[str, str], tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(next(filter(None, ids), ()))
 
 
-def _settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
-    return json.loads(files.get(name, "{}"))
+def settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return the values of a file, or none if it is not there."""
+    values: dict[str, Any] = json.loads(files.get(name, "{}"))
+    return values
 
 
 def _ends(files: Mapping[str, str], name: str, tokenizer: Tokenizer) -> list[int]:
     """Return the ids under ``eos_token_id``, a number or a list, that the tokenizer has."""
-    ids = _settings(files, name).get("eos_token_id")
+    ids = settings(files, name).get("eos_token_id")
     known = (i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
     return [i for i in known if tokenizer.id_to_token(i) is not None]
-
-
-def write_token_files(files: Mapping[str, str], directory: Path) -> None:
-    """Replace the token settings of an exported model by those of a published one.
-
-    Settings that depend on the published length stay as written. ``files``: as
-    :func:`read_token_files` returns them.
-    """
-
-    def update(name: str, values: Mapping[str, Any]) -> None:
-        path = directory / name
-        written = json.loads(path.read_text("utf-8")) | values
-        path.write_text(json.dumps(written, indent=2) + "\n", "utf-8")
-
-    tokens, generation = _settings(files, CONFIG), _settings(files, GENERATION_CONFIG)
-    update(CONFIG, {key: tokens.get(key) for key in TOKEN_IDS})
-    for name in COPIED:
-        if name in files:
-            (directory / name).write_text(files[name], "utf-8")
-    generation.pop("max_length", None)
-    # Without this file, transformers takes the tokens of config.json.
-    (directory / GENERATION_CONFIG).unlink()
-    if generation:
-        (directory / GENERATION_CONFIG).write_text(json.dumps(generation, indent=2) + "\n", "utf-8")
-    published = _settings(files, TOKENIZER_CONFIG)
-    update(TOKENIZER_CONFIG, {k: v for k, v in published.items() if k not in OF_TOKENIZER})
