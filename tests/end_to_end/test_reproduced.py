@@ -166,7 +166,7 @@ def different(lines):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, place):
     """Skip slow work that does not depend on the command; other tests cover it."""
-    monkeypatch.setattr(analyze, "write_analysis", lambda report, output: output)
+    monkeypatch.setattr(analyze, "write_analysis", lambda output, *_, **__: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     for name, kind in KINDS.items():
         monkeypatch.setitem(KINDS, name, kind._replace(new_tokens=4))
@@ -187,9 +187,9 @@ class TestAnalyses:
     @pytest.mark.parametrize("line", different(commands_with("analyze")))
     def test_every_topic_has_figures_and_rows(self, line, tmp_path):
         request = asked("analyze", line, tmp_path)
-        report, _ = analyze.analyze(request, request.analysis.kind)
-        assert report.results
-        assert all(result.plots and len(result.rows) for result in report.results)
+        results, _ = analyze.analyze(request, request.analysis.kind)
+        assert results
+        assert all(result.plots and len(result.rows) for result in results)
 
 
 class TestEvaluations:

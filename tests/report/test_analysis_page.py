@@ -9,7 +9,7 @@ import pytest
 from trainer.analysis.topic import COLUMNS, Results, tidy
 from trainer.plotting.panels import Panel, by_length, over_heads
 from trainer.plotting.style import Plot
-from trainer.report.pages import AnalysisReport, write_analysis
+from trainer.report.pages import write_analysis
 
 
 def results(key):
@@ -22,17 +22,19 @@ def results(key):
     return Results(key, f"Topic {key}", plots, rows.assign(topic=key).reindex(columns=COLUMNS))
 
 
-def report(*keys):
-    made = {"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"}
-    found = [results(key) for key in keys]
-    details = {"Settings": {"length": 128}}
-    return AnalysisReport("<script>alert(1)</script>", 64, "Trained & read.", found, made, details)
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("page") / "below" / "that"
-    assert write_analysis(report("one", "two"), directory) == directory / "report.html"
+    page = write_analysis(
+        directory,
+        [results("one"), results("two")],
+        name="<script>alert(1)</script>",
+        training_length=64,
+        lead="Trained & read.",
+        made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
+        details={"Settings": {"length": 128}},
+    )
+    assert page == directory / "report.html"
     return directory
 
 
@@ -49,7 +51,7 @@ def test_the_page_has_everything_inside_and_names_nothing_outside(written):
 def test_rows_of_all_topics_are_one_table_beside_the_figures(written):
     table = pd.read_csv(written / "results.csv")
     assert tuple(table.columns) == COLUMNS
-    expected = report("one", "two").rows
+    expected = pd.concat([results("one").rows, results("two").rows])
     np.testing.assert_allclose(table["value"], expected["value"], rtol=1e-7)
     assert table.groupby("topic").size().to_dict() == {"one": 24, "two": 24}
     for key in ("one", "two"):

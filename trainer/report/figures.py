@@ -273,40 +273,38 @@ def _smoothed_line(run: RunSummary, drop: Drop | None, style: int) -> Line:
 
 
 def benchmarks(report: Report) -> Iterator[Plot]:
-    """Draw scores in percent, or perplexities if nothing else was measured, if a run was measured
-    in training."""
-    runs = {name: history for name, history in report.milestones.items() if history}
-    if not runs:
+    """Draw the scores that runs reached in training: of the first one each and their mean, of
+    others the mean."""
+    lines: list[Line] = []
+    dropped = None
+    for name, history in report.milestones.items():
+        scores = 100 * pd.DataFrame([_scored(m.scores) for m in history])
+        if scores.empty:
+            continue
+        if len(scores.columns) > 1:
+            scores.insert(0, MEAN, scores.mean(axis=1))
+        tokens = [milestone.tokens for milestone in history]
+        if lines:
+            scores = scores.iloc[:, :1]
+        else:
+            dropped = next((m.tokens for m in history if m.dropped), None)
+        for key, y in scores.items():
+            lines.append(Line(f"{name}, {key}", len(lines), tokens, y.tolist(), marked=False))
+    if not lines:
         return
-    unit = 100 if any(_scored(history[-1].scores) for history in runs.values()) else 1
-    series: list[Line] = []
-    for number, (name, history) in enumerate(runs.items()):
-        last = history[-1].scores
-        shown = list(_scored(last) if unit == 100 else last)
-        if unit == 100 and len(shown) > 1:
-            shown = [MEAN, *shown] if number == 0 else [MEAN]
-        for key in shown:
-            values = [(_mean(m.scores) if key == MEAN else m.scores.get(key)) for m in history]
-            label = f"{name}, {key}" if len(runs) > 1 else key
-            y = [math.nan if value is None else unit * value for value in values]
-            tokens = [milestone.tokens for milestone in history]
-            series.append(Line(label, len(series), tokens, y, marked=False))
 
     def prepare(axes: Axes) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(EngFormatter())
 
-    first = next(iter(runs.values()))
-    dropped = next((milestone.tokens for milestone in first if milestone.dropped), None)
-    mark = None if dropped is None else (float(dropped), "encoding dropped")
-    y_label = "score (%)" if unit == 100 else "perplexity"
-    panel = Panel("", series, "training tokens", y_label, prepare, mark)
+    mark = (float(dropped), "encoding dropped") if dropped else None
+    panel = Panel("", lines, "training tokens", "score (%)", prepare, mark)
     yield Plot(
         "benchmarks",
         draw([panel], height=2.8),
         "What models score while they train: the run in every task that has scores, and the mean "
-        "over these; its controls in the mean; or perplexities alone. Where the encoding was "
-        "dropped the run was measured on both sides.",
+        "over these; its controls in the mean. Where the encoding was dropped the run was measured "
+        "on both sides.",
     )
 
 
@@ -317,8 +315,3 @@ def _scored(scores: Mapping[str, float | None]) -> dict[str, float]:
         for key, value in scores.items()
         if is_known(value) and not (key.startswith(f"{PERPLEXITY}/") or key.endswith(FALLING))
     }
-
-
-def _mean(scores: Mapping[str, float | None]) -> float | None:
-    known = _scored(scores)
-    return sum(known.values()) / len(known) if known else None

@@ -10,7 +10,6 @@ import math
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,47 +53,34 @@ def write_renderings(report: Report, directory: Path) -> None:
     )
 
 
-@dataclass(frozen=True)
-class AnalysisReport:
-    """Content of the page of an analysis.
+def write_analysis(
+    directory: Path,
+    results: Sequence[Results],
+    *,
+    name: str,
+    training_length: int,
+    lead: str,
+    made: dict[str, str],
+    details: dict[str, Any],
+) -> Path:
+    """Write the page of analyses, ``TOPIC/NAME.svg`` and ``.png`` of every figure, and
+    ``results.csv``; return the path of the page.
 
-    ``training_length``: tokens at which tables show values besides the longest. ``lead``: model and
-    text. ``made``: date, command, program and inputs, as text by term. ``details``: settings and
-    environment as plain values.
+    ``name``: of the model. ``training_length``: tokens at which tables show values besides the
+    longest. ``lead``: model and text. ``made``: date, command, program and inputs, as text by term.
+    ``details``: settings and environment as plain values.
     """
-
-    name: str
-    training_length: int
-    lead: str
-    results: Sequence[Results]
-    made: dict[str, str] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> pd.DataFrame:
-        """Rows of all results."""
-        return pd.concat([result.rows for result in self.results], ignore_index=True)
-
-
-def write_analysis(report: AnalysisReport, directory: Path) -> Path:
-    """Write ``TOPIC/NAME.svg`` and ``.png`` of every figure, ``results.csv`` and ``report.html``;
-    return the path of the page."""
     shown = []
-    for result in report.results:
-        table = summary(result.rows, report.training_length)
+    for result in results:
+        table = summary(result.rows, training_length)
         empty = [c for c in table.columns if (table[c].fillna("") == "").all()]
         figures = _saved(result.plots, directory / result.key)
         shown.append((result, figures, table.drop(columns=empty)))
     directory.mkdir(parents=True, exist_ok=True)
-    report.rows.to_csv(directory / TABLE, index=False, float_format="%.8g")
-    _write(
-        "analysis.html.j2",
-        directory,
-        report=report,
-        shown=shown,
-        made=report.made,
-        details=report.details,
-    )
+    rows = pd.concat([result.rows for result in results], ignore_index=True)
+    rows.to_csv(directory / TABLE, index=False, float_format="%.8g")
+    values = {"name": name, "lead": lead, "shown": shown, "made": made, "details": details}
+    _write("analysis.html.j2", directory, **values)
     return directory / PAGE
 
 

@@ -30,7 +30,7 @@ from trainer.evaluation.methods import method_for, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
-from trainer.report.pages import AnalysisReport, write_analysis
+from trainer.report.pages import write_analysis
 from trainer.runs.descriptions import environment, without_home
 from trainer.runs.models import find_model, origin
 from trainer.workflows.evaluate import held_out_corpus
@@ -38,14 +38,14 @@ from trainer.workflows.evaluate import held_out_corpus
 log = logging.getLogger(__name__)
 
 
-def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[AnalysisReport, Path]:
+def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Results], Path]:
     """Make the requested analyses and write their page.
 
     ``name``: the analysis option, which names the page's directory in the run; the kind of analysis
     if that is another one of the program's.
 
     Returns:
-        The report and the path of its page.
+        The results and the path of their page.
 
     Raises:
         UserError: a checkpoint or text cannot be read, the text is too short, or the analysis does
@@ -74,16 +74,17 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[Analysis
         if kind in ("all", "offset_features") and first.rotates and second.rotates:
             results.append(offset_changes(second, first))
     settings = json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))
-    report = AnalysisReport(
-        candidate.name,
-        first.training_length,
-        f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts of "
-        f"{first.length:,}.",
+    page = write_analysis(
+        output,
         results,
-        origin([candidate] if other is None else [other, candidate]),
-        {"Settings": without_home(settings), "Environment": environment(corpus)},
+        name=candidate.name,
+        training_length=first.training_length,
+        lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
+        f"of {first.length:,}.",
+        made=origin([candidate] if other is None else [other, candidate]),
+        details={"Settings": without_home(settings), "Environment": environment(corpus)},
     )
-    return report, write_analysis(report, output)
+    return results, page
 
 
 def target_of(
