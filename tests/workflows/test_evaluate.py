@@ -155,7 +155,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tasks": ["standard"]}, "evaluation.lengths: 32 tokens are too few for 1 needle"),
+        ({"tasks": ["standard"]}, "evaluation.lengths: 32 tokens are too few for needles"),
         ({"lengths": [1, 500]}, "tokens of the held-out text"),
         ({"tasks": ["ruler"]}, "evaluation.lengths: expected more tokens"),
         (
@@ -164,7 +164,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
         ),
         (
             {"methods": ["weighted_rope"], "choice": ChoiceSettings(length=0.16)},
-            "^evaluation.choice.length: 5 tokens, but 6 or more are needed",
+            "SequenceFE: expected a text of 6 tokens or more, got 5",
         ),
     ],
 )
