@@ -15,7 +15,7 @@ from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 
 torch.set_num_threads(1)
-read_run(compose_words(["+experiment=drope_demo"]), weights=False)
+read_run(compose_words(["+experiment=drope_demo"]))
 compose_words([])
 prepare_corpus(DataConfig(), TokenizerConfig())  # keeps the text of Python's documentation
 gc.collect()

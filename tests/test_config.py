@@ -13,7 +13,13 @@ import yaml
 
 from tests.program import ROOT
 from trainer import config as schema
-from trainer.commands import COMMANDS, compose_words, read_config, read_run
+from trainer.commands import (
+    COMMANDS,
+    compose_words,
+    forget_absent_weights,
+    read_config,
+    read_run,
+)
 from trainer.common.errors import UserError
 from trainer.config import AnalysisRequest, EvaluationConfig, RunConfig
 from trainer.runs.parsing import check_evaluation, parse
@@ -26,7 +32,9 @@ LINES = sorted({c for paper in PAPERS for item in paper["items"] for c in item.g
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_and_keeps_the_rules(name):
-    config = read_config([f"+experiment={name}"], weights=False)
+    job = compose_words([f"+experiment={name}"])
+    forget_absent_weights(job.values)
+    config = read_run(job)
     assert config.run_dir == f"runs/{config.name}"
     assert config.trainer.max_steps >= 1
 
@@ -48,7 +56,8 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
     elif name == "analyze":
         assert parse(AnalysisRequest, composed.values).checkpoint
     elif name == "train":
-        assert read_run(composed, weights=False).name
+        forget_absent_weights(composed.values)
+        assert read_run(composed).name
 
 
 def test_every_key_is_documented_and_there_are_not_many():
@@ -82,7 +91,7 @@ BROKEN = {
     "data.restart_positions": {"data": {"restart_positions": True}},
     "data.needles.mentions": {"data": {"needles": {"share": 0.5, "mentions": [2, 50]}}},
     "data.mixture.a.wieght": {"data": {"mixture": {"a": {"wieght": 1}}}},
-    "drop.at": {"drop": {"at": 0}},
+    "drop.at": {"drop": {"at": 1000}},
     "phases.a.steps": {"phases": {"a": {}}},
     "benchmarks.every": {"benchmarks": {"tasks": ["standard"]}},
     "controls.c.branch": {"controls": {"c": {"branch": "drop"}}},

@@ -142,15 +142,13 @@ def run_command(name: str, words: Sequence[str]) -> None:
 # ---- From a job to checked keys ----
 
 
-def read_config(words: Sequence[str], *, weights: bool = True) -> schema.RunConfig:
+def read_config(words: Sequence[str]) -> schema.RunConfig:
     """Return the checked configuration of a run; see :func:`read_run`."""
-    return read_run(compose_words(words), weights=weights)
+    return read_run(compose_words(words))
 
 
-def read_run(job: Job, *, weights: bool = True) -> schema.RunConfig:
+def read_run(job: Job) -> schema.RunConfig:
     """Return the checked configuration of a composed run.
-
-    ``weights``: whether the weights that it begins with are available.
 
     Raises:
         UserError: a key of the shape is among the words, but trained weights bring theirs.
@@ -163,7 +161,16 @@ def read_run(job: Job, *, weights: bool = True) -> schema.RunConfig:
             if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
                 key = word.partition("=")[0].lstrip("+")
                 raise UserError(f"{key}: the trained weights bring their shape")
-    return parse(schema.RunConfig, job.values, weights=weights)
+    return parse(schema.RunConfig, job.values)
+
+
+def forget_absent_weights(values: dict[str, Any]) -> None:
+    """Let a run and its controls begin without the weights that are not on this machine."""
+    for run in (values, *(values["controls"] or {}).values()):
+        model = run.get("model") or {}
+        for key in {"from_pretrained", "from_run"} & model.keys():
+            if model[key] and not Path(model[key]).expanduser().is_dir():
+                model[key] = None
 
 
 def take_keys(job: Job, keys: type[T]) -> T:
@@ -269,9 +276,8 @@ def plan(job: Job) -> None:
     from trainer.report.terminal import print_plan
     from trainer.workflows.plan import plan as tables_of
 
-    models = (job.values["model"][key] for key in ("from_pretrained", "from_run"))
-    weights = all(model is None or Path(model).expanduser().is_dir() for model in models)
-    config = read_run(job, weights=weights)
+    forget_absent_weights(job.values)
+    config = read_run(job)
     gpus = 1 if config.strategy.name == "single" else keys.gpus
     print_plan(tables_of(config, gpus, keys.mfu))
 

@@ -36,12 +36,12 @@ Rules = Iterator[tuple[object, str]]
 """Conditions that must not hold, each with a message."""
 
 
-def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T:
+def parse(schema: type[T], values: dict[str, Any]) -> T:
     """Return plain values as a checked and completed dataclass.
 
     A run whose ``drop`` would change nothing, such as one of NoPE, has none. ``plugins`` are run
-    first, so that the configuration can name what they register. ``weights``: whether the weights
-    that a run begins with are available; otherwise the shape in ``values`` is used.
+    first, so that the configuration can name what they register. A run that begins with trained
+    weights has their shape.
 
     Raises:
         UserError: unknown keys, wrong types, or a broken rule.
@@ -51,7 +51,7 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
         runpy.run_path(path)
     config = validated(schema, values)
     if isinstance(config, RunConfig):
-        return _completed(config, weights)  # type: ignore[return-value]  # T is RunConfig
+        return _completed(config)  # type: ignore[return-value]  # T is RunConfig
     if isinstance(text := getattr(config, "text", None), DataConfig):
         _refuse(_data_rules(text))
     evaluation = getattr(config, "evaluation", None)
@@ -60,22 +60,22 @@ def parse(schema: type[T], values: dict[str, Any], *, weights: bool = True) -> T
     return config
 
 
-def _completed(config: RunConfig, weights: bool) -> RunConfig:
+def _completed(config: RunConfig) -> RunConfig:
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
         config = replace(config, trainer=replace(config.trainer, max_steps=steps))
-    config, layout = with_trained_shape(config) if weights else (config, None)
+    config, layout = with_trained_shape(config)
     check_shape(config.model)
     _refuse(_run_rules(config))
     _refuse(_data_rules(config.data))
-    if layout is not None or not config.model.is_trained:
-        layouts_of(config, layout or configured_layout(config))
+    layouts_of(config, layout or configured_layout(config))
     if config.evaluation.enabled:
         check_evaluation(config.evaluation, config.training_length)
     if _drops_nothing(config):
         config = replace(config, drop=replace(config.drop, at=None))
-    for name in config.controls if weights else ():
-        _refuse(_control_rules(config, control_config(plain(config), name), name))
+    for name, control in runs_of(config).items():
+        if name != MAIN:
+            _refuse(_control_rules(config, control, name))
     return config
 
 
@@ -111,11 +111,11 @@ def _run_rules(config: RunConfig) -> Rules:
         config.phases and drop.at is not None,
         "drop: with phases it is one of them that drops; expected phases.NAME.drop",
     )
-    step, first = drop.step(last), 0 if config.model.is_trained else 1
+    yield MAIN in config.controls, f"controls.{MAIN}: the run itself has this name"
+    step = drop.step(last)
     yield (
-        step is not None and not first <= step < last,
-        f"drop.at: step {step}, but steps {first} to {last - 1} are possible: a drop needs trained "
-        f"weights before it, and trainer.max_steps is {last}",
+        step is not None and not 0 <= step < last,
+        f"drop.at: expected a step before trainer.max_steps, {last}, got {step}",
     )
     yield (
         config.evaluation.enabled and "none" not in config.evaluation.methods,
@@ -167,17 +167,13 @@ def _evaluation_rules(config: EvaluationConfig, training_length: int | None) -> 
 # Controls
 
 
-def runs_of(config: RunConfig, weights: bool = True) -> dict[str, RunConfig]:
-    """Return the configurations of the run, first and as ``main``, and of its controls by name.
-
-    ``weights``: whether the weights that they begin with are available; otherwise the configured
-    shape is used.
-    """
-    controls = {name: control_config(plain(config), name, weights) for name in config.controls}
+def runs_of(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the configurations of the run, first and as ``main``, and of its controls by name."""
+    controls = {name: control_config(plain(config), name) for name in config.controls}
     return {MAIN: config, **controls}
 
 
-def control_config(values: dict[str, Any], name: str, weights: bool = True) -> RunConfig:
+def control_config(values: dict[str, Any], name: str) -> RunConfig:
     """Return the configuration of a control: the run's with the control's changes.
 
     Raises:
@@ -186,7 +182,7 @@ def control_config(values: dict[str, Any], name: str, weights: bool = True) -> R
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
     try:
-        return parse(RunConfig, merged(base, changes), weights=weights)
+        return parse(RunConfig, merged(base, changes))
     except UserError as error:
         raise UserError(f"controls.{name}.{error}") from error
 
@@ -214,7 +210,6 @@ BRANCHED = (
 def _control_rules(run: RunConfig, control: RunConfig, name: str) -> Rules:
     """Controls train in the processes of their run, read its text, and share its table."""
     key, branch = f"controls.{name}", run.controls[name].get("branch")
-    yield name == MAIN, f"{key}: the run itself has this name"
     yield (
         control.training_length != run.training_length,
         f"{key}: trains on {control.training_length} tokens, the run on {run.training_length}",

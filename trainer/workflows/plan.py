@@ -44,7 +44,7 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         remaining = tokens_at(config, steps) - tokens_at(config, drop)
         training["drop"] = f"after step {drop:,}, then {remaining:,} tokens"
     operations = 0.0
-    for name, run in runs_of(config, weights=False).items():
+    for name, run in runs_of(config).items():
         branch = config.controls[name].get("branch") if name != MAIN else None
         count = flops(run, drop or 0 if branch == "drop" else branch or 0)
         training[f"operations of {name}"] = f"{count:.3g}"

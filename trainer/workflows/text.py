@@ -60,7 +60,7 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
-    longest = max(run.longest_sequence for run in runs_of(config, weights=False).values())
+    longest = max(run.longest_sequence for run in runs_of(config).values())
     data, tokenizer = replace(config.data, sequence_length=longest), tokenizer_of_weights(config)
     return prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
 
