@@ -160,11 +160,9 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
     if task_name == STATEMENTS:
         prompts = statements(haystack, length, settings)
     else:
-        task = NEEDLE_TASKS[task_name](haystack, settings)
         if task_name.startswith("multi"):  # as many prompts as the other tasks have
-            task = replace(
-                task, settings=replace(settings, trials=options.trials * len(settings.depths))
-            )
+            settings = replace(settings, trials=options.trials * len(settings.depths))
+        task = NEEDLE_TASKS[task_name](haystack, settings)
         prompts, stop, score = task.prompts(length), task.stop, task.score
 
     def ours(prompts: Sequence[Prompt]) -> list[str]:

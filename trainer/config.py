@@ -410,7 +410,7 @@ class DopeSettings:
     order: Literal["ascending", "descending"] = "ascending"
     """ascending (heads of low entropy first), descending."""
     heads: Natural = 1
-    """Number of heads; the paper takes 5 of about a thousand."""
+    """Number of heads, if so many rotate; the paper takes 5 of about a thousand."""
     removal: Literal["unrotate", "zero"] = "unrotate"
     """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
     sigma: NotNegative | None = None

@@ -144,9 +144,3 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     assert both.trials(32).label.tolist() == ["sums"] * 4 + ["more"] * 4
     assert both.fingerprint(32) != sums.fingerprint(32)
     assert values(sums, model, (0, 2)) | values(sums, model, (1, 2)) == whole
-
-
-def test_a_task_that_cannot_be_loaded_is_named(task, models):
-    settings = HarnessSettings(["arc_eazy"], include_path=str(task))
-    with pytest.raises(UserError, match="lm-eval cannot load arc_eazy"):
-        harness_tasks(settings, models[0].encoder)

@@ -16,11 +16,11 @@ from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.longbench import (
     KINDS,
     LongBenchRow,
-    LongBenchTask,
     classification,
     code_similarity,
     count,
     label,
+    longbench_task,
     longbench_tasks,
     longest_common_subsequence,
     qa_f1,
@@ -187,7 +187,7 @@ def test_metrics_and_line_ends_are_those_of_the_benchmark():
 def task_of(name):
     classes = ["Date", "Price"] if name == "trec" else None
     row = LongBenchRow("Who?", "A text.", ["Date"], classes)
-    return LongBenchTask(name, KINDS[name], [row], None, None, 2048)
+    return longbench_task(name, [row], None, None, 2048)
 
 
 @pytest.mark.parametrize(

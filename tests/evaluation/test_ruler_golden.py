@@ -13,7 +13,16 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from tests.golden.files import GOLDEN
 from trainer.config import RulerSettings
-from trainer.evaluation.ruler import DEPTHS, READERS, TASKS, ruler_tasks, vocabulary
+from trainer.evaluation.ruler import (
+    DEPTHS,
+    READERS,
+    TASKS,
+    Essay,
+    answerable,
+    kind_of,
+    ruler_tasks,
+    vocabulary,
+)
 
 SEED = 42
 FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())
@@ -203,12 +212,16 @@ def test_the_file_holds_each_task_at_two_lengths():
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_text_answers_and_room_are_those_of_the_program(tasks, name):
+@pytest.mark.usefixtures("tasks")
+def test_text_answers_and_room_are_those_of_the_program(name):
     prompt = PROMPTS[name]
-    kind = tasks[prompt["task"]].kind
+    if (task := prompt["task"]) in READERS:
+        kind = answerable(ITEMS[task])
+    else:
+        kind = kind_of(task, words_and_marks(), Essay([FILE["essay"]]))
     rng = Drawn().give(**draws_of(prompt))
     question = kind.question
-    if prompt["task"] == "vt":
+    if task == "vt":
         question = partial(question, example_lines=len(example_of(prompt)) - 5)
     text, answers = question(rng, prompt["trial"], prompt["units"], prompt["length"])
     assert text == tidy(prompt)

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from trainer.analysis.attention import Heads, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
-from trainer.common.errors import UserError
 from trainer.config import DopeSettings
-from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
@@ -66,9 +64,9 @@ def select(
     ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
     """
     trained, config = model.layout, model.config
-    count, rotating = config.num_attention_heads, rotating_heads(trained, config)
-    if not settings.heads:
-        return Selection(settings)
+    count = config.num_attention_heads
+    places = ((i, h) for i in range(len(trained.layers)) for h in range(count))
+    rotating = [(i, h) for i, h in places if spectrum_of(trained.layers[i], h, count).rotates]
     grams: dict[int, Tensor] = {}
     pairs: dict[int, tuple[int, ...]] = {}
     moments: dict[int, Tensor] = {}
@@ -161,31 +159,6 @@ def _noise(moments: Tensor, is_retained: list[bool]) -> tuple[float, float]:
     mean, square = moments.mean(dim=-1).unbind(dim=1)
     query, key = (square - mean.square()).clamp(min=0).sqrt().tolist()
     return query, key
-
-
-def rotating_heads(layout: Layout, config: ModelConfig) -> list[tuple[int, int]]:
-    """Return layer and index of every query head that rotates."""
-    count = config.num_attention_heads
-    return [
-        (layer, head)
-        for layer, encoding in enumerate(layout.layers)
-        for head in range(count)
-        if spectrum_of(encoding, head, count).rotates
-    ]
-
-
-def check_heads(layout: Layout, config: ModelConfig, settings: DopeSettings) -> None:
-    """Check that the model has enough rotating heads; this needs no weights.
-
-    Raises:
-        UserError: it has fewer than the settings ask for.
-    """
-    available = len(rotating_heads(layout, config))
-    if settings.heads > available:
-        raise UserError(
-            f"evaluation.dope.heads: expected at most {available}, the query heads that rotate, "
-            f"got {settings.heads}"
-        )
 
 
 def spectrum_of(encoding: LayerEncoding, head: int, count: int) -> Spectrum:

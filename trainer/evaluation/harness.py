@@ -190,17 +190,12 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
     """Load the tasks of lm-eval and their data; return each in each of its metrics.
 
     Raises:
-        UserError: lm-eval cannot load a task, or it has no metric of :data:`METRICS`.
+        UserError: a task has no metric of :data:`METRICS`.
     """
     made: list[Harness] = []
     index = TaskManager(include_path=settings.include_path)
     for name in settings.tasks:
-        try:
-            tasks: dict[str, Task] = index.load([name])["tasks"]
-        except Exception as error:  # of a task's package, its data set, or the network
-            raise UserError(
-                f"evaluation.harness.tasks: lm-eval cannot load {name}: {error}"
-            ) from error
+        tasks: dict[str, Task] = index.load([name])["tasks"]
         for task in tasks.values():
             shots = task.get_config("num_fewshot")
             if settings.num_fewshot is not None and shots != 0:

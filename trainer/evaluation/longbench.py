@@ -20,10 +20,9 @@ import re
 import string
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
-from functools import cached_property
+from functools import cache, partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -193,78 +192,71 @@ def root(directory: str | None) -> Traversable:
     return zipfile.Path(path, "data/")
 
 
-@dataclass(frozen=True)
-class LongBenchTask:
-    """One LongBench task, a :class:`~trainer.evaluation.scoring.Task`.
+def longbench_task(
+    name: str,
+    rows: Sequence[LongBenchRow],
+    tokenizer: Tokenizer,
+    bos: int | None,
+    training_length: int,
+) -> Task:
+    """Return the task of these questions.
 
-    ``bos`` begins every prompt unless it is None. ``training_length``: C in tokens. A length limits
-    what the model reads: the questions are the same at every length, and short texts stay short.
+    A length limits what the model reads: the questions are the same at every length, and short
+    texts stay short. ``bos`` begins every prompt unless it is None. ``training_length``: C in
+    tokens, for the labels.
     """
+    kind, before = KINDS[name], () if bos is None else (bos,)
+    metric, classes = kind.metric, rows[0].all_classes or ()
+    if metric is classification:
+        metric = partial(classification, classes=classes)
 
-    name: str
-    kind: LongBenchKind
-    rows: Sequence[LongBenchRow]
-    tokenizer: Tokenizer
-    bos: int | None
-    training_length: int
+    @cache
+    def encoded() -> list[NDArray[np.int32]]:
+        texts = (kind.template.format(**row._asdict()) for row in rows)
+        tokens = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
+        return [np.array([*before, *ids], dtype=np.int32) for ids in tokens]
 
-    def prompts(self, length: int) -> list[Prompt]:
+    def prompts(length: int) -> list[Prompt]:
         """Return one prompt per question; with its answer it has at most ``length`` tokens.
 
         A longer prompt loses its middle. Its halves are joined as tokens, while the benchmark joins
         them as text and encodes it again, which can give another token at the join. Its limit
         applies to the prompt alone.
-
-        Raises:
-            UserError: the length leaves no room for a question.
         """
-        kind = self.kind
-        room = length - kind.new_tokens
+        room, never_first = length - kind.new_tokens, tuple[int, ...]()
         if room < 2:
             least = kind.new_tokens + 2
             raise UserError(
-                f"evaluation.lengths: expected {least} or more for {self.name}, got {length}"
+                f"evaluation.lengths: expected {least} or more for {name}, got {length}"
             )
+        if kind.one_line:
+            line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+            never_first = (*line_break, *sorted(end_tokens(tokenizer)))
         return [
             Prompt(
                 tuple(middle_out(ids, room).tolist()),
                 tuple(row.answers),
                 kind.new_tokens,
-                label=label(len(ids) / self.training_length),
-                never_first=self._never_first,
+                label=label(len(ids) / training_length),
+                never_first=never_first,
             )
-            for row, ids in zip(self.rows, self._encoded, strict=True)
+            for row, ids in zip(rows, encoded(), strict=True)
         ]
 
-    @cached_property
-    def _encoded(self) -> list[NDArray[np.int32]]:
-        before = () if self.bos is None else (self.bos,)
-        texts = (self.kind.template.format(**row._asdict()) for row in self.rows)
-        encoded = (self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
-        return [np.array([*before, *ids], dtype=np.int32) for ids in encoded]
-
-    @property
-    def _never_first(self) -> tuple[int, ...]:
-        if not self.kind.one_line:
-            return ()
-        line_break = self.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
-        return (*line_break, *sorted(end_tokens(self.tokenizer)))
-
-    def score(self, text: str, answers: Iterable[str]) -> float:
+    def score(text: str, answers: Sequence[str]) -> float:
         """Return the score for the answer that agrees best."""
-        if self.kind.first_line:
+        if kind.first_line:
             text = text.lstrip("\n").split("\n")[0]
-        if self.kind.metric is classification:
-            classes = self.rows[0].all_classes or ()
-            return max(classification(text, answer, classes) for answer in answers)
-        return max(self.kind.metric(text, answer) for answer in answers)
+        return max(metric(text, answer) for answer in answers)
 
-    def stop(self, text: str, answers: Sequence[str]) -> bool:
+    def stop(text: str, answers: Sequence[str]) -> bool:
         """Return whether further text cannot change the score."""
         complete_lines = text.lstrip("\n").split("\n")[:-1]
-        if self.kind.metric is code_similarity:
+        if metric is code_similarity:
             return any(map(is_code, complete_lines))
-        return self.kind.first_line and bool(complete_lines)
+        return kind.first_line and bool(complete_lines)
+
+    return Task(f"longbench_{name}", prompts, score, stop)
 
 
 def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
@@ -295,7 +287,7 @@ def longbench_tasks(
     notes: list[str] = []
     files = root(settings.directory)
     for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):
-        file, kind = files / f"{name}.jsonl", KINDS[name]
+        file = files / f"{name}.jsonl"
         if not file.is_file():
             notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
             continue
@@ -306,6 +298,5 @@ def longbench_tasks(
         rows = [
             LongBenchRow(**{key: line.get(key) for key in LongBenchRow._fields}) for line in lines
         ]
-        title = f"longbench_{name}"
-        tasks.append(LongBenchTask(title, kind, rows, tokenizer, bos, training_length))
+        tasks.append(longbench_task(name, rows, tokenizer, bos, training_length))
     return tasks, notes

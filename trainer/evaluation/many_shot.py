@@ -69,8 +69,8 @@ def read_problems(file: str) -> list[SolvedProblem]:
 
 
 @dataclass(frozen=True)
-class ManyShotTask:
-    """A :class:`~trainer.evaluation.scoring.Task`; one of :data:`TASKS`.
+class ManyShot:
+    """Prompts filled with solved problems, for one of :data:`TASKS`.
 
     ``examples``: tokens of every solved problem. ``bos`` begins every prompt unless it is None. The
     examples of a trial depend on ``seed`` and the problem asked; they are the same at all depths.
@@ -145,14 +145,16 @@ class ManyShotTask:
             )
         return chosen
 
-    def score(self, text: str, answers: Sequence[str]) -> float:
-        """Return 1 if the final answer is right, else 0."""
-        final = normalised(final_answer(text.partition(NEXT)[0]))
-        return float(any(final == normalised(answer) for answer in answers))
 
-    def stop(self, text: str, answers: Sequence[str]) -> bool:
-        """Return whether the next problem has begun."""
-        return NEXT in text
+def right_final_answer(text: str, answers: Sequence[str]) -> float:
+    """Return 1 if the final answer is right, else 0."""
+    final = normalised(final_answer(text.partition(NEXT)[0]))
+    return float(any(final == normalised(answer) for answer in answers))
+
+
+def next_problem_begins(text: str, answers: Sequence[str]) -> bool:
+    """Return whether the next problem has begun."""
+    return NEXT in text
 
 
 def many_shot_tasks(
@@ -168,8 +170,10 @@ def many_shot_tasks(
     encodings = tokenizer.encode_batch_fast(solved, add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
     trials, new = settings.trials, settings.new_tokens or new_tokens
+    common = problems, examples, tokenizer, bos, trials, new, seed
     return [
-        ManyShotTask(name, problems, examples, tokenizer, bos, trials, new, seed) for name in TASKS
+        Task(name, ManyShot(name, *common).prompts, right_final_answer, next_problem_begins)
+        for name in TASKS
     ], notes
 
 

@@ -116,7 +116,7 @@ def applicable(
     none.
 
     Raises:
-        UserError: no method changes any model, or a model has too few heads for DoPE.
+        UserError: no method changes any model.
     """
     methods: dict[str, list[Method]] = {model.name: [] for model in models}
     idle: dict[str, list[str]] = {}
@@ -125,8 +125,6 @@ def applicable(
             if why := why_idle(name, model, config):
                 idle.setdefault(name, []).append(f"{model.name} {why}")
                 continue
-            if "dope" in name.split("+"):
-                dope.check_heads(model.layout, model.config, config.dope)
             methods[model.name].append(method_for(name, model.layout, config))
     used = {method.key for applied in methods.values() for method in applied}
     notes = [f"{name}: {'; '.join(why)}." for name, why in idle.items() if name not in used]

@@ -29,6 +29,7 @@ from trainer.evaluation.scoring import (
     Prompt,
     Score,
     Stop,
+    Task,
     after_all,
     after_number,
     after_sentence,
@@ -303,27 +304,7 @@ MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]
 """
 
 
-@dataclass(frozen=True)
-class NeedleTask:
-    """A registered function as a :class:`~trainer.evaluation.scoring.Task`."""
-
-    make: MakePrompts
-    score: Score
-    stop: Stop | None
-    haystack: Haystack
-    settings: NeedleTaskSettings
-
-    @property
-    def name(self) -> str:
-        """Name in ``evaluation.tasks``."""
-        return self.make.__name__
-
-    def prompts(self, length: int) -> list[Prompt]:
-        """Return the trials at ``length`` tokens; see :func:`hidden` for errors."""
-        return self.make(self.haystack, self.settings, length)
-
-
-NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], NeedleTask]] = {}
+NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], Task]] = {}
 """Makers of tasks by their names in ``evaluation.tasks``."""
 
 
@@ -335,7 +316,10 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
     """
 
     def register(make: MakePrompts) -> MakePrompts:
-        NEEDLE_TASKS[make.__name__] = partial(NeedleTask, make, score, stop)
+        def task(haystack: Haystack, settings: NeedleTaskSettings) -> Task:
+            return Task(make.__name__, partial(make, haystack, settings), score, stop)
+
+        NEEDLE_TASKS[make.__name__] = task
         return make
 
     return register

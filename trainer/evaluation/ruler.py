@@ -14,7 +14,6 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -30,8 +29,6 @@ from trainer.config import RulerSettings
 from trainer.evaluation.needles import word_list
 from trainer.evaluation.scoring import (
     Prompt,
-    Score,
-    Stop,
     Task,
     after_all,
     after_any,
@@ -380,75 +377,56 @@ PROBE = 64
 TOKENS_AT_ONCE = 2**20
 
 
-@dataclass(frozen=True)
-class RulerTask:
-    """One of the thirteen tasks, as a :class:`~trainer.evaluation.scoring.Task`.
+def ruler_prompts(
+    name: str, kind: RulerKind, tokenizer: Tokenizer, bos: int | None, trials: int, length: int
+) -> list[Prompt]:
+    """Return trials whose prompt and answer have at most ``length`` tokens.
 
     ``bos`` begins every prompt unless it is None. A trial depends on the task, the length and its
-    own number.
+    own number. As in the benchmark's programs, the first trial determines the number of units, and
+    trials that are too long lose units: as many as fill the excess, where the programs take steps
+    of up to 500 words.
+
+    Raises:
+        UserError: the length is too short for the task.
     """
+    before = () if bos is None else (bos,)
 
-    name: str
-    tokenizer: Tokenizer
-    bos: int | None
-    trials: int
-    kind: RulerKind
-    score: Score
-    stop: Stop
-
-    def prompts(self, length: int) -> list[Prompt]:
-        """Return trials whose prompt and answer have at most ``length`` tokens.
-
-        As in the benchmark's programs, the first trial determines the number of units, and trials
-        that are too long lose units: as many as fill the excess, where the programs take steps of
-        up to 500 words.
-
-        Raises:
-            UserError: the length is too short for the task.
-        """
-        least = self.kind.least
-        small, larger = self._read(length, [(0, least), (0, least + PROBE)])
-        per_unit = (len(larger.tokens) - len(small.tokens)) / PROBE
-        estimate = least + max(0, round((length - _total(small)) / per_unit))
-        candidates = range(least, 2 * estimate)
-        most = bisect_right(
-            candidates, length, key=lambda n: max(map(_total, self._read(length, [(0, n)])))
-        )
-        sizes = dict.fromkeys(range(self.trials), least - 1 + most)
-        fitting: dict[int, Prompt] = {}
-        while missing := [number for number in sizes if number not in fitting]:
-            if min(sizes.values()) < least:
-                raise UserError(
-                    f"evaluation.lengths: expected more tokens for RULER's {self.name}, "
-                    f"got {length}"
-                )
-            prompts = self._read(length, [(number, sizes[number]) for number in missing])
-            for number, prompt in zip(missing, prompts, strict=True):
-                if (excess := _total(prompt) - length) <= 0:
-                    fitting[number] = prompt
-                else:
-                    sizes[number] -= math.ceil(excess / per_unit)
-        return [fitting[number] for number in sizes]
-
-    def _read(self, length: int, wanted: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
+    def read(units: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
         """Yield trials by number and units, in batches that keep memory small."""
-        before = () if self.bos is None else (self.bos,)
         size = max(1, TOKENS_AT_ONCE // length)
-        for start in range(0, len(wanted), size):
-            questions = []
-            for trial, units in wanted[start : start + size]:
-                draws = Random(f"{SEED} {self.name} {length} {trial}")
-                questions.append(self.kind.question(draws, trial, units, length))
-            encoded = self.tokenizer.encode_batch_fast(
-                [text for text, _ in questions], add_special_tokens=False
-            )
+        for start in range(0, len(units), size):
+            questions = [
+                kind.question(Random(f"{SEED} {name} {length} {trial}"), trial, count, length)
+                for trial, count in units[start : start + size]
+            ]
+            texts = [text for text, _ in questions]
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for (_, answers), encoding in zip(questions, encoded, strict=True):
-                yield Prompt((*before, *encoding.ids), answers, self.kind.new_tokens)
+                yield Prompt((*before, *encoding.ids), answers, kind.new_tokens)
 
+    def excess(prompt: Prompt) -> int:
+        return len(prompt.tokens) + kind.new_tokens - length
 
-def _total(prompt: Prompt) -> int:
-    """Return the tokens of a prompt and its answer."""
-    return len(prompt.tokens) + prompt.new_tokens
+    small, larger = read([(0, kind.least), (0, kind.least + PROBE)])
+    per_unit = (excess(larger) - excess(small)) / PROBE
+    estimate = kind.least + max(0, round(-excess(small) / per_unit))
+    candidates = range(kind.least, 2 * estimate)
+    most = bisect_right(candidates, 0, key=lambda n: max(map(excess, read([(0, n)]))))
+    sizes = dict.fromkeys(range(trials), kind.least - 1 + most)
+    fitting: dict[int, Prompt] = {}
+    while missing := [number for number in sizes if number not in fitting]:
+        if min(sizes.values()) < kind.least:
+            raise UserError(
+                f"evaluation.lengths: expected more tokens for RULER's {name}, got {length}"
+            )
+        prompts = read([(number, sizes[number]) for number in missing])
+        for number, prompt in zip(missing, prompts, strict=True):
+            if excess(prompt) <= 0:
+                fitting[number] = prompt
+            else:
+                sizes[number] -= math.ceil(excess(prompt) / per_unit)
+    return [fitting[number] for number in sizes]
 
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -468,6 +446,18 @@ READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_ho
 TASKS = (*SEARCHES, "vt", "cwe", "fwe", *READERS)
 
 
+def kind_of(name: str, tokenizer: Tokenizer, essay: Essay) -> RulerKind:
+    """Return the kind of a task that needs no file."""
+    if name == "vt":
+        chain = partial(variable_tracking, example_lines=lines_of_example(tokenizer))
+        return RulerKind(chain, 30, HOPS + 1)
+    if name == "cwe":
+        return RulerKind(common_words, 120, COMMON + 1)
+    if name == "fwe":
+        return RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT)
+    return RulerKind(partial(needles, essay=essay, **SEARCHES[name]), 128, 1)
+
+
 def ruler_tasks(
     settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
 ) -> tuple[list[Task], list[str]]:
@@ -481,15 +471,8 @@ def ruler_tasks(
     notes: list[str] = []
     for name in settings.tasks or TASKS:
         trials, scoring = settings.trials, (string_match_all, after_all)
-        if name in SEARCHES:
-            kind = RulerKind(partial(needles, essay=essay, **SEARCHES[name]), 128, 1)
-        elif name == "vt":
-            example_lines = lines_of_example(tokenizer)
-            kind = RulerKind(partial(variable_tracking, example_lines=example_lines), 30, HOPS + 1)
-        elif name == "cwe":
-            kind = RulerKind(common_words, 120, COMMON + 1)
-        elif name == "fwe":
-            kind = RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT)
+        if name not in READERS:
+            kind = kind_of(name, tokenizer, essay)
         else:
             key, read = READERS[name]
             if (file := getattr(settings, key)) is None:
@@ -497,5 +480,6 @@ def ruler_tasks(
                 continue
             items, scoring = read(file), (string_match_part, after_any)
             kind, trials = answerable(items), min(trials, len(items))
-        tasks.append(RulerTask(name, tokenizer, bos, trials, kind, *scoring))
+        prompts = partial(ruler_prompts, name, kind, tokenizer, bos, trials)
+        tasks.append(Task(name, prompts, *scoring))
     return tasks, notes

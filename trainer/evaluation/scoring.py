@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -45,29 +44,19 @@ Stop = Callable[[str, Sequence[str]], bool]
 """Whether a continuation can end here, because no further token changes its score."""
 
 
-class Task(Protocol):
+@dataclass(frozen=True)
+class Task:
     """A kind of question that can be asked at any length.
 
-    ``stop``: whether an answer may end early; None: never.
+    ``prompts``: returns the trials at a length in tokens, prompt and answer together; the same in
+    every call. It raises a ``UserError`` if the length is too short for the task, or the text too
+    short for the length. ``stop``: whether an answer may end early; None: never.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def score(self) -> Score: ...
-
-    @property
-    def stop(self) -> Stop | None: ...
-
-    def prompts(self, length: int) -> list[Prompt]:
-        """Return the trials at ``length`` tokens, prompt and answer together; the same in every
-        call.
-
-        Raises:
-            UserError: the length is too short for the task, or the text too short for the length.
-        """
-        ...
+    name: str
+    prompts: Callable[[int], list[Prompt]]
+    score: Score
+    stop: Stop | None = None
 
 
 NUMBER = re.compile(r"[0-9]+")
