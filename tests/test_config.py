@@ -88,7 +88,6 @@ BROKEN = {
     "model.num_key_value_heads": {"model": {"num_key_value_heads": 2}},
     "model.qk_norm.when": {"model": {"qk_norm": {"when": "after_drop"}}},
     "name": {"name": "a/b"},
-    "data.restart_positions": {"data": {"restart_positions": True}},
     "data.needles.mentions": {"data": {"needles": {"share": 0.5, "mentions": [2, 50]}}},
     "data.mixture.a.wieght": {"data": {"mixture": {"a": {"wieght": 1}}}},
     "drop.at": {"drop": {"at": 1000}},

@@ -112,8 +112,6 @@ class DataConfig(SourceConfig):
     ...}, ...}."""
     document_mask: bool = False
     """Keep attention within a document."""
-    restart_positions: bool = False
-    """Count positions from 0 in every document; needs document_mask."""
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
     num_workers: Natural = 0
     """Processes that read; 0: none."""

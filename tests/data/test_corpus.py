@@ -149,7 +149,6 @@ FILES = {"source": "files", "files": ["a.txt"]}
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        ({"restart_positions": True}, "data.restart_positions"),
         ({"prepared": "x", "mixture": {"a": FILES}}, "data.prepared"),
         ({"mixture": {"a": FILES | {"weigth": 1.0}}}, "data.mixture.a"),
         ({"sequence_length": 60, "needles": {"share": 0.1}}, "data.needles.mentions"),

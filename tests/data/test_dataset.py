@@ -134,7 +134,7 @@ def llama_corpus(corpus_and_config, tmp_path_factory):
     path = tmp_path_factory.mktemp("llama") / "tokenizer.json"
     tokenizer.save(str(path))
     needles = replace(config.needles, share=0.0)
-    config = replace(config, needles=needles, document_mask=True, restart_positions=True)
+    config = replace(config, needles=needles, document_mask=True)
     return prepare_corpus(config, TokenizerConfig(path=str(path))), config, first
 
 
@@ -148,5 +148,3 @@ def test_sequences_begin_with_the_token_that_the_tokenizer_puts_before_texts(lla
     assert torch.equal(inputs[:, 1:], batch["labels"][:, :-1])
     assert not (inputs[:, 1:] == first).any()
     assert torch.equal(batch["documents"], 1 + ends.cumsum(dim=1))
-    assert (batch["positions"][:, 0] == 0).all()
-    assert (batch["positions"][ends] == 0).all()

@@ -63,7 +63,7 @@ VARIANTS = {
     "Muon": {"optimizer": {"name": "muon"}},
     "accumulation": {"trainer": {"micro_batch_size": 2}},
     "bf16": {"trainer": {"precision": "bf16"}},
-    "documents": {"data": {"document_mask": True, "restart_positions": True}},
+    "documents": {"data": {"document_mask": True}},
     "no clipping": {"trainer": {"gradient_clip": 0.0}},
     "recomputed": {"strategy": {"activation_checkpointing": "selective"}},
     "windows": {"positional": {"windows": [8, None]}},

@@ -40,9 +40,7 @@ def ids(rows=2, length=LENGTH):
 
 def every_pass(model):
     """Training, evaluation, a prompt in pieces, and steps of generation."""
-    documents = ids()
-    positions = None if model.layout.frequencies_follow_length else documents
-    model.loss(ids(), ids(), documents=documents, positions=positions).backward()
+    model.loss(ids(), ids(), documents=ids()).backward()
     with torch.no_grad():
         model.token_losses(ids(length=LATER), ids(length=LATER))
         for begins in ((), (0, 3)):  # rows of one length, and of several

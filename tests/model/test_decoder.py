@@ -2,22 +2,18 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 
-from trainer.config import DataConfig
-from trainer.data.dataset import as_batch
 from trainer.model import decoder as decoder_module
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional import rotation
-from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
+from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.drop import drop
-from trainer.positional.rescaling import ntk_aware
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -148,44 +144,6 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "positional",
-    [
-        {"layers": ["rope", "nope"]},
-        {"layers": ["rope", "alibi"], "windows": [4, None]},
-        {"layers": ["rope_id"], "encodings": {"rope_id": {"fastest_wavelength": 2}}},
-        {"temperature": TemperatureConfig(0.5, per="sequence", reference=1)},
-        {"temperature": TemperatureConfig(0.5, per="query", reference=3, steps=True)},
-    ],
-    ids=["rope and nope", "alibi and a window", "RoPE-ID", "by document", "by query"],
-)
-def test_packed_documents_whose_positions_restart_are_documents_alone(tiny_decoder, positional):
-    """The length that a temperature follows is the document's, also beyond the training length."""
-    model = tiny_decoder(**positional, training_length=8)
-    model.use_backend("sdpa", "cpu", documents=True, half=False)
-    config, end = DataConfig(document_mask=True, restart_positions=True), 0
-    texts = [np.r_[IDS[0, :n].clamp(min=1).numpy(), end][None] for n in (5, 9, 1, 10)]
-    whole = np.concatenate(texts, axis=1)
-    packed = as_batch(whole, end, end, np.ones(whole.shape, np.float32), config)
-    alone = [as_batch(text, end, end, np.ones(text.shape, np.float32)) for text in texts]
-
-    def losses(batch):
-        each = torch.empty_like(batch["weights"])
-        options = {key: batch.get(key) for key in ("documents", "positions")}
-        model.loss(batch["input_ids"], batch["labels"], losses=each, **options)
-        return each[0]
-
-    expected = [losses(batch) for batch in alone]
-    torch.testing.assert_close(losses(packed), torch.cat(expected), rtol=0, atol=2e-6)
-
-
-def test_frequencies_by_length_are_refused_for_documents_whose_positions_restart(tiny_decoder):
-    model = tiny_decoder()
-    model.layout = model.layout.dynamically_rescaled(ntk_aware)
-    with pytest.raises(ValueError, match="cannot restart with documents"):
-        model(IDS, documents=torch.zeros_like(IDS), positions=torch.arange(40).expand(2, -1))
-
-
 def test_a_dropped_rope_decoder_is_a_nope_decoder(tiny_decoder):
     dropped, nope = tiny_decoder(layers=["rope"]), tiny_decoder(layers=["nope"])
     nope.load_state_dict(dropped.state_dict())
@@ -222,14 +180,6 @@ def test_cosines_and_sines_are_rounded_once_a_pass_to_the_same_numbers(
     dtypes.clear()
     assert all(map(torch.equal, ours, numbers()))
     assert {*dtypes} == {torch.float32}
-
-
-def test_rotation_sees_relative_positions_only(tiny_decoder):
-    model = tiny_decoder()
-    shifted = model(IDS, positions=torch.arange(40) + 1000)
-    torch.testing.assert_close(shifted, model(IDS), rtol=0, atol=1e-5)
-    stretched = model(IDS, positions=2 * torch.arange(40))
-    assert not torch.allclose(stretched, model(IDS), atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["per_head", "full"])

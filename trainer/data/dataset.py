@@ -25,7 +25,6 @@ class Batch(TypedDict):
     documents: NotRequired[Tensor]
     bounds: NotRequired[Tensor]
     longest: NotRequired[int]
-    positions: NotRequired[Tensor]
 
 
 class TrainingSamples(Dataset[Batch]):
@@ -99,8 +98,7 @@ def as_batch(
     every end-of-text token ``end``. With document masks, the batch also has ``documents``
     ``[B, T]``, the number of documents up to each input;
     ``bounds``, the starts of documents within the B T tokens, padded with B T to a multiple of
-    :data:`BOUNDS`; and ``longest``, a power of two of at least the longest document's length. If
-    positions restart per document, it has ``positions`` ``[B, T]``.
+    :data:`BOUNDS`; and ``longest``, a power of two of at least the longest document's length.
     """
     inputs = np.concatenate([np.full_like(targets[:, :1], first_token), targets[:, :-1]], axis=1)
     begins = inputs == end
@@ -115,10 +113,6 @@ def as_batch(
         bounds = _bounds(begins)
         batch["bounds"] = torch.from_numpy(bounds)
         batch["longest"] = 1 << int(np.diff(bounds).max() - 1).bit_length()
-    if config is not None and config.restart_positions:
-        columns = np.arange(inputs.shape[1])
-        latest = np.maximum.accumulate(np.where(begins, columns, 0), axis=1)
-        batch["positions"] = torch.from_numpy(columns - latest)
     return batch
 
 

@@ -23,7 +23,7 @@ from trainer.positional.layout import Layout
 
 Batch = Mapping[str, Any]
 """``input_ids`` and ``labels`` ``[B, T]``, and optional ``weights`` of tokens ``[B, T]``,
-``documents``, ``bounds``, ``longest`` and ``positions``, see :meth:`Decoder.hidden_states`."""
+``documents``, ``bounds`` and ``longest``, see :meth:`Decoder.hidden_states`."""
 
 
 class LanguageModule(L.LightningModule):
@@ -172,7 +172,7 @@ class LanguageModule(L.LightningModule):
 
 
 def _options(batch: Batch) -> dict[str, Any]:
-    keys = "documents", "bounds", "longest", "positions"
+    keys = "documents", "bounds", "longest"
     return {key: batch[key] for key in keys if key in batch}
 
 

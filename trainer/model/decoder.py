@@ -157,7 +157,6 @@ class Decoder(LanguageModel):
         documents: Tensor | None = None,
         bounds: Tensor | None = None,
         longest: int | None = None,
-        positions: Tensor | None = None,
         cache: KVCache | None = None,
         length: int | None = None,
         last: int | None = None,
@@ -170,8 +169,6 @@ class Decoder(LanguageModel):
             bounds: starts of the documents, see :func:`trainer.model.backends.bounds_of`. If needed
                 and not given, computing them causes a host sync.
             longest: upper bound of the documents' lengths; None: T.
-            positions: ``[T]`` or ``[B, T]``; default 0 .. T - 1, or onwards from the cache. With
-                documents, the length that an encoding may depend on is the document's.
             cache: earlier tokens, extended in place.
             length: tokens of the whole sequence if more will follow; encodings that depend on the
                 length use it.
@@ -187,10 +184,7 @@ class Decoder(LanguageModel):
             begins = torch.tensor(cache.begins, device=ids.device)
             lengths = [(length or len(columns)) - begin for begin in cache.begins]
             columns = columns - begins[:, None]
-        if positions is None:
-            positions = columns[..., past:]
-        elif documents is not None and self.layout.follows_length:
-            lengths = document_lengths(documents)
+        positions = columns[..., past:]
         mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(mask, ids, columns.shape[-1], last)
         layers, config = self.layout.layers, self.config
@@ -303,13 +297,6 @@ class Decoder(LanguageModel):
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def document_lengths(documents: Tensor) -> Tensor:
-    """Return the number of tokens in each token's document, ``[B, T]``, without a host sync."""
-    ordinals = F.pad(documents.diff(dim=1).ne(0), (1, 0)).cumsum(dim=1)
-    counts = torch.zeros_like(ordinals).scatter_add_(1, ordinals, torch.ones_like(ordinals))
-    return counts.gather(1, ordinals)
 
 
 def bias_slopes(layer: LayerEncoding, heads: int, device: torch.device) -> Tensor | None:

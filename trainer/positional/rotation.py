@@ -36,8 +36,8 @@ Groups = tuple[HeadGroup, ...]
 """Tables of all key-value heads of a layer."""
 
 
-Lengths = int | Sequence[int] | Tensor
-"""Tokens of the sequence: of all rows, of every row, or ``[B, T]`` for every token."""
+Lengths = int | Sequence[int]
+"""Tokens of the sequence: of all rows, or of every row."""
 
 
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,9 +125,6 @@ def head_groups(
 
     ``positions``: ``[T]`` or ``[B, T]``, of the tokens to encode. ``dtype``: of the cosines and
     sines; with the queries' dtype, :func:`rotate` rounds nothing.
-
-    Raises:
-        ValueError: frequencies depend on the length, and each token has a length of its own.
     """
     tables: dict[Any, tuple[Tensor, Tensor]] = {}
     C, device = layout.training_length, positions.device
@@ -161,8 +158,6 @@ def _rotation(spectrum: Spectrum, lengths: Lengths, training_length: int) -> tup
     if isinstance(lengths, int):
         spectrum = spectrum.at(lengths, training_length)
         return spectrum.inv_freq, spectrum.rotary_scale
-    if isinstance(lengths, Tensor):
-        raise ValueError("frequencies that depend on the length cannot restart with documents")
     rows = [spectrum.at(length, training_length) for length in lengths]
     return tuple((row.inv_freq,) for row in rows), tuple(((row.rotary_scale,),) for row in rows)
 
@@ -181,8 +176,6 @@ def _temperature(
         return None if temperature.scale == 1 else temperature.scale
     if temperature.per == "query":
         seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
-    elif isinstance(lengths, Tensor):
-        seen = lengths
     else:
         seen = torch.tensor(lengths, device=positions.device)[:, None]
     reference = temperature.reference or training_length

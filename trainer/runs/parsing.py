@@ -127,10 +127,6 @@ def _data_rules(data: DataConfig) -> Rules:
     for name, changes in data.mixture.items():
         validated(SourceConfig, changes, "data.mixture", name)
     yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
-    yield (
-        data.restart_positions and not data.document_mask,
-        "data.restart_positions: needs data.document_mask=true",
-    )
     most = data.needles.mentions[1]
     yield (
         data.needles.share and 3 * most >= data.sequence_length,
