@@ -29,7 +29,7 @@ def layer_of_heads(name="rope", *, texts=2, heads=4, kv_heads=2, T=40, D=8, wind
 
     q, k = cloud(heads), cloud(kv_heads)
     spectrum = by_name(name, D, T)
-    encoding = LayerEncoding(((spectrum, kv_heads),), window)
+    encoding = LayerEncoding((spectrum,) * kv_heads, window)
     return Heads(index, encoding, q, k, turned(q, spectrum), turned(k, spectrum), 64)
 
 

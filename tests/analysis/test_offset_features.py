@@ -112,7 +112,7 @@ STILL = Spectrum((1.0, 0.0, 0.01))
 def layer(seed, texts=2):
     generator = torch.Generator().manual_seed(seed)
     q, k = (torch.randn(texts, heads, 7, 6, generator=generator) for heads in (4, 2))
-    encoding = LayerEncoding.of_heads((HALF, STILL))
+    encoding = LayerEncoding((HALF, STILL))
     return Heads(3, encoding, q + 1, k, q, k, 64)
 
 

@@ -32,7 +32,7 @@ def geometry(x, spectrum):
     """The cluster analysis of keys ``[T, D]``; the queries are the same."""
     x = x[None, None]
     rotated = turned(x, spectrum)
-    heads = Heads(0, LayerEncoding(((spectrum, 1),)), x, x, rotated, rotated, 64)
+    heads = Heads(0, LayerEncoding((spectrum,)), x, x, rotated, rotated, 64)
     return stacked([cluster_measures(heads, [x.shape[2]], points=8)])
 
 

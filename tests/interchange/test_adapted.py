@@ -185,9 +185,7 @@ CHANGES = {
     ),
     "half of the heads": lambda layout: replace(
         layout,
-        layers=tuple(
-            LayerEncoding.of_heads((Spectrum(), *layer.spectra[1:])) for layer in layout.layers
-        ),
+        layers=tuple(LayerEncoding((Spectrum(), *layer.spectra[1:])) for layer in layout.layers),
     ),
     "a gain on heads": lambda layout: replace(
         layout, layers=tuple(replace(layer, intervention=GAIN) for layer in layout.layers)

@@ -14,7 +14,7 @@ def slowed(method, spectrum, factor, training_length, **options):
 
 def one_layer(training_length, *spectra, **others):
     """A layout of one layer with a spectrum for every key-value head."""
-    return Layout(training_length, (LayerEncoding.of_heads(spectra, **others),))
+    return Layout(training_length, (LayerEncoding(spectra, **others),))
 
 
 def encode(q, k, groups):

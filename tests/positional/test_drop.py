@@ -16,10 +16,10 @@ TEMPERED = Spectrum((1.0,), Temperature(0.1, 2.0))
 MIXED = Layout(
     C,
     (
-        LayerEncoding.of_heads((ROPE, ROPE), window=16),
-        LayerEncoding.of_heads((ROPE, NOPE)),
-        LayerEncoding.of_heads((TEMPERED, SLOW), window=32, qk_norm=True),
-        LayerEncoding.of_heads((Spectrum(alibi=True), ROPE)),
+        LayerEncoding((ROPE, ROPE), window=16),
+        LayerEncoding((ROPE, NOPE)),
+        LayerEncoding((TEMPERED, SLOW), window=32, qk_norm=True),
+        LayerEncoding((Spectrum(alibi=True), ROPE)),
     ),
 )
 subsets = st.none() | st.sets(st.integers(-4, 3))
@@ -66,7 +66,7 @@ SLOWER = Spectrum(tuple(f / 2 for f in PAIRS.inv_freq))
 POSITIONAL = PositionalConfig(
     layers=["rope", "nope"], windows=[16], encodings={"rope": {"base": 100.0}}
 )
-LAYOUT = Layout(C, (LayerEncoding.of_heads((PAIRS, PAIRS, SLOWER, SLOWER), window=16),) * 3)
+LAYOUT = Layout(C, (LayerEncoding((PAIRS, PAIRS, SLOWER, SLOWER), window=16),) * 3)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_drop_may_set_windows_also_of_layers_that_keep_their_encoding():
     ],
 )
 def test_a_drop_keeps_a_temperature_that_the_weights_were_trained_with(trained):
-    layers = (LayerEncoding.of_heads((Spectrum((1.0,), trained), TEMPERED)),)
+    layers = (LayerEncoding((Spectrum((1.0,), trained), TEMPERED)),)
     after = drop(Layout(C, layers))
     assert after.layers[0].spectra == (Spectrum(temperature=trained), NOPE)
     own = Spectrum(temperature=Temperature(0.5, reference=2))

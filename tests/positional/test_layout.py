@@ -42,8 +42,8 @@ spectra = st.builds(
     ),
 )
 layers = st.builds(
-    LayerEncoding.of_heads,
-    st.lists(spectra, min_size=1, max_size=4),
+    LayerEncoding,
+    st.lists(spectra, min_size=1, max_size=4).map(tuple),
     st.none() | st.integers(1, 4096),
     st.booleans(),
 )
@@ -61,14 +61,13 @@ def test_a_layout_survives_json(layout):
 
 
 def test_neighbouring_heads_with_one_spectrum_are_one_group():
-    assert LayerEncoding.of_heads((A, A, B, A)).groups == ((A, 2), (B, 1), (A, 1))
-    assert LayerEncoding(((A, 1), (A, 2))) == LayerEncoding.of_heads((A, A, A))
+    assert LayerEncoding((A, A, B, A)).groups == ((A, 2), (B, 1), (A, 1))
 
 
 def test_a_change_reaches_every_head_and_leaves_windows_and_norms():
-    layout = Layout(C, (LayerEncoding.of_heads((A, B), 16, True), LayerEncoding.of_heads((B, B))))
+    layout = Layout(C, (LayerEncoding((A, B), 16, True), LayerEncoding((B, B))))
     changed = layout.map(lambda spectrum: A if spectrum == B else B)
-    expected = LayerEncoding.of_heads((B, A), 16, True), LayerEncoding.of_heads((A, A))
+    expected = LayerEncoding((B, A), 16, True), LayerEncoding((A, A))
     assert changed == Layout(C, expected)
 
 
@@ -105,9 +104,7 @@ def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
     ``with_rope_scaling`` does by default (full_attn_layers_only)."""
     trained = Spectrum(tuple(500_000.0 ** (-m / 64) for m in range(64)))
     windows = [pattern[i % len(pattern)] for i in range(8)]
-    layout = Layout(
-        8192, tuple(LayerEncoding.of_heads((trained,), None if w < 0 else w) for w in windows)
-    )
+    layout = Layout(8192, tuple(LayerEncoding((trained,), None if w < 0 else w) for w in windows))
     slowed = rescaled(trained, yarn, 8192, 8.0)
     assert slowed.inv_freq[-1] == pytest.approx(trained.inv_freq[-1] / 8)
     expected = [slowed if window == -1 else trained for window in windows]
@@ -128,8 +125,8 @@ def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
     ],
 )
 def test_a_choice_of_layers(choice, layers):
-    still = LayerEncoding.of_heads((B,))
-    layout = Layout(C, tuple(LayerEncoding.of_heads((A,), w) for w in (16, C, C + 1, None)))
+    still = LayerEncoding((B,))
+    layout = Layout(C, tuple(LayerEncoding((A,), w) for w in (16, C, C + 1, None)))
     assert layout.chosen(choice) == layout.rotating(choice) == layers
     assert layout.of_layers(choice).layers == tuple(layout.layers[i] for i in layers)
     assert Layout(C, (*layout.layers[:3], still)).rotating(choice) == [i for i in layers if i < 3]
@@ -167,7 +164,7 @@ def test_published_temperatures(stretch):
 def test_interventions_of_shared_keys_go_to_each_of_their_queries():
     rope = by_name("rope", 16, 32)
     changed = Intervention(key=((1.0,), (0.5,)), key_noise=(0.0, 1.0))
-    layer = LayerEncoding(((rope, 2),), intervention=changed).expanded(2)
+    layer = LayerEncoding((rope, rope), intervention=changed).expanded(2)
     assert layer.intervention == Intervention(
         key=((1.0,), (1.0,), (0.5,), (0.5,)), key_noise=(0.0, 0.0, 1.0, 1.0)
     )

@@ -205,7 +205,7 @@ def test_frequencies_and_tables_are_those_of_transformers(case):
 
 def test_heads_that_differ_in_their_scale_alone_have_tables_of_their_own():
     rope = by_name("rope", 16, 32)
-    heads = LayerEncoding.of_heads((rope, replace(rope, rotary_scale=2.0)))
+    heads = LayerEncoding((rope, replace(rope, rotary_scale=2.0)))
     layout = replace(uniform(rope, layers=1, heads=2, training_length=32), layers=(heads,))
     ((plain, scaled),) = head_groups(layout, torch.arange(4), 4)
     torch.testing.assert_close(scaled.cos, 2 * plain.cos)

@@ -194,7 +194,7 @@ def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection
     spectra = list(encoding.spectra)
     for head in chosen:
         spectra[head.head] = _standing_still(spectra[head.head], head.bands)
-    return replace(encoding, groups=tuple((spectrum, 1) for spectrum in spectra))
+    return replace(encoding, spectra=tuple(spectra))
 
 
 def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:

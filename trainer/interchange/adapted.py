@@ -269,7 +269,7 @@ class AdaptedModel(LanguageModel):
         order = list(next(iter(orders), range(size)))
         self._order = order if order != sorted(order) else None
         layers = (
-            LayerEncoding(((spectrum, kv_heads),), trial.window)
+            LayerEncoding((spectrum,) * kv_heads, trial.window)
             for (spectrum, _), trial in zip(found, trials, strict=True)
         )
         self.own_layout = self.layout = self._with_lengths(text, tuple(layers))

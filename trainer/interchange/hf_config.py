@@ -118,7 +118,7 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     rotates = _rotating(values, architecture, config.num_hidden_layers)
     heads = config.num_key_value_heads
     layers = (
-        LayerEncoding(((spectrum if turns else Spectrum(), heads),), window, architecture.qk_norm)
+        LayerEncoding((spectrum if turns else Spectrum(),) * heads, window, architecture.qk_norm)
         for turns, window in zip(rotates, _windows(values, architecture, rotates), strict=True)
     )
     return config, Layout(trained, tuple(layers), reach)
@@ -254,7 +254,7 @@ def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     if targets is not None:
         config = replace(config, qk_norm=QKNormConfig("always", "full", targets))
     layers = (
-        replace(layer, groups=((spectrum, config.num_key_value_heads),), qk_norm=bool(targets))
+        replace(layer, spectra=(spectrum,) * config.num_key_value_heads, qk_norm=bool(targets))
         for layer in layout.layers
     )
     return config, Layout(layout.training_length, tuple(layers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any, Literal, cast, get_args
@@ -105,6 +105,25 @@ def match_gains(module: LanguageModule, batches: Sequence[Tensor]) -> None:
         norm.weight.fill_(torch.stack(means).mean().sqrt().item())
 
 
+def multiply_rates(
+    optimizer: torch.optim.Optimizer, factor: Callable[[], float]
+) -> tuple[RemovableHandle, ...]:
+    """Multiply the learning rates by ``factor()`` in every step alone: schedulers may multiply
+    them. Removing the handles ends it."""
+    rates: list[float] = []
+
+    def lower(*_: Any) -> None:
+        rates[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] *= factor()
+
+    def restore(*_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    return optimizer.register_step_pre_hook(lower), optimizer.register_step_post_hook(restore)
+
+
 class DropPositions(L.Callback):
     """Drops the positional encoding in mid-run (DroPE), in any Lightning trainer and strategy.
 
@@ -185,24 +204,13 @@ class DropPositions(L.Callback):
         elif self.dropped_at is None:
             with model.using(self._dropped(model)):  # raises if it cannot take it
                 pass
-        for optimizer in trainer.optimizers if self.rewarm else ():
-            rates: list[float] = []
 
-            def lower(optimizer: Any, *_: Any, rates: list[float] = rates) -> None:
-                rates[:] = [group["lr"] for group in optimizer.param_groups]
-                since = trainer.global_step - (self.dropped_at or 0)
-                if self.dropped_at is not None and 0 <= since < self.rewarm:
-                    for group in optimizer.param_groups:
-                        group["lr"] *= (since + 1) / self.rewarm
+        def factor() -> float:
+            since = -1 if self.dropped_at is None else trainer.global_step - self.dropped_at
+            return (since + 1) / self.rewarm if 0 <= since < self.rewarm else 1.0
 
-            def restore(optimizer: Any, *_: Any, rates: list[float] = rates) -> None:
-                for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                    group["lr"] = rate  # schedulers may multiply it
-
-            self._hooks += (
-                optimizer.register_step_pre_hook(lower),
-                optimizer.register_step_post_hook(restore),
-            )
+        for optimizer in trainer.optimizers:
+            self._hooks += multiply_rates(optimizer, factor)
 
     def on_train_end(self, *_: Any) -> None:
         """End rewarming: the module may keep its optimizer for another fit."""

@@ -118,47 +118,39 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see
         :meth:`hidden_states`."""
-        read = self.prefilled if self._is_long(ids) else self.hidden_states
-        return self.logits(read(ids, **options))
+        return self.logits(self.prefilled(ids, **options))
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return each token's cross-entropy ``[B, T]``, without gradient."""
+        begin, losses = 0, []
         with torch.no_grad():
-            if not self._is_long(ids):
-                return self.losses(self.hidden_states(ids), targets)
-            # Keep the states of one chunk only: storing all states would need memory again.
-            begin, losses = 0, []
-            for states in self._by_chunk(ids, self.empty_cache(*ids.shape), ids.shape[1], None):
+            for states in self._by_chunk(ids):  # storing all states would need memory again
                 end = begin + states.shape[1]
                 losses.append(self.losses(states, targets[:, begin:end]))
                 begin = end
             return torch.cat(losses, dim=1)
 
-    def prefilled(
+    def prefilled(self, ids: Tensor, **options: Any) -> Tensor:
+        """Return :meth:`hidden_states`, read a ``prefill_chunk`` at a time."""
+        states = list(self._by_chunk(ids, **options))
+        return states[0] if len(states) == 1 else torch.cat(states, dim=1)
+
+    def _by_chunk(
         self,
         ids: Tensor,
         *,
         cache: KVCache | None = None,
         length: int | None = None,
         last: int | None = None,
-    ) -> Tensor:
-        """Return :meth:`hidden_states`, read a ``prefill_chunk`` at a time."""
-        if not self._is_long(ids):
-            return self.hidden_states(ids, cache=cache, length=length, last=last)
-        cache = self.empty_cache(*ids.shape) if cache is None else cache
-        length = length or cache.length + ids.shape[1]
-        return torch.cat(list(self._by_chunk(ids, cache, length, last)), dim=1)
-
-    def _is_long(self, ids: Tensor) -> bool:
-        return self.prefill_chunk is not None and ids.shape[1] > self.prefill_chunk
-
-    def _by_chunk(
-        self, ids: Tensor, cache: KVCache, length: int, last: int | None
+        **options: Any,
     ) -> Iterator[Tensor]:
         """Yield the states of one chunk after the other, without positions before the ``last``
         ones."""
-        assert self.prefill_chunk is not None
-        begin = 0
+        if self.prefill_chunk is None or ids.shape[1] <= self.prefill_chunk:
+            yield self.hidden_states(ids, cache=cache, length=length, last=last, **options)
+            return
+        cache = self.empty_cache(*ids.shape) if cache is None else cache
+        length, begin = length or cache.length + ids.shape[1], 0
         for chunk in ids.split(self.prefill_chunk, dim=1):
             size, begin = chunk.shape[1], begin + chunk.shape[1]
             wanted = size if last is None else size - max(0, ids.shape[1] - last - begin + size)

@@ -116,6 +116,6 @@ def build_layout(
         main = config.layers[index % len(config.layers)]
         names = [main] * (num_key_value_heads - len(others)) + others
         window = config.windows[index % len(config.windows)]
-        return LayerEncoding.of_heads((spectra[name] for name in names), window, qk_norm)
+        return LayerEncoding(tuple(spectra[name] for name in names), window, qk_norm)
 
     return Layout(training_length, tuple(layer(index) for index in range(num_layers)))

@@ -45,9 +45,8 @@ def drop(
     def changed(index: int, layer: LayerEncoding) -> LayerEncoding:
         if index in chosen:
             of = _indices(heads, len(layer.spectra))
-            spectra = (new(s) if head in of else s for head, s in enumerate(layer.spectra))
-            groups = tuple((spectrum, 1) for spectrum in spectra)
-            layer = replace(layer, groups=groups, qk_norm=layer.qk_norm or qk_norm)
+            spectra = tuple(new(s) if head in of else s for head, s in enumerate(layer.spectra))
+            layer = replace(layer, spectra=spectra, qk_norm=layer.qk_norm or qk_norm)
         if windows is None:
             return layer
         return replace(layer, window=windows[index % len(windows)])

@@ -30,16 +30,6 @@ def encoding(function: F) -> F:
     return function
 
 
-def parameters(name: str) -> dict[str, Any]:
-    """Return the configuration keys of an encoding and their defaults."""
-    signature = inspect.signature(ENCODINGS[name])
-    return {
-        key: parameter.default
-        for key, parameter in signature.parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-
-
 def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Spectrum:
     """Return the spectrum of a registered encoding; ``values``: parameters other than its defaults.
 

@@ -8,19 +8,18 @@ of its keys. Every checkpoint stores the layout of its time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trainer.common.fields import adapter
 from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
 from trainer.positional.spectrum import Spectrum
 
-Group = tuple[Spectrum, int]
-"""A spectrum, and the number of neighbouring key-value heads that have it."""
+T = TypeVar("T")
 LayerChoice = Literal["all"] | list[int] | None
 """Layers that an extension changes: all, or indices, where negative ones count from the last. None:
 the layers that see more than C keys, since a window within C meets no distance that was not
@@ -31,31 +30,20 @@ trained."""
 class LayerEncoding:
     """Encoding of a layer's queries and keys, between projection and scores.
 
-    ``groups``: the key-value heads, or all query heads, from the first to the last; neighbours with
-    equal spectra become one group. ``window``: number of keys that a query sees, itself included
-    (None: all before it). ``qk_norm``: whether the layer's query and key norms are on.
-    ``intervention``: change of the encoded queries and keys, for an evaluation.
+    ``spectra``: of every key-value head, or of every query head. ``window``: number of keys that a
+    query sees, itself included (None: all before it). ``qk_norm``: whether the layer's query and
+    key norms are on. ``intervention``: change of the encoded queries and keys, for an evaluation.
     """
 
-    groups: tuple[Group, ...]
+    spectra: tuple[Spectrum, ...]
     window: int | None = None
     qk_norm: bool = False
     intervention: Intervention | None = None
 
-    def __post_init__(self) -> None:
-        together = groupby(self.groups, key=lambda group: group[0])
-        merged = tuple((s, sum(heads for _, heads in groups)) for s, groups in together)
-        object.__setattr__(self, "groups", merged)
-
-    @classmethod
-    def of_heads(cls, spectra: Iterable[Spectrum], *others: Any, **named: Any) -> LayerEncoding:
-        """Build a layer from a spectrum for every key-value head and the other fields."""
-        return cls(tuple((spectrum, 1) for spectrum in spectra), *others, **named)
-
     @cached_property
-    def spectra(self) -> tuple[Spectrum, ...]:
-        """Spectrum of every key-value head, or of every query head."""
-        return tuple(spectrum for spectrum, heads in self.groups for _ in range(heads))
+    def groups(self) -> tuple[tuple[Spectrum, int], ...]:
+        """Spectra of neighbouring heads that share one, and the number of these heads."""
+        return tuple((spectrum, len([*heads])) for spectrum, heads in groupby(self.spectra))
 
     @property
     def frequencies_follow_length(self) -> bool:
@@ -64,13 +52,14 @@ class LayerEncoding:
 
     def expanded(self, queries_per_key: int) -> LayerEncoding:
         """Return the layer with a spectrum for every query head."""
-        groups = tuple((spectrum, heads * queries_per_key) for spectrum, heads in self.groups)
-        intervention = self.intervention
-        if intervention is not None:
-            keys = tuple(row for row in intervention.key for _ in range(queries_per_key))
-            noise = tuple(std for std in intervention.key_noise for _ in range(queries_per_key))
-            intervention = replace(intervention, key=keys, key_noise=noise)
-        return replace(self, groups=groups, intervention=intervention)
+
+        def repeated(heads: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(head for head in heads for _ in range(queries_per_key))
+
+        change = self.intervention
+        if change is not None:
+            change = replace(change, key=repeated(change.key), key_noise=repeated(change.key_noise))
+        return replace(self, spectra=repeated(self.spectra), intervention=change)
 
     def with_intervention(self, intervention: Intervention) -> LayerEncoding:
         """Return the layer with an intervention on its heads.
@@ -84,7 +73,8 @@ class LayerEncoding:
 
     def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
         """Replace every spectrum by ``change(spectrum)``; return the new layer."""
-        return replace(self, groups=tuple((change(s), heads) for s, heads in self.groups))
+        changed = {spectrum: change(spectrum) for spectrum, _ in self.groups}
+        return replace(self, spectra=tuple(changed[spectrum] for spectrum in self.spectra))
 
 
 @dataclass(frozen=True)
@@ -254,7 +244,7 @@ class Layout:
             values["training_length"],
             tuple(
                 LayerEncoding(
-                    tuple((spectra[i], heads) for i, heads in layer["groups"]),
+                    tuple(spectra[i] for i, heads in layer["groups"] for _ in range(heads)),
                     layer["window"],
                     layer["qk_norm"],
                 )
@@ -277,5 +267,5 @@ def uniform(
 
     ``window``, ``qk_norm``: see :class:`LayerEncoding`.
     """
-    layer = LayerEncoding(((spectrum, heads),), window, qk_norm)
+    layer = LayerEncoding((spectrum,) * heads, window, qk_norm)
     return Layout(training_length, (layer,) * layers)

@@ -50,13 +50,16 @@ def _geometric_step(moving: Sequence[float]) -> float | None:
     return step if np.allclose(steps, step, rtol=GEOMETRIC, atol=0) else None
 
 
-def _over_logarithm(inv_freq: Frequencies, fast: float, slow: float) -> Stretch:
-    """Keep frequencies from ``fast`` on, divide those up to ``slow`` by s.
+def _indices(inv_freq: Frequencies) -> tuple[np.ndarray, float]:
+    """Return each pair's place among geometric frequencies of the same range, and their step in the
+    logarithm.
 
-    The ramp between them is linear in the logarithm of the frequency.
+    The place of pair m is m if the frequencies are geometric, infinite if it does not turn.
     """
+    moving = [f for f in inv_freq if f > 0]
+    step = math.log(max(moving) / min(moving)) / (len(moving) - 1)
     known = np.maximum(inv_freq, np.finfo(float).tiny)
-    return _by_share(np.clip(np.log(known / slow) / math.log(fast / slow), 0, 1))
+    return np.log(max(moving) / known) / step, step
 
 
 def position_interpolation(inv_freq: Frequencies, training_length: int) -> Stretch:
@@ -85,30 +88,23 @@ def ntk_by_parts(
     """NTK-by-parts scaling (bloc97 2023): the frequencies of YaRN, as transformers computes them.
 
     Pairs that turn more than ``beta_fast`` times in C keep their frequency, those that turn less
-    than ``beta_slow`` times are divided by s. The ramp between them is linear in the pair's index;
-    ``truncate`` rounds its ends to whole indices.
-
-    If frequencies are not geometric (after an earlier rescaling, Llama 3.1's), an index does not
-    determine the turns. The ramp is then linear in the logarithm of each pair's own turns, which is
-    the same for geometric ones, and ``truncate`` has no effect.
+    than ``beta_slow`` times are divided by s. The ramp between them is linear in the pair's index,
+    and so in the logarithm of its turns, also where frequencies are not geometric (Llama 3.1's).
+    ``truncate`` rounds its ends to whole indices, which only geometric frequencies have.
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
-    moving = [f for f in inv_freq if f > 0]
-    step = _geometric_step(moving)
-    if step is None:
-        once = 2 * math.pi / training_length
-        return _over_logarithm(inv_freq, beta_fast * once, beta_slow * once)
+    indices, step = _indices(inv_freq)
 
     def index(turns: float) -> float:
         """Return the fractional index at which a pair turns so often within C."""
-        return math.log(moving[0] * training_length / (2 * math.pi * turns)) / step
+        return math.log(max(inv_freq) * training_length / (2 * math.pi * turns)) / step
 
     low, high = index(beta_fast), index(beta_slow)
-    if truncate:
+    if truncate and _geometric_step([f for f in inv_freq if f > 0]) is not None:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * len(inv_freq) - 1)
-    ramp = np.clip((np.arange(len(inv_freq)) - low) / max(high - low, 1e-3), 0, 1)
+    ramp = np.clip((indices - low) / max(high - low, 1e-3), 0, 1)
     return _by_share(1 - ramp)
 
 
@@ -137,16 +133,14 @@ def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     """YaRN-style scaling for encodings that are fast throughout (RoPE-ID, App. A.9).
 
     The fastest pair stays as it is, the slowest is divided by s, and the ramp between them is
-    linear in the pair's index, which for RoPE-ID's log-spaced pairs equals the logarithm of the
-    frequency (the paper does not say over what it interpolates). After an earlier rescaling it is
-    linear in that logarithm. RoPE-ID has a temperature of its own in place of an attention factor.
+    linear in the logarithm of the frequency, which for RoPE-ID's log-spaced pairs is the pair's
+    index (the paper does not say over what it interpolates). RoPE-ID has a temperature of its own
+    in place of an attention factor.
     """
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
-    moving = [f for f in inv_freq if f > 0]
-    if _geometric_step(moving) is None:
-        return _over_logarithm(inv_freq, max(moving), min(moving))
-    return _by_share(np.clip(1 - np.arange(len(inv_freq)) / (len(moving) - 1), 0, 1))
+    indices, _ = _indices(inv_freq)
+    return _by_share(np.clip(1 - indices / (sum(f > 0 for f in inv_freq) - 1), 0, 1))
 
 
 def _over_turns(
