@@ -1,4 +1,4 @@
-"""The numbers of every row, against loops over single queries and keys in float64."""
+"""Queries and keys in the scores, and attention against loops over pairs in float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of, layer_of_heads
+from tests.reference import turned
 from trainer.analysis import attention as module
-from trainer.analysis.attention import attention_rows, head_attention
+from trainer.analysis.attention import attention_rows, capture, head_attention
 from trainer.analysis.clusters import stable_rank
+from trainer.model.config import QKNormConfig
+from trainer.positional.intervention import Intervention
 
 
 def expected_rows(attention, dots):
@@ -68,3 +71,87 @@ def test_attention_of_some_queries_of_one_head(encoding, softmax):
 def test_stable_rank_counts_directions():
     keys = torch.diag(torch.tensor([2.0, 2.0, 1.0, 0.0]))
     assert stable_rank(keys.mT @ keys).item() == pytest.approx((4 + 4 + 1) / 4)
+
+
+IDS = torch.randint(50, (2, 20), generator=torch.Generator().manual_seed(4))
+MODELS = {
+    "rope": {},
+    "half of the channels": {"encodings": {"rope": {"rotary_fraction": 0.5}}},
+    "half of the heads": {"heads": {"nope": 0.5}},
+    "nope": {"layers": ["nope"]},
+    "qk_norm": {"model": {"qk_norm": QKNormConfig("always", "per_head")}},
+}
+
+
+def all_layers(model, ids=IDS):
+    layers = []
+    states = capture(model, ids, layers.append)
+    return layers, states
+
+
+@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
+def test_what_is_rotated_is_the_rotation_of_what_is_not(tiny_decoder, positional):
+    """Against complex numbers in float64."""
+    model = tiny_decoder(**positional)
+    for heads in all_layers(model)[0]:
+        assert heads.q.shape == (2, 4, 20, 8)
+        assert heads.k.shape == (2, 2, 20, 8)
+        assert heads.queries_per_key == 2
+        for x, rotated, per_key in ((heads.q, heads.rotated_q, 2), (heads.k, heads.rotated_k, 1)):
+            for h in range(x.shape[1]):
+                inv_freq = heads.encoding.spectra[h // per_key].inv_freq
+                expected = [turned(v, i, inv_freq) for i, v in enumerate(x[1, h].tolist())]
+                torch.testing.assert_close(
+                    rotated[1, h], torch.tensor(expected), rtol=1e-5, atol=1e-5
+                )
+
+
+@torch.no_grad()
+def test_before_the_encoding_they_are_the_projections(tiny_decoder):
+    model = tiny_decoder()
+    block = model.layers[0]
+    (first, _), _ = all_layers(model)
+    x = block.input_layernorm(model.embed_tokens(IDS))
+    for seen, linear in ((first.q, block.self_attn.q_proj), (first.k, block.self_attn.k_proj)):
+        assert torch.equal(seen, linear(x).unflatten(-1, (-1, 8)).transpose(1, 2))
+
+
+def test_temperature_and_gains_are_included(tiny_decoder):
+    model = tiny_decoder()
+    (plain, _), _ = all_layers(model)
+    layout = model.layout.map(lambda s: s.with_temperature(scale=3.0))
+    gains = Intervention(key=((2.0,) * 8, (1.0,) * 8))
+    model.layout = replace(
+        layout, layers=tuple(replace(layer, intervention=gains) for layer in layout.layers)
+    )
+    (changed, _), _ = all_layers(model)
+    assert changed.encoding.intervention == gains
+    torch.testing.assert_close(changed.rotated_q, 3 * plain.rotated_q)
+    torch.testing.assert_close(changed.rotated_k[:, 0], 2 * plain.rotated_k[:, 0])
+    assert torch.equal(changed.rotated_k[:, 1], plain.rotated_k[:, 1])
+    assert torch.equal(changed.q, plain.q)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_blocks_are_seen_too(tiny_decoder):
+    """And nothing is compiled anew, then or after. The graphs run as they are, which is enough to
+    see when they are made."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    plain, _ = all_layers(tiny_decoder())
+    model = tiny_decoder()
+    for block in model.layers:
+        block.compile(backend=backend)
+    before, made = model(IDS), len(graphs)
+    assert made
+    layers, _ = all_layers(model)
+    assert [heads.layer for heads in layers] == [0, 1]
+    for heads, expected in zip(layers, plain, strict=True):
+        torch.testing.assert_close(heads.rotated_q, expected.rotated_q)
+    assert torch.equal(model(IDS), before)
+    assert len(graphs) == made

@@ -1,17 +1,22 @@
-"""What an analysis needs, and which model stands beside the one that is analysed."""
+"""The model beside the one that is analysed, and the texts: how long, how many, from where."""
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from tests.data.streams import held_out
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AnalysisRequest
+from trainer.data.tokenizer import train_tokenizer
 from trainer.workflows import analyze
+from trainer.workflows.analyze import choice_texts, needle_prompt, page_texts
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,122 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
     (results,) = analyses("synthetic")
     assert results.key == "synthetic"
     assert analyses("drop") == []
+
+
+END = 10**6
+
+
+def split(tokens, first=0):
+    """So many tokens that count up, with a separator behind every tenth."""
+    return np.insert(np.arange(first, first + tokens), np.arange(10, tokens, 10), END)
+
+
+def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokenizer=None, **config):
+    corpus = SimpleNamespace(
+        test=held_out(split(tokens)),
+        validation=held_out(split(tokens, 10_000), name="validation"),
+        end_of_text=END,
+    )
+    layout = SimpleNamespace(training_length=C)
+    candidate = SimpleNamespace(layout=layout, bos_token=bos, named_bos=named, tokenizer=tokenizer)
+    more = () if page is None else (page,)
+    return read(corpus, AnalysisConfig(**config), candidate, *more)
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        ({"tokens": 50_000}, (16, 256)),  # 8 times the training length, 16 texts at most
+        ({"tokens": 50_000, "C": 64}, (8, 512)),  # 4,096 tokens in all
+        ({"tokens": 50_000, "C": 1024}, (1, 4096)),
+        ({"tokens": 50_000, "C": 4096}, (1, 8192)),  # but twice the training length
+        ({"tokens": 600}, (2, 256)),  # what there is
+        ({"tokens": 510}, (2, 256)),  # a text needs a token less than its length
+        ({"tokens": 509}, (1, 256)),
+        ({"tokens": 99}, (1, 100)),  # and is no longer than that
+        ({"length": 100, "texts": 10}, (10, 100)),
+        ({"length": 1001}, (1, 1001)),
+        ({"length": 2, "tokens": 3}, (3, 2)),
+    ],
+)
+def test_lengths_and_numbers(given, shape):
+    found = texts(**given)
+    assert found.shape == shape
+    assert END not in found[:, 1:]
+    rows = found[:, 1:].numpy()
+    assert (np.diff(rows, axis=1) == 1).all()  # each is a running text
+    assert (rows[0, 0], rows[-1, -1]) == (0, given.get("tokens", 1000) - 1) or len(rows) == 1
+
+
+def test_they_spread_from_the_beginning_to_the_end():
+    assert texts(length=101, texts=4)[:, 1].tolist() == [0, 300, 600, 900]
+
+
+@pytest.mark.parametrize(
+    ("bos", "named", "first"), [(7, 8, 7), (0, 8, 0), (None, 8, 8), (None, 0, 0), (None, None, END)]
+)
+def test_they_begin_with_the_models_first_token_or_a_separator(bos, named, first):
+    assert texts(bos=bos, named=named)[:, 0].unique().tolist() == [first]
+
+
+@pytest.mark.parametrize("given", [{"length": 1002}, {"length": 101, "texts": 11}])
+def test_what_does_not_fit_is_an_error(given):
+    with pytest.raises(UserError, match=r"^analysis: expected text for .* tokens, got 1000$"):
+        texts(**given)
+
+
+def test_others_are_chosen_on_where_it_is_asked_for():
+    page = texts(length=50, texts=3)
+    assert texts(read=choice_texts, page=page) is None
+    apart = {"choice": "validation"}
+    config = AnalysisConfig()
+    of = type(config.attenuation)
+    same = texts(read=choice_texts, page=page, attenuation=of(**apart))
+    assert same.shape == (3, 50)
+    assert same[:, 1].tolist() == [10_000, 10_475, 10_951]
+
+
+def test_a_file_is_read_whole_or_as_far_as_is_asked(tmp_path):
+    tokenizer, path = train_tokenizer([], 257, []), tmp_path / "a.txt"
+    path.write_text("A text of a file. " * 30)
+    ids = tokenizer.encode(path.read_text(), add_special_tokens=False).ids
+    whole = texts(tokenizer=tokenizer, file=str(path))
+    assert whole.tolist() == [[7, *ids]]
+    assert texts(tokenizer=tokenizer, file=str(path), length=11, texts=1).tolist() == [
+        [7, *ids[:10]]
+    ]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer():
+    return train_tokenizer([], 257, [])
+
+
+def test_what_is_asked_for_is_what_was_stated(byte_tokenizer):
+    words = byte_tokenizer.encode("So it goes. " * 200).ids
+    ids = torch.tensor([words[:2000], words[12:2012]])
+    made = needle_prompt(byte_tokenizer, ids, 1500, 0.1)
+    assert made.ids.shape == (2, 1500)
+    for row in made.ids.tolist():
+        stated = byte_tokenizer.decode(row[made.needle])
+        asked = byte_tokenizer.decode(row[-made.question :])
+        pattern = r" One of the special magic numbers for (.+) is: \d{7}\."
+        key = re.fullmatch(pattern, stated)[1]
+        assert asked == f"\n\nThe special magic number for {key} mentioned in the provided text is:"
+    # As long as it has to be at least, and not a token shorter.
+    least = 5 * (made.needle.stop - made.needle.start + made.question)
+    assert needle_prompt(byte_tokenizer, ids, least, 0.1) is not None
+    assert needle_prompt(byte_tokenizer, ids, least - 1, 0.1) is None
+
+
+def test_a_statement_stands_at_any_depth(byte_tokenizer):
+    ids = torch.tensor([byte_tokenizer.encode("So it goes. " * 200).ids[:2000]])
+    first, early, last = (
+        needle_prompt(byte_tokenizer, ids, 1500, depth) for depth in (0.0, 0.1, 1.0)
+    )
+    assert first.needle.start == 1
+    text = 1500 - (early.needle.stop - early.needle.start) - early.question
+    assert abs(early.needle.start - 0.1 * text) <= 2
+    asked = byte_tokenizer.decode(last.ids[0, -last.question :].tolist())
+    assert asked.startswith("\n\nThe special magic number for")
+    assert last.needle.stop == 1500 - last.question
