@@ -38,7 +38,7 @@ def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
     [
         ({}, "rope", "RoPE"),
         ({"layers": ["rope", "nope", "rope"]}, "rope_nope", "rope + nope"),
-        ({"heads": {"nope": 0.5}}, "rope_nope_heads", "rope"),
+        ({"heads": {"nope": 0.5}}, None, "rope"),
         ({"windows": [16]}, "rope_window", "rope"),
         ({"windows": [None]}, "rope", "RoPE"),
         (
@@ -50,7 +50,7 @@ def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
 )  # fmt: skip
 def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of, label_of):
     config = RunConfig(positional=PositionalConfig(**positional))
-    assert (role(config), label(config)) == (role_of, label_of)
+    assert (role(config, False), label(config)) == (role_of, label_of)
     assert (role(config, True), label(config, True)) == ("drope", "DroPE")
 
 
@@ -59,16 +59,16 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
     [
         ({}, ("drope", "DroPE")),
         ({"to": "none"}, ("drope", "DroPE")),
-        ({"to": "alibi"}, ("rope_dropped", "RoPE, drop to alibi")),
-        ({"layers": [0, 1]}, ("rope_dropped", "RoPE, drop of layers 0, 1 to nope")),
-        ({"heads": [0]}, ("rope_dropped", "RoPE, drop of heads 0 to nope")),
-        ({"windows": [16]}, ("rope_dropped", "RoPE, drop to nope and windows")),
+        ({"to": "alibi"}, (None, "RoPE, drop to alibi")),
+        ({"layers": [0, 1]}, (None, "RoPE, drop of layers 0, 1 to nope")),
+        ({"heads": [0]}, (None, "RoPE, drop of heads 0 to nope")),
+        ({"windows": [16]}, (None, "RoPE, drop to nope and windows")),
     ],
 )
 def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
     positional = PositionalConfig(encodings={"none": {"type": "nope"}})
     config = replace(DROPS, drop=DropConfig(at=10, **drop), positional=positional)
-    assert (role(config), label(config)) == expected
+    assert (role(config, True), label(config)) == expected
     assert (role(config, False), label(config, False)) == ("rope", "RoPE")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
@@ -16,11 +17,22 @@ from tokenizers.processors import TemplateProcessing
 import trainer
 from tests.interchange.families import made
 from tests.lightning.test_run import checkpoint_of
+from trainer.checkpoint import load_decoder, read_state
 from trainer.common.errors import UserError
+from trainer.config import RunConfig
 from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.saved_model import distinct
+from trainer.model.config import ModelConfig
 from trainer.runs import models
-from trainer.runs.models import _files_fingerprint, find_model, origin
+from trainer.runs.directory import plain
+from trainer.runs.models import (
+    _files_fingerprint,
+    encodings_of,
+    find_model,
+    origin,
+    starting_weights,
+)
+from trainer.runs.parsing import parse
 
 
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
@@ -149,3 +161,57 @@ def test_a_run_ends_as_the_published_model_in_which_it_began(finished, monkeypat
     changed = find_model(finished[0].run_dir)
     assert changed.bos_token == 7
     assert changed.load().end_tokens == {5, 7, 9}
+
+
+def test_a_run_begins_with_the_weights_of_another_to_the_bit(finished):
+    path = checkpoint_of(finished[0])
+    state = read_state(path)
+    theirs = load_decoder(path, state)
+    start = starting_weights(ModelConfig(from_run=str(path)))
+    assert (start.name, start.layout, start.config) == (str(path), theirs.layout, theirs.config)
+    assert start.require_tokenizer().to_str() == state["tokenizer"]
+    read = dict(start.decoder().named_parameters())
+    assert read.keys() == dict(theirs.named_parameters()).keys()
+    for name, parameter in theirs.named_parameters():
+        assert torch.equal(read[name], parameter)
+
+
+def test_norms_that_still_wait_for_a_drop_are_no_part_of_the_weights(finished):
+    before = starting_weights(ModelConfig(from_run=str(checkpoint_of(finished[0], 6))))
+    assert not [name for name in before.tensors if "q_norm" in name or "k_norm" in name]
+    assert len(before.tensors) == len(dict(before.decoder().named_parameters())) - 4
+
+
+def test_without_a_model_there_is_none_and_two_are_too_many():
+    assert starting_weights(ModelConfig()) is None
+    with pytest.raises(UserError, match=r"^model: expected one of"):
+        starting_weights(ModelConfig(from_run="a", from_pretrained="b"))
+
+
+def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(monkeypatch):
+    def left(step=20, **changes):
+        values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
+        state = {"step": step, "config": plain(parse(RunConfig, values))}
+        monkeypatch.setattr(models, "find_checkpoint", Path)
+        monkeypatch.setattr(models, "read_state", lambda path: state)
+        return encodings_of("x")
+
+    assert left(drop={"at": 10}, step=10).layers == ["rope"]
+    assert left(drop={"at": 10}, step=11).layers == ["nope"]
+    dropped = left(drop={"at": 10, "to": "alibi"}, positional={"heads": {"nope": 1 / 3}})
+    assert (dropped.layers, dropped.heads) == (["alibi"], {})
+    assert left(drop={"at": 10, "layers": [0]}).layers == ["rope"]
+
+
+def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
+    reference = str(checkpoint_of(finished[0]))
+    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": reference}})
+    saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=reference)
+    assert config.model == replace(saved, vocab_size=config.model.vocab_size)
+    assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
+    assert config.positional.layers == ["nope"]
+    before = str(checkpoint_of(finished[0], 6))
+    values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
+    with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
+        parse(RunConfig, values)
+    assert Path(before).name == "step-000006"

@@ -27,12 +27,12 @@ from trainer.lightning.module import LanguageModule
 from trainer.lightning.setup import compiles, make_decoder, make_module, make_trainer, numerics
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import label
+from trainer.runs.models import starting_weights
 from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.starting_point import (
     check_same_data,
     samples_of,
     starting_point,
-    starting_weights,
 )
 
 log = logging.getLogger(__name__)

@@ -27,13 +27,8 @@ ENCODING_TITLES = {
     "hope": "HoPE",
     "hope_published": "HoPE (published)",
     "nope": "NoPE",
-    "nope_continued": "NoPE, continued",
     "alibi": "ALiBi",
 }
-RESCHEDULED = "_rescheduled"
-"""End of the role of a run with the schedule of a drop and no drop."""
-DROPPED = "_dropped"
-"""End of the role of a run after another drop than DroPE's."""
 
 
 def reference_first(role: str | None) -> int:
@@ -49,62 +44,63 @@ def is_dropped(config: RunConfig, step: int) -> bool:
     return config.drop_step is not None and step > config.drop_step
 
 
-def role(config: RunConfig, dropped: bool | None = None) -> str:
-    """Return the role of a run in comparisons: ``drope`` if it has dropped all of its encodings as
-    in the paper, otherwise its encoding.
-
-    ``dropped``: None for a finished run.
-    """
-    ends = DROPPED if (config.drop_step is not None if dropped is None else dropped) else ""
-    if ends and not _other_drops(config):
-        return "drope"
-    positional = config.positional
-    used = dict.fromkeys([*_of_layers(config), *positional.heads])
-    kinds = [str(positional.encodings.get(name, {}).get("type", name)) for name in used]
-    if kinds == ["nope"] and config.model.from_run is not None:
-        kinds = ["nope_continued"]  # from scratch or behind a drop
-    name = "_".join(kinds) + ("_heads" if positional.heads else "")
-    name += "_window" if any(positional.windows[: config.model.num_hidden_layers]) else ""
-    return f"{name}{RESCHEDULED}" if _is_rescheduled(config) else f"{name}{ends}"
-
-
-def _other_drops(config: RunConfig) -> list[ChangeConfig]:
-    """List the drops that leave some layers or heads, or put anything in their place."""
-    encodings, found = config.positional.encodings, []
-    for change in (p.settings.drop for p in phases_of(config) if p.settings.drop):
-        kind = encodings.get(change.to, {}).get("type", change.to)
-        if kind != "nope" or change.of_what or change.windows:
-            found.append(change)
-    return found
-
-
-def _is_rescheduled(config: RunConfig) -> bool:
-    return config.drop.to == SAME and config.drop.at is not None
+def role(config: RunConfig, dropped: bool) -> str | None:
+    """Return the role of a run in the papers' claims: ``drope`` if it has dropped all of its
+    encodings, otherwise its encoding, with ``_window`` if it has windows; None for variants."""
+    if dropped:
+        return None if _partial_drops(config) else "drope"
+    kinds, windows = _kinds(config), config.positional.windows[: config.model.num_hidden_layers]
+    is_continued = kinds == ["nope"] and config.model.from_run is not None
+    if config.positional.heads or is_continued or _is_rescheduled(config):
+        return None
+    return "_".join(kinds) + ("_window" if any(windows) else "")
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
-    """Return the name of a run in tables."""
-    name = role(config, dropped)
-    if name == "drope":
+    """Return the name of a run in tables.
+
+    ``dropped``: whether it has dropped its encoding yet; None for a finished run.
+    """
+    if dropped is None:
+        dropped = config.drop_step is not None
+    known = role(config, dropped)
+    if known == "drope":
         return "DroPE"
-    title = ENCODING_TITLES.get(name.removesuffix(RESCHEDULED).removesuffix(DROPPED))
-    title = title or encodings(config)
-    if name.endswith(DROPPED):
-        for change in _other_drops(config):
-            windows = " and windows" if change.windows else ""
-            title += f", drop{change.of_what} to {change.to}{windows}"
-        return title
+    title = ENCODING_TITLES.get(role(config, False) or "", encodings(config))
+    if _kinds(config) == ["nope"] and config.model.from_run is not None:
+        title = "NoPE, continued"  # behind a drop, not from scratch
+    for change in _partial_drops(config) if dropped else ():
+        windows = " and windows" if change.windows else ""
+        title += f", drop{change.of_what} to {change.to}{windows}"
     return f"{title}, schedule of a drop" if _is_rescheduled(config) else title
 
 
 def encodings(config: RunConfig) -> str:
     """Describe the encodings that the layers of a run begin with."""
-    return " + ".join(dict.fromkeys(_of_layers(config)))
+    return " + ".join(dict.fromkeys(config.positional.layers[: config.model.num_hidden_layers]))
 
 
-def _of_layers(config: RunConfig) -> list[str]:
-    """List the encodings of a pattern that is repeated over the depth."""
-    return config.positional.layers[: config.model.num_hidden_layers]
+def _kinds(config: RunConfig) -> list[str]:
+    """List the encodings of a run's layers and heads, variants by their type."""
+    positional = config.positional
+    names = [*positional.layers[: config.model.num_hidden_layers], *positional.heads]
+    return list(dict.fromkeys(str(positional.encodings.get(n, {}).get("type", n)) for n in names))
+
+
+def _partial_drops(config: RunConfig) -> list[ChangeConfig]:
+    """List the drops that leave some layers or heads, or put anything in their place."""
+    known, partial = config.positional.encodings, []
+    for change in (phase.settings.drop for phase in phases_of(config)):
+        if change is None:
+            continue
+        kind = known.get(change.to, {}).get("type", change.to)
+        if kind != "nope" or change.of_what or change.windows:
+            partial.append(change)
+    return partial
+
+
+def _is_rescheduled(config: RunConfig) -> bool:
+    return config.drop.to == SAME and config.drop.at is not None
 
 
 def checkpoint_label(config: RunConfig, step: int, name: str) -> str:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
-from trainer.checkpoint import MANIFEST, find_checkpoint, load_decoder, model_config, read_state
+from trainer.checkpoint import (
+    MANIFEST,
+    find_checkpoint,
+    model_config,
+    read_state,
+    read_tensors,
+)
 from trainer.common.errors import UserError
 from trainer.common.files import checksum
 from trainer.evaluation.saved_model import SavedModel
-from trainer.interchange.pretrained import read_pretrained
+from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
 from trainer.interchange.published import (
     eos_ids,
     find_pretrained,
@@ -25,11 +34,14 @@ from trainer.interchange.published import (
     read_tokenizer,
     stop_ids,
 )
+from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
+from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
 from trainer.runs.directory import saved_config
-from trainer.runs.phases import training_length_at
+from trainer.runs.phases import phases_of, training_length_at
 
 
 def published_place(reference: str) -> Path | None:
@@ -54,44 +66,96 @@ def find_model(reference: str) -> SavedModel:
     if reference.startswith("hf:"):
         return _computed_by_transformers(reference)
     if (path := published_place(reference)) is not None:
-        published = read_pretrained(reference)
-        return SavedModel(
-            name=path.stem if path.is_file() else Path(reference).name,
-            reference=reference,
-            path=path,
-            tokenizer=published.require_tokenizer(),
-            config=published.config,
-            layout=published.layout,
-            longest_context=published.layout.longest,
-            weights=published.decoder,
-            hash=_files_fingerprint(path),
-            named_bos=published.bos_token,
-            eos=published.eos,
-            stops=published.stops,
-        )
-    path = find_checkpoint(reference)
-    state = read_state(path)
-    config, tokenizer = saved_config(state["config"]), Tokenizer.from_str(state["tokenizer"])
-    layout = Layout.from_dict(state["layout"])
+        weights = read_pretrained(reference)
+        details: dict[str, Any] = {
+            "name": path.stem if path.is_file() else Path(reference).name,
+            "hash": _files_fingerprint(path),
+        }
+        length = None
+    else:
+        path = find_checkpoint(reference)
+        state, weights = read_state(path), read_run(path)
+        run, step = saved_config(state["config"]), state["step"]
+        details = {
+            "name": checkpoint_label(run, step, path.name),
+            "hash": checksum(path / MANIFEST),
+            "run": run,
+            "role": role(run, is_dropped(run, step)),
+            "state": state,
+        }
+        length = training_length_at(run, step) if step else None
     model = SavedModel(
-        name=checkpoint_label(config, state["step"], path.name),
         reference=reference,
         path=path,
-        tokenizer=tokenizer,
-        config=model_config(state),
-        layout=layout,
-        longest_context=layout.longest,
-        weights=partial(load_decoder, path, state),
-        hash=checksum(path / MANIFEST),
-        run=config,
-        role=role(config, is_dropped(config, state["step"])),
-        state=state,
+        tokenizer=weights.require_tokenizer(),
+        config=weights.config,
+        layout=weights.layout,
+        longest_context=weights.layout.longest,
+        weights=weights.decoder,
+        named_bos=weights.bos_token,
+        eos=weights.eos,
+        stops=weights.stops,
+        **details,
+    )
+    return model.with_training_length(length)
+
+
+def starting_weights(config: ModelConfig) -> Pretrained | None:
+    """Return the model that ``model.from_pretrained`` or ``model.from_run`` names, or None.
+
+    Reads no weights.
+
+    Raises:
+        UserError: the model does not exist or is not supported, or both keys are set.
+    """
+    if config.from_pretrained is not None and config.from_run is not None:
+        raise UserError("model: expected one of from_pretrained and from_run, got both")
+    if config.from_pretrained is not None:
+        return read_pretrained(config.from_pretrained)
+    return None if config.from_run is None else read_run(find_checkpoint(config.from_run))
+
+
+def read_run(path: Path) -> Pretrained:
+    """Return the model in a checkpoint; its weights are read later, one at a time."""
+    state = read_state(path)
+    config, layout = model_config(state), Layout.from_dict(state["layout"])
+    tokenizer = Tokenizer.from_str(state["tokenizer"])
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Decoder(config, layout).named_parameters()}
+
+    def read(name: str) -> Tensor:
+        saved = torch.empty(shapes[name])
+        read_tensors(path, {f"model.{name}": saved}, alone=True)
+        return saved
+
+    return Pretrained(
+        str(path),
+        config,
+        layout,
+        tokenizer,
+        {name: partial(read, name) for name in shapes if not waits(name, layout)},
+        token_files=state["token_files"],
         eos=(state["end_of_text"],),
         stops=stop_ids(state["token_files"], tokenizer),
     )
-    return model.with_training_length(
-        training_length_at(config, state["step"]) if state["step"] else None
-    )
+
+
+def encodings_of(reference: str) -> PositionalConfig:
+    """Return the encodings of the checkpoint that ``model.from_run`` names.
+
+    Layers and heads left by a partial drop keep the names that they had before.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    state = read_state(find_checkpoint(reference))
+    config = saved_config(state["config"])
+    positional = config.positional
+    for phase in phases_of(config):
+        change = phase.settings.drop
+        if change is not None and phase.start < state["step"] and not change.of_what:
+            positional = replace(positional, layers=[change.to], heads={})
+    return positional
 
 
 def _computed_by_transformers(reference: str) -> SavedModel:

@@ -282,7 +282,7 @@ def with_trained_shape(config: RunConfig) -> tuple[RunConfig, Layout | None]:
     if not model.is_trained:
         return config, None
     # Reading weights needs torch, which a wrong configuration must not wait for.
-    from trainer.runs.starting_point import encodings_of, starting_weights
+    from trainer.runs.models import encodings_of, starting_weights
 
     start = starting_weights(model)
     assert start is not None

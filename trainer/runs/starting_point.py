@@ -7,22 +7,14 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer
-from torch import Tensor
-
 from trainer.checkpoint import (
     STATE,
-    find_checkpoint,
-    model_config,
     newest_checkpoint,
     read_state,
-    read_tensors,
     regular_checkpoints,
 )
 from trainer.common.errors import UserError
@@ -30,12 +22,7 @@ from trainer.common.ranks import on_rank_zero
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
-from trainer.model.config import ModelConfig
-from trainer.model.decoder import Decoder
-from trainer.positional.config import PositionalConfig
-from trainer.positional.layout import Layout
-from trainer.runs.directory import read_metrics, saved_config, write_metrics
+from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.phases import Phase, phase_before, phases_of
 
 log = logging.getLogger(__name__)
@@ -132,59 +119,3 @@ def check_same_data(state: dict[str, Any], corpus: Corpus, config: RunConfig) ->
         raise UserError(
             "data: the checkpoint was trained on other text, or in another order, than this run"
         )
-
-
-def starting_weights(config: ModelConfig) -> Pretrained | None:
-    """Return the model that ``model.from_pretrained`` or ``model.from_run`` names, or None.
-
-    Reads no weights.
-
-    Raises:
-        UserError: the model does not exist or is damaged, or both keys are set.
-    """
-    if config.from_pretrained is not None and config.from_run is not None:
-        raise UserError("model: expected one of from_pretrained and from_run, got both")
-    if config.from_pretrained is not None:
-        return read_pretrained(config.from_pretrained)
-    return None if config.from_run is None else _of_run(config.from_run)
-
-
-def encodings_of(reference: str) -> PositionalConfig:
-    """Return the encodings of the checkpoint that ``model.from_run`` names.
-
-    Layers and heads left by a partial drop keep the names that they had before.
-
-    Raises:
-        UserError: there is no checkpoint.
-    """
-    state = read_state(find_checkpoint(reference))
-    config = saved_config(state["config"])
-    positional = config.positional
-    for phase in phases_of(config):
-        change = phase.settings.drop
-        if change is not None and phase.start < state["step"] and not change.of_what:
-            positional = replace(positional, layers=[change.to], heads={})
-    return positional
-
-
-def _of_run(reference: str) -> Pretrained:
-    path = find_checkpoint(reference)
-    state = read_state(path)
-    config, layout = model_config(state), Layout.from_dict(state["layout"])
-    with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Decoder(config, layout).named_parameters()}
-
-    def read(name: str) -> Tensor:
-        saved = torch.empty(shapes[name])
-        read_tensors(path, {f"model.{name}": saved}, alone=True)
-        return saved
-
-    return Pretrained(
-        str(path),
-        config,
-        layout,
-        Tokenizer.from_str(state["tokenizer"]),
-        {name: partial(read, name) for name in shapes if not waits(name, layout)},
-        token_files=state["token_files"],
-        eos=(state["end_of_text"],),
-    )

@@ -32,7 +32,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
 from trainer.runs.directory import RECORD, open_run_directory, plain
-from trainer.runs.starting_point import starting_weights
+from trainer.runs.models import starting_weights
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.plan import STATE, activation_bytes
 from trainer.workflows.text import open_corpus

@@ -21,8 +21,9 @@ from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.methods import CHOICE, Method
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.tasks import HAYSTACK
+from trainer.runs.models import starting_weights
 from trainer.runs.parsing import runs_of
-from trainer.runs.starting_point import starting_weights, texts_read
+from trainer.runs.starting_point import texts_read
 
 
 def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
