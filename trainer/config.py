@@ -862,8 +862,6 @@ class ExportRequest:
     """How far logits may differ in float32, as a share of the largest."""
     logit_scale: Positive = 1.0
     """Factor on the attention logits of the layers that see more than the training length."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the weights: float32, bfloat16 (half the size)."""
 
 
 @configuration

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from trainer.common.errors import UserError
@@ -216,17 +215,6 @@ def test_a_directory_that_holds_something_is_refused(decoder, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="expected a new or empty directory"):
         export_model(decoder(), TOKENIZER, 0, tmp_path)
-
-
-@torch.no_grad()
-def test_half_the_size_in_bfloat16(decoder, tmp_path):
-    model = decoder(layers=["half_rope"])
-    model.layout = model.layout.map(lambda s: s.with_temperature(scale=1.3))
-    export_model(model, TOKENIZER, 0, tmp_path / "a", dtype="bfloat16")
-    weights = load_file(tmp_path / "a" / "model.safetensors")
-    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
-    rounded = read_pretrained(str(tmp_path / "a")).decoder()
-    torch.testing.assert_close(rounded(IDS), model(IDS), rtol=0.05, atol=0.1)
 
 
 def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):

@@ -24,7 +24,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import partial_directory
 from trainer.interchange.hf_config import ARCHITECTURES, OWN, Architecture
 from trainer.interchange.hf_rope import Parameters, rope_parameters, spectrum_from_rope_parameters
-from trainer.interchange.pretrained import published_name, read_pretrained, waits
+from trainer.interchange.pretrained import published_name, waits
 from trainer.interchange.published import (
     CONFIG,
     COPIED,
@@ -57,7 +57,7 @@ channel for each exported channel, and factors on the exported query channels, `
 class Plan:
     """Form of an exported model.
 
-    ``values``: of ``config.json``, except tokens and dtypes. ``changes``: for each layer's queries
+    ``values``: of ``config.json``, except tokens. ``changes``: for each layer's queries
     and keys; empty if they stay unchanged.
     """
 
@@ -74,7 +74,6 @@ def export_model(
     *,
     card: str = "",
     tolerance: float = 1e-4,
-    dtype: str = "float32",
     token_files: Mapping[str, str] | None = None,
 ) -> str:
     """Write a decoder so that transformers loads it, and compare the loaded model's logits.
@@ -87,7 +86,6 @@ def export_model(
         to: a new or empty directory.
         card: text of ``README.md``.
         tolerance: limit of the difference.
-        dtype: ``float32`` or ``bfloat16``.
         token_files: a published model's files about its tokens, chat template and generation, from
             :func:`~trainer.interchange.published.read_token_files`. Without them, prompts begin
             with the token that began the training's sequences.
@@ -102,14 +100,12 @@ def export_model(
     log.info("Written as %s", plan.architecture)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
-        _write_model(model, plan, partial, dtype)
-        _write_settings(plan, tokenizer, end, partial, dtype, token_files or {})
+        _write_model(model, plan, partial)
+        _write_settings(plan, tokenizer, end, partial, token_files or {})
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
-        # Rounded weights are compared with themselves, as this program reads them.
-        written = model if dtype == "float32" else read_pretrained(str(partial)).decoder()
         custom = plan.architecture == OWN
-        difference = largest_difference(written.eval(), tokenizer, partial, custom=custom)
+        difference = largest_difference(model.eval(), tokenizer, partial, custom=custom)
         log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
         if not difference <= tolerance:
             raise UserError(
@@ -260,12 +256,12 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _write_model(model: Decoder, plan: Plan, directory: Path, dtype: str) -> None:
+def _write_model(model: Decoder, plan: Plan, directory: Path) -> None:
     """Write the weights, and the code if there is any."""
     from huggingface_hub import save_torch_state_dict
 
     weights = {
-        published_name(name): exported(model, name, plan).to(getattr(torch, dtype)).contiguous()
+        published_name(name): exported(model, name, plan).contiguous()
         for name, _ in model.named_parameters()
         if not waits(name, model.layout)
     }
@@ -280,7 +276,6 @@ def _write_settings(
     tokenizer: Tokenizer,
     end: int,
     directory: Path,
-    dtype: str,
     token_files: Mapping[str, str],
 ) -> None:
     """Write the configuration, the tokenizer and its settings; those of ``token_files`` count."""
@@ -300,7 +295,7 @@ def _write_settings(
             "model_type": plan.architecture.removesuffix("ForCausalLM").lower(),
             **plan.values,
             **tokens,
-            "dtype": dtype,
+            "dtype": "float32",
         },
         GENERATION_CONFIG: generation,
         TOKENIZER_CONFIG: {
@@ -348,8 +343,7 @@ def largest_difference(
     batch with a cache. If frequencies depend on the length, transformers derives those of a batch
     from its longest row, so then one prompt is continued within the training length.
 
-    ``model``: on the CPU, with the weights that were written. ``custom``: whether our code in the
-    directory is needed.
+    ``model``: on the CPU. ``custom``: whether our code in the directory is needed.
 
     Raises:
         UserError: transformers tokenizes differently.

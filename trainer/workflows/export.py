@@ -69,6 +69,5 @@ def export_checkpoint(request: ExportRequest) -> str:
         Path(request.to),
         card=card,
         tolerance=request.tolerance,
-        dtype=request.dtype,
         token_files=state["token_files"],
     )
