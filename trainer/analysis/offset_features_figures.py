@@ -4,7 +4,7 @@ Fig. 1, 2, 4, 6 to 8 and 11 to 16, Table 2)."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,12 +217,10 @@ def stability_plot(stability: pd.DataFrame) -> Plot:
 
 def channels(shown: Sequence[HeadView]) -> Plot:
     """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
-    columns = min(SHOWN, len(shown))
     maps = {
         f"L{view.layer}H{view.head}, {name}": view.maps[side]
-        for start in range(0, len(shown), columns)
+        for view in shown
         for side, name in SIDES.items()
-        for view in shown[start : start + columns]
     }
     size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
     scale = Scale("activation", -size, size, signed=True)
@@ -230,7 +228,7 @@ def channels(shown: Sequence[HeadView]) -> Plot:
     pairs = len(shown[0].inv_freq)
     return Plot(
         "offset_channels",
-        heat_maps(maps, scale, columns=columns, **axes),
+        heat_maps(maps, scale, **axes),
         "Queries and keys before the rotation along the first text; channels m and m + "
         f"{pairs} are pair m (Fig. 1).",
     )
@@ -374,13 +372,6 @@ def offset_changes(before: Target, after: Target) -> Results:
     return finished(key, title, plots, rows, after.name)
 
 
-def _both_bounds(axes: Axes, draw: Callable[..., Any], values: Sequence[Sequence[float]]) -> None:
-    """Draw reference lines of the earlier model dashed, those of the later one dotted."""
-    for dash, lines in zip(("--", ":"), values, strict=True):
-        for value in lines:
-            draw(axes, value, color=BLACK, linewidth=0.9, linestyle=dash)
-
-
 def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
     """Draw the change of radii above the change of angles, a point for each head, coloured by
     layer; angles of long pairs alone (Fig. 16)."""
@@ -397,12 +388,13 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
             "change of the angle φ (rad)": turned.where(both >= min(RADII[0], both.quantile(LONG))),
         }
     )
-    upper = [[index - 0.5 for index in first_possible(features)] for features in (was, now)]
 
     def prepare(axes: Axes) -> None:
         axes.set_xlim(-0.6, was.pair.max() + 0.6)
         axes.axhline(0, color=GREY, linewidth=0.6)
-        _both_bounds(axes, Axes.axvline, upper)
+        for features, dash in ((was, "--"), (now, ":")):
+            for index in first_possible(features):
+                axes.axvline(index - 0.5, color=BLACK, linewidth=0.9, linestyle=dash)
 
     panels = [
         _graded(table, "x", label, "layer", x=PAIR_INDEX, y=label, prepare=prepare)
@@ -428,22 +420,32 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
         among = was.possible if was.possible.any() else was.pair >= 0
         change = (now.key_radius - was.key_radius)[among].groupby(was.pair).mean()
         shown = sorted({change.idxmin(), change.idxmax()})
+
+    def prepare(axes: Axes) -> None:
+        angle_axis(axes)
+        axes.set_xlim(left=0)
+
     panels = []
     for number, pair in enumerate(shown):
         tables = {name: table[table.pair == pair] for name, table in by_name.items()}
-        lower = [[*table.lower_bound[table.possible]][:1] for table in tables.values()]
-
-        def prepare(axes: Axes, lower: list[list[float]] = lower) -> None:
-            _both_bounds(axes, Axes.axhline, lower)
-            angle_axis(axes)
-            axes.set_xlim(left=0)
-
-        groups = {name: table[["key_radius", "angle"]].to_numpy() for name, table in tables.items()}
-        x, y = "radius of the mean key", "" if number else "angle φ (rad)"
-        panels.append(Panel(f"pair {pair}", x=x, y=y, prepare=prepare, points=groups))
+        panels.append(
+            Panel(
+                f"pair {pair}",
+                x="radius of the mean key",
+                y="" if number else "angle φ (rad)",
+                prepare=prepare,
+                horizontal=tuple(
+                    (table.lower_bound[table.possible].iloc[0], f"lower bound of {name}")
+                    for name, table in tables.items()
+                    if table.possible.any()
+                ),
+                points={
+                    n: table[["key_radius", "angle"]].to_numpy() for n, table in tables.items()
+                },
+            )
+        )
     return Plot(
         "offset_changes_of_pairs",
         draw(panels, size=7),
-        "Radius and angle of single pairs in every head of both models; dashed and dotted: "
-        "their lower bounds (App. C, Fig. 15).",
+        "Radius and angle of single pairs in every head of both models (App. C, Fig. 15).",
     )

@@ -134,18 +134,16 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
     an unused colour, or else the lowest free one.
     """
     wanted = list(dict.fromkeys(names))
+    fixed = {name: STYLE_NUMBERS.get(name.split(" (")[0]) for name in wanted}
     numbers: dict[str, int] = {}
-    for plain in (lambda name: name, lambda name: name.split(" (")[0]):
-        for name in wanted:
-            number = STYLE_NUMBERS.get(plain(name))
-            if name not in numbers and number is not None and number not in numbers.values():
-                numbers[name] = number
-    for name in (name for name in wanted if name not in numbers):
+    for name in sorted(wanted, key=lambda name: (fixed[name] is None, name not in STYLE_NUMBERS)):
         taken = {*numbers.values()}
-        colours = {number % len(COLOURS) for number in taken}
-        unused = (number for number in range(len(COLOURS)) if number not in colours)
-        free = (number for number in count() if number not in taken)
-        numbers[name] = next(chain(unused, free))
+        number = fixed[name]
+        if number is None or number in taken:
+            colours = {number % len(COLOURS) for number in taken}
+            unused = (number for number in range(len(COLOURS)) if number not in colours)
+            number = next(chain(unused, (number for number in count() if number not in taken)))
+        numbers[name] = number
     return {name: numbers[name] for name in wanted}
 
 
