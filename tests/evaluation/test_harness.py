@@ -66,12 +66,6 @@ def test_log_likelihoods(models):
     assert [x for x, _ in ours] == pytest.approx([x for x, _ in theirs], abs=1e-4)
 
 
-def test_log_likelihoods_of_whole_texts(models):
-    requests = [asked(text) for text in ("".join(TEXTS[:5]), "The", TEXTS[0])]
-    ours, theirs = (model.loglikelihood_rolling(requests) for model in models)
-    assert ours == pytest.approx(theirs, abs=1e-3)
-
-
 def test_generation_up_to_a_stop_string(models):
     settings = [
         {"until": [], "max_gen_toks": 10, "do_sample": False},

@@ -138,15 +138,3 @@ def test_long_contexts_lose_their_beginning(tokenizer):
     assert (cut.context, cut.continuation) == (whole.context[-3:], whole.continuation)
     cut = whole.within(2)
     assert (cut.context, cut.continuation) == (whole.context[-1:], whole.continuation)
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_windows_predict_every_token_once_after_as_much_context_as_fits(tokenizer, size):
-    windows = Encoder(tokenizer, 0).windows(TEXTS[0], size)
-    tokens = (0, *tokenizer.encode(TEXTS[0]).ids)
-    assert sum((window.continuation for window in windows), ()) == tokens[1:]
-    seen = 1
-    for window in windows:
-        seen += len(window.continuation)
-        read = window.context + window.continuation
-        assert read == tokens[max(0, seen - size - 1) : seen]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import lm_eval
 import pandas as pd
@@ -20,13 +17,12 @@ from lm_eval.tasks import TaskManager
 
 from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
-from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.likelihood import Encoder, Likelihood, Request, log_likelihoods
+from trainer.evaluation.answering import answers
+from trainer.evaluation.likelihood import Encoder, log_likelihoods
 from trainer.evaluation.measurements import Measurement, Value, trial_table
-from trainer.evaluation.passes import WHOLE, Part, longest_first, part_of
+from trainer.evaluation.passes import WHOLE, Part, part_of
+from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import fingerprint
-from trainer.model.config import Sampling
-from trainer.model.generate import TextStream, generate
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
@@ -38,7 +34,7 @@ FEWSHOT_SEED = 1234
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
-    """lm-eval model that answers its three kinds of requests.
+    """lm-eval model that answers requests for likelihoods and, greedily, for text.
 
     ``max_length``: most tokens that it reads; longer contexts lose their beginning.
     ``batch_tokens``: tokens per forward pass, and in the cache during generation.
@@ -52,70 +48,44 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         self.max_length, self.batch_tokens = max_length, batch_tokens
         self._device = model.device
 
-    def loglikelihood(self, instances: list[Instance]) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood (nats), and whether it is greedy."""
-        pairs = [instance.args for instance in instances]
-        requests = [one.within(self.max_length) for one in self.encoder.requests(pairs)]
-        answers = self._likelihoods(requests)
-        return [(answer.log_likelihood, answer.greedy) for answer in answers]
+        encoded = self.encoder.requests([request.args for request in requests])
+        cut = [request.within(self.max_length) for request in encoded]
+        found = log_likelihoods(self.model, cut, self.batch_tokens)
+        return [(answer.log_likelihood, answer.greedy) for answer in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Return each whole text's log-likelihood (nats), in windows of the maximum length."""
-        windows = [self.encoder.windows(request.args[0], self.max_length) for request in requests]
-        answers = iter(self._likelihoods(list(chain.from_iterable(windows))))
-        return [sum(next(answers).log_likelihood for _ in text) for text in windows]
-
-    def _likelihoods(self, requests: Sequence[Request]) -> list[Likelihood]:
-        return log_likelihoods(self.model, requests, self.batch_tokens)
+        """Raise: no metric of :data:`METRICS` needs the likelihood of a whole text."""
+        raise NotImplementedError
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Return a continuation of each context, up to the first of its stop strings."""
-        texts = [""] * len(requests)
-        alike: dict[str, list[int]] = defaultdict(list)
-        for index, request in enumerate(requests):
-            alike[json.dumps(request.args[1], sort_keys=True)].append(index)
-        for settings, indices in alike.items():
-            contexts = [requests[i].args[0] for i in indices]
-            answers = self._continue(contexts, json.loads(settings))
-            for i, text in zip(indices, answers, strict=True):
-                texts[i] = text
-        return texts
-
-    def _continue(self, contexts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-        until = settings.get("until") or []
-        stop = [until] if isinstance(until, str) else [text for text in until if text]
-        new = int(settings.get("max_gen_toks", MAX_NEW_TOKENS))
-        room = self.max_length - new
-        if room < 1:
-            raise UserError(
-                f"evaluation.lengths: expected more than the {new} tokens that the task "
-                f"generates, got {self.max_length}"
-            )
-        temperature = float(settings.get("temperature") or 0.0)
-        sampling = Sampling(
-            temperature if settings.get("do_sample", temperature > 0) else 0.0,
-            float(settings.get("top_p") or 1.0),
+        """Return the greedy continuation of each context, up to the first of its stop strings."""
+        prompts = []
+        for context, settings in (request.args for request in requests):
+            new, until = int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), settings.get("until")
+            if (room := self.max_length - new) < 1:
+                raise UserError(
+                    f"evaluation.lengths: expected more than the {new} tokens that the task "
+                    f"generates, got {self.max_length}"
+                )
+            (tokens,) = self.encoder.tokens([context])
+            stops = [until] if isinstance(until, str) else until or ()
+            read = tokens[-room:] or [self.encoder.first_token]
+            prompts.append(Prompt(read, tuple(filter(None, stops)), new))
+        texts = answers(
+            self.model,
+            self.encoder.tokenizer,
+            prompts,
+            self.batch_tokens,
+            lambda text, stops: any(stop in text for stop in stops),
         )
-        prompts = [tokens[-room:] for tokens in self.encoder.tokens(contexts)]
-        texts = [TextStream(self.encoder.tokenizer, stop) for _ in contexts]
-        for batch in longest_first([len(p) + new for p in prompts], self.batch_tokens):
+        return [_before(texts[i], prompt.answers) for i, prompt in enumerate(prompts)]
 
-            def push(row: int, token: int, batch: list[int] = batch) -> bool:
-                text = texts[batch[row]]
-                text.push(token)
-                return text.stopped
 
-            generate(
-                self.model,
-                [prompts[i] or [self.encoder.first_token] for i in batch],
-                new,
-                sampling=sampling,
-                end_tokens=self.model.end_tokens or end_tokens(self.encoder.tokenizer),
-                on_token=push,
-            )
-        for text in texts:
-            text.finish()
-        return [text.text for text in texts]
+def _before(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first of these strings."""
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
 
 
 @dataclass

@@ -88,19 +88,6 @@ class Encoder:
         has_bos = tokens[:1] == (self.first_token,)
         return Request((self.first_token,), tokens[1:] if has_bos else tokens)
 
-    def windows(self, text: str, size: int) -> list[Request]:
-        """Split a text into requests of ``size`` tokens that cover every token once.
-
-        The first token is predicted from ``first_token``; the last window is padded with context.
-        """
-        tokens = tuple(self.tokens([text])[0])
-        if tokens[:1] != (self.first_token,):
-            tokens = (self.first_token, *tokens)
-        return [
-            Request(tokens[:start], tokens[start : start + size]).within(size)
-            for start in range(1, len(tokens), size)
-        ]
-
 
 def _with_spaces_in_the_continuation(context: str, continuation: str) -> Pair:
     stripped = context.rstrip()

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.config import NeedleTaskSettings
 from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-from trainer.evaluation.needles import Haystack, magic_numbers
+from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, hidden, magic_numbers
 from trainer.evaluation.passes import sequences_at_once
 from trainer.model.language_model import LanguageModel
 
@@ -149,31 +150,23 @@ class AnsweredTexts:
 
 
 def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> AnsweredTexts:
-    """Make texts of ``length`` tokens with one needle each, in the words of the task ``standard``.
+    """Make texts of ``length`` tokens with one needle each, as in the task ``standard``.
 
-    Text n of N has its needle at a random depth from (n - 1) / N to n / N, so that all depths
-    count.
+    The needle of text n of N, counted from 0, is at the depth (n + 1/2) / N.
 
     Raises:
         UserError: the needle does not fit the length, or the text is too short.
     """
     rows, answers = [], []
     for number in range(count):
-        random = np.random.default_rng((seed, number))
-        quiz = magic_numbers(haystack.numbers, random)
-        needle = haystack.encode(f" {quiz.needles[0]}")
-        question = haystack.encode(f"\n\n{quiz.question}")
-        answer = haystack.encode(f" {quiz.answers[0]}")
-        others = len(haystack.bos) + len(needle) + len(question) + len(answer)
-        if length <= others:
-            raise UserError(
-                f"evaluation.lengths: expected more than {others} tokens for longrope's needles, "
-                f"got {length}"
-            )
-        excerpt = haystack.excerpt(length - others, random)
-        place = excerpt.place((number + random.random()) / count)
-        text = excerpt.with_insertions([(place, needle)])
-        rows.append([*haystack.bos, *text, *question, *answer])
+        settings = NeedleTaskSettings(trials=1, seed=seed * count + number)
+        depth = (number + 0.5) / count
+        longer = length + TOKENS_PER_VALUE
+        (prompt,) = hidden(haystack, settings, longer, magic_numbers, depths=(depth,))
+        answer = haystack.encode(f" {prompt.answers[0]}")
+        # Cut behind the first tokens: answers have different numbers of tokens.
+        whole, first = [*prompt.tokens, *answer], len(haystack.bos)
+        rows.append([*whole[:first], *whole[len(whole) - length + first :]])
         answers.append(len(answer))
     return AnsweredTexts(np.array(rows, dtype=np.int64), np.array(answers))
 
