@@ -25,6 +25,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import config as schema
@@ -66,7 +67,6 @@ def register_schema() -> None:
         "analyze": schema.AnalysisRequest,
         "generate": schema.GenerationRequest,
         "export": schema.ExportRequest,
-        "compare": schema.CompareRequest,
         "plan": schema.PlanKeys,
         "recalibrate": schema.RecalibrateKeys,
     }
@@ -118,12 +118,13 @@ def run_command(name: str, words: Sequence[str]) -> None:
     register_schema()
     prompts = [word.partition("=")[2] for word in words if word.startswith("prompt=")]
     words = overrides_of(name, (word for word in words if not word.startswith("prompt=")))
+    errors: list[Exception] = []
 
     def run(config: DictConfig) -> None:
-        job = job_of(config, HydraConfig.get())
-        if prompts:
-            job.values["prompts"] += prompts
         try:
+            job = job_of(config, HydraConfig.get())
+            if prompts:
+                job.values["prompts"] += prompts
             with stopping_at_once():  # while training, its own handlers save first
                 COMMANDS[name](job)
         except PreemptedError as stop:
@@ -131,12 +132,18 @@ def run_command(name: str, words: Sequence[str]) -> None:
             if stop.requeues and is_first_process():
                 requeue()
             sys.exit(REQUEUE_EXIT_CODE)
+        except Exception as error:
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise
+            errors.append(error)  # if it were raised here, Hydra would print the words, too
 
     argv, sys.argv = sys.argv, ["unrope", *words]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(run)()
     finally:
         sys.argv = argv
+    if errors:
+        raise errors[0]
 
 
 # ---- From a job to checked keys ----
@@ -306,11 +313,10 @@ def compare(job: Job) -> None:
 
     python -m trainer compare RUN [RUN ...]
     """
-    request = validated(schema.CompareRequest, job.values)
     from trainer.report.tables import compare as tables_of
     from trainer.report.terminal import print_tables
 
-    print_tables(tables_of(request.runs))
+    print_tables(tables_of(job.values["runs"]))
 
 
 def analyze(job: Job) -> None:

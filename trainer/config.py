@@ -351,15 +351,6 @@ class TemperatureSettings:
 
 
 @configuration
-class DynamicNtkSettings:
-    """Settings of dynamic_ntk_alpha."""
-
-    alpha: Annotated[float, Field(ge=1)] | None = None
-    """Slows a sequence of n > C tokens for s = alpha n / C - (alpha - 1); null: the length over
-    the training length (DoPE, App. A.2)."""
-
-
-@configuration
 class LongRopeSettings:
     """Settings of longrope."""
 
@@ -538,7 +529,9 @@ class EvaluationConfig:
     """Layers that rescalings and temperatures change: all, or indices, [3,7]; null: the layers that
     see more than the training length."""
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
-    dynamic_ntk: DynamicNtkSettings = field(default_factory=DynamicNtkSettings)
+    dynamic_ntk_alpha: Annotated[float, Field(ge=1)] | None = None
+    """Slows a sequence of n > C tokens for s = alpha n / C - (alpha - 1), in the method of this
+    name; null: the length over the training length (DoPE, App. A.2)."""
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
     choice: ChoiceSettings = field(default_factory=ChoiceSettings)
     dope: DopeSettings = field(default_factory=DopeSettings)
@@ -862,17 +855,6 @@ class ExportRequest:
     """How far logits may differ in float32, as a share of the largest."""
     logit_scale: Positive = 1.0
     """Factor on the attention logits of the layers that see more than the training length."""
-
-
-@configuration
-class CompareRequest:
-    """Request of the compare command."""
-
-    runs: list[str] = field(default_factory=list)
-    """Directories of runs or evaluations."""
-
-
-# ---- Commands that read a run ----
 
 
 @configuration

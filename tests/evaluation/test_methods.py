@@ -14,7 +14,6 @@ from trainer.analysis.attention import capture
 from trainer.config import (
     ChoiceSettings,
     DopeSettings,
-    DynamicNtkSettings,
     EvaluationConfig,
     LongRopeSettings,
     TemperatureSettings,
@@ -87,7 +86,7 @@ def test_dynamic_ntk_has_the_factor_of_dope_appendix_a2(fitting, alpha):
     """theta_m = base'^(-2 m / d), base' = base (alpha n / C - (alpha - 1))^(d / (d - 2)), with
     alpha = L_target / L_original where none is given."""
     have, C, d, target = fitting(), 32, 8, 2.0
-    config = replace(CONFIG, dynamic_ntk=DynamicNtkSettings(alpha))
+    config = replace(CONFIG, dynamic_ntk_alpha=alpha)
     layout = layout_of("dynamic_ntk_alpha", have, target, config)
     a = target if alpha is None else alpha
     for n in (16, 32, 48, 64, 256):

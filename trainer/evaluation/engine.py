@@ -20,12 +20,11 @@ import pandas as pd
 
 from trainer.common.fields import adapter
 from trainer.common.progress import Progress
-from trainer.common.words import counted
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Measurement
 from trainer.evaluation.methods import Method
 from trainer.evaluation.passes import Part
-from trainer.evaluation.results import TRIAL_COLUMNS, table
+from trainer.evaluation.results import TRIAL_COLUMNS, counted, table
 from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
 from trainer.evaluation.store import Store
 from trainer.model.flops import forward_flops

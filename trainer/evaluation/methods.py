@@ -14,14 +14,13 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.common.words import counted
 from trainer.config import EvaluationConfig
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
 from trainer.evaluation.longrope import fitted_factors, with_factors
 from trainer.evaluation.loss import mean_loss
-from trainer.evaluation.results import AS_IS, AS_IS_TITLE
+from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerChoice, Layout
@@ -213,7 +212,7 @@ def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationCon
     """Apply dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
 
     def layout_at(factor: float) -> Layout:
-        alpha = config.dynamic_ntk.alpha
+        alpha = config.dynamic_ntk_alpha
         growth = max(factor, 1.0) if alpha is None else alpha
         return before(factor).dynamically_rescaled(ntk_aware, growth, config.layers)
 
@@ -340,7 +339,7 @@ PARTS: dict[str, Part] = {
         for name, rescaling in RESCALINGS.items()
     },
     "dynamic_ntk_alpha": Part(
-        "dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk", *LAYERS)
+        "dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk_alpha", *LAYERS)
     ),
     "longrope": Part("LongRoPE", _longrope, True, ("longrope", *LAYERS), _longrope_fits),
     "temperature": Part(

@@ -46,6 +46,8 @@ TRIAL_COLUMNS = (
 models and methods. ``text``: number of its text, from 0; trials of one text are not independent.
 ``depth``: position of the needle, 0 at the beginning of the text. ``label``: kind of the trial."""
 
+VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
+"""Whether an observation was made, in words."""
 Row = tuple[str, str]
 """Model name and method key."""
 
@@ -53,6 +55,21 @@ Row = tuple[str, str]
 def is_known(value: float | None) -> TypeGuard[float]:
     """Whether a number was measured and is finite."""
     return value is not None and math.isfinite(value)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a count with its noun: ``1 trial``, ``256 trials``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def factor_label(factor: float) -> str:
+    """Return ``2×`` for 2.0, ``1.5×`` for 1.5 and ``0.781×`` for 100 of 128 tokens."""
+    return f"{factor:.3g}×" if factor < 100 else f"{factor:g}×"
+
+
+def percent(fraction: float) -> str:
+    """Return ``97.3`` for 0.973."""
+    return f"{100 * fraction:.1f}"
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trainer.common.errors import UserError
-from trainer.common.words import counted
 from trainer.config import (
     HARNESS,
     LONGBENCH,
@@ -28,6 +27,7 @@ from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
+from trainer.evaluation.results import counted
 from trainer.evaluation.ruler import ruler_tasks
 
 HAYSTACK = 1 << 22

@@ -16,9 +16,16 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal, NamedTuple
 
-from trainer.common.words import percent
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import Observation, Report, Row, RunSummary, estimates, is_known
+from trainer.evaluation.results import (
+    Observation,
+    Report,
+    Row,
+    RunSummary,
+    estimates,
+    is_known,
+    percent,
+)
 from trainer.evaluation.statistics import Estimate, change
 from trainer.report.tables import interval
 

@@ -13,7 +13,6 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 
-from trainer.common.words import factor_label, percent
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import (
     AS_IS,
@@ -23,8 +22,10 @@ from trainer.evaluation.results import (
     Row,
     RunSummary,
     estimates,
+    factor_label,
     is_known,
     lengths_of,
+    percent,
 )
 from trainer.evaluation.statistics import Estimate
 from trainer.plotting.maps import Scale, heat_maps

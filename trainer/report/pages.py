@@ -18,8 +18,16 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
-from trainer.common.words import VERDICTS, counted, factor_label, percent
-from trainer.evaluation.results import Report, estimates, lengths_of, troubles
+from trainer.evaluation.results import (
+    VERDICTS,
+    Report,
+    counted,
+    estimates,
+    factor_label,
+    lengths_of,
+    percent,
+    troubles,
+)
 from trainer.evaluation.statistics import ROUNDING
 from trainer.plotting.style import WIDTH, Plot, save
 from trainer.report.figures import plots

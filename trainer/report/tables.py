@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pandas as pd
 
 from trainer.common.errors import UserError
-from trainer.common.words import counted, factor_label, percent
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import (
     AS_IS,
@@ -19,8 +18,11 @@ from trainer.evaluation.results import (
     Row,
     averaged,
     by_text,
+    counted,
     estimates,
+    factor_label,
     lengths_of,
+    percent,
     read_csv,
 )
 from trainer.evaluation.statistics import KEPT, ROUNDING, effective_length, sign_test
@@ -88,8 +90,6 @@ def compare(runs: Sequence[str]) -> list[Table]:
     Raises:
         UserError: a run has no results.
     """
-    if not runs:
-        raise UserError("runs: expected one or more directories")
     names = [Path(run).resolve().name for run in runs]
     names = names if len({*names}) == len(names) else list(runs)
     named = zip(names, map(_results, runs), strict=True)
