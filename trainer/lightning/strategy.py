@@ -153,6 +153,8 @@ def gathered(model: Decoder) -> Iterator[None]:
             part.unshard()
             part.set_reshard_after_forward(False, recurse=False)
         yield
+        # The next backward prefetches what the last pass read: it must be the same on all ranks.
+        model.token_losses(begin, begin)
     finally:
         for block in model.layers:
             if isinstance(block, FSDPModule):

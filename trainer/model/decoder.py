@@ -27,8 +27,8 @@ from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import linear_cross_entropy, token_losses
 from trainer.positional.encodings import alibi_slopes
 from trainer.positional.intervention import intervene
-from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rotation import Lengths, head_groups
+from trainer.positional.layout import Layout
+from trainer.positional.rotation import head_groups
 
 
 class MLP(nn.Module):
@@ -179,7 +179,7 @@ class Decoder(LanguageModel):
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
         past = cache.length if cache else 0
         columns, begins = torch.arange(past + ids.shape[1], device=ids.device), None
-        lengths: Lengths = length or len(columns)
+        lengths: int | list[int] = length or len(columns)
         if cache and cache.begins:
             begins = torch.tensor(cache.begins, device=ids.device)
             lengths = [(length or len(columns)) - begin for begin in cache.begins]
@@ -228,7 +228,8 @@ class Decoder(LanguageModel):
             queries = tokens
             if last is not None and index == len(self.layers) - 1:
                 queries = min(last, tokens)
-            slopes = bias_slopes(layer, self.config.num_attention_heads, ids.device)
+            biased = tuple(spectrum.alibi for spectrum in layer.spectra)
+            slopes = bias_slopes(self.config.num_attention_heads, biased, ids.device)
             window = layer.window if layer.window and layer.window < keys else None
             key = window, id(slopes), queries
             if key not in distinct:
@@ -299,15 +300,14 @@ class Decoder(LanguageModel):
                 hook.remove()
 
 
-def bias_slopes(layer: LayerEncoding, heads: int, device: torch.device) -> Tensor | None:
-    """Return ALiBi's slopes ``[heads]``; None if no head of the layer has a bias."""
-    biased = tuple(spectrum.alibi for spectrum in layer.spectra)
-    return _slopes(heads, biased, device) if any(biased) else None
-
-
 @lru_cache
-def _slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor:
-    """Return slopes ``[heads]``, 0 for key-value heads without bias; cached to avoid a sync."""
+def bias_slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor | None:
+    """Return ALiBi's slopes ``[heads]``, 0 for key-value heads without bias; None if none has one.
+
+    Cached to avoid a host sync.
+    """
+    if not any(biased):
+        return None
     slopes = torch.tensor(alibi_slopes(heads), device=device)
     return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))
 

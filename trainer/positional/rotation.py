@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.positional.layout import Layout
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import Spectrum
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class HeadGroup:
     """Tables of neighbouring key-value heads with the same spectrum, for one forward pass.
 
     ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``; None without rotation.
-    ``temperature``: factor on the queries, a number or ``[T, 1]``/``[B, 1, T, 1]``; None for 1.
+    ``temperature``: factor on the queries, a number or ``[T, 1]``, ``[B, 1, T, 1]`` or ``[B, 1, 1,
+    1]``; None for 1.
     """
 
     kv_heads: int
@@ -34,10 +35,6 @@ class HeadGroup:
 
 Groups = tuple[HeadGroup, ...]
 """Tables of all key-value heads of a layer."""
-
-
-Lengths = int | Sequence[int]
-"""Tokens of the sequence: of all rows, or of every row."""
 
 
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,25 +116,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def head_groups(
-    layout: Layout, positions: Tensor, lengths: Lengths, dtype: torch.dtype = torch.float32
+    layout: Layout,
+    positions: Tensor,
+    lengths: int | Sequence[int],
+    dtype: torch.dtype = torch.float32,
 ) -> list[Groups]:
     """Return the tables of every layer for one forward pass, computed once per distinct spectrum.
 
-    ``positions``: ``[T]`` or ``[B, T]``, of the tokens to encode. ``dtype``: of the cosines and
-    sines; with the queries' dtype, :func:`rotate` rounds nothing.
+    ``positions``: ``[T]`` or ``[B, T]``, of the tokens to encode. ``lengths``: tokens of the
+    sequence, of all rows or of every row. ``dtype``: of the cosines and sines; with the queries'
+    dtype, :func:`rotate` rounds nothing.
     """
     tables: dict[Any, tuple[Tensor, Tensor]] = {}
     C, device = layout.training_length, positions.device
+    of_rows = [lengths] if isinstance(lengths, int) else lengths
 
     def group(spectrum: Spectrum, kv_heads: int, window: int | None) -> HeadGroup:
-        temperature = _temperature(spectrum.temperature, positions, window, lengths, C)
-        key = inv_freq, scale = _rotation(spectrum, lengths, C)
-        if not any(inv_freq) and scale == 1:
+        rows = [spectrum.at(n, C) for n in of_rows] if spectrum.follows_length else [spectrum]
+        temperature = _temperature(rows, positions, window, C)
+        key = tuple((row.inv_freq, row.rotary_scale) for row in rows)
+        if not any(any(inv_freq) or scale != 1 for inv_freq, scale in key):
             return HeadGroup(kv_heads, temperature=temperature)
         if key not in tables:
-            factor = scale if isinstance(scale, float) else frequencies(scale, device).float()
-            table = _table(frequencies(inv_freq, device), factor, positions)
-            cos, sin = (x.to(dtype) for x in table)
+            inv_freq, scale = zip(*key, strict=True)
+            if len(set(key)) == 1:
+                cos, sin = _table(frequencies(inv_freq[0], device), scale[0], positions)
+            else:
+                scales = frequencies(scale, device).float()[:, None, None]
+                cos, sin = _table(frequencies(inv_freq, device)[:, None], scales, positions)
+            cos, sin = cos.to(dtype), sin.to(dtype)
             tables[key] = (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
         return HeadGroup(kv_heads, *tables[key], temperature)
 
@@ -150,34 +157,18 @@ def head_groups(
     return [by_layer[id(layer)] for layer in layout.layers]
 
 
-def _rotation(spectrum: Spectrum, lengths: Lengths, training_length: int) -> tuple[Any, Any]:
-    """Return frequencies and scale, ``[pairs]`` and a number, or ``[B, 1, pairs]`` and ``[B, 1,
-    1]`` where rows differ."""
-    if spectrum.long is None:
-        return spectrum.inv_freq, spectrum.rotary_scale
-    if isinstance(lengths, int):
-        spectrum = spectrum.at(lengths, training_length)
-        return spectrum.inv_freq, spectrum.rotary_scale
-    rows = [spectrum.at(length, training_length) for length in lengths]
-    return tuple((row.inv_freq,) for row in rows), tuple(((row.rotary_scale,),) for row in rows)
-
-
 def _temperature(
-    temperature: Temperature,
-    positions: Tensor,
-    window: int | None,
-    lengths: Lengths,
-    training_length: int,
+    rows: Sequence[Spectrum], positions: Tensor, window: int | None, training_length: int
 ) -> float | Tensor | None:
-    """Return the factor on the queries; see :class:`HeadGroup`."""
-    if temperature.follows_length and isinstance(lengths, int):
-        temperature = temperature.at(lengths, training_length)
+    """Return the factor on the queries, see :class:`HeadGroup`; ``rows``: the spectrum at the
+    length of every row, or of all."""
+    temperature = rows[0].temperature
     if temperature.is_constant:
-        return None if temperature.scale == 1 else temperature.scale
-    if temperature.per == "query":
-        seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
-    else:
-        seen = torch.tensor(lengths, device=positions.device)[:, None]
+        scales = [row.temperature.scale for row in rows]
+        if len(set(scales)) > 1:
+            return torch.tensor(scales, device=positions.device)[:, None, None, None]
+        return None if scales[0] == 1 else scales[0]
+    seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
     reference = temperature.reference or training_length
     stretch = 1 + seen // reference if temperature.steps else seen.clamp(min=reference) / reference
     tempered = 1 + temperature.coefficient * stretch.log()
