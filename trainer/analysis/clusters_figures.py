@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.attention import SIDES, Array, Heads, Place
+from trainer.analysis.attention import SIDES, Array, Heads, Place, capture
 from trainer.analysis.clusters import (
     MEASURES,
     Plane,
@@ -55,7 +55,7 @@ class ClusterFigures(Topic):
         self._shown = list(dict.fromkeys([inside, target.length]))
         self._clouds: dict[Place, tuple[Plane, dict[tuple[int, str], Projection]]] = {}
 
-    def on_layer(self, heads: Heads) -> None:
+    def _on_layer(self, heads: Heads) -> None:
         """Measure all heads, and project the heads that may be shown."""
         self._layers.append(cluster_measures(heads, self.lengths))
         for kv_head in self._pictured(heads):
@@ -63,7 +63,7 @@ class ClusterFigures(Topic):
             self._clouds[heads.layer, kv_head] = plane, {}
             self._project(heads, kv_head, self._shown)
 
-    def on_prefix(self, heads: Heads) -> None:
+    def _on_prefix(self, heads: Heads) -> None:
         """Replace the measures and clouds within the training length."""
         lengths = [n for n in self.lengths if n <= heads.q.shape[2]]
         if lengths:
@@ -89,8 +89,11 @@ class ClusterFigures(Topic):
         last = len(self.target.model.layout.layers) - 1
         return [0] if heads.layer in (0, last // 2, last) else []
 
-    def finish(self) -> None:
-        """Average over the texts."""
+    def measure(self) -> None:
+        """Read the texts, and average over them."""
+        capture(self.target.model, self.target.ids, self._on_layer)
+        if self.target.prefix is not None:
+            capture(self.target.model, self.target.prefix, self._on_prefix)
         self.result = stacked(self._layers, self._within)
 
     def plots(self) -> list[Plot]:

@@ -16,6 +16,7 @@ from trainer.analysis.attention import (
     Heads,
     Place,
     Side,
+    capture,
     cell_means,
     pair_counts,
     pair_norms,
@@ -75,7 +76,7 @@ class FrequencyEntropyFigures(Topic):
         gates = [rule for gate in target.config.attenuation.gates for rule in rules(gate)]
         self._thresholds = {m: sorted({g.tau for g in gates if g.measure == m}) for m in NAMES}
 
-    def on_layer(self, heads: Heads) -> None:
+    def _on_layer(self, heads: Heads) -> None:
         """Compute the entropies of all pairs, and norms of the heads that are shown."""
         entropies = frequency_entropy_of(heads, self.measures, self.target.config.frequency_entropy)
         self._layers.append(entropies)
@@ -97,8 +98,9 @@ class FrequencyEntropyFigures(Topic):
         norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
         return cell_means(norms, self.cell).cpu().numpy()
 
-    def finish(self) -> None:
+    def measure(self) -> None:
         """Stack the layers; read the prefixes and the attenuated texts."""
+        capture(self.target.model, self.target.ids, self._on_layer)
         target = self.target
         self.values = {
             (m, side): stack_layers([layer[side][m] for layer in self._layers])

@@ -72,13 +72,14 @@ class MatrixEntropyFigures(Topic):
         self.prompt = target.question or copy_prompt(target.ids)
         self.view: NeedleView
 
-    def on_layer(self, heads: Heads) -> None:
+    def _on_layer(self, heads: Heads) -> None:
         """Compute matrix entropies of both sides at every stage."""
         for (side, stage), entropies in self._entropies.items():
             entropies.append(matrix_entropy_of(heads, side, stage, self.target.model.layout))
 
-    def finish(self) -> None:
+    def measure(self) -> None:
         """Rank the heads, and read the prompt with the needle."""
+        capture(self.target.model, self.target.ids, self._on_layer)
         model, needle = self.target.model, self.target.config.needle
         self.scores = {at: scores_of(layers) for at, layers in self._entropies.items()}
         self.bands = {

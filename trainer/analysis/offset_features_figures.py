@@ -67,13 +67,19 @@ class OffsetFeatureFigures(Topic):
             return super().problem(target)
         return "expected a model with a rotary encoding, got one without rotation in any head"
 
-    def on_layer(self, heads: Heads) -> None:
+    def measure(self) -> None:
+        """Read the text."""
+        capture(self.target.model, self.target.ids, self._on_layer)
+        if self.target.prefix is not None:
+            capture(self.target.model, self.target.prefix, self._on_prefix)
+
+    def _on_layer(self, heads: Heads) -> None:
         """Add the means of all pairs, and the vectors of some heads."""
         features = offset_features(heads)
         self.features = pd.concat([self.features, features], ignore_index=True)
         self.stability = pd.concat([self.stability, angle_stability(heads)])
         if self.target.prefix is None:
-            self.on_prefix(heads)
+            self._on_prefix(heads)
         if features.empty:
             return
         strongest = strongest_pairs(features)
@@ -87,7 +93,7 @@ class OffsetFeatureFigures(Topic):
         if not self.target.config.chosen:
             del self.shown[SHOWN:]
 
-    def on_prefix(self, heads: Heads) -> None:
+    def _on_prefix(self, heads: Heads) -> None:
         """Measure the effects of pairs on attention, whose queries lie within C."""
         self._fastest += fastest_pairs(heads)
         here = self.features[self.features["layer"] == heads.layer]

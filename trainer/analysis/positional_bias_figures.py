@@ -84,7 +84,7 @@ class PositionalBiasFigures(Topic):
         )
         return stacked(layers)
 
-    def finish(self) -> None:
+    def measure(self) -> None:
         """Read the text for every measure; rescale the frequencies of a model that rotates."""
         model, ids, prompt = self.target.model, self.target.ids, self.target.prompt
         self.bias = self.measured_bias()

@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, Place, attention_map, attention_rows
+from trainer.analysis.attention import Array, Heads, Place, attention_map, attention_rows, capture
 from trainer.analysis.topic import (
     Target,
     Topic,
@@ -95,7 +95,7 @@ class SinkFigures(Topic):
         edges = [edge for edge in self.edges if edge <= heads.q.shape[2]]
         return {name: bucket_means(value, edges) for name, value in values.items()}
 
-    def on_layer(self, heads: Heads) -> None:
+    def _on_layer(self, heads: Heads) -> None:
         """Measure all heads, and map the attention of those that may be shown."""
         bucketed = self._bucketed(heads)
         self._layers.append(bucketed)
@@ -109,14 +109,17 @@ class SinkFigures(Topic):
         for head in chosen:
             self._maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
 
-    def on_prefix(self, heads: Heads) -> None:
+    def _on_prefix(self, heads: Heads) -> None:
         """Measure what depends on the query's position within the training length."""
         of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
         values = self._bucketed(heads).items()
         self._within.append({name: value for name, value in values if name not in of_keys})
 
-    def finish(self) -> None:
-        """Average over the texts."""
+    def measure(self) -> None:
+        """Read the texts, and average over them."""
+        capture(self.target.model, self.target.ids, self._on_layer)
+        if self.target.prefix is not None:
+            capture(self.target.model, self.target.prefix, self._on_prefix)
         self.curves = stacked(self._layers, self._within)
 
     def plots(self) -> list[Plot]:

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
+from trainer.analysis.attention import Array, NeedlePrompt
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
 from trainer.plotting.style import Plot
@@ -75,7 +75,7 @@ class Results(NamedTuple):
 
 
 class Topic:
-    """One analysis of one model: reads every layer, draws figures and makes rows.
+    """One analysis of one model: measures, draws figures and makes rows.
 
     ``shortest``: number of tokens that it needs.
     """
@@ -94,18 +94,13 @@ class Topic:
             return None
         return f"expected a text of {cls.shortest} tokens or more, got {target.length}"
 
-    def on_layer(self, heads: Heads) -> None:
-        """Process one layer while the text is read; do not keep its tensors."""
+    def measure(self) -> None:
+        """Read the text, see :func:`~trainer.analysis.attention.capture`, and compute what figures
+        and rows need.
 
-    def on_prefix(self, heads: Heads) -> None:
-        """Process one layer in a second pass, over the target's ``prefix``, if it has one.
-
-        Everything measured within the training length must come from this pass, because the first
-        one applies the temperatures and frequencies of the whole text.
+        Everything measured within the training length must come from a pass over the target's
+        ``prefix``, if it has one: a longer text has other temperatures and frequencies.
         """
-
-    def finish(self) -> None:
-        """Compute what figures and rows need after the pass; may run the model again."""
 
     def plots(self) -> list[Plot]:
         """Draw the figures."""
@@ -116,18 +111,9 @@ class Topic:
         raise NotImplementedError
 
     @torch.no_grad()
-    def read(self) -> None:
-        """Read the text, and its prefix if that is read differently."""
-        target = self.target
-        if type(self).on_layer is not Topic.on_layer:
-            capture(target.model, target.ids, self.on_layer)
-            if target.prefix is not None:
-                capture(target.model, target.prefix, self.on_prefix)
-        self.finish()
-
     def results(self) -> Results:
-        """Read the text; return figures and rows."""
-        self.read()
+        """Measure; return figures and rows."""
+        self.measure()
         return finished(self.key, self.title, self.plots(), self.rows(), self.target.name)
 
 
