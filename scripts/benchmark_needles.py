@@ -33,7 +33,7 @@ from benchmarks import random_decoder, ratio, table_of, take_turns
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from trainer.checkpoint import find_checkpoint, load_decoder, read_state
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import read_config
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
@@ -46,6 +46,7 @@ from trainer.evaluation.scoring import Prompt, Stop, exact_number
 from trainer.interchange.export import export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
+from trainer.runs.models import read_run
 
 STATEMENTS = "statements"
 
@@ -98,7 +99,7 @@ def checkpoint(place: str) -> Pair:
     """Load a run directory or checkpoint of this project."""
     path = find_checkpoint(place)
     state = read_state(path)
-    return exported(place, load_decoder(path, state), Tokenizer.from_str(state["tokenizer"]))
+    return exported(place, read_run(path).decoder(), Tokenizer.from_str(state["tokenizer"]))
 
 
 def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) -> list[Prompt]:

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 
-from trainer.checkpoint import load_decoder, read_state
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
+from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 
 SHAPE = {
@@ -92,4 +92,4 @@ def finished(base, tmp_path_factory):
 
 def decoder_of(trained):
     """The decoder of a finished run as it was saved last."""
-    return load_decoder(trained.checkpoint, read_state(trained.checkpoint))
+    return read_run(trained.checkpoint).decoder()

@@ -36,12 +36,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
-from trainer.common.fields import adapter
 from trainer.common.files import checksum, synchronise, write_durably
 from trainer.common.ranks import all_gather, on_rank_zero
-from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
 
@@ -145,17 +142,6 @@ def _empty(parameter: Tensor, saved: TensorStorageMetadata) -> Tensor:
     if saved.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
     return torch.zeros(saved.size, dtype=saved.properties.dtype, device=local.device)
-
-
-def load_decoder(
-    path: Path, state: dict[str, Any], device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> Decoder:
-    """Load a checkpoint's decoder, with its layout, directly onto the device and in ``dtype``."""
-    with torch.device("meta"):
-        model = Decoder(model_config(state), Layout.from_dict(state["layout"])).to(dtype)
-    model.to_empty(device=device)
-    read_tensors(path, weights_of(model))
-    return model
 
 
 # Writing
@@ -296,8 +282,3 @@ def read_state(path: Path) -> dict[str, Any]:
             f"checkpoint: {str(path)!r} has format {state.get('format', 1)}, expected {FORMAT}"
         )
     return state
-
-
-def model_config(state: dict[str, Any]) -> ModelConfig:
-    """Return the model configuration stored in a checkpoint."""
-    return adapter(ModelConfig).validate_python(state["model"])

@@ -19,7 +19,7 @@ from tests.lightning.test_run import (
     checkpoint_of,
     rows_of,
 )
-from trainer.checkpoint import load_decoder, read_state
+from trainer.checkpoint import read_state
 from trainer.common.fields import adapter
 from trainer.config import MultipleChoiceSettings
 from trainer.data.corpus import prepare_corpus
@@ -28,6 +28,7 @@ from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.results import Milestone
 from trainer.lightning.module import evaluating
 from trainer.model.backends import BACKENDS, cudnn_attention
+from trainer.runs.models import read_run
 from trainer.runs.parsing import merged
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     config, _ = run(**asked)
     last = milestones(config)[-1]
     corpus = prepare_corpus(config.data, config.tokenizer)
-    model = load_decoder(checkpoint_of(config), read_state(checkpoint_of(config))).eval()
+    model = read_run(checkpoint_of(config)).decoder().eval()
     encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
     for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK], limit=5), encoder):
         values = task.read(model, 128, 4096)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from tests.lightning.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
 from tests.small_runs import trained_in
-from trainer.checkpoint import load_decoder, read_state
+from trainer.checkpoint import read_state
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.positional.encodings import by_name
@@ -19,6 +19,7 @@ from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
 from trainer.runs.descriptions import label
 from trainer.runs.directory import read_metrics
+from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 
 PHASES = {
@@ -77,7 +78,7 @@ def test_effect_of_a_phase_is_measured_at_its_length(whole):
 
     def loss(step, change=lambda layout: layout):
         path = checkpoint_of(config, step)
-        model = load_decoder(path, read_state(path))
+        model = read_run(path).decoder()
         model.layout = change(model.layout)
         logits = model(ids).double()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()

@@ -12,13 +12,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.lightning.test_run import assert_same_state, checkpoint_of, rows_of
 from tests.small_runs import decoder_of
-from trainer.checkpoint import BEFORE_DROP, load_decoder, read_state
+from trainer.checkpoint import BEFORE_DROP, read_state
 from trainer.common.errors import PreemptedError
 from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
 from trainer.lightning.callbacks import effect_probe
 from trainer.lightning.fit import train
+from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.workflows.text import open_corpus
@@ -98,8 +99,7 @@ def test_shape_and_positions_are_the_published_ones(begin):
 
 def test_without_a_drop_it_goes_on_as_it_was(begin, published):
     config, _ = begin(drop={"at": None}, model={"qk_norm": {"when": "never"}})
-    state = read_state(checkpoint_of(config, 3))
-    model = load_decoder(checkpoint_of(config, 3), state)
+    model = read_run(checkpoint_of(config, 3)).decoder()
     weights = {f"model.{n}": p for n, p in model.named_parameters()}
     published = dict(published[1].named_parameters())
     assert weights.keys() == published.keys()

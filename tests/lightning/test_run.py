@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from tests.small_runs import decoder_of
 from trainer.checkpoint import (
     BEFORE_DROP,
-    load_decoder,
     read_state,
     read_tensors,
     saved_tensors,
@@ -37,6 +36,7 @@ from trainer.lightning.module import LanguageModule
 from trainer.lightning.setup import make_decoder
 from trainer.positional.drop import drop
 from trainer.runs.directory import read_metrics, write_metrics
+from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 
@@ -137,7 +137,7 @@ def test_effect_of_the_drop_matches_the_checkpoints(finished):
         return F.cross_entropy(logits, targets, reduction="none").mean(1).tolist()
 
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
-    model = load_decoder(path, read_state(path))
+    model = read_run(path).decoder()
     each = {"before": losses(model)}
     model.layout = drop(model.layout, qk_norm=True)
     each |= {"after": losses(model), "end": losses(decoder_of(trained))}
@@ -188,7 +188,7 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     still = {"qk_norm_gain": "matched", "schedule": {"peak": 1e-12}}
     config, trained = run(drop=still)
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
-    model = load_decoder(path, read_state(path))
+    model = read_run(path).decoder()
     corpus = prepare_corpus(config.data, config.tokenizer)
     ((ids, _),) = effect_probe(corpus, 4, phases_of(config)[1])
     seen = {}

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
-import trainer
-from trainer.common.processes import cores
 from trainer.config import DropConfig, RunConfig, TrainerConfig
 from trainer.positional.config import PositionalConfig
 from trainer.runs.descriptions import (
     checkpoint_label,
     describe_task,
-    environment,
     is_dropped,
     label,
     reference_first,
@@ -97,20 +91,3 @@ def test_chance_is_one_of_the_two_digit_numbers_or_one_of_the_listed():
 def test_home_directory_does_not_get_into_reports():
     values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
     assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
-
-
-def test_the_environment_names_versions_and_amounts_and_nobody():
-    corpus = SimpleNamespace(
-        fingerprint="f", training_tokens=50, validation=range(3), test=range(4)
-    )
-    assert environment(corpus) == {
-        "unrope": trainer.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "threads": torch.get_num_threads(),
-        "cores": cores(),
-        "corpus": "f",
-        "training_text_tokens": 50,
-        "held_out_text_tokens": 7,
-    }

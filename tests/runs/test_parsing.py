@@ -50,25 +50,6 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
     parse(RunConfig, controlled(drop=5, a={"branch": 6}))
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"evaluation": {"methods": ["yarn"], "enabled": False}},
-        {"evaluation": {"tasks": ["statements"], "enabled": False}},
-        {"evaluation": {"tasks": ["statements"]}, "data": {"needles": {"share": 0.5}}},
-        {"model": {"attention_backend": "flash"}, "trainer": {"precision": "bf16"}},
-        {"model": {"qk_norm": {"when": "after_drop"}}, "drop": {"at": 1}},
-        {
-            "model": {"qk_norm": {"when": "after_drop"}},
-            "phases": {"a": {"steps": 1}, "b": {"steps": 1, "drop": {}}},
-        },
-        {"drop": {"to": "mine", "at": 1}, "positional": {"encodings": {"mine": {"type": "nope"}}}},
-    ],
-)
-def test_what_is_possible_between_groups(values):
-    parse(RunConfig, {"run_dir": "x", **values})
-
-
 def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     values = {"data": {"sequence_length": 64}, "trainer": {"batch_size": 3, "max_steps": 10}}
     config = parse(RunConfig, {"run_dir": "x", **values, "drop": {"at": 2}})

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.small_runs import trained_in
-from trainer.checkpoint import BEFORE_DROP, find_checkpoint, load_decoder, read_state
+from trainer.checkpoint import BEFORE_DROP, find_checkpoint
 from trainer.config import ExportRequest
+from trainer.runs.models import read_run
 from trainer.workflows.export import export_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ def test_transformers_computes_a_run_s_logits_on_its_text(trained, tmp_path, ste
     assert type(hf).__name__ == f"{kind}ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     ids = tokenizer("Sentence 7", return_tensors="pt")["input_ids"]
-    ours = load_decoder(checkpoint, read_state(checkpoint))(ids)
+    ours = read_run(checkpoint).decoder()(ids)
     torch.testing.assert_close(hf(ids).logits, ours, rtol=0, atol=1e-4)
     assert "# tiny" in (tmp_path / "out" / "README.md").read_text()
 
@@ -46,7 +47,7 @@ def test_an_export_may_multiply_its_attention_logits(trained, tmp_path):
     path = find_checkpoint(str(trained))
     export(path, tmp_path / "out", logit_scale=1.2)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    ours = load_decoder(path, read_state(path))
+    ours = read_run(path).decoder()
     ours.layout = ours.layout.map(lambda spectrum: spectrum.with_temperature(scale=1.2))
     ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)

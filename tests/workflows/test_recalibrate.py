@@ -175,7 +175,8 @@ WORDS = (
 def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(llama, monkeypatch):
     from transformers import AutoModelForCausalLM
 
-    from trainer.checkpoint import find_checkpoint, load_decoder, read_state
+    from trainer.checkpoint import find_checkpoint, read_state
+    from trainer.runs.models import read_run
 
     words = ["recalibrate", "llama", *WORDS, "data.num_workers=0", "evaluation.windows=2"]
     with pytest.raises(SystemExit):
@@ -189,7 +190,7 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(ll
     assert (
         yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_steps"] == done < planned
     )
-    ours = load_decoder(path, read_state(path)).eval()
+    ours = read_run(path).decoder().eval()
     theirs = AutoModelForCausalLM.from_pretrained(run / "export").eval()
     ids = torch.randint(257, (1, 96), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

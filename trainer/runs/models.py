@@ -17,11 +17,11 @@ from torch import Tensor
 from trainer.checkpoint import (
     MANIFEST,
     find_checkpoint,
-    model_config,
     read_state,
     read_tensors,
 )
 from trainer.common.errors import UserError
+from trainer.common.fields import adapter
 from trainer.common.files import checksum
 from trainer.evaluation.saved_model import SavedModel
 from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
@@ -118,7 +118,8 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
 def read_run(path: Path) -> Pretrained:
     """Return the model in a checkpoint; its weights are read later, one at a time."""
     state = read_state(path)
-    config, layout = model_config(state), Layout.from_dict(state["layout"])
+    config = adapter(ModelConfig).validate_python(state["model"])
+    layout = Layout.from_dict(state["layout"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Decoder(config, layout).named_parameters()}

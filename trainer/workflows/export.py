@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from trainer.checkpoint import find_checkpoint, load_decoder, read_state
+from trainer.checkpoint import find_checkpoint, read_state
 from trainer.common.processes import usual_threads
 from trainer.config import ExportRequest
 from trainer.data.tokenizer import end_of_text
 from trainer.interchange.export import export_model
 from trainer.runs.descriptions import is_dropped
 from trainer.runs.directory import saved_config
+from trainer.runs.models import read_run
 from trainer.runs.phases import phases_of, training_length_at
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def export_checkpoint(request: ExportRequest) -> str:
     log.info("Exporting %s, step %d", path, state["step"])
     config = saved_config(state["config"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
-    model, step = load_decoder(path, state), state["step"]
+    model, step = read_run(path).decoder(), state["step"]
     longest = model.layout.longest
     if step:
         model.layout = model.layout.with_training_length(training_length_at(config, step))
