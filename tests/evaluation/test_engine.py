@@ -28,10 +28,16 @@ from trainer.evaluation.store import Store
 LENGTHS = [32, 64]
 
 
+class Saved(SimpleNamespace):
+    """Attributes of a saved model; every one is another model."""
+
+    __hash__ = object.__hash__
+
+
 def saved(name, model, load=None, layout=None):
     """A model as the engine sees it; ``load`` reads it."""
     layout, load = layout or model.layout, load or (lambda: model)
-    return SimpleNamespace(
+    return Saved(
         name=name,
         fingerprint=name,
         config=model.config,

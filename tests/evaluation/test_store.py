@@ -117,31 +117,13 @@ def test_prompts_depend_on_every_field_but_their_group():
     assert print_of([prompt, prompt]) != before
 
 
-def test_a_piece_is_made_once_for_its_key(tmp_path):
-    store = Store(tmp_path)
-    made = []
-
-    def make():
-        made.append(1)
-        return {"x": [1, 2.5, None]}
-
-    assert store.get("cell", {"a": 1}, make) == {"x": [1, 2.5, None]}
-    assert store.get("cell", {"a": 1}, make) == {"x": [1, 2.5, None]}
-    assert store.has("cell", {"a": 1})
-    assert not store.has("cell", {"a": 2})
-    assert not store.has("fit", {"a": 1})
-    assert len(made) == 1
-
-
-def test_waiting_ends_when_all_results_are_stored(tmp_path, monkeypatch):
-    store = Store(tmp_path)
-    keys = [("part", {"n": n}) for n in range(3)]
-    waits = []
-
-    def sleep(seconds):
-        store.get(*keys[len(waits)], lambda: 1)
-        waits.append(seconds)
-
-    monkeypatch.setattr("trainer.evaluation.store.time.sleep", sleep)
-    store.wait_for(keys)
-    assert len(waits) == 3
+def test_results_are_kept_by_kind_and_key(tmp_path, monkeypatch):
+    store, key = Store(tmp_path), {"a": 1}
+    # Another process stores it while this one waits.
+    monkeypatch.setattr(
+        "trainer.evaluation.store.time.sleep", lambda _: store.put("part", key, {"x": (1, 2.5)})
+    )
+    assert store.wait("part", key) == {"x": [1, 2.5]}
+    assert Store(tmp_path).has("part", key)
+    assert not store.has("part", {"a": 2})
+    assert not store.has("fit", key)

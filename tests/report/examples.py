@@ -12,7 +12,7 @@ from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import (
     MEAN,
     TRIAL_COLUMNS,
-    Drop,
+    Change,
     Observation,
     Report,
     RunSummary,
@@ -117,7 +117,7 @@ EXPERIMENT = {
             "DroPE", "rope, dropped", 1000, 100, 6400, 4.2, ((1, 9.0), (50, None), (99, 4.5))
         ),
     ),
-    "drop": Drop(80, 4.1, 6.0, 4.2),
+    "drop": Change(80, 4.1, 6.0, 4.2),
     "observations": (
         Observation("first claim", "a paper", True, "100%"),
         Observation("second claim", "a paper", False, "0%"),

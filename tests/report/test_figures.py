@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from tests.report.examples import cell, loss, report
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import Drop, Milestone, RunSummary
+from trainer.evaluation.results import Change, Milestone, RunSummary
 from trainer.plotting.panels import Line
 from trainer.report.figures import _perplexities, apart, benchmarks, depths_of, training
 from trainer.report.figures import plots as plots_of
@@ -150,7 +150,7 @@ def test_losses_over_steps_with_the_drop():
         RunSummary("RoPE", "rope", 1, 2, 3, None, ((1, 6.0), (2, 5.5))),
         RunSummary("not logged", "rope", 1, 2, 3),
     )
-    made = report(runs=runs, drop=Drop(2, 4.0, 8.5, None))
+    made = report(runs=runs, drop=Change(2, 4.0, 8.5, None))
     (plot,) = training(made, {"DroPE": 4, "RoPE": 0})
     (axes,) = plot.figure.axes
     assert drawn(axes)[:3:2] == [([1, 2, 4, 100], [5, 4, None, 3]), ([1, 2], [6, 5.5])]

@@ -15,8 +15,8 @@ from trainer.evaluation.results import Change, Observation, RunSummary
 from trainer.report import terminal as console
 from trainer.report.tables import tables
 
-LONG = Change(1000, "phase 'long' [of all]", 4096, 4.25, 4.5, 3.125)
-DROPPED = Change(500, "dropped", 64, 3.0, 5.0, 3.5)
+LONG = Change(1000, 4.25, 4.5, 3.125, what="phase 'long' [of all]", length=4096)
+DROPPED = Change(500, 3.0, 5.0, 3.5, what="dropped", length=64)
 WHOLE = replace(
     report(
         runs=(

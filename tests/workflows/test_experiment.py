@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
@@ -177,6 +178,8 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
         "long": {"steps": 6, "sequence_length": 256, "batch_size": 4},
         "dropped": {"steps": 4, "sequence_length": 256, "batch_size": 4, "drop": {}},
     }
+    longer = Change(10, 2.5, 2.75, what="longer", length=256)
+    dropped = Change(16, 2.0, 5.0, what="dropped", length=256)
     rows = [
         {"step": 5, "loss": 3.0, "skipped_steps": 1},
         {"step": 10},
@@ -185,17 +188,12 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
     run = made(
         tmp_path,
         rows,
-        {
-            "long": {"what": "longer", "loss_before": 2.5, "loss_after": 2.75, "loss_end": None},
-            "dropped": {"what": "dropped", "loss_before": 2.0, "loss_after": 5.0, "loss_end": None},
-        },
+        {"long": asdict(longer), "dropped": asdict(dropped)},
         phases=phases,
         data={"sequence_length": 128},
         positional={"layers": ["rope", "nope", "rope"]},
         trainer={"batch_size": 8},
     )
-    longer = Change(10, "longer", 256, 2.5, 2.75, None)
-    dropped = Change(16, "dropped", 256, 2.0, 5.0, None)
     assert run == RunSummary(
         name="Mine",
         encoding="rope + nope, dropped at step 16",

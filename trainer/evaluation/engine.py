@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from itertools import groupby
 from typing import Any
 
 import pandas as pd
@@ -28,6 +28,7 @@ from trainer.evaluation.results import TRIAL_COLUMNS, counted, table
 from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
 from trainer.evaluation.store import Store
 from trainer.model.flops import forward_flops
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Settings:
         return [self.batch_tokens, self.device, multiplied_in(self.dtype, self.device)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Cell:
     """One model, method, length and task; ``key``: all inputs of its result."""
 
@@ -63,6 +64,11 @@ class Cell:
     length: int
     task: Measurement
     key: dict[str, Any]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens that it reads, about."""
+        return self.length * self.task.sequences(self.length)
 
     @property
     def trials(self) -> pd.DataFrame:
@@ -86,6 +92,16 @@ class Cell:
         work = sequences * forward_flops(self.model.config, self.model.layout, self.length)
         count = max(1, min(math.ceil(work / PART[device]), sequences))
         return [((i, count), {**self.key, "part": [i, count]}) for i in range(count)]
+
+    def measure(
+        self, model: LanguageModel, layout: Layout, batch_tokens: int, part: Part
+    ) -> dict[str, Any]:
+        """Return the values of a part's trials, and the seconds that they took."""
+        began, reads = time.perf_counter(), self.method.reads
+        reads = reads if reads and reads < self.length else None
+        with model.using(layout):
+            values = self.task.read(model, self.length, batch_tokens, reads, part)
+        return {"values": values, "seconds": time.perf_counter() - began}
 
 
 def plan_cells(
@@ -144,69 +160,73 @@ def measure_cells(
 
     Processes ``rank`` of ``ranks`` share the work; only the first one returns results.
     """
-    parts = [(cell, key) for cell in cells for _, key in cell.parts(settings.device)]
-    missing = [(cell, key) for cell, key in parts if not store.has("part", key)]
+    parts = [(cell, *part) for cell in cells for part in cell.parts(settings.device)]
+    missing = [(cell, count) for cell, (_, count), key in parts if not store.has("part", key)]
     sizes = counted(len(cells), "cell"), counted(len(parts), "part")
     log.info("%s in %s, %d of these measured before", *sizes, len(parts) - len(missing))
-    total, done = sum(_tokens(*part) for part in missing) / ranks, 0.0
+    total, done = sum(cell.tokens / count for cell, count in missing) / ranks, 0.0
     measured = Measured()
     with Progress("Evaluating", max(total, 1.0), silent=rank > 0) as progress:
         progress.advance_to(0)
-        for _, of_model in groupby(cells, key=lambda cell: cell.model.name):
-            share = (rank, ranks)
-            for tokens in _measure_model([*of_model], text, store, settings, share, measured):
-                done += tokens
-                progress.advance_to(done, tokens=done)
+        for saved in dict.fromkeys(cell.model for cell in cells):
+            # The weights are read if anything is missing.
+            load = cache(partial(saved.for_inference, settings.device, settings.dtype, PREFILL))
+            of_model = [cell for cell in cells if cell.model is saved]
+            fits = _fits(of_model, load, text, store, settings, rank, ranks)
+            for cell, part, key in [part for part in parts if part[0].model is saved][rank::ranks]:
+                if not store.has("part", key):
+                    layout = fits[cell.method]["layouts"][cell.length]
+                    value = cell.measure(load(), layout, settings.batch_tokens, part)
+                    store.put("part", key, value)
+                    done += cell.tokens / part[1]
+                    progress.advance_to(done, tokens=done)
+            for method, fit in fits.items():
+                notes = dict.fromkeys(fit["notes"])
+                measured.notes += [f"{saved.name}, {method.title}: {note}" for note in notes]
+                if method.key == "temperature" and fit["temperature"] is not None:
+                    measured.temperature[saved.name] = fit["temperature"]
     if rank:
         return Measured()
-    store.wait_for(("part", key) for _, key in parts)
+    results: dict[Cell, list[dict[str, Any]]] = defaultdict(list)
+    for cell, _, key in parts:
+        results[cell].append(store.wait("part", key))
     tables = []
-    for cell in cells:
-        results = [store.get("part", key, dict) for _, key in cell.parts(settings.device)]
+    for cell, of_parts in results.items():
         values = {
             trial: value
-            for result in results
+            for result in of_parts
             for trial, metric, value in result["values"]
             if metric == cell.task.metric
         }
         tables.append(cell.trials.assign(value=pd.Series(values))[[*TRIAL_COLUMNS]])
         place = (cell.model.name, cell.method.key, cell.task.key, cell.length)
-        measured.seconds[place] = round(sum(result["seconds"] for result in results), 3)
+        measured.seconds[place] = round(sum(result["seconds"] for result in of_parts), 3)
     measured.trials = pd.concat(tables, ignore_index=True)
     return measured
 
 
-def _tokens(cell: Cell, key: dict[str, Any]) -> float:
-    """Return the tokens of one part of a cell."""
-    return cell.length * cell.task.sequences(cell.length) / key["part"][1]
-
-
-def _measure_model(
+def _fits(
     cells: Sequence[Cell],
+    load: Callable[[], LanguageModel],
     text: FitText,
     store: Store,
     settings: Settings,
-    share: tuple[int, int],
-    measured: Measured,
-) -> Iterator[float]:
-    """Fit the methods of one model, then measure this process's part of its cells.
+    rank: int,
+    ranks: int,
+) -> dict[Method, dict[str, Any]]:
+    """Fit the methods of one model, of which this process fits every ``ranks``-th.
 
-    Yields the tokens of each part that was measured. Notes and temperatures of fitted methods go
-    into ``measured``.
+    Returns ``layouts`` by length, ``notes`` and ``temperature`` of each method.
     """
-    (rank, ranks), saved = share, cells[0].model
-    load = cache(
-        lambda: saved.for_inference(settings.device, settings.dtype, chunk=PREFILL)
-    )  # the weights are read if anything is missing
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lengths = list(dict.fromkeys(cell.length for cell in cells))
+    saved, plain = cells[0].model, adapter(list[Layout])
+    factors = [length / saved.training_length for length in lengths]
 
     def fit(method: Method) -> dict[str, Any]:
         fitting = Fitting(load, text, settings.batch_tokens)
-        layout_at = method.layouts(fitting)
-        layouts = [layout_at(length / saved.training_length) for length in lengths]
-        plain = adapter(list[Layout]).dump_python(layouts)
-        return {"layouts": plain, "notes": fitting.notes, "temperature": fitting.temperature}
+        layouts = plain.dump_python(list(map(method.layouts(fitting), factors)))
+        return {"layouts": layouts, "notes": fitting.notes, "temperature": fitting.temperature}
 
     keys = {
         method: {
@@ -216,30 +236,13 @@ def _measure_model(
             "settings": settings.key,
         }
         for method in methods
-        if any(method.fits(length / saved.training_length) for length in lengths)
+        if any(map(method.fits, factors))
     }
     for method in [*keys][rank::ranks]:
-        store.get("fit", keys[method], partial(fit, method))
-    store.wait_for(("fit", key) for key in keys.values())
-    layouts: dict[tuple[Method, int], Layout] = {}
-    for method in methods:
-        fitted = store.get("fit", keys[method], dict) if method in keys else fit(method)
-        of_lengths = adapter(list[Layout]).validate_python(fitted["layouts"])
-        layouts |= {(method, n): layout for n, layout in zip(lengths, of_lengths, strict=True)}
-        notes = dict.fromkeys(fitted["notes"])
-        measured.notes += [f"{saved.name}, {method.title}: {note}" for note in notes]
-        if method.key == "temperature" and fitted["temperature"] is not None:
-            measured.temperature[saved.name] = fitted["temperature"]
-
-    def measure(cell: Cell, part: Part) -> dict[str, Any]:
-        began, model, reads = time.perf_counter(), load(), cell.method.reads
-        reads = reads if reads and reads < cell.length else None
-        with model.using(layouts[cell.method, cell.length]):
-            values = cell.task.read(model, cell.length, settings.batch_tokens, reads, part)
-        return {"values": values, "seconds": time.perf_counter() - began}
-
-    parts = [(cell, *part) for cell in cells for part in cell.parts(settings.device)]
-    for cell, part, key in parts[rank::ranks]:
-        if not store.has("part", key):
-            store.get("part", key, partial(measure, cell, part))
-            yield _tokens(cell, key)
+        if not store.has("fit", keys[method]):
+            store.put("fit", keys[method], fit(method))
+    fits = {m: store.wait("fit", keys[m]) if m in keys else fit(m) for m in methods}
+    for each in fits.values():
+        layouts = plain.validate_python(each["layouts"])
+        each["layouts"] = dict(zip(lengths, layouts, strict=True))
+    return fits

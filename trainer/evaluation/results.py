@@ -188,15 +188,17 @@ class Change:
     """Change of a run at the start of a phase, with the held-out loss around it.
 
     The losses are measured just before the change, just after it, and at the end of the phase.
-    ``length``: tokens of the phase's sequences.
+    ``sequences``: the loss of each sequence, by ``before``, ``after`` and ``end``. ``length``:
+    tokens of the phase's sequences.
     """
 
     step: int
-    what: str
-    length: int
     loss_before: float | None
     loss_after: float | None
     loss_end: float | None = None
+    sequences: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
+    what: str = ""
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,21 +220,6 @@ class RunSummary:
     skipped: int = 0
     finite: bool = True
     changes: tuple[Change, ...] = ()
-
-
-@dataclass(frozen=True)
-class Drop:
-    """Drop of the positional encoding: its step, and the loss around it.
-
-    The losses are measured just before the drop, just after it, and at the end of recalibration.
-    ``sequences``: the loss of each sequence, by ``before``, ``after`` and ``end``.
-    """
-
-    step: int
-    loss_before: float | None
-    loss_after: float | None
-    loss_end: float | None = None
-    sequences: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -296,7 +283,7 @@ class Report:
     longest_context: int | None = None
     unigram_loss: float | None = None
     runs: tuple[RunSummary, ...] = ()
-    drop: Drop | None = None
+    drop: Change | None = None
     observations: tuple[Observation, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
     temperature: dict[str, float] = field(default_factory=dict)

@@ -46,7 +46,7 @@ def multiplied_in(weights: Dtype, device: str) -> str:
     return "tf32" if (weights, device) == ("fp32", "cuda") else weights
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SavedModel:
     """A model that can be loaded, with its name in tables.
 
@@ -90,9 +90,7 @@ class SavedModel:
             model.end_tokens = self.end_tokens
         return model
 
-    def for_inference(
-        self, device: str, dtype: Dtype, *, chunk: int | None = None
-    ) -> LanguageModel:
+    def for_inference(self, device: str, dtype: Dtype, chunk: int | None = None) -> LanguageModel:
         """Load the model in evaluation mode, with the run's attention backend if that is possible.
 
         A GPU multiplies float32 matrices in TF32. ``chunk``: tokens of a sequence read at once; see

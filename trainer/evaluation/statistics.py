@@ -30,24 +30,6 @@ class Estimate(NamedTuple):
     high: float
 
 
-class Comparison(NamedTuple):
-    """Numbers of trials that went ``better`` and ``worse`` than the reference's same trials.
-
-    ``p_value``: probability of a split at least as uneven if neither is better.
-    """
-
-    better: int
-    worse: int
-    p_value: float
-
-    @property
-    def mark(self) -> str:
-        """``↑`` or ``↓`` if the two differ with p < 0.05, otherwise empty."""
-        if self.p_value >= SIGNIFICANT:
-            return ""
-        return "↑" if self.better > self.worse else "↓"
-
-
 def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
     """Return the mean score and Wilson's interval with an effective number of trials.
 
@@ -80,32 +62,25 @@ def effective_trials(scores: Sequence[float], trials: float = math.inf) -> float
     return min(trials, len(scores) * float(p * (1 - p) / variance))
 
 
-def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
-    """Return the relative difference of the means of paired values: 0.01 if ``values`` is 1% above.
-
-    The pairs are, for example, two models' losses on the same texts. The interval of the ratio
-    r = a / b of the means has the standard error of a_i - r b_i, divided by b, and Student's t with
-    n - 1 degrees of freedom (W. G. Cochran, Sampling Techniques, 1977, Ch. 6). One pair has no
-    interval: its limits are the value itself. Raises ``ValueError`` without pairs.
-    """
-    pairs = np.array(list(zip(values, reference, strict=True)), dtype=float)
-    if not len(pairs):
-        raise ValueError("no pairs, so no change")
-    a, b = pairs.T
-    n, ratio = len(pairs), float(a.mean() / b.mean())
-    if n == 1:
-        return Estimate(ratio - 1, ratio - 1, ratio - 1)
-    error = (a - ratio * b).std(ddof=1) / math.sqrt(n) / abs(b.mean())
-    half = float(stdtrit(n - 1, 0.975) * error)
-    return Estimate(ratio - 1, ratio - 1 - half, ratio - 1 + half)
-
-
 def mean_estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of independent numbers with Student's interval; NaN limits for one number."""
     array = np.asarray(values, dtype=float)
     n, mean = len(array), float(array.mean())
     half = float(stdtrit(n - 1, 0.975) * array.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
     return Estimate(mean, mean - half, mean + half)
+
+
+def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
+    """Return the relative difference of the means of paired values: 0.01 if ``values`` is 1% above.
+
+    The pairs are, for example, two models' losses on the same texts. The interval of the ratio
+    r = a / b of the means is that of the mean of (a_i - r b_i) / b (W. G. Cochran, Sampling
+    Techniques, 1977, Ch. 6). One pair has no interval: its limits are the value itself.
+    """
+    a, b = np.asarray(values, dtype=float), np.asarray(reference, dtype=float)
+    ratio = float(a.mean() / b.mean())
+    half = mean_estimate((a - ratio * b) / b.mean()).high if len(a) > 1 else 0.0
+    return Estimate(ratio - 1, ratio - 1 - half, ratio - 1 + half)
 
 
 def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
@@ -142,19 +117,25 @@ def average(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate
     return Estimate(mean, mean - below, mean + above)
 
 
-def sign_test(scores: Sequence[float], reference: Sequence[float]) -> Comparison:
-    """Return the exact two-sided sign test of paired scores; equal pairs are ignored.
+def sign_test(scores: Sequence[float], reference: Sequence[float]) -> tuple[int, int, float]:
+    """Return the numbers of pairs that are better and worse, and p of the exact sign test.
 
-    With b pairs better and c worse, p = min(1, 2 P(X <= min(b, c))), X binomial of b + c trials
-    with probability 1/2. For scores of 0 and 1 it is McNemar's exact test (Q. McNemar,
-    Psychometrika 12, 1947). For fractions it asks which of the two does better more often, not by
-    how much.
+    Equal pairs are ignored. With b pairs better and c worse, p = min(1, 2 P(X <= min(b, c))), X
+    binomial of b + c trials with probability 1/2. For scores of 0 and 1 it is McNemar's exact test
+    (Q. McNemar, Psychometrika 12, 1947). For fractions it asks which of the two does better more
+    often, not by how much.
     """
+    differences = np.subtract(scores, reference)
     # Scores may be means of fractions: equal sums of them may differ by 1e-16.
-    differences = [a - b for a, b in zip(scores, reference, strict=True) if abs(a - b) > ROUNDING]
-    better, n = sum(bool(difference > 0) for difference in differences), len(differences)
-    p_value = float(binomtest(better, n).pvalue) if n else 1.0
-    return Comparison(better, n - better, p_value)
+    better, worse = int((differences > ROUNDING).sum()), int((differences < -ROUNDING).sum())
+    n = better + worse
+    return better, worse, float(binomtest(better, n).pvalue) if n else 1.0
+
+
+def sign_mark(scores: Sequence[float], reference: Sequence[float]) -> str:
+    """Return ``↑`` or ``↓`` if scores are better or worse with p < 0.05, otherwise nothing."""
+    better, worse, p = sign_test(scores, reference)
+    return "" if p >= SIGNIFICANT else "↑" if better > worse else "↓"
 
 
 KEPT = 0.85
@@ -162,31 +143,17 @@ KEPT = 0.85
 al. 2025, arXiv 2502.05167, with short texts in place of the training length)."""
 
 
-class EffectiveLength(NamedTuple):
-    """Longest evaluated length, in tokens, before the first one at which the score is not kept.
-
-    ``length``: 0 if the score at the training length is at chance. ``is_limit``: whether the score
-    falls at a longer length; otherwise the effective length may be longer.
-    """
-
-    length: int
-    is_limit: bool = True
-
-    @property
-    def text(self) -> str:
-        """``1024``; ``≥4096`` if it may be longer; ``none`` for chance."""
-        return f"{'' if self.is_limit else '≥'}{self.length}" if self.length else "none"
-
-
 def effective_length(
     scores: Mapping[int, Estimate | None], training_length: int, chance: float = 0.0
-) -> EffectiveLength | None:
+) -> tuple[int, bool] | None:
     """Return the longest n with S(m) >= 0.85 S(C) at all evaluated lengths m from C to n.
 
     As in RULER (Hsieh et al. 2024, arXiv 2404.06654, Sec. 4), the first length below the threshold
-    ends the search, even if the score recovers later. Lengths below C do not count.
+    ends the search, even if the score recovers later. Lengths below C do not count. The second
+    value says whether the score falls at a longer length; otherwise n may be longer.
 
-    Returns None without a measurement at C or at the next longer length.
+    Returns None without a measurement at C or at the next longer length, and 0 if S(C) is at
+    chance.
 
     Args:
         scores: estimate of S at every evaluated length; None, for a length without a measurement,
@@ -199,7 +166,7 @@ def effective_length(
     if first is None or not longer or scores[longer[0]] is None:
         return None
     if first.low <= chance:
-        return EffectiveLength(0)
+        return 0, True
     reached = training_length
     for length in longer:
         score = scores[length]
@@ -207,6 +174,6 @@ def effective_length(
             break
         # Scores are sums of rounded fractions: 0.85 * 1.0 and 0.85 itself may differ by 1e-16.
         if score.mean < KEPT * first.mean - ROUNDING:
-            return EffectiveLength(reached)
+            return reached, True
         reached = length
-    return EffectiveLength(reached, is_limit=False)
+    return reached, False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -73,20 +73,16 @@ class Store:
         """Return whether the result is stored."""
         return self.path(kind, key).is_file()
 
-    def get(self, kind: str, key: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """Return the stored JSON value; if it is missing, compute and store it."""
-        path = self.path(kind, key)
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))["value"]
-        value = json.loads(json.dumps(make()))  # as it is read again, with lists for tuples
-        write_atomically(path, json.dumps({"key": key, "value": value}, default=str) + "\n")
-        return value
+    def put(self, kind: str, key: dict[str, Any], value: Any) -> None:
+        """Store a JSON value."""
+        text = json.dumps({"key": key, "value": value}, default=str)
+        write_atomically(self.path(kind, key), text + "\n")
 
-    def wait_for(self, results: Iterable[tuple[str, dict[str, Any]]]) -> None:
-        """Wait until all these results are stored.
+    def wait(self, kind: str, key: dict[str, Any]) -> Any:
+        """Return the result, with lists for tuples, as soon as it is stored.
 
         There is no time limit: if another process fails, their launcher ends all of them.
         """
-        for kind, key in results:
-            while not self.has(kind, key):
-                time.sleep(POLL)
+        while not self.has(kind, key):
+            time.sleep(POLL)
+        return json.loads(self.path(kind, key).read_text(encoding="utf-8"))["value"]

@@ -199,6 +199,7 @@ class PhaseStart(L.Callback):
         run.effects[phase.name] = {
             "step": step,
             "what": phase.description,
+            "length": phase.config.data.sequence_length,
             "loss_before": fmean(before),
             "loss_after": fmean(after),
             "loss_end": None,

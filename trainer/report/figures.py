@@ -17,7 +17,7 @@ from trainer.config import PERPLEXITY
 from trainer.evaluation.results import (
     AS_IS,
     MEAN,
-    Drop,
+    Change,
     Report,
     Row,
     RunSummary,
@@ -263,7 +263,7 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return near.mean().tolist()
 
 
-def _smoothed_line(run: RunSummary, drop: Drop | None, style: int) -> Line:
+def _smoothed_line(run: RunSummary, drop: Change | None, style: int) -> Line:
     steps = [step for step, _ in run.curve]
     losses = [math.nan if loss is None else loss for _, loss in run.curve]
     # Smooth each side of the drop separately: a mean across it would blur the jump.

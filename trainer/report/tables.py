@@ -25,7 +25,7 @@ from trainer.evaluation.results import (
     percent,
     read_csv,
 )
-from trainer.evaluation.statistics import KEPT, ROUNDING, effective_length, sign_test
+from trainer.evaluation.statistics import KEPT, ROUNDING, effective_length, sign_mark
 
 MISSING = "·"
 TABLE = "results.csv"
@@ -177,9 +177,10 @@ def _scores(report: Report, task: str, scores: pd.DataFrame, losses: pd.DataFram
     }
     if reached:
         heads[EFFECTIVE] = "effective", f"≥{KEPT:.0%} of 1×"
-        longest = max(effective.length for effective in reached.values())
-        for row, effective in reached.items():
-            cells[row, EFFECTIVE] = Cell(effective.text, best=0 < effective.length == longest)
+        longest = max(length for length, _ in reached.values())
+        for row, (length, falls) in reached.items():
+            text = f"{'' if falls else '≥'}{length}" if length else "none"
+            cells[row, EFFECTIVE] = Cell(text, best=0 < length == longest)
         legend += (
             f" Effective: the longest length, in tokens, up to which the score is at least "
             f"{KEPT:.0%} of its value at the training length (≥: at every length measured; none: "
@@ -212,7 +213,7 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
         if reference != row and reference in scores:
             pairs = scores[[row, reference]].dropna()
             for length, both in pairs.groupby("length"):
-                marks[row, length] = sign_test(both[row].tolist(), both[reference].tolist()).mark
+                marks[row, length] = sign_mark(both[row], both[reference])
     return marks
 
 

@@ -22,7 +22,6 @@ from trainer.evaluation.results import (
     AS_IS,
     FACTS,
     Change,
-    Drop,
     Milestone,
     Report,
     RunSummary,
@@ -45,7 +44,7 @@ from trainer.runs.directory import (
 )
 from trainer.runs.models import find_model, origin
 from trainer.runs.parsing import check_batches, runs_of
-from trainer.runs.phases import phases_of, tokens_at
+from trainer.runs.phases import tokens_at
 from trainer.workflows.evaluate import (
     held_out_of,
     measure_models,
@@ -207,7 +206,7 @@ def make_report(
         config=without_home(plain(config)),
         made=origin(ordered),
         runs=tuple(trained.values()),
-        drop=adapter(Drop).validate_python(effect) if effect else None,
+        drop=adapter(Change).validate_python(effect) if effect else None,
         milestones=milestones,
         timing={
             "tokens_per_second": rates,
@@ -226,16 +225,6 @@ def summary_of(
     ``rows``: its metrics. ``name``, ``parameters``: of its model.
     """
     config, last = run.config, rows[-1] if rows else {}
-    changes = tuple(
-        Change(
-            phase.start,
-            effect["what"],
-            phase.config.data.sequence_length,
-            *(effect[key] for key in ("loss_before", "loss_after", "loss_end")),
-        )
-        for phase in phases_of(config)
-        if (effect := run.effects.get(phase.name)) is not None
-    )
     dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
     return RunSummary(
         name=name,
@@ -246,7 +235,7 @@ def summary_of(
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
-        changes=changes,
+        changes=tuple(map(adapter(Change).validate_python, run.effects.values())),
     )
 
 
