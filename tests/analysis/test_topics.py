@@ -23,8 +23,8 @@ from trainer.analysis.topic import (
     summary,
     tidy,
 )
-from trainer.analysis.topics import TOPICS
 from trainer.config import AnalysisConfig, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.workflows.analyze import TOPICS
 
 C, T = 32, 80
 IDS = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))

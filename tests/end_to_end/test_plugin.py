@@ -14,10 +14,10 @@ import pytest
 
 from tests.program import ROOT, run
 from trainer.__main__ import main
-from trainer.analysis.topics import TOPICS
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.workflows.analyze import TOPICS
 
 PAGES = ("docs/encodings.md", "docs/evaluation.md", "CONTRIBUTING.md")
 GUIDE = "".join((ROOT / page).read_text() for page in PAGES)

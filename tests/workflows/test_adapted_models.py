@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.analysis.attention_examples import cells
 from tests.interchange.families import made
 from trainer.analysis.topic import Target
-from trainer.analysis.topics import TOPICS
 from trainer.common.errors import UserError
 from trainer.config import (
     AnalysisConfig,
@@ -29,7 +28,7 @@ from trainer.interchange.adapted import AdaptedModel
 from trainer.runs.models import find_model
 from trainer.workflows import analyze as analysis
 from trainer.workflows import evaluate as evaluation
-from trainer.workflows.analyze import analyze
+from trainer.workflows.analyze import TOPICS, analyze
 from trainer.workflows.evaluate import evaluate_lengths
 
 C = 320

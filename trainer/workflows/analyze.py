@@ -13,10 +13,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.analysis.attention import NeedlePrompt
+from trainer.analysis.clusters_figures import ClusterFigures
 from trainer.analysis.drop import compare_drop
-from trainer.analysis.offset_features_figures import offset_changes
-from trainer.analysis.topic import Results, Target
-from trainer.analysis.topics import TOPICS
+from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures
+from trainer.analysis.matrix_entropy_figures import MatrixEntropyFigures
+from trainer.analysis.offset_features_figures import OffsetFeatureFigures, offset_changes
+from trainer.analysis.positional_bias_figures import PositionalBiasFigures
+from trainer.analysis.sinks import SinkFigures
+from trainer.analysis.synthetic import SyntheticFigures
+from trainer.analysis.topic import Results, Target, Topic
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
@@ -36,6 +41,26 @@ from trainer.runs.models import find_model, origin
 from trainer.workflows.evaluate import held_out_corpus
 
 log = logging.getLogger(__name__)
+
+TOPICS: dict[str, type[Topic]] = {
+    topic.key: topic
+    for topic in (
+        ClusterFigures,
+        SinkFigures,
+        SyntheticFigures,
+        FrequencyEntropyFigures,
+        OffsetFeatureFigures,
+        MatrixEntropyFigures,
+        PositionalBiasFigures,
+    )
+}
+"""Analyses of one model by the names that ``+analysis=`` takes, in the order of the page."""
+
+
+def analysis(topic: type[Topic]) -> type[Topic]:
+    """Register a user's topic under its key; used in a file that ``plugins`` names."""
+    TOPICS[topic.key] = topic
+    return topic
 
 
 def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Results], Path]:

@@ -264,11 +264,17 @@ def recalibrate(
     open_run_directory(config)
     config = replace(config, overwrite=False)
     beside = [model if source_of(model) == "from_run" else str(find_pretrained(model))]
+
+    def train(config: RunConfig) -> Report:
+        outcome = run_experiment(config, beside)
+        assert outcome is not None, "recalibrate uses one process"
+        return outcome[0]
+
     run, end = config.trainer, began + 60 * minutes * TRAINING
     if not run.max_time:
         limit = str(timedelta(seconds=max(1, math.ceil(end - time.time()))))
         try:
-            return _run(replace(config, trainer=replace(run, max_time=limit)), beside)
+            return train(replace(config, trainer=replace(run, max_time=limit)))
         except PreemptedError:
             if time.time() < end:  # a signal
                 raise
@@ -278,10 +284,4 @@ def recalibrate(
         )
         config = replace(config, trainer=replace(run, max_steps=steps))
         write_atomically(run_dir / RECORD, yaml.safe_dump(plain(config), sort_keys=False))
-    return _run(config, beside)
-
-
-def _run(config: RunConfig, beside: list[str]) -> Report:
-    outcome = run_experiment(config, beside)
-    assert outcome is not None, "recalibrate uses one process"
-    return outcome[0]
+    return train(config)
