@@ -61,9 +61,10 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
 
 
 def test_every_key_is_documented_and_there_are_not_many():
-    tree = ast.parse((ROOT / "trainer" / "config.py").read_text())
+    files = [ROOT / "trainer" / name for name in ("", "model", "positional")]
+    nodes = [n for file in files for n in ast.parse((file / "config.py").read_text()).body]
     keys = 0
-    for group in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    for group in (n for n in nodes if isinstance(n, ast.ClassDef) and n.name != "Sampling"):
         for key, text in pairwise([*group.body, None]):
             if isinstance(key, ast.AnnAssign) and key.target.id != "_":
                 is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
@@ -72,7 +73,7 @@ def test_every_key_is_documented_and_there_are_not_many():
                 )
                 keys += not is_group
                 assert is_text or is_group, (group.name, key.target.id)
-    assert keys <= 220
+    assert keys <= 200
 
 
 def test_defaults_of_the_schema_keep_its_rules():

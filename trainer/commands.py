@@ -225,7 +225,7 @@ def recalibrate(job: Job) -> None:
     from trainer.workflows.export import export_checkpoint
 
     set_up_console()
-    named = [word.lstrip("+~").partition("=")[0] for word in job.words]
+    named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
     given = {key: reduce(getitem, key.split("."), job.values) for key in named if "." in key}
     own: dict[str, Any] = {f"model.{workflow.source_of(keys.checkpoint)}": keys.checkpoint}
     if "name" not in named:

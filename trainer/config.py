@@ -61,8 +61,8 @@ class NeedlesConfig:
     weight: Positive = 10.0
     """Weight in the loss of a value that was stated before; other tokens have 1."""
     changes: Share = 0.0
-    """Share of the mentions after a name's first that state a new number, which holds from then
-    on. Above 0 the content of statements does not suffice: their order decides."""
+    """Share of the mentions after a name's first that state a new number, so that their order
+    decides."""
 
 
 @configuration
@@ -70,14 +70,12 @@ class SourceConfig:
     """A text, which of it is held out, and its weight in a mixture."""
 
     source: str = "stdlib_docs"
-    """Where text comes from: stdlib_docs (docstrings and help topics of the running Python),
-    files, hub, or a source that a plugin registers."""
+    """stdlib_docs (docstrings and help topics of Python), files, hub, or a plugin's source."""
     files: list[str] = field(default_factory=list)
-    """Files of the source files (.txt, .md, .rst, .jsonl, .csv, .parquet, .arrow, also compressed):
-    paths, directories or globs, here or at s3://, gs://, https://; @LIST is a file with one
-    address a line."""
+    """Paths, directories or globs, here or at s3://, gs://, https://; @LIST is a file with one
+    address a line. docs/data.md names the formats."""
     allow_patterns: list[str] = field(default_factory=list)
-    """Globs; only addresses of a list that match one of them are read. Empty: all."""
+    """Globs of the addresses of a list that are read; empty: all."""
     hub_name: str | None = None
     """Dataset on the Hugging Face hub."""
     hub_config: str | None = None
@@ -85,8 +83,7 @@ class SourceConfig:
     hub_split: str = "train"
     """Split of that dataset."""
     revision: str | None = None
-    """Commit or tag of the dataset; for other sources any word that tells two states of the text
-    apart."""
+    """Commit or tag of the dataset, or a word that tells two states of another source apart."""
     text_field: str = "text"
     """Column of jsonl, csv, parquet and arrow files that holds the text."""
     validation: Share = 0.03
@@ -134,8 +131,7 @@ class TokenizerConfig:
     """The tokenizer, read from a file or trained."""
 
     path: str | None = None
-    """A tokenizer.json or a model on the hub; null: train a byte-level BPE on the
-    training text."""
+    """A tokenizer.json or a model on the hub; null: train a byte-level BPE on the text."""
     vocab_size: Annotated[int, Field(ge=257)] = 1024
     """Entries of the tokenizer that is trained; 257 hold every byte."""
 
@@ -148,8 +144,7 @@ class ScheduleConfig:
     """Learning rate of one phase, as a multiple of the optimizer's learning rates."""
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Shape after the warm-up: cosine (falls to the end), wsd (stays, then falls over the last
-    decay_fraction), constant."""
+    """After the warm-up: cosine, wsd (stays, then falls over decay_fraction), constant."""
     peak: Positive = 1.0
     """Factor on the optimizer's learning rates after the warm-up."""
     warmup_steps: Natural = 0
@@ -188,11 +183,9 @@ class ChangeConfig:
     """Encoding that takes the place, named as in positional; same (with drop.at): nothing is
     dropped, but schedule and optimizer are those of a drop, as a control of one."""
     windows: list[Count | None] | None = None
-    """Sliding windows of all layers from the drop on, in tokens, repeated over the depth; null:
-    those before."""
+    """Sliding windows of all layers from the drop on, as positional.windows; null: those before."""
     qk_norm_gain: Literal["one", "matched"] = "one"
-    """Gain of a QK-norm that comes on at the drop: one, or matched (to the RMS of queries and
-    keys on the effect batch)."""
+    """Gain of a QK-norm that comes on: one, or matched (to queries and keys before it)."""
 
     @property
     def of_what(self) -> str:
@@ -210,11 +203,9 @@ class DropConfig(ChangeConfig):
     """When the encoding is dropped, what replaces it, and how training resumes."""
 
     at: int | float | None = None
-    """When to drop: a step (0 only for trained weights), or a fraction of the run such as 0.85;
-    null: never."""
+    """A step (0 only for trained weights), or a fraction of the run such as 0.85; null: never."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
-    """State of the optimizer at the drop: keep, reset, or reset_new (only of parameters that the
-    drop adds)."""
+    """State of the optimizer: keep, reset, or reset_new (of parameters that the drop adds)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     effect_sequences: Count = 64
     """Held-out sequences whose loss is measured before and after the drop."""
@@ -255,8 +246,7 @@ class TrainerConfig:
     micro_batch_size: Count | None = None
     """Sequences per forward pass of one rank; null: all that the rank has."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """bf16 (computes in bfloat16 and keeps float32 weights), fp32 (TF32 on a GPU), or auto: bf16
-    on a GPU that has it."""
+    """bf16 (over float32 weights), fp32 (TF32 on a GPU), auto (bf16 on a GPU that has it)."""
     deterministic: bool = False
     """Compute the same bits every time, with slower GPU kernels."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
@@ -274,8 +264,8 @@ class TrainerConfig:
     checkpoint_minutes: Positive | None = 30.0
     """Minutes after a checkpoint until the next; null: by steps only."""
     keep_checkpoints: Count = 2
-    """Number of most recent checkpoints to keep, and of those with finite weights and no update
-    just skipped; the one before the drop is always kept."""
+    """Number of most recent checkpoints to keep, and of healthy ones; the one before the drop is
+    always kept."""
     keep_every: Count | None = None
     """Steps between checkpoints that are all kept; null: none."""
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
@@ -291,13 +281,12 @@ class StrategyConfig:
     """Distribution of a run over devices."""
 
     name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
-    """single (one device), ddp (a copy on every rank), fsdp2 (parameters, gradients and
-    optimizer sharded over all ranks), hsdp (sharded in groups of ranks, copied between them)."""
+    """single (one device), ddp (a copy on every rank), fsdp2 (sharded over all ranks), hsdp
+    (sharded in groups of ranks, copied between them)."""
     shard_size: Count | None = None
     """Ranks that share one copy of the parameters, for hsdp; null: those of a node."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What backward recomputes: none, selective (all but matrix products and attention), full
-    (whole blocks)."""
+    """What backward recomputes: none, selective (all but products and attention), full (blocks)."""
 
 
 @configuration
@@ -314,8 +303,7 @@ class LoggerConfig:
 
 @configuration
 class BenchmarksConfig:
-    """Tasks that the model answers in training, also before and after the drop and at the end; they
-    do not affect it."""
+    """Tasks that the model answers in training, which they do not affect, and around the drop."""
 
     every: Count | None = None
     """Steps between them; null: never."""
@@ -341,11 +329,9 @@ class TemperatureSettings:
     models: Literal["free", "all"] = "free"
     """Models it is fitted for: free (those without positions), all."""
     lengths: list[Annotated[float, Field(gt=1)]] | None = None
-    """Lengths to fit at, in multiples of the training length (one alone is DroPE's target
-    length, App. C.2); null: those evaluated."""
+    """Multiples of the training length to fit at (DroPE, App. C.2: one); null: those evaluated."""
     fit: Literal["sum", "line"] = "sum"
-    """How several lengths combine: sum (least sum of their losses), line (through the best scale
-    of each, as YaRN)."""
+    """Over several lengths: sum (of their losses), line (through the best scales, as YaRN)."""
     rope_id_exponent: NotNegative = 2.0
     """Exponent of temperature_rope_id."""
 
@@ -355,8 +341,7 @@ class LongRopeSettings:
     """Settings of longrope."""
 
     search: Literal["perplexity", "needles"] = "perplexity"
-    """What factors are searched for: perplexity (of text, LongRoPE), needles (of their answers,
-    LongRoPE2)."""
+    """What is minimized: perplexity (of text, LongRoPE), needles (of answers, LongRoPE2)."""
     evaluations: Count = 64
     """Sets of factors to try at each length."""
     windows: Count = 4
@@ -382,8 +367,8 @@ class DopeSettings:
     heads."""
 
     variant: Literal["by_parts", "by_all", "by_gaussian"] = "by_all"
-    """What a head loses: by_parts (bands slower than one turn in the training length, Eq. 33),
-    by_all (all bands), by_gaussian (noise takes its place, Eq. 36 and 37)."""
+    """What a head loses: by_parts (bands slower than one turn in C, Eq. 33), by_all (all bands),
+    by_gaussian (noise takes its place, Eq. 36 and 37)."""
     by: Literal["query", "key", "joint"] = "query"
     """Whose entropies rank heads: query, key, joint (of one Gram matrix over both)."""
     entropy: Literal["vanilla", "trunc"] = "trunc"
@@ -433,8 +418,8 @@ class NeedleTaskSettings:
     needles: Count = 4
     """Needles in tasks that state several."""
     changes: Natural = 0
-    """How many of the statements give the requested name an earlier number, in the task statements;
-    the answer is its last one. For runs trained with data.needles.changes."""
+    """Statements that give the requested name an earlier number, for runs with
+    data.needles.changes; the answer is the last one."""
     seed: Natural = 1
     """Seed of the trials."""
 
@@ -514,15 +499,13 @@ class EvaluationConfig:
     enabled: bool = True
     """Evaluate a training run at its end."""
     training_length: Length | None = None
-    """C, in tokens: the unit of lengths, and where methods begin; null: the sequences that a run
-    trained on last, or what a published model's configuration says."""
+    """C, in tokens: the unit of lengths, and where methods begin; null: that of the model."""
     methods: list[str] = field(default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"])
     """Methods, several joined by + from left to right (yarn+dope): none, crop, window, pi, ntk,
     ntk_by_parts, yarn, yarn_full_range, llama3, ntk_by_parts_turns, yarn_turns, cope, dynamic_...,
     dynamic_ntk_alpha, longrope, temperature, temperature_rope_id, dope, weighted_rope, drop."""
     dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU. On a GPU fp32
-    multiplies in TF32."""
+    """fp32 (TF32 on a GPU), bf16; null: bf16 on a GPU, fp32 on a CPU."""
     fit_windows: Count = 32
     """Windows of validation text for fits."""
     layers: LayerChoice = None
@@ -552,8 +535,7 @@ class EvaluationConfig:
     windows: Count = 96
     """Held-out windows of the task perplexity at each length."""
     last: Count | None = None
-    """Tokens of each window that are reported; null: the training length, or the shortest length
-    if that is less."""
+    """Tokens of each window that are reported; null: C, or the shortest length if that is less."""
     batch_tokens: Count = 16384
     """Tokens in a forward pass."""
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
@@ -598,13 +580,11 @@ class RescaleConfig:
     """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns,
     cope."""
     factor: Annotated[float, Field(gt=1)] | None = None
-    """How much longer sequences get; null: the phase's sequences over the longest trained on
-    before."""
+    """How much longer sequences get; null: the phase's over the longest before."""
     base: Annotated[float, Field(gt=1)] | None = None
     """New base theta of the frequencies base^(-2i/d), in place of a method; null: see method."""
     layers: LayerChoice = None
-    """Layers to rescale: all, or indices; null: the layers that see more than the longest
-    sequences before."""
+    """all, or indices; null: the layers that see more than the longest sequences before."""
 
 
 @configuration
@@ -620,17 +600,15 @@ class PhaseConfig:
     micro_batch_size: Count | None = None
     """Sequences per forward pass of one rank; null: trainer.micro_batch_size."""
     weights: dict[str, Positive] | None = None
-    """Weights of data.mixture's texts by name; a text that is not named is not read. Null: those
-    of the run."""
+    """Weights of the texts of data.mixture that are read, by name; null: those of the run."""
     schedule: ScheduleConfig | None = None
-    """Learning rate of the phase; null: the run's, laid out over all phases, continues."""
+    """Learning rate of the phase; null: the run's, over all phases."""
     drop: ChangeConfig | None = None
     """What is dropped at the start; null: nothing."""
     rescale: RescaleConfig | None = None
     """How frequencies are slowed at the start; null: not at all."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
-    """State of the optimizer at the start: keep, reset, or reset_new (only of parameters that
-    the drop adds)."""
+    """State of the optimizer: keep, reset, or reset_new (of parameters that the drop adds)."""
 
 
 @configuration
@@ -732,8 +710,7 @@ class AttenuationSettings:
     choice: Literal["page", "validation"] = "page"
     """Text whose entropies choose: page (perplexity is measured on it too), validation."""
     tokens: list[Count] | None = field(default_factory=lambda: [1024])
-    """First tokens of a text whose perplexity is measured, one length after the other; null:
-    all."""
+    """First tokens of a text whose perplexity is measured, one length after another; null: all."""
 
 
 @configuration
@@ -741,8 +718,7 @@ class NeedleSettings:
     """The needle that heads of extreme matrix entropy are shown with (DoPE, Fig. 2 to 6)."""
 
     kind: Literal["copy", "question"] = "copy"
-    """copy (of the end of the text, needs no words), question (a statement, asked for at the
-    end)."""
+    """copy (of the end of the text), question (a statement, asked for at the end)."""
     depth: Share = 0.1
     """Place of the statement: 0 the beginning of the text, 1 its end."""
     by: Literal["query", "key"] = "query"
@@ -765,14 +741,12 @@ class AnalysisConfig:
     chosen: list[tuple[Natural, Natural]] = field(default_factory=list)
     """Pairs [layer, query head] to show as single heads; []: found by their measures."""
     pairs: list[Natural] = field(default_factory=list)
-    """Rotary pairs that pictures of offset_features show one by one; []: all of a head, or
-    found."""
+    """Rotary pairs that offset_features shows one by one; []: all of a head, or found."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
     prefixes: list[Count] = field(default_factory=list)
-    """Numbers of first tokens at which frequency entropies are shown as well (Frequency Entropy,
-    App. F)."""
+    """First tokens whose frequency entropies are shown as well (Frequency Entropy, App. F)."""
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)
     method: str | None = None
