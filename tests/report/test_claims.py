@@ -9,27 +9,40 @@ import pytest
 from tests.report.examples import loss, report, statements
 from trainer.evaluation.results import Change, RunSummary
 from trainer.evaluation.statistics import estimate
-from trainer.report.claims import ROLES, Evidence, certainly_exceeds, observe
+from trainer.report.claims import RIVALS, Evidence, certainly_exceeds, observe
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
 ASTRAY = (30, 20, 15, 10)  # never learned the task
 
 
-def evidence(*cells, roles=(), runs=(), one_text=True, **facts):
-    made = report(*cells, training_length=64, runs=tuple(dict(runs).values()), **facts)
-    return Evidence(made, {r: (ROLES[r], "none") for r in roles}, dict(runs), one_text)
+NAMES = {
+    "rope": "RoPE",
+    "drope": "DroPE",
+    "nope": "NoPE from scratch",
+    "half_rope": "HalfRoPE",
+    "high_frequency": "High-frequency RoPE",
+    "rope_id": "RoPE-ID",
+    "alibi": "ALiBi",
+    "rope_nope_window": "RNoPE-SWA",
+}
 
 
-DROPE = {"drope": RunSummary("DroPE", "rope, dropped", 1, 2, 3)}
+def evidence(*cells, runs=(), one_text=True, **facts):
+    return Evidence(report(*cells, training_length=64, runs=tuple(runs), **facts), NAMES, one_text)
+
+
+DROPE = RunSummary("DroPE", "rope, dropped", 1, 2, 3)
 
 
 def observed(roles, **others):
     """The observations for rates (or rates and losses) by role, at 64, 128, 256 and 512 tokens."""
     table = []
-    for role, numbers in roles.items():
+    for key, numbers in roles.items():
         rates, losses = numbers if isinstance(numbers[0], tuple) else (numbers, (4.0,) * 4)
-        table += statements(ROLES[role], rates, losses)
-    return observe(evidence(*table, roles=roles, **others))
+        role, _, method = key.partition("+")
+        cells = statements(NAMES[role], rates, losses)
+        table += [({**about, "method": method or "none"}, measured) for about, measured in cells]
+    return observe(evidence(*table, **others))
 
 
 def judge(claim, roles, **others):
@@ -48,18 +61,18 @@ BOTH_WAYS = [
     ("RoPE's text loss rises", {"rope": losses(4, 5, 7, 9)}, {"rope": losses(4, 4, 4, 4.1)}),
     (
         "YaRN retrieves at least twice",
-        {"rope": BAD, "rope_yarn": GOOD},
-        {"rope": HALF, "rope_yarn": GOOD},
+        {"rope": BAD, "rope+yarn": GOOD},
+        {"rope": HALF, "rope+yarn": GOOD},
     ),
     (
         "YaRN keeps its text loss",
-        {"rope_yarn": (BAD, (4, 4, 4, 4.1))},
-        {"rope_yarn": (BAD, (4, 5, 6, 7))},
+        {"rope+yarn": (BAD, (4, 4, 4, 4.1))},
+        {"rope+yarn": (BAD, (4, 5, 6, 7))},
     ),
     (
         "YaRN keeps its text loss",
-        {"rope_yarn": (100, 90, 60, 39)},  # to less than a half, but not to a third
-        {"rope_yarn": (100, 90, 80, 60)},
+        {"rope+yarn": (100, 90, 60, 39)},  # to less than a half, but not to a third
+        {"rope+yarn": (100, 90, 80, 60)},
     ),
     ("NoPE from scratch ends behind", {"rope": GOOD, "nope": ASTRAY}, {"rope": GOOD, "nope": GOOD}),
     (
@@ -85,14 +98,14 @@ BOTH_WAYS = [
     ),
     *(
         (
-            f"DroPE retrieves more than {ROLES[rival]}",
+            f"DroPE retrieves more than {RIVALS[rival]}",
             {rival: HALF, "drope": GOOD} | base,
             {rival: GOOD, "drope": HALF} | base,
         )
         for rival, base in (
-            ("rope_pi", {"rope": BAD}),
-            ("rope_ntk", {"rope": BAD}),
-            ("rope_yarn", {"rope": BAD}),
+            ("rope+pi", {"rope": BAD}),
+            ("rope+ntk", {"rope": BAD}),
+            ("rope+yarn", {"rope": BAD}),
             ("alibi", {}),
             ("nope", {}),
             ("rope_nope_window", {}),
@@ -100,13 +113,13 @@ BOTH_WAYS = [
     ),
     (
         "temperature helps DroPE",
-        {"drope": HALF, "drope_temperature": GOOD},
-        {"drope": GOOD, "drope_temperature": HALF},
+        {"drope": HALF, "drope+temperature": GOOD},
+        {"drope": GOOD, "drope+temperature": HALF},
     ),
     (
         "temperature helps RoPE-ID",
-        {"rope_id": HALF, "rope_id_temperature": GOOD},
-        {"rope_id": GOOD, "rope_id_temperature": HALF},
+        {"rope_id": HALF, "rope_id+temperature": GOOD},
+        {"rope_id": GOOD, "rope_id+temperature": HALF},
     ),
     ("RoPE-ID keeps", {"rope_id": (100, 50, 50, 100)}, {"rope_id": (100, 100, 100, 50)}),
     (
@@ -154,7 +167,7 @@ def test_claims_about_absent_methods_and_lengths_are_left_out():
     assert observe(evidence()) == ()
     assert observed({"alibi": GOOD}) == ()
     assert all(o.claim.startswith("RoPE") for o in observed({"rope": GOOD}))
-    some = ("rope", "drope", "drope_temperature", "rope_id", "alibi")
+    some = ("rope", "drope", "drope+temperature", "rope_id", "alibi")
     alone = dict.fromkeys(some, ((100, None, None, None), (4.0, None, None, None)))
     assert not any("longest" in o.claim or "beyond" in o.claim for o in observed(alone))
     beyond = observed(dict.fromkeys(some, ((None, None, 98, 97), (None, None, 4.0, 4.0))))
@@ -177,11 +190,11 @@ def test_losses_of_models_with_different_text_are_not_judged():
     ],
 )
 def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message):
-    (observation,) = observe(evidence(drop=drop, runs=DROPE))
+    (observation,) = observe(evidence(drop=drop, runs=[DROPE]))
     assert observation.shown is shown
     assert message in observation.evidence
-    partial = {"rope_dropped": RunSummary("RoPE, drop of layers 0 to nope", "rope", 1, 2, 3)}
-    assert not observe(evidence(drop=drop, runs=partial | DROPE))  # DroPE is a control
+    partial = RunSummary("RoPE, drop of layers 0 to nope", "rope", 1, 2, 3)
+    assert not observe(evidence(drop=drop, runs=[partial, DROPE]))  # DroPE is a control
 
 
 @pytest.mark.parametrize(
@@ -199,7 +212,7 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
     remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
     sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
     means = [fmean(sequences[name]) for name in ("before", "after", "end")]
-    (observation,) = observe(evidence(drop=Change(800, *means, sequences), runs=DROPE))
+    (observation,) = observe(evidence(drop=Change(800, *means, sequences), runs=[DROPE]))
     assert observation.shown is shown
 
 
@@ -210,7 +223,7 @@ def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
     """+12.5% in the mean: everywhere, or by one window that most resamples have once or never."""
     far = (4.5 - spread, 4.5 + spread, 4.5 - spread, 4.5 + spread)
     cells = [loss((4.0,) * 4, length=64), loss(far, length=512)]
-    (observation,) = observe(evidence(*cells, roles=["rope"]))
+    (observation,) = observe(evidence(*cells))
     assert observation.shown is shown
     assert "+12.5% (" in observation.evidence
 
@@ -220,7 +233,7 @@ def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown):
     """Half a percent above RoPE's, where at most one is within the margin."""
     windows_of_drope = (4.02 - spread, 4.02 + spread) * 2 if spread >= 0 else (4.4, 4.6) * 2
     cells = [loss((4.0,) * 4, length=64), loss(windows_of_drope, "DroPE", length=64)]
-    observations = observe(evidence(*cells, roles=["rope", "drope"]))
+    observations = observe(evidence(*cells))
     (observation,) = (o for o in observations if "matches RoPE's" in o.claim)
     assert observation.shown is shown
 
@@ -229,13 +242,13 @@ def test_a_loss_that_matches_is_sure_over_the_windows(spread, shown):
 def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     rope = ((1, 4.1), (2, 3.9), (3, None), (4, 99.0), (5, 4.1), (6, 3.9))
     nope = ((1, slow), (2, slow), (3, 99.0), (5, slow), (6, slow))
-    runs = {
-        "rope": RunSummary("RoPE", "rope", 1, 2, 3, None, rope),
-        "nope": RunSummary("NoPE", "nope", 1, 2, 3, None, nope),
-    }
+    runs = [
+        RunSummary("RoPE", "rope", 1, 2, 3, None, rope),
+        RunSummary("NoPE from scratch", "nope", 1, 2, 3, None, nope),
+    ]
     (observation,) = observe(evidence(runs=runs))
     assert observation.shown is shown
-    assert f"NoPE {slow:.3f}, RoPE 4.000" in observation.evidence
+    assert f"NoPE from scratch {slow:.3f}, RoPE 4.000" in observation.evidence
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, NamedTuple
 
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import (
+    AS_IS,
     Observation,
     Report,
-    Row,
     RunSummary,
     estimates,
     is_known,
@@ -29,24 +29,15 @@ from trainer.evaluation.results import (
 from trainer.evaluation.statistics import Estimate, change
 from trainer.report.tables import interval
 
-ROLES = {
-    "rope": "RoPE",
-    "rope_pi": "PI",
-    "rope_ntk": "NTK-aware scaling",
-    "rope_yarn": "YaRN",
-    "rope_temperature": "RoPE with a temperature",
-    "drope": "DroPE",
-    "drope_temperature": "DroPE with a temperature",
-    "nope": "NoPE from scratch",
-    "nope_temperature": "NoPE from scratch with a temperature",
-    "half_rope": "HalfRoPE",
-    "high_frequency": "high-frequency RoPE",
-    "rope_id": "RoPE-ID",
-    "rope_id_temperature": "RoPE-ID with a temperature",
+RIVALS = {
+    "rope+pi": "PI",
+    "rope+ntk": "NTK-aware scaling",
+    "rope+yarn": "YaRN",
     "alibi": "ALiBi",
+    "nope": "NoPE from scratch",
     "rope_nope_window": "RNoPE-SWA",
 }
-"""Names in claims by role; a run maps roles to the rows of its table."""
+"""Names in claims of what DroPE is compared with, by role and method."""
 LEARNED = 0.5
 """Retrieval at the training length below which a model has not learned the task."""
 LEARNED_TEXT = 0.9
@@ -73,27 +64,24 @@ class Point(NamedTuple):
 class Evidence:
     """Evidence of claims.
 
-    ``roles``: model and method by role, for roles of :data:`ROLES`. ``runs``: training runs by
-    role. ``one_text``: whether all models trained on the same text. Otherwise a model's loss says
-    more about its text than its encoding.
+    ``models``: names of models by role, such as ``rope`` or ``drope``. ``one_text``: whether all
+    trained on the same text. Otherwise a model's loss says more about its text than its encoding.
     """
 
     report: Report
-    roles: Mapping[str, Row]
-    runs: Mapping[str, RunSummary] = field(default_factory=dict)
+    models: Mapping[str, str]
     one_text: bool = True
 
-    def points(self, role: str, task: str = STATEMENTS) -> dict[float, Point]:
-        """Return a role's scores, or its losses for :data:`PERPLEXITY`, by factor, ascending.
+    def points(self, key: str, task: str = STATEMENTS) -> dict[float, Point]:
+        """Return the scores of a row, or its losses for :data:`PERPLEXITY`, by factor, ascending.
 
-        ``role*``: with a temperature if there is such a row, as the paper evaluates DroPE.
+        ``key``: ``rope`` for the model of this role as it is, ``rope+yarn`` with a method;
+        ``drope*`` with a temperature if that was measured, as the paper evaluates DroPE.
         """
-        if role.endswith("*"):
-            role = role[:-1]
-            return self.points(f"{role}_temperature", task) or self.points(role, task)
-        if role not in self.roles:
-            return {}
-        report, row = self.report, self.roles[role]
+        if key.endswith("*"):
+            return self.points(f"{key[:-1]}+temperature", task) or self.points(key[:-1], task)
+        role, _, method = key.partition("+")
+        report, row = self.report, (self.models.get(role, ""), method or AS_IS)
         metric = "loss" if task == PERPLEXITY else "score"
         trials = report.trials[(report.trials.task == task) & (report.trials.metric == "loss")]
         of_row = trials[(trials.model == row[0]) & (trials.method == row[1])]
@@ -103,6 +91,10 @@ class Evidence:
             )
             for length, value in estimates(report.rows, task, metric).get(row, {}).items()
         }
+
+    def run(self, role: str) -> RunSummary | None:
+        """Return the training run of a role."""
+        return next((run for run in self.report.runs if run.name == self.models.get(role)), None)
 
 
 Verdict = tuple[bool | None, str]
@@ -128,7 +120,7 @@ def observe(evidence: Evidence) -> tuple[Observation, ...]:
 def _untrained(evidence: Evidence) -> str:
     """Return why nothing can be judged if no model has learned its text; else empty."""
     unigram = evidence.report.unigram_loss
-    trained = [evidence.points(role, PERPLEXITY).get(1.0) for role in evidence.roles]
+    trained = [evidence.points(role, PERPLEXITY).get(1.0) for role in evidence.models]
     least = min((point.value.mean for point in trained if point), default=0.0)
     if unigram is None or least <= LEARNED_TEXT * unigram:
         return ""
@@ -184,7 +176,7 @@ def retrieves(
         for role in (a, b) if learned is None else learned:
             trained = evidence.points(role).get(1.0)
             if trained is None:
-                return None, f"{ROLES[role.rstrip('*')]} was not measured at its training length."
+                return None, f"{places[0][0].name} was not measured at its training length."
             if trained.value.mean < LEARNED:
                 return None, f"{_rate(trained)} has not learned the task (below {LEARNED:.0%})."
         shown = all(certainly_exceeds(p.value, q.value, times) for p, q in places)
@@ -262,9 +254,9 @@ def _signed(difference: Estimate) -> str:
 
 def learns_slower(evidence: Evidence) -> Verdict | None:
     """Judge whether the mean training loss of NoPE over the logged points is above RoPE's."""
-    if not {"rope", "nope"} <= evidence.runs.keys():
+    fast, slow = evidence.run("rope"), evidence.run("nope")
+    if fast is None or slow is None:
         return None
-    fast, slow = evidence.runs["rope"], evidence.runs["nope"]
     others = dict(fast.curve)
     pairs = [(a, others.get(step)) for step, a in slow.curve]
     finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
@@ -282,7 +274,7 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     """Judge which share of the rise at the drop is gone at the end, over the sequences on which the
     losses were measured."""
     drop = evidence.report.drop
-    if drop is None or evidence.runs.get("drope") not in evidence.report.runs[:1]:
+    if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
         return None  # the run itself comes first, and its drop may be another one
     measured = drop.loss_before, drop.loss_after, drop.loss_end
     losses = [loss for loss in measured if is_known(loss)]
@@ -302,7 +294,6 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     return 1 + share.low >= KEPT, text
 
 
-RIVALS = ("rope_pi", "rope_ntk", "rope_yarn", "alibi", "nope", "rope_nope_window")
 CLAIMS: dict[str, dict[str, Predicate]] = {
     "DroPE, Obs. 1": {
         f"NoPE learns more slowly than RoPE: its training loss is over {SAME:.0%} higher": (
@@ -328,7 +319,7 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
     "DroPE, Sec. 4 and Fig. 5": {
         f"YaRN keeps its text loss (within {RISEN:.0%}) at the longest length, and yet loses more "
         "than half of its retrieval": (
-            combined(all, falls("rope_yarn"), loss("rope_yarn", "rope_yarn", RISEN, "longest"))
+            combined(all, falls("rope+yarn"), loss("rope+yarn", "rope+yarn", RISEN, "longest"))
         ),
     },
     "RoPE-ID, Table 1": {
@@ -336,7 +327,7 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
             falls("half_rope")
         ),
         "YaRN retrieves at least twice as much as RoPE at the longest length": (
-            retrieves("rope_yarn", "rope", 2)
+            retrieves("rope+yarn", "rope", 2)
         ),
         "High-frequency RoPE retrieves less than RoPE already at the training length": (
             retrieves("rope", "high_frequency", 1, "trained", learned=["rope"])
@@ -348,7 +339,7 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
             retrieves("rope_id*", "rope", 2)
         ),
         "A softmax temperature helps RoPE-ID at the longest length": (
-            retrieves("rope_id_temperature", "rope_id", 1)
+            retrieves("rope_id+temperature", "rope_id", 1)
         ),
     },
 }
@@ -376,14 +367,14 @@ DROP_CLAIMS: dict[str, dict[str, Predicate]] = {
         ),
     },
     "DroPE, Table 1": {
-        f"DroPE retrieves more than {ROLES[rival]} at the longest length": (
-            retrieves("drope*", f"{rival}*", 1)
+        f"DroPE retrieves more than {name} at the longest length": (
+            retrieves("drope*", rival if "+" in rival else f"{rival}*", 1)
         )
-        for rival in RIVALS
+        for rival, name in RIVALS.items()
     },
     "DroPE, App. C.2": {
         "A softmax temperature helps DroPE at the longest length": (
-            retrieves("drope_temperature", "drope", 1)
+            retrieves("drope+temperature", "drope", 1)
         ),
     },
 }

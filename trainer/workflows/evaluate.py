@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Settings, measure_cells, plan_cells
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary, averaged, rows_of
+from trainer.evaluation.results import MEAN, Report, averaged, rows_of
 from trainer.evaluation.saved_model import (
     SavedModel,
     fitting_together,
@@ -34,7 +34,7 @@ from trainer.evaluation.saved_model import (
 )
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import HeldOut, make_tasks
-from trainer.report.claims import ROLES, Evidence, observe
+from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import (
     describe_task,
@@ -188,21 +188,10 @@ def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
     return Report(name, training_length, {}, environment(corpus))
 
 
-def with_observations(
-    report: Report, models: Sequence[SavedModel], runs: Mapping[str, RunSummary] | None = None
-) -> Report:
-    """Return the report with the papers' observations judged; ``runs``: by names of models."""
-    measured = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
-    roles: dict[str, Row] = {}
-    trained: dict[str, RunSummary] = {}
-    for saved in models:
-        role, name = saved.role or "", saved.name
-        for model, method in measured:
-            key = role if method == AS_IS else f"{role}_{method}"
-            if model == name and key in ROLES:
-                roles.setdefault(key, (model, method))
-        if role in ROLES and runs and name in runs:
-            trained.setdefault(role, runs[name])
-    texts = [saved.run and saved.run.data for saved in models if saved.role]
+def with_observations(report: Report, models: Sequence[SavedModel]) -> Report:
+    """Return the report with the papers' observations judged."""
+    known = [model for model in models if model.role]
+    by_role = {str(model.role): model.name for model in reversed(known)}
+    texts = [model.run and model.run.data for model in known]
     one_text = all(text == texts[0] for text in texts)
-    return replace(report, observations=observe(Evidence(report, roles, trained, one_text)))
+    return replace(report, observations=observe(Evidence(report, by_role, one_text)))

@@ -214,7 +214,7 @@ def make_report(
             "training_seconds": seconds,
         },
     )
-    return with_observations(report, ordered, trained)
+    return with_observations(report, ordered)
 
 
 def summary_of(
