@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from trainer.data.corpus import HeldOutPart, HeldOutText
+from trainer.data.corpus import HeldOutText
 from trainer.data.prepared import Tokens
 
 
-def held_out(*ids, weights=None, name="test"):
-    """Held-out text of parts a, b, ... with these tokens; by default of equal weights."""
-    parts = zip("abcdef", weights or [1.0] * len(ids), ids, strict=False)
+def held_out(*ids, weights=None):
+    """Held-out text of parts with these tokens; by default of equal weights."""
     return HeldOutText(
-        name, tuple(HeldOutPart(part, w, Tokens(np.asarray(x))) for part, w, x in parts)
+        tuple(
+            (weight, Tokens(np.asarray(tokens)))
+            for weight, tokens in zip(weights or [1.0] * len(ids), ids, strict=True)
+        )
     )

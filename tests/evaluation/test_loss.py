@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.data.streams import held_out
 from trainer.common.errors import UserError
-from trainer.data.corpus import HeldOutPart, HeldOutText
+from trainer.data.corpus import HeldOutText
 from trainer.data.prepared import Tokens
 from trainer.evaluation import passes
 from trainer.evaluation.loss import (
@@ -151,7 +151,7 @@ def test_the_unigram_loss_is_the_cross_entropy_of_weighted_frequencies():
 
     def text(streams):
         parts = zip((3.0, 1.0), streams, strict=True)
-        return HeldOutText("test", tuple(HeldOutPart("", w, Tokens(x)) for w, x in parts))
+        return HeldOutText(tuple((weight, Tokens(ids)) for weight, ids in parts))
 
     q = 0.75 * np.array([3, 2, 2, 1]) / 8 + 0.25 * np.array([1, 1, 1, 3]) / 6
     p = 0.75 * np.array([0.5, 0.5, 0, 0]) + 0.25 * np.array([0, 0, 0, 1])
@@ -163,7 +163,7 @@ NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (
 
 @pytest.fixture
 def haystack(corpus):
-    documents = corpus.documents("validation", 1 << 20)
+    documents = corpus.documents(corpus.validation, 1 << 20)
     return Haystack(corpus.tokenizer, documents, (corpus.end_of_text,))
 
 

@@ -66,7 +66,7 @@ def split(tokens, first=0):
 def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokenizer=None, **config):
     corpus = SimpleNamespace(
         test=held_out(split(tokens)),
-        validation=held_out(split(tokens, 10_000), name="validation"),
+        validation=held_out(split(tokens, 10_000)),
         end_of_text=END,
     )
     layout = SimpleNamespace(training_length=C)

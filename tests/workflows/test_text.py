@@ -163,7 +163,7 @@ def test_what_comes_before_a_temperature_has_text_at_its_lengths(
 def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_training_length(
     tiny_decoder, corpus
 ):
-    validation = " ".join(corpus.documents("validation", 1 << 20))
+    validation = " ".join(corpus.documents(corpus.validation, 1 << 20))
     layout = tiny_decoder().layout
 
     def made(method, settings):

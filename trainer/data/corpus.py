@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,59 +28,40 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer, own_first_toke
 
 
 @dataclass(frozen=True)
-class HeldOutPart:
-    """One text of a mixture and its weight."""
-
-    name: str
-    weight: float
-    stream: Tokens
-
-
-@dataclass(frozen=True)
 class HeldOutText:
-    """One held-out split of all texts of a run; ``name`` says which.
+    """One held-out split of all texts of a run: the weight and the tokens of each.
 
     Windows of a mixture come from its parts in the shares of their weights, whatever their sizes.
     Each window lies within one part.
     """
 
-    name: Split
-    parts: tuple[HeldOutPart, ...]
+    parts: tuple[tuple[float, Tokens], ...]
 
     def __len__(self) -> int:
         """Return the number of tokens of all parts."""
-        return sum(len(part.stream) for part in self.parts)
+        return sum(len(tokens) for _, tokens in self.parts)
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest window."""
-        return max(len(part.stream) for part in self.parts)
+        return max(len(tokens) for _, tokens in self.parts)
 
     def shares(self, count: int, length: int, apart: int | None = None) -> list[int]:
         """Divide ``count`` windows of ``length`` tokens among the parts by their weights.
 
-        A part with too little text gives what it has and the others give the rest, with a warning.
+        A part with too little text gives what it has, and the others give the rest.
         ``apart``: least distance between two windows (None: they may overlap). Together the parts
         may have fewer windows than ``count``.
         """
 
-        def most(part: HeldOutPart) -> int:
-            spare = len(part.stream) - length
+        def most(tokens: Tokens) -> int:
+            spare = len(tokens) - length
             if spare < 0:
                 return 0
             return count if apart is None else spare // apart + 1
 
-        weights, available = [part.weight for part in self.parts], [*map(most, self.parts)]
-        shares = divided(count, weights, available)
-        wanted = divided(count, weights, [count] * len(weights))
-        names = [part.name for part in self.parts]
-        if count > 1 and len(names) > 1 and shares != wanted:  # one window has no shares
-            warnings.warn(
-                f"windows of {length:,} tokens of the texts {names}: expected {wanted} by their "
-                f"weights, got {shares}, since {self.name} text is short",
-                stacklevel=2,
-            )
-        return shares
+        weights = [weight for weight, _ in self.parts]
+        return divided(count, weights, [most(tokens) for _, tokens in self.parts])
 
     def windows(
         self, shares: Sequence[int], windows_of: Callable[[Tokens, int], Integers]
@@ -90,7 +70,8 @@ class HeldOutText:
 
         ``windows_of``: returns so many windows of one part.
         """
-        rows = [windows_of(part.stream, n) for part, n in zip(self.parts, shares, strict=True) if n]
+        parts = zip(self.parts, shares, strict=True)
+        rows = [windows_of(tokens, n) for (_, tokens), n in parts if n]
         return rows[0] if len(rows) == 1 else np.concatenate(rows)[_spread(shares)]
 
     def parts_of_windows(self, shares: Sequence[int]) -> Integers:
@@ -192,14 +173,16 @@ class Corpus:
     @cached_property
     def validation(self) -> HeldOutText:
         """Held-out text for fitting and the drop's effect."""
-        parts = (HeldOutPart(p.name, p.weight, p.text.validation) for p in self.parts)
-        return HeldOutText("validation", tuple(parts))
+        return self.split("validation")
 
     @cached_property
     def test(self) -> HeldOutText:
         """Held-out text for reported figures."""
-        parts = (HeldOutPart(p.name, p.weight, p.text.test) for p in self.parts)
-        return HeldOutText("test", tuple(parts))
+        return self.split("test")
+
+    def split(self, name: Split) -> HeldOutText:
+        """Return one split of all texts."""
+        return HeldOutText(tuple((part.weight, getattr(part.text, name)) for part in self.parts))
 
     @property
     def directories(self) -> list[str]:
@@ -212,17 +195,16 @@ class Corpus:
         parts = (part for part in self.parts if part.name in weights)
         return replace(self, parts=tuple(replace(p, weight=weights[p.name]) for p in parts))
 
-    def documents(self, split: Split, tokens: int) -> list[str]:
-        """Decode the first documents of each part's split, at most ``tokens`` tokens in total.
+    def documents(self, text: HeldOutText, tokens: int) -> list[str]:
+        """Decode the first documents of each part of a text, at most ``tokens`` tokens in total.
 
         The parts share them by their weights, as far as they have text.
         """
-        streams = [getattr(part.text, split) for part in self.parts]
-        sizes = [len(stream) for stream in streams]
-        shares = divided(tokens, [part.weight for part in self.parts], sizes)
+        weights, sizes = zip(*((weight, len(ids)) for weight, ids in text.parts), strict=True)
+        shares = divided(tokens, weights, sizes)
         ids = [
             document
-            for stream, share in zip(streams, shares, strict=True)
+            for (_, stream), share in zip(text.parts, shares, strict=True)
             for document in stream.documents(self.end_of_text, share)
         ]
         return self.tokenizer.decode_batch([document[:-1].tolist() for document in ids])

@@ -86,9 +86,9 @@ def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> fl
     def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
         """Return the share of each token, over the parts by their weights."""
         total = np.zeros(vocabulary)
-        for part in split.parts:
-            counts = np.bincount(part.stream.ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
-            total += part.weight * counts / max(1, counts.sum())
+        for weight, tokens in split.parts:
+            counts = np.bincount(tokens.ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
+            total += weight * counts / max(1, counts.sum())
         return total / total.sum()
 
     known, wanted = shares(counted, 1), shares(text, 0)

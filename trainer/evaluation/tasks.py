@@ -50,7 +50,7 @@ class HeldOut:
     @cached_property
     def documents(self) -> list[str]:
         """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
-        return self.corpus.documents(self.split.name, HAYSTACK)
+        return self.corpus.documents(self.split, HAYSTACK)
 
     @cached_property
     def haystack(self) -> Haystack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
-from trainer.data.corpus import Corpus, HeldOutPart, HeldOutText, held_out_windows
+from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import FitText, Fitting
@@ -208,10 +208,9 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: SavedModel) ->
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
         ids = candidate.tokenizer.encode(written, add_special_tokens=False).ids
-        part = HeldOutPart("file", 1.0, Tokens(np.array(ids, np.int64)))
-        text, usual = HeldOutText("test", (part,)), len(ids) + 1
+        text, usual = HeldOutText(((1.0, Tokens(np.array(ids, np.int64))),)), len(ids) + 1
     length = config.length or min(usual, text.longest + 1)
-    fitting = sum(len(part.stream) // max(1, length - 1) for part in text.parts)
+    fitting = sum(len(tokens) // max(1, length - 1) for _, tokens in text.parts)
     texts = config.texts or max(1, min(fitting, MOST_TEXTS, USUAL // length))
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
@@ -233,10 +232,10 @@ def choice_texts(
 def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
     """Return the text without separators of documents, each of which could be a sink."""
     parts = []
-    for part in text.parts:
-        (read,) = part.stream.windows(np.zeros(1, np.int64), min(len(part.stream), MOST_TOKENS))
-        parts.append(replace(part, stream=Tokens(read[read != corpus.end_of_text])))
-    return HeldOutText(text.name, tuple(parts))
+    for weight, tokens in text.parts:
+        (read,) = tokens.windows(np.zeros(1, np.int64), min(len(tokens), MOST_TOKENS))
+        parts.append((weight, Tokens(read[read != corpus.end_of_text])))
+    return HeldOutText(tuple(parts))
 
 
 def after_bos(windows: Integers, corpus: Corpus, candidate: SavedModel) -> Tensor:

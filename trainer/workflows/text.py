@@ -109,7 +109,7 @@ def fit_text(
     needles, prompts = {}, None
     if searched or chosen:
         bos = () if bos_token is None else (bos_token,)
-        straw = Haystack(corpus.tokenizer, corpus.documents("validation", HAYSTACK), bos)
+        straw = Haystack(corpus.tokenizer, corpus.documents(corpus.validation, HAYSTACK), bos)
         needles = {n: answered_texts(straw, longrope.windows, n, seed=0) for n in searched}
         prompts = {n: choice_prompts(config, straw, n) for n in chosen} or None
     longest, parts = max(fitted, default=0), ()
