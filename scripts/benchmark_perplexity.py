@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.commands import read_config
-from trainer.evaluation.loss import losses_of_batches, mean_loss
+from trainer.evaluation.loss import mean_loss, token_losses
 
 VOCABULARY, TRAINED = 4096, 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
@@ -52,7 +52,7 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
     mean_loss(model, windows[:, :TRAINED], 0, 16384)  # warm-up
     before, start = peak(), time.perf_counter()
-    list(losses_of_batches(model, windows, 0, 16384, reads=reads))
+    token_losses(model, windows, 0, 16384, reads=reads)
     return {"seconds": time.perf_counter() - start, "MiB": peak() - before}
 
 

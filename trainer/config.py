@@ -486,8 +486,6 @@ class HarnessSettings:
     """Tasks and groups of lm-eval, which gets their data from the hub."""
     limit: Count | None = None
     """Questions of a task, the first ones; null: all."""
-    num_fewshot: Natural | None = None
-    """Solved examples before each question; null: as the task says."""
     include_path: str | None = None
     """Directory with more tasks; null: none."""
 

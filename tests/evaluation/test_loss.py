@@ -20,8 +20,8 @@ from trainer.evaluation.loss import (
     AnsweredTexts,
     answer_loss,
     answered_texts,
-    losses_of_batches,
     mean_loss,
+    token_losses,
     unigram_loss,
     windows_with_common_ends,
 )
@@ -80,8 +80,8 @@ def as_read(model, window, position, first):
 
 
 def by_position(model, windows, batch_tokens, reads=None):
-    batches = losses_of_batches(model, windows, 0, batch_tokens, reads=reads)
-    return torch.cat(list(batches)).double().mean(dim=0)
+    losses = token_losses(model, windows, 0, batch_tokens, reads=reads)
+    return losses.double().mean(dim=0)
 
 
 @torch.no_grad()

@@ -167,10 +167,7 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
     for name in settings.tasks:
         tasks: dict[str, Task] = index.load([name])["tasks"]
         for task in tasks.values():
-            shots = task.get_config("num_fewshot")
-            if settings.num_fewshot is not None and shots != 0:
-                shots = settings.num_fewshot
-            task.set_config(key="num_fewshot", value=shots or 0)
+            task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         docs = {key: range(len(task.eval_docs))[: settings.limit] for key, task in tasks.items()}
         first = next(iter(tasks.values()))

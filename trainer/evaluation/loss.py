@@ -6,7 +6,6 @@ the answer once and asks for it at its end.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,9 +73,8 @@ def windows_with_common_ends(
 def mean_loss(
     model: LanguageModel, windows: Integers, first_token: int, batch_tokens: int
 ) -> float:
-    """Return the mean loss over windows and positions, in nats; see :func:`losses_of_batches`."""
-    batches = losses_of_batches(model, windows, first_token, batch_tokens)
-    return sum(losses.double().sum().item() for losses in batches) / windows.size
+    """Return the mean loss over windows and positions, in nats; see :func:`token_losses`."""
+    return token_losses(model, windows, first_token, batch_tokens).double().mean().item()
 
 
 def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> float:
@@ -96,15 +94,15 @@ def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> fl
 
 
 @torch.no_grad()
-def losses_of_batches(
+def token_losses(
     model: LanguageModel,
     windows: Integers,
     first_token: int,
     batch_tokens: int,
     *,
     reads: int | None = None,
-) -> Iterator[Tensor]:
-    """Yield losses ``[B, T]`` in nats on the CPU, float32, for a batch of windows at a time.
+) -> Tensor:
+    """Return the loss of every token of windows ``[N, T]``, in nats, float32 on the CPU.
 
     Every window ``[T]`` follows ``first_token``, as in training, and all its tokens are
     predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
@@ -125,17 +123,14 @@ def losses_of_batches(
     stretch = np.minimum((T - 1 - positions) // stride, pieces - 1)
     starts = np.maximum(T - size - stride * np.arange(stretch.max() + 1), 0)
     place = positions - starts[stretch]
-    device = model.device
-    rows, together = max(1, batch_tokens // T), sequences_at_once(model, size, batch_tokens)
-    for first in range(0, len(windows), rows):
-        batch = windows[first : first + rows]
-        cut = sliding_window_view(batch, size, axis=1)[:, starts].reshape(-1, size)
-        losses = []
-        for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
-            ids = tokens.roll(1, dims=1)
-            ids[:, 0] = first_token
-            losses.append(model.token_losses(ids.to(device), tokens.to(device)).cpu())
-        yield torch.cat(losses).view(len(batch), len(starts), size)[:, stretch, place]
+    cut = sliding_window_view(windows, size, axis=1)[:, starts].reshape(-1, size)
+    losses = []
+    together = sequences_at_once(model, size, batch_tokens)
+    for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
+        ids = tokens.roll(1, dims=1)
+        ids[:, 0] = first_token
+        losses.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
+    return torch.cat(losses).view(len(windows), len(starts), size)[:, stretch, place]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from trainer.data.corpus import HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers
-from trainer.evaluation.loss import losses_of_batches, windows_with_common_ends
+from trainer.evaluation.loss import token_losses, windows_with_common_ends
 from trainer.evaluation.passes import WHOLE, Part, part_of, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Task
 from trainer.evaluation.store import fingerprint
@@ -122,7 +122,7 @@ class Perplexity(Measurement):
         values: list[Value] = []
         for first in part_of(range(0, len(windows), size), part):
             batch = windows[first : first + size]
-            (losses,) = losses_of_batches(model, batch, self.first_token, batch_tokens, reads=reads)
+            losses = token_losses(model, batch, self.first_token, batch_tokens, reads=reads)
             means = losses.double()[:, -self.last :].mean(dim=1).tolist()
             finite = (loss if math.isfinite(loss) else math.nan for loss in means)
             values += [(first + i, "loss", loss) for i, loss in enumerate(finite)]

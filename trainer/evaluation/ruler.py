@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import RulerSettings
-from trainer.evaluation.needles import word_list
+from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import (
     Prompt,
     Task,
@@ -180,9 +180,8 @@ def needles(
         context = "\n".join(lines)
     asked = rng.sample(every[:keys], queries)
     answers = tuple(one for name in asked for one in stated[name])
-    query = ", ".join(asked[:-1]) + ", and " + asked[-1] if len(asked) > 1 else asked[0]
     template = ONE if len(answers) == 1 else SEVERAL
-    return template.format(value=value, context=context, query=query), answers
+    return template.format(value=value, context=context, query=listed(asked)), answers
 
 
 HOPS = 4
