@@ -120,7 +120,10 @@ class DataConfig(SourceConfig):
         """Every text by name; one alone is called ``text``."""
         return {
             name: replace(
-                self, **changes | {"mixture": {}, "weight": float(changes.get("weight", 1.0))}
+                self,
+                **{"prepared": None}
+                | changes
+                | {"mixture": {}, "weight": float(changes.get("weight", 1.0))},
             )
             for name, changes in self.mixture.items()
         } or {"text": self}

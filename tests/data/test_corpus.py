@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from tests.data.conftest import write_texts
 from tests.data.streams import held_out
 from trainer.common.errors import UserError
-from trainer.config import DataConfig, RunConfig, TokenizerConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, divided, held_out_windows, prepare_corpus
 from trainer.data.tokenizer import (
     END_OF_TEXT,
@@ -26,7 +26,6 @@ from trainer.data.tokenizer import (
     train_tokenizer,
 )
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.runs.parsing import parse
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -140,22 +139,6 @@ def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
     assert (first.text_field, first.source, first.files) == ("body", "files", ["a.txt"])
     alone = DataConfig()
     assert alone.texts == {"text": alone}
-
-
-FILES = {"source": "files", "files": ["a.txt"]}
-
-
-@pytest.mark.parametrize(
-    ("data", "key"),
-    [
-        ({"prepared": "x", "mixture": {"a": FILES}}, "data.prepared"),
-        ({"mixture": {"a": FILES | {"weigth": 1.0}}}, "data.mixture.a"),
-        ({"sequence_length": 60, "needles": {"share": 0.1}}, "data.needles.mentions"),
-    ],
-)
-def test_a_configuration_of_no_text_is_refused(data, key):
-    with pytest.raises(UserError, match=key):
-        parse(RunConfig, {"data": data})
 
 
 CUT = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}

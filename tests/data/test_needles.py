@@ -157,6 +157,13 @@ def test_as_few_and_as_many_names_and_mentions_as_are_allowed_are_drawn():
     assert {number for row in statements for *_, number in row} == set(range(200, 290))
 
 
+def test_statements_that_do_not_fit_a_sequence_are_refused():
+    config = NeedlesConfig(share=0.5, mentions=(2, 20))
+    with pytest.raises(UserError, match=r"data\.needles\.mentions: 20 statements do not fit 60"):
+        mix_needles(text_of(1, 60), np.arange(1), VOCABULARY, config, 0)
+    mix_needles(text_of(1, 61), np.arange(1), VOCABULARY, config, 0)
+
+
 def test_trials_do_not_depend_on_how_many_are_made():
     few, many = (make_trials(text_of(n, 64), np.arange(n), VOCABULARY, 4, 1) for n in (3, 30))
     np.testing.assert_array_equal(few.prompts, many.prompts[:3])

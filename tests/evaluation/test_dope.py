@@ -10,6 +10,7 @@ import torch
 
 from trainer.analysis.attention import capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
+from trainer.common.errors import UserError
 from trainer.evaluation.dope import DopeSettings, apply, select
 from trainer.model.generate import generate
 from trainer.positional.rescaling import RESCALINGS
@@ -138,6 +139,11 @@ def test_with_r_1_heads_are_sorted_by_the_configured_measure(model, by, spectral
     )
     for chosen in heads:
         assert chosen.score == pytest.approx(expected[chosen.layer, chosen.head], rel=1e-5)
+
+
+def test_another_measure_than_the_entropy_is_for_r_1_alone(model):
+    with pytest.raises(UserError, match=r"evaluation\.dope\.spectral"):
+        select(model, IDS, DopeSettings(entropy="vanilla", spectral="norm"))
 
 
 def test_stages_see_the_rescaled_and_the_trained_frequencies(model):

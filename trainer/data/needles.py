@@ -110,9 +110,14 @@ def mix_needles(
 
     Returns:
         ``[B, T]`` tokens and ``[B, T]`` weights.
+
+    Raises:
+        UserError: the sequences are too short for the statements.
     """
     B, T = text.shape
     most_names, M = config.names[1], config.mentions[1]
+    if STATEMENT * M >= T:
+        raise UserError(f"data.needles.mentions: {M} statements do not fit {T} tokens")
     u = uniforms(seed, counters, 3 + len(NAMES) + most_names + 4 * M)
     head, order, values, speakers, places, change, later = np.split(
         u, np.cumsum([3, len(NAMES), most_names, M, M, M]), axis=1

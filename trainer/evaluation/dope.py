@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.analysis.attention import Heads, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
+from trainer.common.errors import UserError
 from trainer.config import DopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Factors, Intervention
@@ -102,11 +103,16 @@ def select(
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
-    """Return the scores that heads are sorted by, ``[H]``."""
-    if settings.entropy == "vanilla":
-        return entropies.band_mean
-    if settings.r != 1 or settings.spectral == "inverse":
-        return entropies.effective_rank(settings.r)
+    """Return the scores that heads are sorted by, ``[H]``.
+
+    Raises:
+        UserError: ``spectral`` is set for another score than the largest eigenvalue's.
+    """
+    if settings.spectral == "inverse":
+        is_mean = settings.entropy == "vanilla"
+        return entropies.band_mean if is_mean else entropies.effective_rank(settings.r)
+    if (settings.entropy, settings.r) != ("trunc", 1):
+        raise UserError("evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1")
     share = settings.spectral == "share"
     return entropies.eigenvalues[:, 0] if share else entropies.spectral_norm
 

@@ -83,6 +83,8 @@ def make_tasks(
     windows: dict[int, Integers] = {}
     last = config.last or min(training_length, *lengths)
     if PERPLEXITY in config.tasks:
+        if last > min(lengths):
+            raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
         windows = windows_with_common_ends(text.split, config.windows, lengths, last=last)
         notes += _missing_windows(len(windows[max(lengths)]), config.windows, text, lengths, last)
     for name in config.tasks:

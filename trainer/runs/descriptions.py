@@ -49,11 +49,9 @@ def role(config: RunConfig, dropped: bool) -> str | None:
     encodings, otherwise its encoding, with ``_window`` if it has windows; None for variants."""
     if dropped:
         return None if _partial_drops(config) else "drope"
-    kinds, windows = _kinds(config), config.positional.windows[: config.model.num_hidden_layers]
-    is_continued = kinds == ["nope"] and config.model.from_run is not None
-    if config.positional.heads or is_continued or _is_rescheduled(config):
+    if _is_rescheduled(config) or _is_continued(config):
         return None
-    return "_".join(kinds) + ("_window" if any(windows) else "")
+    return _encoding(config)
 
 
 def label(config: RunConfig, dropped: bool | None = None) -> str:
@@ -63,13 +61,13 @@ def label(config: RunConfig, dropped: bool | None = None) -> str:
     """
     if dropped is None:
         dropped = config.drop_step is not None
-    known = role(config, dropped)
-    if known == "drope":
+    changes = _partial_drops(config) if dropped else []
+    if dropped and not changes:
         return "DroPE"
-    title = ENCODING_TITLES.get(role(config, False) or "", encodings(config))
-    if _kinds(config) == ["nope"] and config.model.from_run is not None:
-        title = "NoPE, continued"  # behind a drop, not from scratch
-    for change in _partial_drops(config) if dropped else ():
+    title = ENCODING_TITLES.get(_encoding(config) or "", encodings(config))
+    if _is_continued(config):
+        title += ", continued"
+    for change in changes:
         windows = " and windows" if change.windows else ""
         title += f", drop{change.of_what} to {change.to}{windows}"
     return f"{title}, schedule of a drop" if _is_rescheduled(config) else title
@@ -80,11 +78,14 @@ def encodings(config: RunConfig) -> str:
     return " + ".join(dict.fromkeys(config.positional.layers[: config.model.num_hidden_layers]))
 
 
-def _kinds(config: RunConfig) -> list[str]:
-    """List the encodings of a run's layers and heads, variants by their type."""
-    positional = config.positional
-    names = [*positional.layers[: config.model.num_hidden_layers], *positional.heads]
-    return list(dict.fromkeys(str(positional.encodings.get(n, {}).get("type", n)) for n in names))
+def _encoding(config: RunConfig) -> str | None:
+    """Return the types of the layers' encodings as one word; None if heads of a layer differ."""
+    positional, depth = config.positional, config.model.num_hidden_layers
+    if positional.heads:
+        return None
+    named = dict.fromkeys(positional.layers[:depth])
+    kinds = dict.fromkeys(str(positional.encodings.get(n, {}).get("type", n)) for n in named)
+    return "_".join(kinds) + ("_window" if any(positional.windows[:depth]) else "")
 
 
 def _partial_drops(config: RunConfig) -> list[ChangeConfig]:
@@ -97,6 +98,11 @@ def _partial_drops(config: RunConfig) -> list[ChangeConfig]:
         if kind != "nope" or change.of_what or change.windows:
             partial.append(change)
     return partial
+
+
+def _is_continued(config: RunConfig) -> bool:
+    """Whether a run of NoPE began with the weights of another, and not from scratch."""
+    return config.model.from_run is not None and _encoding(config) == "nope"
 
 
 def _is_rescheduled(config: RunConfig) -> bool:

@@ -15,14 +15,7 @@ from typing import Any, TypeVar
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
-from trainer.config import (
-    MAIN,
-    PERPLEXITY,
-    DataConfig,
-    EvaluationConfig,
-    RunConfig,
-    SourceConfig,
-)
+from trainer.config import MAIN, RunConfig, SourceConfig
 from trainer.model.config import ModelConfig, check_shape
 from trainer.positional.layout import Layout
 from trainer.runs.directory import plain
@@ -50,14 +43,7 @@ def parse(schema: type[T], values: dict[str, Any]) -> T:
     for path in values.get("plugins") or ():
         runpy.run_path(path)
     config = validated(schema, values)
-    if isinstance(config, RunConfig):
-        return _completed(config)  # type: ignore[return-value]  # T is RunConfig
-    if isinstance(text := getattr(config, "text", None), DataConfig):
-        _refuse(_data_rules(text))
-    evaluation = getattr(config, "evaluation", None)
-    if isinstance(evaluation, EvaluationConfig):
-        check_evaluation(evaluation)
-    return config
+    return _completed(config) if isinstance(config, RunConfig) else config  # type: ignore[return-value]  # T is RunConfig
 
 
 def _completed(config: RunConfig) -> RunConfig:
@@ -67,10 +53,7 @@ def _completed(config: RunConfig) -> RunConfig:
     config, layout = with_trained_shape(config)
     check_shape(config.model)
     _refuse(_run_rules(config))
-    _refuse(_data_rules(config.data))
     layouts_of(config, layout or configured_layout(config))
-    if config.evaluation.enabled:
-        check_evaluation(config.evaluation, config.training_length)
     if _drops_nothing(config):
         config = replace(config, drop=replace(config.drop, at=None))
     for name, control in runs_of(config).items():
@@ -120,43 +103,6 @@ def _run_rules(config: RunConfig) -> Rules:
     yield (
         config.evaluation.enabled and "none" not in config.evaluation.methods,
         "evaluation.methods: expected 'none' among them, the run as it is",
-    )
-
-
-def _data_rules(data: DataConfig) -> Rules:
-    for name, changes in data.mixture.items():
-        validated(SourceConfig, changes, "data.mixture", name)
-    yield data.mixture and data.prepared, "data.prepared: expected it in each text of data.mixture"
-    most = data.needles.mentions[1]
-    yield (
-        data.needles.share and 3 * most >= data.sequence_length,
-        f"data.needles.mentions: {most} statements of 3 tokens do not fit data.sequence_length "
-        f"{data.sequence_length}",
-    )
-
-
-def check_evaluation(config: EvaluationConfig, training_length: int | None = None) -> None:
-    """Check an evaluation, also of models with that training length if it is known.
-
-    Raises:
-        UserError: the first rule that is broken.
-    """
-    _refuse(_evaluation_rules(config, training_length))
-
-
-def _evaluation_rules(config: EvaluationConfig, training_length: int | None) -> Rules:
-    dope = config.dope
-    yield (
-        dope.spectral != "inverse" and (dope.entropy, dope.r) != ("trunc", 1),
-        "evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1",
-    )
-    length = config.training_length or training_length
-    if length is None:
-        return
-    shortest = min(config.in_tokens(length))
-    yield (
-        PERPLEXITY in config.tasks and config.last is not None and config.last > shortest,
-        f"evaluation.last: {config.last} tokens, but the shortest length has {shortest}",
     )
 
 

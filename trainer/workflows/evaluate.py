@@ -43,7 +43,6 @@ from trainer.runs.descriptions import (
     without_home,
 )
 from trainer.runs.models import find_model, origin
-from trainer.runs.parsing import check_evaluation
 from trainer.workflows.text import fit_text
 
 log = logging.getLogger(__name__)
@@ -77,7 +76,6 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
     output.mkdir(parents=True, exist_ok=True)
-    check_evaluation(evaluation, first.training_length)
     text = held_out_of(held_out_corpus(request.text, first), first)
     if name == DEFAULT:  # same order as a run's own table
         models = sorted(models, key=lambda model: reference_first(model.role))
