@@ -240,7 +240,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     def go(folder):
         plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings())
         measured = measure_cells(plans, text, Store(tmp_path / folder), Settings())
-        return measured.notes, measured.temperature, rows(measured)
+        return measured.notes, rows(measured)
 
     whole = go("whole")
 
@@ -329,5 +329,5 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
         first = pool.submit(go, 0, 2)
         assert go(1, 2).trials.empty
         together = first.result()
-    assert (together.temperature, together.notes) == (alone.temperature, alone.notes)
+    assert together.notes == alone.notes
     assert rows(together) == rows(alone)

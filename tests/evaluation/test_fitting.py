@@ -85,10 +85,9 @@ def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers):
     settings = TemperatureSettings(grid=GRID, models="all")
     config = EvaluationConfig(lengths=[2, 4], temperature=settings)
     fitting = Fitting(lambda: model, FitText(WINDOWS, 0), 64)
-    method_for("temperature", layout, config).layouts(fitting)
+    best = method_for("temperature", layout, config).layouts(fitting)(4.0)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
-    best = tempered(layout, fitting.temperature)
     assert summed_loss(model, best) <= min(losses) + 1e-6
 
 

@@ -124,7 +124,6 @@ EXPERIMENT = {
         Observation("third claim", "a paper", None, "Not judged: why."),
     ),
     "task": {"needles": 4, "chance": 0.01, "chance_listed": 0.25, "training_share": 0.5},
-    "temperature": {"DroPE + temperature": 0.2},
     "timing": {"tokens_per_second": {"RoPE": 51000.0}, "seconds": 12.5},
 }
 """What a report of an experiment has beside its cells."""

@@ -138,7 +138,6 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
         str(directory), str(tmp_path), text, compare=[f"hf:{directory}"], evaluation=config
     )
     report, _ = evaluate_lengths(request)
-    assert set(report.rows["reach"]) == {C}
     keys = ["method", "task", "length", "metric"]
     of_model = {
         name: {key: part.value.tolist() for key, part in trials.groupby(keys)}

@@ -15,7 +15,6 @@ from trainer.common.errors import UserError
 from trainer.config import (
     ChoiceSettings,
     DataConfig,
-    DopeSettings,
     EvaluationConfig,
     EvaluationRequest,
     LongRopeSettings,
@@ -158,10 +157,6 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
         ({"tasks": ["standard"]}, "evaluation.lengths: 32 tokens are too few for needles"),
         ({"lengths": [1, 500]}, "tokens of the held-out text"),
         ({"tasks": ["ruler"]}, "evaluation.lengths: expected more tokens"),
-        (
-            {"methods": ["none", "yarn+dope"], "dope": DopeSettings(heads=5)},
-            r"^evaluation.dope.heads: expected at most 4, the query heads that rotate, got 5$",
-        ),
         (
             {"methods": ["weighted_rope"], "choice": ChoiceSettings(length=0.16)},
             "SequenceFE: expected a text of 6 tokens or more, got 5",

@@ -138,14 +138,12 @@ class Measured:
     """Results of an evaluation.
 
     ``trials``: see :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. ``seconds``: by model,
-    method, task and length. ``notes``: descriptions of the fitted parameters. ``temperature``: the
-    fitted coefficient of a temperature, by model.
+    method, task and length. ``notes``: descriptions of the fitted parameters.
     """
 
     trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
     seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    temperature: dict[str, float] = field(default_factory=dict)
 
 
 def measure_cells(
@@ -183,8 +181,6 @@ def measure_cells(
             for method, fit in fits.items():
                 notes = dict.fromkeys(fit["notes"])
                 measured.notes += [f"{saved.name}, {method.title}: {note}" for note in notes]
-                if method.key == "temperature" and fit["temperature"] is not None:
-                    measured.temperature[saved.name] = fit["temperature"]
     if rank:
         return Measured()
     results: dict[Cell, list[dict[str, Any]]] = defaultdict(list)
@@ -216,7 +212,7 @@ def _fits(
 ) -> dict[Method, dict[str, Any]]:
     """Fit the methods of one model, of which this process fits every ``ranks``-th.
 
-    Returns ``layouts`` by length, ``notes`` and ``temperature`` of each method.
+    Returns ``layouts`` by length and ``notes`` of each method.
     """
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lengths = list(dict.fromkeys(cell.length for cell in cells))
@@ -226,7 +222,7 @@ def _fits(
     def fit(method: Method) -> dict[str, Any]:
         fitting = Fitting(load, text, settings.batch_tokens)
         layouts = plain.dump_python(list(map(method.layouts(fitting), factors)))
-        return {"layouts": layouts, "notes": fitting.notes, "temperature": fitting.temperature}
+        return {"layouts": layouts, "notes": fitting.notes}
 
     keys = {
         method: {

@@ -69,15 +69,13 @@ class FitText:
 class Fitting:
     """A model, which is loaded when it is needed, and the text to fit on.
 
-    ``notes``: descriptions of the fitted parameters. ``temperature``: the coefficient of the
-    softmax temperature, if fitted.
+    ``notes``: descriptions of the fitted parameters.
     """
 
     load: Callable[[], LanguageModel]
     text: FitText
     batch_tokens: int
     notes: list[str] = field(default_factory=list)
-    temperature: float | None = None
 
     @cached_property
     def model(self) -> LanguageModel:

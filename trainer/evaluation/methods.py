@@ -275,7 +275,6 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationCo
 
     coefficient = fit_line(best, windows, C) if settings.fit == "line" else best(windows)
     fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s")
-    fitting.temperature = coefficient
     return tempered_with(coefficient)
 
 

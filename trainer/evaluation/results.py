@@ -31,13 +31,12 @@ MEAN = "mean"
 """Task of rows with the mean over all scored tasks."""
 
 COLUMNS = (
-    *("run", "model", "method", "task", "length", "factor", "reach"),
-    *("metric", "value", "low", "high", "n", "seed", "seconds"),
+    *("run", "model", "method", "task", "length", "factor", "metric"),
+    *("value", "low", "high", "n", "seed", "seconds"),
 )
 """Columns of every results.csv. ``metric``: ``score``, or ``loss``, on the last tokens of windows,
 which are the same at every length. ``low``, ``high``: 95% interval; ``n``: independent texts;
-``factor``: length over training length; ``reach``: longest length that the model's own encoding
-reaches."""
+``factor``: length over training length."""
 TRIAL_COLUMNS = (
     *("model", "method", "task", "length", "factor"),
     *("metric", "text", "value", "depth", "label"),
@@ -263,8 +262,7 @@ class Report:
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
     of the training sequences carried such statements). ``milestones``: measurements
-    during training by run, the run itself first. ``temperature``: the fitted coefficient c of
-    1 + c ln s by row name, such as ``DroPE + temperature``. ``made``: date, command, program and
+    during training by run, the run itself first. ``made``: date, command, program and
     inputs, as text by term. ``timing["tokens_per_second"]``, a number by run, becomes a column of
     the table of runs.
     """
@@ -286,7 +284,6 @@ class Report:
     drop: Change | None = None
     observations: tuple[Observation, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
-    temperature: dict[str, float] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
     milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)

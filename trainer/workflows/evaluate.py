@@ -158,12 +158,11 @@ def measure_models(
     if mean_of := averaged(measured.trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     longest = max(model.longest_context for model in models)
-    rows = rows_of(measured.trials, measured.seconds, name, needles.seed)
     vocabulary = 1 + max(corpus.tokenizer.get_vocab().values())
     return Report(
         name=name,
         training_length=C,
-        rows=rows.assign(reach=rows["model"].map({m.name: m.layout.longest for m in models})),
+        rows=rows_of(measured.trials, measured.seconds, name, needles.seed),
         trials=measured.trials,
         longest_context=None if longest == C else longest,
         unigram_loss=unigram_loss(corpus.test, corpus.validation, vocabulary),
@@ -175,9 +174,6 @@ def measure_models(
         task=describe_task(text.training_share or 0.0, needles.needles)
         if STATEMENTS in task_titles
         else {},
-        temperature={
-            f"{model} + {titles['temperature']}": c for model, c in measured.temperature.items()
-        },
     )
 
 
