@@ -97,7 +97,7 @@ def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(monkeypat
     """With a second a step, and a minute for each checkpoint, one of them between phases."""
     times = iter([0.0, 60.0, 60.0, 61.0, 121.0, 122.0, 124.0])
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    rows = Metrics([], lambda _: {}, SimpleNamespace(advance_to=lambda _: None), None)
+    rows = Metrics(None, [], lambda _: {}, SimpleNamespace(advance_to=lambda _: None), None)
     with rows.elsewhere():
         pass
     rows.start(6)

@@ -73,7 +73,11 @@ class Run:
         self.phases, self.permanent = phases_of(config), kept_steps(config)
         self.effects: dict[str, dict[str, Any]] = dict(start.state.get("effects", {}))
         self.metrics = Metrics(
-            self.phases, epochs_read(corpus, self.phases), progress, peak_of_ranks(config)
+            Path(config.run_dir) / "metrics.csv",
+            self.phases,
+            epochs_read(corpus, self.phases),
+            progress,
+            peak_of_ranks(config),
         )
         self.metrics.pending |= start.state.get("pending_metrics", {})
         self.benchmarks = Benchmarks(config, corpus, ranks)

@@ -53,7 +53,7 @@ def apply_change(
         match_gains(module, [ids for ids, _ in probe])
     module.model.layout = layout
     # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
-    module.choose_attention(*module.last_shape)
+    module.last_shape = None
     reset_optimizer(trainer, optimizer_state)
     return before, losses_of(module, probe)
 

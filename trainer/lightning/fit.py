@@ -22,7 +22,7 @@ from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning.callbacks import PhaseStart, Run, StepEnd, StopRequest, check_divergence
 from trainer.lightning.datamodule import TokenData
-from trainer.lightning.metrics import make_loggers
+from trainer.lightning.metrics import dashboards
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.setup import compiles, make_decoder, make_module, make_trainer, numerics
 from trainer.positional.layout import Layout
@@ -128,7 +128,7 @@ def _fit_phases(
     ends_diverged: bool,
 ) -> None:
     """Train the phases that are left, each by a trainer of its own."""
-    loggers, last_shape = make_loggers(run.config), None
+    loggers, last_shape = dashboards(run.config), None
     for phase in run.phases[run.phases.index(phase_at(run.phases, run.step)) :]:
         gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
         settings = phase.config

@@ -31,7 +31,7 @@ LENGTH = "evaluation/length"
 
 
 class Metrics:
-    """Writes rows to all loggers, and advances the progress bar.
+    """Writes rows to ``metrics.csv`` and all loggers, and advances the progress bar.
 
     Sums over steps stay on the device, in the module's tally, so that there is no host sync between
     two rows.
@@ -39,6 +39,7 @@ class Metrics:
     ``pending``: more values of the next row.
 
     Args:
+        path: the file.
         phases: of the run.
         epochs: maps a number of steps to how often each text has been read.
         progress: the bar.
@@ -47,12 +48,14 @@ class Metrics:
 
     def __init__(
         self,
+        path: Path,
         phases: Sequence[Phase],
         epochs: Callable[[int], dict[str, float]],
         progress: Progress,
         peak: float | None = None,
     ) -> None:
-        self.phases, self.epochs, self.progress, self.peak = phases, epochs, progress, peak
+        self.path, self.phases, self.epochs = path, phases, epochs
+        self.progress, self.peak = progress, peak
         self.pending: dict[str, float] = {}
         self._last_time, self._last_step, self._elsewhere = 0.0, 0, 0.0
 
@@ -90,6 +93,7 @@ class Metrics:
             **self.pending,
         }
         self.pending = {}
+        rank_zero_only(append_metrics)(self.path, metrics | {"step": step})
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])
@@ -119,32 +123,8 @@ def flops_per_token(model: Decoder, batch: Batch) -> float:
     return total / (rows * length)
 
 
-class MetricsFile(Logger):
-    """Logger that appends rows to a CSV file and flushes each of them."""
-
-    name = "metrics"
-    version = ""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    @rank_zero_only
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Do nothing: hyperparameters are in ``config.yaml``."""
-
-    @rank_zero_only
-    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
-        """Append a row."""
-        append_metrics(self.path, metrics | {"step": step})
-
-
-def make_loggers(config: RunConfig) -> list[Logger]:
-    """Create the configured loggers."""
-    return [MetricsFile(Path(config.run_dir) / "metrics.csv"), *_dashboards(config)]
-
-
-def _dashboards(config: RunConfig) -> list[Logger]:
+def dashboards(config: RunConfig) -> list[Logger]:
+    """Return the configured loggers besides ``metrics.csv``."""
     loggers, place = [], Path(config.run_dir)
     if config.logger.wandb:
         is_control = place.parent.name == "controls"
@@ -193,7 +173,7 @@ def log_results(
 
     Weights & Biases also gets ``images`` (PNG files).
     """
-    for logger in _dashboards(config):
+    for logger in dashboards(config):
         dashboard: Any = logger
         is_wandb = type(logger).__name__ == "WandbLogger"
         for length, row in values.items():

@@ -64,7 +64,7 @@ class LanguageModule(L.LightningModule):
         self.prepare = prepare
         self.tally = Tally()
         self._optimizer: torch.optim.Optimizer | None = None
-        self.last_shape: tuple[int | None, bool] = (None, False)
+        self.last_shape: tuple[int, bool] | None = None  # None: choose kernels for the next batch
 
     def configure_model(self) -> None:
         """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
@@ -85,20 +85,6 @@ class LanguageModule(L.LightningModule):
         if self._optimizer is None:
             self._optimizer = make_optimizer(self.model, **self.optimizer_options)
         return self._optimizer
-
-    def choose_attention(self, length: int | None = None, documents: bool = False) -> None:
-        """Choose the attention kernels for the present layout.
-
-        ``length``: tokens of every sequence, None: many lengths. ``documents``: whether there are
-        document masks.
-        """
-        half = self.model.compute_dtype is not None or "16" in str(self.trainer.precision)
-        device = self.trainer.strategy.root_device.type
-        name = self.model.use_backend(
-            self.attention, device, documents=documents, half=half, length=length
-        )
-        if device == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Return the loss of a micro-batch ``[B, T]``: the weighted sum over its tokens, divided by
@@ -140,7 +126,13 @@ class LanguageModule(L.LightningModule):
         shape = batch["input_ids"].shape[1], "documents" in batch
         if shape != self.last_shape:
             self.last_shape = shape
-            self.choose_attention(*shape)
+            half = self.model.compute_dtype is not None or "16" in str(self.trainer.precision)
+            device, (length, documents) = self.trainer.strategy.root_device.type, shape
+            name = self.model.use_backend(
+                self.attention, device, documents=documents, half=half, length=length
+            )
+            if device == "cuda":
+                torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
         if self.schedule is not None and index % self.trainer.accumulate_grad_batches == 0:
             factor = self.schedule(self.global_step)
             for group in self.trainer.optimizers[0].param_groups:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, TypeVar
@@ -225,7 +225,7 @@ class Layout:
         return {
             "training_length": self.training_length,
             "reach": self.reach,
-            "spectra": [spectrum.to_dict() for spectrum in self.spectra],
+            "spectra": [asdict(spectrum) for spectrum in self.spectra],
             "layers": [
                 {
                     "groups": [[index[spectrum], heads] for spectrum, heads in layer.groups],

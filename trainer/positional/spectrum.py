@@ -8,7 +8,7 @@ empty one; the decoder only reads it. C, the training length in tokens, belongs 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Frequencies = tuple[float, ...]
@@ -188,7 +188,3 @@ class Spectrum:
     def with_temperature(self, **changes: Any) -> Spectrum:
         """Return this spectrum with some fields of its temperature replaced."""
         return replace(self, temperature=replace(self.temperature, **changes))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return asdict(self)
