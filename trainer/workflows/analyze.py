@@ -81,16 +81,16 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     kinds = ("all", "drop", *TOPICS)
     if kind not in kinds:
         raise UserError(f"analysis.kind: there is no analysis {kind!r}")
-    candidate = find_model(str(request.checkpoint))
+    saved = find_model(str(request.checkpoint))
     place = kind if name is None or name in kinds else name
-    output = Path(request.output or candidate.home / "analysis" / place)
-    other = _other(request, candidate, kind)
+    output = Path(request.output or saved.home / "analysis" / place)
+    other = _other(request, saved, kind)
     if other is not None:
-        candidate, other = distinct([candidate, other])
-    corpus = held_out_corpus(request.text, candidate)
-    ids = page_texts(corpus, config, candidate)
-    choice = choice_texts(corpus, config, candidate, ids)
-    first = target_of(candidate, config, ids, choice)
+        saved, other = distinct([saved, other])
+    corpus = held_out_corpus(request.text, saved)
+    ids = page_texts(corpus, config, saved)
+    choice = choice_texts(corpus, config, saved, ids)
+    first = target_of(saved, config, ids, choice)
     results = analyses_of(first)
     if other is not None:
         second = target_of(other, config, ids, choice)
@@ -102,36 +102,36 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     page = write_analysis(
         output,
         results,
-        name=candidate.name,
+        name=saved.name,
         training_length=first.training_length,
         lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
         f"of {first.length:,}.",
-        made=origin([candidate] if other is None else [other, candidate]),
+        made=origin([saved] if other is None else [other, saved]),
         details={"Settings": without_home(settings), "Environment": environment(corpus)},
     )
     return results, page
 
 
 def target_of(
-    candidate: SavedModel, config: AnalysisConfig, ids: Tensor, choice: Tensor | None
+    saved: SavedModel, config: AnalysisConfig, ids: Tensor, choice: Tensor | None
 ) -> Target:
     """Load a model, with the layout of ``analysis.method``, and write its needle prompts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = candidate.load(device, config.dtype).eval()
+    model = saved.load(device, config.dtype).eval()
     if config.method is not None:
-        use_method(model, candidate, config.method, ids.shape[1])
+        use_method(model, saved, config.method, ids.shape[1])
     ids = ids.to(device)
     within = min(ids.shape[1], model.layout.training_length)
     prompt, question = (
-        needle_prompt(candidate.tokenizer, ids, length, config.needle.depth)
+        needle_prompt(saved.tokenizer, ids, length, config.needle.depth)
         for length in (within, ids.shape[1])
     )
     if config.needle.kind == "copy":
         question = None
-    return Target(candidate.name, model, ids, config, prompt, question, choice)
+    return Target(saved.name, model, ids, config, prompt, question, choice)
 
 
-def use_method(model: LanguageModel, candidate: SavedModel, name: str, length: int) -> None:
+def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) -> None:
     """Set the layout that a method has for texts of ``length`` tokens.
 
     The method chooses nothing on text.
@@ -140,28 +140,28 @@ def use_method(model: LanguageModel, candidate: SavedModel, name: str, length: i
         UserError: the method changes nothing in this model.
     """
     config = EvaluationConfig(methods=[name])
-    if why := why_idle(name, candidate, config):
-        raise UserError(f"analysis.method: {candidate.name} {why}")
-    method = method_for(name, candidate.layout, config)
+    if why := why_idle(name, saved, config):
+        raise UserError(f"analysis.method: {saved.name} {why}")
+    method = method_for(name, saved.layout, config)
     unread = Fitting(lambda: model, FitText({}, 0), batch_tokens=1)  # such a method reads no text
-    model.layout = method.layouts(unread)(max(1.0, length / candidate.training_length))
-    log.info("%s is read with %s, set for %s tokens", candidate.name, method.title, f"{length:,}")
+    model.layout = method.layouts(unread)(max(1.0, length / saved.training_length))
+    log.info("%s is read with %s, set for %s tokens", saved.name, method.title, f"{length:,}")
 
 
-def _other(request: AnalysisRequest, candidate: SavedModel, kind: str) -> SavedModel | None:
+def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel | None:
     """Return the model to compare with, if any: ``compare``, or the run's checkpoint from before
     its drop."""
     if request.compare is not None:
         other = find_model(request.compare)
-        words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (candidate, other)]
+        words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (saved, other)]
         if words[0] != words[1]:
             raise UserError(f"compare: expected a model of the same tokenizer, got {other.name!r}")
         return other
-    before = candidate.path.parent / BEFORE_DROP
-    if kind in ("all", "drop") and candidate.run is not None and before.is_dir():
-        return find_model(str(before)) if before != candidate.path else None
+    before = saved.path.parent / BEFORE_DROP
+    if kind in ("all", "drop") and saved.run is not None and before.is_dir():
+        return find_model(str(before)) if before != saved.path else None
     if kind == "drop":
-        raise UserError(f"compare: {candidate.reference!r} has no checkpoint {BEFORE_DROP!r}")
+        raise UserError(f"compare: {saved.reference!r} has no checkpoint {BEFORE_DROP!r}")
     return None
 
 
@@ -193,7 +193,7 @@ PROMPTS = 4
 """Number of texts into which a needle is inserted."""
 
 
-def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: SavedModel) -> Tensor:
+def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Tensor:
     """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
 
     The texts are evenly spread over the test split, and do not overlap. A configured file is read
@@ -202,12 +202,12 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: SavedModel) ->
     Raises:
         UserError: there is too little text.
     """
-    C = candidate.layout.training_length
+    C = saved.layout.training_length
     if config.file is None:
         text, usual = running_text(corpus, corpus.test), max(2 * C, min(FURTHEST * C, USUAL))
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
-        ids = candidate.tokenizer.encode(written, add_special_tokens=False).ids
+        ids = saved.tokenizer.encode(written, add_special_tokens=False).ids
         text, usual = HeldOutText(((1.0, Tokens(np.array(ids, np.int64))),)), len(ids) + 1
     length = config.length or min(usual, text.longest + 1)
     fitting = sum(len(tokens) // max(1, length - 1) for _, tokens in text.parts)
@@ -215,18 +215,18 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, candidate: SavedModel) ->
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
     windows = held_out_windows(text, texts, length - 1, apart=max(1, length - 1))
-    return after_bos(windows, corpus, candidate)
+    return after_bos(windows, corpus, saved)
 
 
 def choice_texts(
-    corpus: Corpus, config: AnalysisConfig, candidate: SavedModel, page: Tensor
+    corpus: Corpus, config: AnalysisConfig, saved: SavedModel, page: Tensor
 ) -> Tensor | None:
     """Return as much validation text as the page has, for choosing the pairs to attenuate; None if
     they are chosen on the page's texts."""
     if config.attenuation.choice == "page":
         return None
     text = running_text(corpus, corpus.validation)
-    return after_bos(held_out_windows(text, len(page), page.shape[1] - 1), corpus, candidate)
+    return after_bos(held_out_windows(text, len(page), page.shape[1] - 1), corpus, saved)
 
 
 def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
@@ -238,9 +238,9 @@ def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
     return HeldOutText(tuple(parts))
 
 
-def after_bos(windows: Integers, corpus: Corpus, candidate: SavedModel) -> Tensor:
+def after_bos(windows: Integers, corpus: Corpus, saved: SavedModel) -> Tensor:
     """Return windows after the model's first token, or a separator."""
-    known = (candidate.bos_token, candidate.named_bos, corpus.end_of_text)
+    known = (saved.bos_token, saved.named_bos, corpus.end_of_text)
     bos = next(token for token in known if token is not None)
     return torch.from_numpy(np.insert(windows, 0, bos, axis=1))
 

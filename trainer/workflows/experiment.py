@@ -170,9 +170,9 @@ def make_report(
     began, config = time.perf_counter(), runs[MAIN].config
     length = config.evaluation.training_length
     paths = [*(str(run.checkpoint) for run in runs.values()), *beside]
-    candidates = fitting_together([find_model(p).with_training_length(length) for p in paths])
-    models = dict(zip(runs, candidates, strict=False))
-    ordered = sorted(candidates, key=lambda candidate: reference_first(candidate.role))
+    saved = fitting_together([find_model(p).with_training_length(length) for p in paths])
+    models = dict(zip(runs, saved, strict=False))
+    ordered = sorted(saved, key=lambda model: reference_first(model.role))
     if config.evaluation.enabled:
         report = measure_models(
             config.name,

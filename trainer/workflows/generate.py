@@ -28,13 +28,13 @@ def continue_prompts(
         UserError: the checkpoint cannot be read.
     """
     torch.set_num_threads(usual_threads())
-    candidate = find_model(str(request.checkpoint))
+    saved = find_model(str(request.checkpoint))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = candidate.for_inference(device, precision_of(request.dtype, device))
-    names = dict.fromkeys((candidate.name, candidate.path.name))  # an export has one name
+    model = saved.for_inference(device, precision_of(request.dtype, device))
+    names = dict.fromkeys((saved.name, saved.path.name))  # an export has one name
     say(", ".join(names))
-    tokenizer = candidate.tokenizer
-    bos = [] if candidate.bos_token is None else [candidate.bos_token]
+    tokenizer = saved.tokenizer
+    bos = [] if saved.bos_token is None else [saved.bos_token]
     prompts = [
         [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
     ]
