@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from tests.test_checkpoint import decoder, train
-from trainer.checkpoint import restore, save, tensors_of
+from trainer.checkpoint import Writer, restore, tensors_of
 
 what, directory, file = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 dist.init_process_group("gloo")
@@ -24,7 +24,9 @@ register_fsdp_forward_method(model, "loss")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if what == "train":
     train(model, optimizer)
-    save(directory, "step-000003", model, optimizer, {"step": 3})
+    writer = Writer(directory, 1)
+    writer.save("step-000003", model, optimizer, {"step": 3})
+    writer.wait()
 else:
     for parameter in model.parameters():
         parameter.data.zero_()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -16,13 +17,12 @@ from trainer.checkpoint import (
     BEFORE_DROP,
     MANIFEST,
     STATE,
+    Writer,
     find_checkpoint,
     newest_checkpoint,
     read_state,
     regular_checkpoints,
-    remove_old,
     restore,
-    save,
     tensors_of,
 )
 from trainer.common.errors import UserError
@@ -76,10 +76,12 @@ def saved(tmp_path):
     return model, optimizer, tmp_path
 
 
-def write(directory, model, optimizer, *names_and_steps):
+def write(directory, model, optimizer, *names_and_steps, keep=99, **kept):
+    writer = Writer(directory, keep, **kept)
     pairs = zip(names_and_steps[::2], names_and_steps[1::2], strict=True)
     for name, step in pairs:
-        save(directory, name, model, optimizer, describe(model, step))
+        writer.save(name, model, optimizer, describe(model, step))
+    writer.wait()
 
 
 def test_weights_are_read_with_safetensors_alone(saved):
@@ -177,11 +179,29 @@ def test_the_newest_every_mth_and_permanent_checkpoints_stay(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     steps = [x for step in range(1, 10) for x in (f"step-{step:06d}", step)]
     directory = tmp_path / "checkpoints"
-    write(directory, model, optimizer, BEFORE_DROP, 5, *steps)
-    remove_old(directory, 2, 4, {3})
+    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, keep=2, keep_every=4, permanent={3})
     assert [path.name[-1] for path in regular_checkpoints(directory)] == ["3", "4", "8", "9"]
     assert (directory / BEFORE_DROP).is_dir()
     assert find_checkpoint(str(tmp_path)) == directory / "step-000009"
+
+
+def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path, monkeypatch):
+    """Training goes on while the files are written."""
+    model, go_on = decoder(), Event()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer)
+    before = {name: value.clone() for name, value in tensors_of(model, optimizer).items()}
+    write_tensors = checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *a: go_on.wait() and write_tensors(*a))
+    writer = Writer(tmp_path, 2)
+    writer.save("step-000003", model, optimizer, describe(model, 3))
+    train(model, optimizer)
+    assert newest_checkpoint(tmp_path) is None
+    go_on.set()
+    writer.wait()
+    restore(model, optimizer, tmp_path / "step-000003")
+    for name, value in tensors_of(model, optimizer).items():
+        assert torch.equal(value, before[name])
 
 
 def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):

@@ -22,7 +22,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
@@ -147,57 +148,83 @@ def _empty(parameter: Tensor, saved: TensorStorageMetadata) -> Tensor:
 # Writing
 
 
-def save(
-    directory: Path,
-    name: str,
-    model: Decoder,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-) -> None:
-    """Write a checkpoint; all ranks call this together.
+class Writer:
+    """Writes checkpoints beside training, one at a time; all ranks call its methods together.
 
-    ``state``: contents of ``state.json``, of rank 0.
+    ``keep``: number of newest regular checkpoints that stay; those of every ``keep_every``-th step
+    and of ``permanent`` steps stay as well.
     """
-    partly = directory / f".{name}.partial"
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True))
-    write_tensors(partly, tensors_of(model, optimizer))
-    mine = sorted(partly.glob(f"shard-{rank + 1:05d}-*"))
-    files = all_gather({f.name: [f.stat().st_size, checksum(f)] for f in mine})
-    on_rank_zero(lambda: _finish(partly, directory / name, files, state))
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        keep_every: int | None = None,
+        permanent: Collection[int] = (),
+    ) -> None:
+        self.directory, self.keep = directory, keep
+        self.keep_every, self.permanent = keep_every, permanent
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._work: Future[None] | None = None
+        # In the group of training, collectives of both threads would mix.
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def save(
+        self, name: str, model: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    ) -> None:
+        """Copy the tensors, and let a thread write them, after :meth:`wait`.
+
+        ``state``: contents of ``state.json``, of rank 0.
+        """
+        self.wait()
+        copies = BlockingAsyncStager().stage(tensors_of(model, optimizer))
+        self._work = self._thread.submit(self._write, name, copies, state)
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written; raise the error of its thread."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.result()
+
+    def close(self) -> None:
+        """Wait for the thread, and end it."""
+        self._thread.shutdown()
+
+    def _write(self, name: str, tensors: Tensors, state: dict[str, Any]) -> None:
+        partly = self.directory / f".{name}.partial"
+        rank = dist.get_rank() if self._group else 0
+        on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
+        write_tensors(partly, tensors, self._group)
+        mine = sorted(partly.glob(f"shard-{rank + 1:05d}-*"))
+        files = all_gather({f.name: [f.stat().st_size, checksum(f)] for f in mine}, self._group)
+        on_rank_zero(lambda: self._finish(partly, self.directory / name, files, state), self._group)
+
+    def _finish(
+        self, partly: Path, final: Path, files: list[dict[str, list[Any]]], state: dict[str, Any]
+    ) -> None:
+        described = json.dumps(state | {"format": FORMAT}).encode()
+        write_durably(partly / STATE, described)
+        manifest = {STATE: [len(described), checksum(partly / STATE)]}
+        for of_rank in files:
+            manifest |= of_rank
+        write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
+        synchronise(partly)
+        shutil.rmtree(final, ignore_errors=True)  # a rename replaces no directory that has files
+        partly.rename(final)
+        synchronise(final.parent)
+        for path in regular_checkpoints(self.directory)[: -self.keep]:
+            step = step_of(path)
+            if step not in self.permanent and (self.keep_every is None or step % self.keep_every):
+                shutil.rmtree(path)
 
 
-def _finish(
-    partly: Path, final: Path, files: list[dict[str, list[Any]]], state: dict[str, Any]
+def write_tensors(
+    directory: Path, tensors: Tensors, group: dist.ProcessGroup | None = None
 ) -> None:
-    described = json.dumps(state | {"format": FORMAT}).encode()
-    write_durably(partly / STATE, described)
-    manifest = {STATE: [len(described), checksum(partly / STATE)]}
-    for of_rank in files:
-        manifest |= of_rank
-    write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
-    synchronise(partly)
-    shutil.rmtree(final, ignore_errors=True)  # a rename cannot replace a directory that has files
-    partly.rename(final)
-    synchronise(final.parent)
-
-
-def write_tensors(directory: Path, tensors: Tensors) -> None:
-    """Write a safetensors file a rank, all ranks together."""
+    """Write a safetensors file a rank, all ranks of ``group`` together (None: this rank alone)."""
     writer = dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
     with _own_errors():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-def remove_old(
-    directory: Path, keep: int, keep_every: int | None = None, permanent: Collection[int] = ()
-) -> None:
-    """Delete all but the newest ``keep`` regular checkpoints, those of every ``keep_every``-th step
-    and those of ``permanent`` steps."""
-    for path in regular_checkpoints(directory)[:-keep]:
-        step = step_of(path)
-        if step not in permanent and (keep_every is None or step % keep_every):
-            shutil.rmtree(path)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 # Finding and reading

@@ -25,10 +25,9 @@ import torch
 
 from trainer.checkpoint import (
     BEFORE_DROP,
+    Writer,
     regular_checkpoints,
-    remove_old,
     restore,
-    save,
     step_name,
     step_of,
 )
@@ -83,6 +82,8 @@ class Run:
         self.benchmarks = Benchmarks(config, corpus, ranks)
         self.benchmarks.milestones += start.state.get("benchmarks", ())
         self.user_callbacks = make_callbacks(config.callbacks)
+        keep = config.trainer.keep_checkpoints, config.trainer.keep_every
+        self.writer = Writer(self.checkpoints, *keep, self.permanent)
         self.saved_at, self.save_vote = time.monotonic(), Vote()
         # The published model's files about tokens, unless this run has another tokenizer.
         self.token_files: dict[str, str] = start.state.get("token_files", {})
@@ -108,7 +109,7 @@ class Run:
                 callback.load_state_dict(state["user_callbacks"][callback.state_key])
 
     def save(self, trainer: L.Trainer, name: str) -> None:
-        """Write a checkpoint of the present state; all ranks call this together."""
+        """Write a checkpoint of the present state beside training; all ranks call this together."""
         step, corpus, module = trainer.global_step, self.corpus, trainer.lightning_module
         assert isinstance(module, LanguageModule)
         phase = phase_before(self.phases, step)
@@ -129,10 +130,7 @@ class Run:
                 "benchmarks": [*self.benchmarks.milestones],
                 "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
             }
-            save(self.checkpoints, name, module.model, trainer.optimizers[0], state)
-            if self.ranks.is_rank_zero:
-                run = self.config.trainer
-                remove_old(self.checkpoints, run.keep_checkpoints, run.keep_every, self.permanent)
+            self.writer.save(name, module.model, trainer.optimizers[0], state)
         self.saved_at, self.save_vote = time.monotonic(), Vote()
 
     def is_save_due(self, step: int) -> bool:
@@ -263,6 +261,8 @@ class StepEnd(L.Callback):
         reason = None if step == settings.max_steps else self.stop.agreed()
         if is_last or reason is not None or is_due or step in run.permanent:
             run.save(trainer, step_name(step))
+        if is_last or reason is not None:
+            run.writer.wait()
         if reason is not None:
             raise PreemptedError(
                 f"Stopped after step {step} ({reason}), checkpoint saved.",

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,8 @@ def train(
             StopRequest(config.trainer.max_time, start_time).listening() as stop,
         ):
             run = Run(config, corpus, start, weights, ranks, progress)
-            _fit_phases(run, module, stop, callbacks, ends_diverged=not is_control)
+            with closing(run.writer):
+                _fit_phases(run, module, stop, callbacks, ends_diverged=not is_control)
         effects = run.effects
         module.to("meta")  # the checkpoint has its contents
     is_whole = start.checkpoint in (None, branch)
