@@ -1,12 +1,15 @@
-"""Small texts in files."""
+"""Small texts in files, and held-out text of tokens in memory."""
 
 from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from trainer.config import DataConfig
+from trainer.data.corpus import HeldOutText
+from trainer.data.prepared import Tokens
 
 
 def write_texts(directory, files=3, documents=40, start=0):
@@ -20,6 +23,16 @@ def write_texts(directory, files=3, documents=40, start=0):
             lines.append(json.dumps({"text": words}) + "\n")
             number += 1
         (directory / f"{index}.jsonl").write_text("".join(lines))
+
+
+def held_out(*ids, weights=None):
+    """Held-out text of parts with these tokens; by default of equal weights."""
+    return HeldOutText(
+        tuple(
+            (weight, Tokens(np.asarray(tokens)))
+            for weight, tokens in zip(weights or [1.0] * len(ids), ids, strict=True)
+        )
+    )
 
 
 @pytest.fixture

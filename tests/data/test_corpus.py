@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from tests.data.conftest import write_texts
-from tests.data.streams import held_out
+from tests.data.conftest import held_out, write_texts
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import corpus_at, divided, held_out_windows, prepare_corpus

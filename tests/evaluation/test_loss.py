@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.data.streams import held_out
+from tests.data.conftest import held_out
 from trainer.common.errors import UserError
 from trainer.data.corpus import HeldOutText
 from trainer.data.prepared import Tokens

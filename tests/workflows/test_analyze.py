@@ -10,7 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from tests.data.streams import held_out
+from tests.data.conftest import held_out
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AnalysisRequest

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
-from tests.data.conftest import write_texts
-from tests.data.streams import held_out
+from tests.data.conftest import held_out, write_texts
 from trainer.common.errors import UserError
 from trainer.config import (
     ChoiceSettings,

@@ -97,7 +97,8 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> Adapted
         raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")
     model = AdaptedModel(hf)
     for parameter in model.parameters():  # rounded buffers would be wrong frequencies
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
