@@ -100,7 +100,8 @@ def test_the_log_is_shown_once_and_that_of_libraries_only_where_they_fail(monkey
     first = shown.getvalue().splitlines()[0]
     assert first.startswith("Of a step, Of a step, ")  # no time, no level, no path
     assert len(first.rstrip()) <= out.width
-    console.set_up_console(quiet=True)
+    monkeypatch.setattr(console, "is_first_process", lambda: False)
+    console.set_up_console()
     logger.info("Not of this rank")
     logger.error("Of any rank")
     assert "Not of this rank" not in shown.getvalue()

@@ -1,1 +1,1 @@
-"""Drawing primitives over matplotlib: lines, heat maps, points and bars; knows no results."""
+"""Drawing over matplotlib: panels of lines and points, histograms, heat maps; knows no results."""

@@ -26,11 +26,9 @@ WIDTH = 100
 _NAME, _CELL = 19, len("131072 tokens")
 
 
-def set_up_console(quiet: bool = False) -> None:
-    """Show the program's log without the logs of its libraries.
-
-    ``quiet``: show errors only, as all processes except the first do in any case.
-    """
+def set_up_console() -> None:
+    """Show the program's log, of processes other than the first errors only, without the logs of
+    its libraries."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:
@@ -38,7 +36,7 @@ def set_up_console(quiet: bool = False) -> None:
             console.width = WIDTH
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
         logger.addHandler(handler)
-    logger.setLevel(logging.ERROR if quiet or not is_first_process() else logging.INFO)
+    logger.setLevel(logging.INFO if is_first_process() else logging.ERROR)
     logger.propagate = False
 
 
