@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.config import DopeSettings, EvaluationConfig
+from trainer.config import EvaluationConfig
 from trainer.evaluation.methods import applicable
 
 
@@ -44,9 +44,6 @@ def test_a_method_that_changes_no_model_is_named_with_the_reasons(models):
         applicable(models[1:], EvaluationConfig(methods=["dynamic_pi"]))
 
 
-def test_layers_and_heads_are_checked_before_anything_is_measured(models):
+def test_layers_are_checked_before_anything_is_measured(models):
     with pytest.raises(UserError, match=r"evaluation\.layers: expected indices of 2 layers"):
         applicable(models, EvaluationConfig(methods=["none", "yarn"], layers=[1, 5]))
-    config = EvaluationConfig(methods=["dope"], dope=DopeSettings(heads=9))
-    with pytest.raises(UserError, match=r"evaluation\.dope\.heads: expected at most 8"):
-        applicable(models, config)
