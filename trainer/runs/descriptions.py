@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shlex
-import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,13 +149,4 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "corpus": corpus.fingerprint,
         "training_text_tokens": corpus.training_tokens,
         "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
-    }
-
-
-def made_now() -> dict[str, str]:
-    """Describe time, command and version of the program."""
-    return {
-        "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "Command": without_home(shlex.join(["python", "-m", "trainer", *sys.argv[1:]])),
-        "Program": f"unrope {trainer.__version__}",
     }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -39,7 +42,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.descriptions import checkpoint_label, is_dropped, made_now, role, without_home
+from trainer.runs.descriptions import checkpoint_label, is_dropped, role, without_home
 from trainer.runs.directory import saved_config
 from trainer.runs.phases import phases_of, training_length_at
 
@@ -200,7 +203,7 @@ def _files_fingerprint(path: Path) -> str:
 
 
 def origin(models: Sequence[SavedModel]) -> dict[str, str]:
-    """Describe the origin of a page about models as terms and values, without anything that
+    """Describe the origin of a page about models by time, command and places, without anything that
     identifies a person."""
     places = [
         f"{model.name}: {model.path}"
@@ -208,4 +211,9 @@ def origin(models: Sequence[SavedModel]) -> dict[str, str]:
         + (f", computed by {model.computed_by}" if model.computed_by else "")
         for model in models
     ]
-    return made_now() | {"Of": without_home("; ".join(places))}
+    words = shlex.join(["python", "-m", "trainer", *sys.argv[1:]])
+    return {
+        "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "Command": without_home(words),
+        "Of": without_home("; ".join(places)),
+    }

@@ -77,7 +77,7 @@ def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
         asdict(data.needles),
     ]
     digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:16]
-    return {"corpus": corpus.fingerprint, "order": digest, "texts": corpus.fingerprints}
+    return {"order": digest, "texts": corpus.fingerprints}
 
 
 def texts_read(run_dir: Path) -> list[str] | None:
