@@ -13,9 +13,8 @@ import torch
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
 from trainer.checkpoint import read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError
-from trainer.common.ranks import Vote
 from trainer.lightning import callbacks, metrics
-from trainer.lightning.callbacks import Run, check_divergence
+from trainer.lightning.callbacks import check_divergence
 from trainer.lightning.metrics import Metrics, flops_per_token
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
@@ -73,24 +72,6 @@ def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
         (tmp_path / step_name(step)).mkdir()
     with pytest.raises(DivergedError, match=r"step-999999$"):
         check_divergence(32, 1_000_031, tmp_path)
-
-
-def test_ranks_save_once_when_the_time_is_over(monkeypatch):
-    """With a minute a step: a vote is known to all a step later."""
-    run, step = Run.__new__(Run), 0
-    settings = SimpleNamespace(checkpoint_every=1000, checkpoint_minutes=9.5)
-    run.config = SimpleNamespace(trainer=settings)
-    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: 60.0 * step))
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    work = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda votes, async_op: work)
-    run.saved_at, run.save_vote, saved = 0.0, Vote(), []
-    for step in range(1, 35):
-        if run.is_save_due(step):
-            saved.append(step)
-            run.saved_at, run.save_vote = 60.0 * step, Vote()
-    assert saved == [11, 22, 33]
 
 
 def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(monkeypatch):

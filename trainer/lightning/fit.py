@@ -104,9 +104,7 @@ def train(
         module = make_module(config, model, ranks, weights, draws=start.checkpoint is None)
         title = f"Training {label(config)}"
         count = sum(p.numel() for p in model.parameters())
-        # weights and AdamW's two moments in float32
-        size = f"{12e-9 * count:.1f} GB a checkpoint"
-        log.info("%s: %s parameters, %s", title, f"{count:,}", size)
+        log.info("%s: %s parameters", title, f"{count:,}")
         with (
             Progress(title, last_step, config.tokens_per_step, not ranks.is_rank_zero) as progress,
             numerics(config),
