@@ -197,4 +197,4 @@ class TestEvaluations:
     def test_every_method_is_measured(self, line, tmp_path):
         request = asked("evaluate", line, tmp_path)
         report, _ = evaluate.evaluate_lengths(request, "page")
-        assert {*report.rows.method} == set(request.evaluation.names)
+        assert {*report.rows.method} == set(request.evaluation.methods)
