@@ -276,7 +276,7 @@ def _begin(
     few = list(islice(documents(config, revision), 3))
     longest = LONGEST
     if len(few) < 3:  # something of it must be held out
-        longest = max(sum(map(len, few)) // PIECES, 1)
+        longest = min(max(sum(map(len, few)) // PIECES, 1), LONGEST)
 
     def texts() -> Iterator[str]:
         return _cut(documents(config, revision), longest)
