@@ -11,7 +11,6 @@ from trainer.config import DropConfig, RunConfig, TrainerConfig
 from trainer.positional.config import PositionalConfig
 from trainer.runs.descriptions import (
     checkpoint_label,
-    describe_task,
     is_dropped,
     label,
     reference_first,
@@ -77,15 +76,6 @@ def test_a_checkpoint_is_called_by_what_the_run_was_then(step, called):
 def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():
     assert sorted(["nope", None, "drope", "rope"], key=reference_first)[:2] == ["rope", "drope"]
     assert reference_first(None) == reference_first("nope") == 2
-
-
-def test_chance_is_one_of_the_two_digit_numbers_or_one_of_the_listed():
-    assert describe_task(0.5, 4) == {
-        "needles": 4,
-        "chance": 1 / 90,
-        "chance_listed": 0.25,
-        "training_share": 0.5,
-    }
 
 
 def test_home_directory_does_not_get_into_reports():

@@ -9,10 +9,6 @@ from trainer.config import RunConfig, TrainerConfig
 from trainer.runs.parsing import check_batches, control_config, merged, parse, runs_of
 
 
-def test_a_run_may_leave_the_controls_of_its_experiment_out():
-    assert parse(RunConfig, {"controls": None}).controls == {}
-
-
 @pytest.mark.parametrize(
     ("changes", "result"),
     [

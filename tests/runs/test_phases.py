@@ -121,13 +121,6 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
     assert [phase.order for phase in phases_of(config)] == [0, 0, 1]
 
 
-def test_optimizers_are_reset_by_a_phase_that_drops_nothing_too():
-    first, second = phases_of(
-        configured({"a": {"steps": 1}, "b": {"steps": 1, "optimizer_state": "reset"}})
-    )
-    assert (first.change, second.change) == ((), (None, None, "reset"))
-
-
 def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
     config = configured({"a": {"steps": 4}, "b": {"steps": 2, "sequence_length": 16}})
     assert [training_length_at(config, step) for step in range(1, 7)] == [32] * 4 + [16] * 2
@@ -218,12 +211,3 @@ def test_a_temperature_without_reference_refers_to_the_length_of_the_last_phase(
     values["spectra"][0]["temperature"]["reference"] = None
     layout = layout_of_phase(Layout.from_dict(values), longer(1024))
     assert layout.at(1024).spectra[0].temperature.scale == 1
-
-
-def test_frequencies_after_a_rescaling_can_be_replaced_by_those_of_the_encoding():
-    phases = {
-        "a": {"steps": 1, "sequence_length": 64},
-        "b": {"steps": 1, "sequence_length": 128, "rescale": {"method": "yarn"}},
-        "c": {"steps": 1, "drop": {"to": "rope"}},
-    }
-    parse(RunConfig, {"run_dir": "x", "phases": phases})
