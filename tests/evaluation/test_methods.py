@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainer.analysis.attention import capture
+from trainer.common.errors import UserError
 from trainer.config import (
     ChoiceSettings,
     DopeSettings,
@@ -21,7 +22,15 @@ from trainer.config import (
 )
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import LARGEST_TRIED, FitText, Fitting
-from trainer.evaluation.methods import PARTS, TITLES, method_for, tempered, why_idle, windowed
+from trainer.evaluation.methods import (
+    PARTS,
+    TITLES,
+    applicable,
+    method_for,
+    tempered,
+    why_idle,
+    windowed,
+)
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS
 
@@ -367,3 +376,41 @@ def test_temperatures_of_the_papers(coefficient, exponent, per):
 def test_every_rescaling_has_a_distinct_title():
     assert list(TITLES) == list(RESCALINGS)
     assert len(set(TITLES.values())) == len(TITLES)
+
+
+@pytest.fixture
+def models(tiny_decoder):
+    """Two that rotate, one of which transformers computes, and one without positions, of 32."""
+
+    def made(name, program=None, **encoding):
+        model = tiny_decoder(**encoding)
+        return SimpleNamespace(
+            name=name, config=model.config, layout=model.layout, computed_by=program
+        )
+
+    return [made("rope"), made("hf", "transformers"), made("nope", layers=["nope"])]
+
+
+def test_each_model_has_the_methods_that_do_something_to_it(models):
+    config = EvaluationConfig(methods=["none", "pi", "yarn", "window", "temperature"])
+    found, notes = applicable(models, config)
+    assert {name: [made.key for made in of] for name, of in found.items()} == {
+        "rope": ["none", "pi", "yarn", "window"],
+        "hf": ["none", "pi", "yarn"],
+        "nope": ["none", "window", "temperature"],
+    }
+    assert notes == []  # every method changes some model
+
+
+def test_a_method_that_changes_no_model_is_named_with_the_reasons(models):
+    config = EvaluationConfig(methods=["none", "temperature"])
+    _, notes = applicable(models[:2], config)
+    (note,) = notes
+    assert note.startswith("temperature: rope has positions")
+    with pytest.raises(UserError, match=r"evaluation\.methods: dynamic_pi: hf is computed by"):
+        applicable(models[1:], EvaluationConfig(methods=["dynamic_pi"]))
+
+
+def test_layers_are_checked_before_anything_is_measured(models):
+    with pytest.raises(UserError, match=r"evaluation\.layers: expected indices of 2 layers"):
+        applicable(models, EvaluationConfig(methods=["none", "yarn"], layers=[1, 5]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -81,12 +81,6 @@ class Fitting:
     def model(self) -> LanguageModel:
         """The model, with its layout as trained."""
         return self.load()
-
-    def windows_beyond(self, factors: Iterable[float]) -> dict[int, Integers]:
-        """Return the windows at all ``factors`` that make more than the training length."""
-        C = self.model.layout.training_length
-        lengths = (round(factor * C) for factor in factors)
-        return {length: self.text.windows[length] for length in lengths if length > C}
 
     def ids(self, factor: float, texts: int) -> Tensor:
         """Return ``[texts, tokens]`` on the model's device, for capturing queries and keys."""

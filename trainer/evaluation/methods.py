@@ -252,7 +252,8 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationCo
     if max(config.lengths) <= 1:
         return before
     settings, layers, C = config.temperature, config.layers, fitting.model.layout.training_length
-    windows = fitting.windows_beyond(settings.lengths or config.lengths)
+    lengths = [round(factor * C) for factor in settings.lengths or config.lengths]
+    windows = {length: fitting.text.windows[length] for length in lengths if length > C}
     if not windows:  # a factor of 1.001 may round to the training length
         return before
 
