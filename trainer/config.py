@@ -18,7 +18,7 @@ from trainer.common.fields import (
     Share,
     configuration,
 )
-from trainer.common.schedule import factor
+from trainer.common.schedule import schedule
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import LayerChoice
@@ -159,15 +159,8 @@ class ScheduleConfig:
 
     def factor(self, step: int, length: int) -> float:
         """Return the factor on the base learning rate for update ``step`` of ``length``."""
-        return factor(
-            step,
-            length,
-            self.name,
-            self.warmup_steps,
-            self.peak,
-            self.final,
-            self.decay_fraction,
-        )
+        shape = {"peak": self.peak, "final": self.final, "decay_fraction": self.decay_fraction}
+        return schedule(length, self.name, warmup=self.warmup_steps, **shape)(step)
 
 
 SAME = "same"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -31,52 +30,38 @@ class Progress:
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
             TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
-            TextColumn("left"),
             TimeRemainingColumn(),
             console=console,
             transient=True,
         )
         self.task = self.bar.add_task(title, total=total, details="")
-        self.start_step: float | None = None
-        self.start_time = self.last_line = 0.0
-        self.last_tenth = 0
+        self.start: tuple[float, float] | None = None
+        """Step and time of the first call."""
+        self.line = 0.0, 0.0
+        """Step and time of the last line."""
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.bar.live.is_started:
             self.bar.stop()
 
-    def advance_to(
-        self, step: float, loss: float | None = None, tokens: float | None = None
-    ) -> None:
-        """Show that ``step`` of ``total`` is reached; the first call sets the starting step.
-
-        ``tokens``: number read since the first call, if steps differ in length.
-        """
-        step = min(step, self.total)  # an estimate of the total may be too low
-        now, tenth = time.perf_counter(), int(10 * step / self.total)
-        if self.start_step is None:
-            self.start_step, self.start_time, self.last_tenth = step, now, tenth
-            self.last_line = now
-        if self.silent:
+    def advance_to(self, step: float, loss: float | None = None) -> None:
+        """Show that ``step`` of ``total`` is reached; the first call sets the starting step."""
+        now, step = time.perf_counter(), min(step, self.total)  # which may be an estimate
+        if self.start is None:
+            self.start = self.line = step, now
+        done, elapsed = step - self.start[0], now - self.start[1]
+        if self.silent or not done or not elapsed:
             return
-        elapsed, done = now - self.start_time, step - self.start_step
-        read = done * self.tokens_per_step if tokens is None else tokens
-        details = f"{read / elapsed:,.0f} tokens/s" if done and elapsed > 0 else ""
-        if loss is not None:
-            details = f"loss {loss:.3f}  {details}"
+        details = "" if loss is None else f"loss {loss:.3f}  "
+        details += f"{done * self.tokens_per_step / elapsed:,.0f} tokens/s"
         if console.is_terminal:
             self.bar.start()
             self.bar.update(self.task, completed=step, details=details)
-        elif done and (tenth > self.last_tenth or now - self.last_line > LONGEST_SILENCE):
-            self.last_tenth, self.last_line = tenth, now
+        elif step - self.line[0] >= self.total / 10 or now - self.line[1] > LONGEST_SILENCE:
+            self.line = step, now
             left = elapsed / done * (self.total - step)
-            line = f"{self.title}  {int(100 * step / self.total)}%  {details}  {left:.0f} s left"
+            line = f"{self.title}  {step / self.total:.0%}  {details}  {left:.0f} s left"
             console.print(line, highlight=False, markup=False, soft_wrap=True)

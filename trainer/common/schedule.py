@@ -25,34 +25,25 @@ def schedule(
     ``cosine`` falls from ``peak`` to ``peak * final`` over the rest; ``wsd`` stays at the peak and
     falls linearly over the last ``decay_fraction``; ``constant`` stays.
     """
-    return partial(
-        factor,
-        length=steps,
-        name=name,
-        warmup=warmup,
-        peak=peak,
-        final=final,
-        decay_fraction=decay_fraction,
-    )
+    return partial(_factor, steps, name, warmup, peak, final, decay_fraction)
 
 
-def factor(
+def _factor(
+    steps: int,
+    name: str,
+    warmup: int,
+    peak: float,
+    final: float,
+    decay_fraction: float,
     step: int,
-    length: int,
-    name: str = "cosine",
-    warmup: int = 0,
-    peak: float = 1.0,
-    final: float = 0.1,
-    decay_fraction: float = 0.2,
 ) -> float:
-    """Return the factor at update ``step`` of ``length``; see :func:`schedule`."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if name == "constant":
         return peak
     start = warmup
     if name == "wsd":
-        start = max(start, round(length * (1 - decay_fraction)))
-    progress = min(max((step - start) / max(length - start, 1), 0.0), 1.0)
+        start = max(start, round(steps * (1 - decay_fraction)))
+    progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
     fall = progress if name == "wsd" else (1 - math.cos(math.pi * progress)) / 2
     return peak * (1 - (1 - final) * fall)

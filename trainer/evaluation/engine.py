@@ -177,7 +177,7 @@ def measure_cells(
                     value = cell.measure(load(), layout, settings.batch_tokens, part)
                     store.put("part", key, value)
                     done += cell.tokens / part[1]
-                    progress.advance_to(done, tokens=done)
+                    progress.advance_to(done)
             for method, fit in fits.items():
                 notes = dict.fromkeys(fit["notes"])
                 measured.notes += [f"{saved.name}, {method.title}: {note}" for note in notes]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # torch is imported after the configuration is read
+    import torch
+    from torch import Tensor
 
 Factors = tuple[tuple[float, ...], ...]
 BITS = 32
@@ -84,11 +86,15 @@ def _mixed(x: Tensor) -> Tensor:
 @lru_cache
 def _factors(rows: Factors, device: torch.device) -> Tensor:
     """Return factors ``[H, 1, D]``, float32."""
+    import torch
+
     return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
 @lru_cache(maxsize=64)
 def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
     """Return random 32-bit integers ``[2, heads, 1, size]``."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2**BITS, (2, heads, 1, size), generator=generator).to(device)
