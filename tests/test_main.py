@@ -54,12 +54,8 @@ def test_a_wrong_word_is_one_line(capsys, words, said):
     assert said in lines
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrong", ["value", "file"])
-def test_a_wrong_word_or_an_empty_file_is_told_without_torch(tmp_path, wrong):
-    (tmp_path / "empty.txt").touch()
-    words = "trainer.max_steps=x" if wrong == "value" else f"data.files=[{tmp_path}/empty.txt]"
-    code = f"import sys; from trainer.__main__ import main\ntry: main(['data=files', '{words}'])\n"
+def test_a_wrong_word_is_told_without_torch():
+    code = "import sys; from trainer.__main__ import main\ntry: main(['trainer.max_steps=x'])\n"
     code += "except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)

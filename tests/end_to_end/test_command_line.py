@@ -13,7 +13,7 @@ from tests.program import ROOT, run
 MISTAKES = {
     "misspelt key": (["model.hiden_size=3"], "the nearest is 'hidden_size'"),
     "unknown command": (["evalute"], "error: "),
-    "damaged checkpoint": (["evaluate", "checkpoint=damaged"], "file.bin is missing"),
+    "damaged checkpoint": (["evaluate", "checkpoint=damaged"], "damaged/state.json"),
 }
 """As a shell sees them."""
 
