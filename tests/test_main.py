@@ -45,7 +45,7 @@ def test_help_names_the_command_and_its_options(capsys, name):
         (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
         (
             ["data=files", "data.files=[no.txt]"],
-            "FileNotFoundError: data.files: there is no file 'no.txt'",
+            "FileNotFoundError: [Errno 2] No such file or directory: 'no.txt'",
         ),
     ],
 )

@@ -115,6 +115,11 @@ def run_command(name: str, words: Sequence[str]) -> None:
 
     A command that is asked to stop exits with the code by which its job is requeued.
     """
+    if name == "recalibrate" and "--cfg" in words:  # Hydra would show none of the chosen keys
+        job = compose_words([word for word in words if word not in ("--cfg", "job")], name)
+        choose_keys(job, time.time())
+        print(OmegaConf.to_yaml(job.values), end="")
+        return
     register_schema()
     prompts = [word.partition("=")[2] for word in words if word.startswith("prompt=")]
     words = overrides_of(name, (word for word in words if not word.startswith("prompt=")))
@@ -196,7 +201,11 @@ def train(job: Job) -> None:
 
     The same command resumes an interrupted run.
     """
+    from trainer.runs.directory import check_start
+
     config = read_run(job)
+    if is_first_process():
+        check_start(config)  # before torch is imported
     from trainer.report.terminal import print_report, set_up_console
 
     set_up_console()
@@ -217,14 +226,33 @@ def recalibrate(job: Job) -> None:
     size and this machine's speed, unless the run has begun; docs/pretrained.md has the rules.
     """
     began = time.time()
-    keys = take_keys(job, schema.RecalibrateKeys)
-    if keys.text is None and job.choices["data"] == "files":
-        raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
+    keys, values = choose_keys(job, began)
     from trainer.report.terminal import print_report, set_up_console
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint
 
     set_up_console()
+    config = read_run(job)
+    for key, value in values.items():
+        print(f"{key}={json.dumps(value, separators=(',', ':'))}")
+    to = Path(keys.to or Path(config.run_dir, "export"))
+    is_exported = (to / "config.json").is_file() and not config.overwrite
+    report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
+    print_report(report, config.run_dir, existing=False)
+    print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
+    if not is_exported:
+        export_checkpoint(schema.ExportRequest(config.run_dir, str(to)))
+    print(f"For transformers: {to}")
+
+
+def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[str, Any]]:
+    """Take the keys of ``recalibrate`` out of the values, and set those of a run that follow from
+    them; return both. ``began``: when the minutes began, in seconds since the epoch."""
+    keys = take_keys(job, schema.RecalibrateKeys)
+    if keys.text is None and job.choices["data"] == "files":
+        raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
+    from trainer.workflows import recalibrate as workflow
+
     named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
     given = {key: reduce(getitem, key.split("."), job.values) for key in named if "." in key}
     own: dict[str, Any] = {f"model.{workflow.source_of(keys.checkpoint)}": keys.checkpoint}
@@ -239,16 +267,7 @@ def recalibrate(job: Job) -> None:
     run_dir, overwrite = Path(job.values["run_dir"]), job.values["overwrite"] is True
     values = workflow.chosen(keys.checkpoint, keys.minutes, given, run_dir, overwrite, began)
     set_keys(job.values, values)
-    config = read_run(job)
-    for key, value in values.items():
-        print(f"{key}={json.dumps(value, separators=(',', ':'))}")
-    to = Path(keys.to or Path(config.run_dir, "export"))
-    is_exported = (to / "config.json").is_file() and not config.overwrite
-    report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
-    print_report(report, config.run_dir, existing=False)
-    if not is_exported:
-        export_checkpoint(schema.ExportRequest(config.run_dir, str(to)))
-    print(f"For transformers: {to}")
+    return keys, values
 
 
 def set_keys(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
@@ -315,8 +334,11 @@ def compare(job: Job) -> None:
     """
     from trainer.report.tables import compare as tables_of
     from trainer.report.terminal import print_tables
+    from trainer.runs.descriptions import lacks_schedule_control
 
     print_tables(tables_of(job.values["runs"]))
+    if lacks_schedule_control(job.values["runs"]):
+        print("A drop restarts the learning rate; a control with drop.to=same does so without one.")
 
 
 def analyze(job: Job) -> None:

@@ -148,17 +148,32 @@ def test_the_old_key_counts_where_the_new_one_stands_beside_it():
     assert read(rope_scaling=None, rope_parameters=new) == read(rope_parameters=new)
 
 
+def test_a_base_that_is_stated_and_not_used_is_a_warning(caplog):
+    """transformers takes the old key whole, and with it the base of its class."""
+    old, new = {"rope_type": "linear", "factor": 2.0}, {"rope_theta": 500_123.0}
+    both = {"rope_scaling": old, "rope_parameters": new}
+    config = transformers.LlamaConfig(**copy.deepcopy(both))
+    assert config.rope_parameters["rope_theta"] == 10_000
+    assert read(rope_theta=None, **both) == read(rope_theta=1e4, rope_scaling=old)
+    assert caplog.messages == ["rope_theta: 500123 is not used; the base is 10000"]
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    ("changes", "longest", "reach"), [({}, 64, 256), ({}, 256, 256), ({"factor": 2.0}, 256, 128)]
+    ("changes", "longest", "reach", "warned"),
+    [({}, 64, 256, False), ({}, 256, 256, False), ({"factor": 2.0}, 256, 128, True)],
 )
-def test_yarn_in_a_file_reaches_its_factor_times_the_length_before(changes, longest, reach):
-    """transformers also takes the factor; a further YaRN starts from the reach."""
+def test_yarn_in_a_file_reaches_its_factor_times_the_length_before(
+    changes, longest, reach, warned, caplog
+):
+    """Warned as transformers does, which also takes the factor; a further YaRN starts from the
+    reach."""
     rope = YARN | changes
     _, layout = read(max_position_embeddings=longest, rope_scaling=rope)
     assert (layout.training_length, layout.longest) == (64, reach)
+    assert ["is used, though max_position" in text for text in caplog.messages] == [True] * warned
     for length in (64, 128, reach):
         assert layout.rescaled(yarn, length / 64) == layout
     farther = layout.rescaled(yarn, 2 * reach / 64).spectra[0]

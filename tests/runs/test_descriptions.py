@@ -13,10 +13,12 @@ from trainer.runs.descriptions import (
     checkpoint_label,
     is_dropped,
     label,
+    lacks_schedule_control,
     reference_first,
     role,
     without_home,
 )
+from trainer.runs.directory import open_run_directory
 
 DROPS = RunConfig(trainer=TrainerConfig(max_steps=20), drop=DropConfig(at=10))
 
@@ -81,3 +83,11 @@ def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():
 def test_home_directory_does_not_get_into_reports():
     values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
     assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
+
+
+def test_a_drop_beside_runs_without_one_lacks_the_control_with_its_schedule(tmp_path):
+    drops = {"dropped": (0.8, "nope"), "never": (None, "nope"), "same": (0.8, "same")}
+    for name, (at, to) in drops.items():
+        open_run_directory(RunConfig(run_dir=str(tmp_path / name), drop=DropConfig(at=at, to=to)))
+    for names, lacks in ((["dropped"], False), (["dropped", "never"], True), (drops, False)):
+        assert lacks_schedule_control([str(tmp_path / name) for name in names]) is lacks

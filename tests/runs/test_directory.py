@@ -23,6 +23,7 @@ from trainer.runs.directory import (
     COLUMNS,
     append_metrics,
     check_run_directory,
+    check_start,
     differences,
     locked,
     log_to_file,
@@ -84,6 +85,20 @@ def test_another_process_cannot_train_in_a_locked_directory(place):
             pass
     with locked(place):
         pass
+
+
+def test_what_would_stop_a_run_in_its_first_minute_is_found_at_once(place, tmp_path):
+    text = tmp_path / "text.txt"
+    config = RunConfig(run_dir=str(place), data=DataConfig(source="files", files=[str(text)]))
+    with pytest.raises(FileNotFoundError, match=r"text\.txt"):
+        check_start(config)
+    text.touch()
+    with pytest.raises(UserError, match=r"data\.files: nothing in"):
+        check_start(config)
+    text.write_text("Words.")
+    check_start(config)
+    with locked(place), pytest.raises(UserError, match="another process is training"):
+        check_start(config)
 
 
 def test_a_run_that_was_moved_resumes_where_it_is(place, tmp_path, monkeypatch):

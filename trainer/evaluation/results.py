@@ -31,12 +31,13 @@ MEAN = "mean"
 """Task of rows with the mean over all scored tasks."""
 
 COLUMNS = (
-    *("run", "model", "method", "task", "length", "factor", "metric"),
-    *("value", "low", "high", "n", "seed", "seconds"),
+    *("run", "model", "method", "task", "length", "factor", "reach"),
+    *("metric", "value", "low", "high", "n", "seed", "seconds"),
 )
 """Columns of every results.csv. ``metric``: ``score``, or ``loss``, on the last tokens of windows,
 which are the same at every length. ``low``, ``high``: 95% interval; ``n``: independent texts;
-``factor``: length over training length."""
+``factor``: length over training length; ``reach``: longest length that the model's own encoding
+reaches."""
 TRIAL_COLUMNS = (
     *("model", "method", "task", "length", "factor"),
     *("metric", "text", "value", "depth", "label"),

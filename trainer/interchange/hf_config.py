@@ -8,9 +8,11 @@ queries, keys or both. The code beside either is for transformers and never run 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from trainer.common.errors import UserError
@@ -19,6 +21,8 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,18 @@ def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
         return longest, 0
     trained = rope.get("original_max_position_embeddings") or longest
     reach = round(rope["factor"] * trained) if kind == "yarn" else longest
+    if kind == "yarn" and longest not in (trained, reach):
+        _warn(
+            f"rope_parameters.factor: {rope['factor']} is used, though max_position_embeddings is "
+            f"{longest / trained:g} times original_max_position_embeddings"
+        )
     return trained, reach if reach > trained else 0
+
+
+@cache
+def _warn(text: str) -> None:
+    """Log a warning once, however often a file is read."""
+    log.warning("%s", text)
 
 
 def _model_config(
@@ -166,6 +181,10 @@ def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": values.get("partial_rotary_factor"),
     }
     merged = beside | {key: value for key, value in rope.items() if value is not None}
+    base = merged["rope_theta"]
+    for stated in (values, values.get("rope_parameters") or {}):
+        if stated.get("rope_theta") not in (None, base):
+            _warn(f"rope_theta: {stated['rope_theta']:g} is not used; the base is {base:g}")
     # The one top-level key that takes precedence over the parameters.
     if original := values.get("original_max_position_embeddings"):
         merged["original_max_position_embeddings"] = original

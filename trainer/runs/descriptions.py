@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 import trainer
 from trainer.common.processes import cores
 from trainer.config import SAME, ChangeConfig, RunConfig
 from trainer.data.needles import NAMES, WORDS
+from trainer.runs.directory import RECORD
 from trainer.runs.phases import phases_of
 
 if TYPE_CHECKING:
@@ -31,6 +35,20 @@ ENCODING_TITLES = {
 def reference_first(role: str | None) -> int:
     """Sort key of roles in tables: RoPE, models derived from it, everything else."""
     return {"rope": 0, "drope": 1}.get(role or "", 2)
+
+
+def lacks_schedule_control(runs: Sequence[str]) -> bool:
+    """Whether runs with and without a drop stand beside each other without a run that restarts its
+    learning rate as the drop does and drops nothing.
+
+    ``runs``: directories; those without a configuration do not count.
+    """
+    records = (Path(run, RECORD) for run in runs)
+    configs = [yaml.safe_load(path.read_text("utf-8")) for path in records if path.is_file()]
+    drops = [config["drop"] for config in configs]
+    controls = [c.get("drop") or {} for config in configs for c in config["controls"].values()]
+    has_control = any(drop.get("to") == SAME for drop in [*drops, *controls])
+    return len({drop["at"] is None for drop in drops}) == 2 and not has_control
 
 
 def is_dropped(config: RunConfig, step: int) -> bool:

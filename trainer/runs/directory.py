@@ -105,6 +105,28 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
         raise UserError(f"run_dir: {config.run_dir!r} holds another run ({values})")
 
 
+def check_start(config: RunConfig) -> None:
+    """Check what shows before anything heavy is imported: the directory, and files of text.
+
+    Raises:
+        UserError: the directory holds another run or one that trains, or the files are empty.
+        FileNotFoundError: a file of text is missing.
+    """
+    check_run_directory(config)
+    directory = Path(config.run_dir)
+    if (directory / LOCK).exists():
+        with locked(directory):
+            pass
+    if (directory / RECORD).exists():
+        return
+    for text in config.data.texts.values():
+        names = text.files if text.source == "files" and not text.prepared else []
+        if any(set(name) & {*"@*?[:"} for name in names):  # a list, a pattern, an address
+            continue
+        if names and not sum(Path(name).expanduser().stat().st_size for name in names):
+            raise UserError(f"data.files: nothing in {names}")
+
+
 def differences(
     old: dict[str, Any], new: dict[str, Any], free: Collection[str], path: str = ""
 ) -> list[tuple[str, Any, Any]]:

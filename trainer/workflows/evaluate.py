@@ -158,11 +158,13 @@ def measure_models(
     if mean_of := averaged(measured.trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     longest = max(model.longest_context for model in models)
+    reach = {model.name: model.layout.longest for model in models}
+    rows = rows_of(measured.trials, measured.seconds, name, needles.seed)
     vocabulary = 1 + max(corpus.tokenizer.get_vocab().values())
     return Report(
         name=name,
         training_length=C,
-        rows=rows_of(measured.trials, measured.seconds, name, needles.seed),
+        rows=rows.assign(reach=rows["model"].map(reach)),
         trials=measured.trials,
         longest_context=None if longest == C else longest,
         unigram_loss=unigram_loss(corpus.test, corpus.validation, vocabulary),

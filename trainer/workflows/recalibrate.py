@@ -65,6 +65,10 @@ KEYS = (
 """Keys that :func:`choose` may choose."""
 
 
+EXPECTED = "papers report 95% of the scores after 5,000,000,000 (docs/guide.md)"
+"""For models of up to 2B (DroPE, Fig. 10)."""
+
+
 class Speed(NamedTuple):
     """Operations per second of training, forward and backward, and tokens of a forward pass."""
 
