@@ -41,6 +41,7 @@ SECTIONS = {
         Panel("Loss (nats per token)", ("loss",)),
         Panel("Learning rate", ("learning_rate",)),
         Panel("Gradient norm", ("gradient_norm",)),
+        Panel("Parameter norm", ("parameter_norm",)),
         Panel("Tokens per second", ("tokens_per_second",)),
         Panel("Model FLOPs utilisation", ("mfu",)),
         Panel("Skipped steps", ("skipped_steps",)),
@@ -58,13 +59,9 @@ SECTIONS = {
         Panel("Loss by length (nats per token)", pattern="evaluation/loss/.+", x=LENGTH),
     ),
     "While training": (
-        Panel(
-            "Retrieval by length (fraction of trials)",
-            pattern="length/retrieval_.+",
-        ),
-        Panel("Loss by length (nats per token)", pattern="length/loss_[^/]+"),
-        Panel("Loss by length and text (nats per token)", pattern="length/loss_[^/]+/.+"),
-        Panel("Attention", pattern="probe/.+"),
+        Panel("Perplexity by length", pattern="benchmark/perplexity/.+"),
+        # All others: regular expressions of RE2 have no lookahead.
+        Panel("Mean score by task and length", pattern="benchmark/([^p]|p[^e]).+"),
     ),
     "System": (Panel("Peak memory (GiB)", ("memory",)),),
 }

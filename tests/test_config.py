@@ -22,7 +22,7 @@ from trainer.commands import (
 )
 from trainer.common.errors import UserError
 from trainer.config import AnalysisRequest, RunConfig
-from trainer.runs.parsing import parse
+from trainer.runs.parsing import parse, runs_of
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 PAPERS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["papers"]
@@ -74,6 +74,15 @@ def test_every_key_is_documented_and_there_are_not_many():
                 keys += not is_group
                 assert is_text or is_group, (group.name, key.target.id)
     assert keys <= 200
+
+
+def test_a_control_without_a_drop_has_the_norm_of_its_run_that_drops():
+    values = {
+        "model": {"qk_norm": {"when": "after_drop"}},
+        "drop": {"at": 5},
+        "controls": {"c": {"branch": "drop", "drop": {"at": None}}},
+    }
+    assert runs_of(parse(RunConfig, values))["c"].drop_step is None
 
 
 def test_defaults_of_the_schema_keep_its_rules():

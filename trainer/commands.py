@@ -328,7 +328,7 @@ def evaluate(job: Job) -> None:
 
 
 def compare(job: Job) -> None:
-    """Put runs beside each other in one table, from their results.csv.
+    """Put runs beside each other, in a table for each task and metric.
 
     python -m trainer compare RUN [RUN ...]
     """

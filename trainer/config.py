@@ -260,8 +260,7 @@ class TrainerConfig:
     checkpoint_minutes: Positive | None = 30.0
     """Minutes after a checkpoint until the next; null: by steps only."""
     keep_checkpoints: Count = 2
-    """Number of most recent checkpoints to keep, and of healthy ones; the one before the drop is
-    always kept."""
+    """Number of most recent checkpoints to keep; the one before the drop is always kept."""
     keep_every: Count | None = None
     """Steps between checkpoints that are all kept; null: none."""
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None

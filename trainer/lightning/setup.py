@@ -181,7 +181,7 @@ def make_trainer(
         precision="32-true",  # of the weights; the decoder chooses the compute dtype
         accumulate_grad_batches=run.accumulation(ranks.world_size),
         logger=loggers,
-        log_every_n_steps=0,  # the Metrics callback logs, including values from log()
+        log_every_n_steps=0,  # Metrics writes rows, including values from log()
         callbacks=callbacks,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -1,8 +1,8 @@
 """Plain values to a checked and completed configuration, its controls, and the rules between keys.
 
 A rule is here if breaking it would waste hours of training or give wrong numbers in silence.
-Everything else fails where it happens; a run makes its evaluation's tasks and methods before it
-trains, and an evaluation that fails later resumes behind the finished training.
+Everything else fails where it happens; an evaluation that fails resumes behind the finished
+training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rules = Iterator[tuple[object, str]]
 """Conditions that must not hold, each with a message."""
 
 
-def parse(schema: type[T], values: dict[str, Any]) -> T:
+def parse(schema: type[T], values: dict[str, Any], *, is_control: bool = False) -> T:
     """Return plain values as a checked and completed dataclass.
 
     A run whose ``drop`` would change nothing, such as one of NoPE, has none. ``plugins`` are run
@@ -43,16 +43,18 @@ def parse(schema: type[T], values: dict[str, Any]) -> T:
     for path in values.get("plugins") or ():
         runpy.run_path(path)
     config = validated(schema, values)
-    return _completed(config) if isinstance(config, RunConfig) else config  # type: ignore[return-value]  # T is RunConfig
+    if isinstance(config, RunConfig):
+        return _completed(config, is_control)  # type: ignore[return-value]  # T is RunConfig
+    return config
 
 
-def _completed(config: RunConfig) -> RunConfig:
+def _completed(config: RunConfig, is_control: bool) -> RunConfig:
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
         config = replace(config, trainer=replace(config.trainer, max_steps=steps))
     config, layout = with_trained_shape(config)
     check_shape(config.model)
-    _refuse(_run_rules(config))
+    _refuse(_run_rules(config, is_control))
     layouts_of(config, layout or configured_layout(config))
     if _drops_nothing(config):
         config = replace(config, drop=replace(config.drop, at=None))
@@ -78,12 +80,12 @@ def _refuse(rules: Rules) -> None:
             raise UserError(text)
 
 
-def _run_rules(config: RunConfig) -> Rules:
+def _run_rules(config: RunConfig, is_control: bool) -> Rules:
     drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
     yield (
         config.model.qk_norm.when == "after_drop"
         and config.drop_step is None
-        and not config.controls,
+        and not (config.controls or is_control),
         "model.qk_norm.when: 'after_drop', but there is no drop",
     )
     yield (
@@ -124,7 +126,7 @@ def control_config(values: dict[str, Any], name: str) -> RunConfig:
     changes = {k: v for k, v in values["controls"][name].items() if k != "branch"}
     base = {**values, "controls": {}, "run_dir": f"{values['run_dir']}/controls/{name}"}
     try:
-        return parse(RunConfig, merged(base, changes))
+        return parse(RunConfig, merged(base, changes), is_control=True)
     except UserError as error:
         raise UserError(f"controls.{name}.{error}") from error
 

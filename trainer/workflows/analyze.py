@@ -81,7 +81,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     kinds = ("all", "drop", *TOPICS)
     if kind not in kinds:
         raise UserError(f"analysis.kind: there is no analysis {kind!r}")
-    saved = find_model(str(request.checkpoint))
+    saved = find_model(request.checkpoint)
     place = kind if name is None or name in kinds else name
     output = Path(request.output or saved.home / "analysis" / place)
     other = _other(request, saved, kind)

@@ -69,8 +69,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of("auto", ranks))
     evaluation = request.evaluation
-    assert isinstance(evaluation, EvaluationConfig)
-    found = [find_model(path) for path in (str(request.checkpoint), *request.compare)]
+    found = [find_model(path) for path in (request.checkpoint, *request.compare)]
     models = fitting_together([m.with_training_length(evaluation.training_length) for m in found])
     first = models[0]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)

@@ -29,8 +29,6 @@ def export_checkpoint(request: ExportRequest) -> str:
     Raises:
         UserError: the checkpoint cannot be read, the directory is not empty, or logits differ.
     """
-    assert request.checkpoint is not None
-    assert request.to is not None
     torch.set_num_threads(usual_threads())
     path = find_checkpoint(request.checkpoint)
     state = read_state(path)

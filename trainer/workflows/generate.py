@@ -28,7 +28,7 @@ def continue_prompts(
         UserError: the checkpoint cannot be read.
     """
     torch.set_num_threads(usual_threads())
-    saved = find_model(str(request.checkpoint))
+    saved = find_model(request.checkpoint)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = saved.for_inference(device, precision_of(request.dtype, device))
     names = dict.fromkeys((saved.name, saved.path.name))  # an export has one name
