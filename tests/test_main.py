@@ -101,7 +101,7 @@ def jobs(monkeypatch, tmp_path):
         if config.name == "failing":
             raise UserError("trainer: it does not fit")
         if config.name == "stopped":
-            raise PreemptedError("Stopped.")
+            raise PreemptedError("Stopped.", "SIGUSR1")
 
     monkeypatch.setitem(COMMANDS, "train", execute)
     return ran

@@ -24,6 +24,8 @@ import warnings
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ FORMAT = 3
 STATE = "state.json"
 MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
+SLOW_DISK = timedelta(hours=2)
+"""Longest time that ranks wait for each other while they write a checkpoint."""
 MOST_THREADS = 8
 """Files that are hashed simultaneously."""
 
@@ -164,10 +168,15 @@ class Writer:
     ) -> None:
         self.directory, self.keep = directory, keep
         self.keep_every, self.permanent = keep_every, permanent
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # The current GPU is per thread, initially the first one.
+        here = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        at_begin = (lambda: None) if here is None else partial(torch.cuda.set_device, here)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", at_begin)
         self._work: Future[None] | None = None
         # In the group of training, collectives of both threads would mix.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group = None
+        if dist.is_initialized():
+            self._group = dist.new_group(backend="gloo", timeout=SLOW_DISK)
 
     def save(
         self, name: str, model: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Any]
@@ -178,7 +187,8 @@ class Writer:
         """
         self.wait()
         copies = BlockingAsyncStager().stage(tensors_of(model, optimizer))
-        self._work = self._thread.submit(self._write, name, copies, state)
+        described = json.dumps(state | {"format": FORMAT}).encode()
+        self._work = self._thread.submit(self._write, name, copies, described)
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written; raise the error of its thread."""
@@ -189,20 +199,22 @@ class Writer:
     def close(self) -> None:
         """Wait for the thread, and end it."""
         self._thread.shutdown()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
-    def _write(self, name: str, tensors: Tensors, state: dict[str, Any]) -> None:
+    def _write(self, name: str, tensors: Tensors, described: bytes) -> None:
         partly = self.directory / f".{name}.partial"
         rank = dist.get_rank() if self._group else 0
         on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
         write_tensors(partly, tensors, self._group)
         mine = sorted(partly.glob(f"shard-{rank + 1:05d}-*"))
         files = all_gather({f.name: [f.stat().st_size, checksum(f)] for f in mine}, self._group)
-        on_rank_zero(lambda: self._finish(partly, self.directory / name, files, state), self._group)
+        on_rank_zero(lambda: self._finish(partly, name, files, described), self._group)
 
     def _finish(
-        self, partly: Path, final: Path, files: list[dict[str, list[Any]]], state: dict[str, Any]
+        self, partly: Path, name: str, files: list[dict[str, list[Any]]], described: bytes
     ) -> None:
-        described = json.dumps(state | {"format": FORMAT}).encode()
+        final = self.directory / name
         write_durably(partly / STATE, described)
         manifest = {STATE: [len(described), checksum(partly / STATE)]}
         for of_rank in files:
@@ -274,6 +286,17 @@ def is_sound(path: Path) -> bool:
     manifest = json.loads((path / MANIFEST).read_bytes())
     with ThreadPoolExecutor(MOST_THREADS) as pool:
         return all(pool.map(is_same, manifest.items()))
+
+
+def check_sound(path: Path) -> Path:
+    """Return the path of a checkpoint whose files match its manifest.
+
+    Raises:
+        UserError: they do not.
+    """
+    if not is_sound(path):
+        raise UserError(f"checkpoint: {str(path)!r} is damaged")
+    return path
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

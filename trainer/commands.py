@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import reduce
-from itertools import takewhile
+from itertools import compress, takewhile
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -121,8 +121,9 @@ def run_command(name: str, words: Sequence[str]) -> None:
         print(OmegaConf.to_yaml(job.values), end="")
         return
     register_schema()
-    prompts = [word.partition("=")[2] for word in words if word.startswith("prompt=")]
-    words = overrides_of(name, (word for word in words if not word.startswith("prompt=")))
+    is_prompt = [name == "generate" and word.startswith("prompt=") for word in words]
+    prompts = [word.partition("=")[2] for word in compress(words, is_prompt)]
+    words = overrides_of(name, compress(words, (not is_one for is_one in is_prompt)))
     errors: list[Exception] = []
 
     def run(config: DictConfig) -> None:
@@ -227,6 +228,7 @@ def recalibrate(job: Job) -> None:
     """
     began = time.time()
     keys, values = choose_keys(job, began)
+    from trainer.evaluation.results import FACTS
     from trainer.report.terminal import print_report, set_up_console
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint
@@ -236,11 +238,13 @@ def recalibrate(job: Job) -> None:
     for key, value in values.items():
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     to = Path(keys.to or Path(config.run_dir, "export"))
-    is_exported = (to / "config.json").is_file() and not config.overwrite
+    is_finished = Path(config.run_dir, FACTS).is_file() and not config.overwrite
+    if keys.to and not is_finished and to.exists() and any(to.iterdir()):
+        raise UserError(f"to: {keys.to!r} holds files")
     report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
     print_report(report, config.run_dir, existing=False)
     print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
-    if not is_exported:
+    if not to.exists():
         export_checkpoint(schema.ExportRequest(config.run_dir, str(to)))
     print(f"For transformers: {to}")
 

@@ -25,6 +25,7 @@ from trainer.common.ranks import (
     shutdown_distributed,
 )
 
+STOP = PreemptedError("stop", "SIGTERM")
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
@@ -170,7 +171,7 @@ def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
 
 @pytest.mark.parametrize(
     "error",
-    [None, PreemptedError("stop"), UserError("no"), RuntimeError("x"), KeyboardInterrupt()],
+    [None, STOP, UserError("no"), RuntimeError("x"), KeyboardInterrupt()],
 )
 def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, error, capsys):
     kinds = type(error) if error else ()
@@ -187,7 +188,7 @@ def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, e
     ("error", "stays", "printed"),
     [
         (None, False, False),
-        (PreemptedError("stop"), False, False),
+        (STOP, False, False),
         (DivergedError("no"), False, False),
         (UserError("no"), True, False),
         (RuntimeError("x"), True, True),

@@ -124,7 +124,7 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     assert (run_dir / "metrics.csv").read_text() == trained
     cells = report.rows.drop_duplicates(["method", "task", "length"])
     assert len(measured) == len(cells) == 8
-    (note,) = report.notes
+    *_, note = report.notes
     assert note.startswith("DroPE, temperature: logits times 1 + ")
     (run,) = report.runs
     assert (run.name, run.encoding) == ("DroPE", "rope, dropped at step 6")

@@ -41,7 +41,7 @@ def stopping_at_once() -> Iterator[None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        raise PreemptedError(f"Stopped ({name}).", requeues=number != signal.SIGTERM)
+        raise PreemptedError(f"Stopped ({name}).", name)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:

@@ -6,7 +6,6 @@ comes last: it measures, writes a row, saves and stops.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import signal
@@ -122,7 +121,7 @@ class Run:
                 "tokenizer": corpus.tokenizer.to_str(),
                 "end_of_text": corpus.end_of_text,
                 "token_files": self.token_files,
-                "config": json.loads(json.dumps(asdict(self.config))),
+                "config": asdict(self.config),
                 "data": data_fingerprints(corpus, phase),
                 "tally": module.tally.state(),
                 "pending_metrics": dict(self.metrics.pending),
@@ -144,7 +143,7 @@ class Run:
 
     def probe(self, phase: Phase) -> Probe:
         """Return the text of :func:`effect_probe`, in passes of a micro-batch."""
-        run, ranks = self.config.trainer, self.ranks.world_size
+        run, ranks = phase.config.trainer, self.ranks.world_size
         return effect_probe(self.corpus, run.batch_size // (run.accumulation(ranks) * ranks), phase)
 
     def measure(self, module: LanguageModule, step: int) -> None:
@@ -264,10 +263,8 @@ class StepEnd(L.Callback):
         if is_last or reason is not None:
             run.writer.wait()
         if reason is not None:
-            raise PreemptedError(
-                f"Stopped after step {step} ({reason}), checkpoint saved.",
-                requeues=reason != "SIGTERM",
-            )
+            text = f"Stopped after step {step} ({reason}), checkpoint saved."
+            raise PreemptedError(text, reason)
 
     def _write_row(self, trainer: L.Trainer, module: LanguageModule, batch: Batch) -> None:
         """Write a row of metrics; a run that diverged ends with it."""

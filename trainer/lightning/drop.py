@@ -50,7 +50,7 @@ def apply_change(
     """
     before = losses_of(module, probe)
     if gain == "matched":
-        match_gains(module, [ids for ids, _ in probe])
+        match_gains(module, layout, [ids for ids, _ in probe])
     module.model.layout = layout
     # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
     module.last_shape = None
@@ -79,14 +79,16 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
 
 
 @torch.no_grad()
-def match_gains(module: LanguageModule, batches: Sequence[Tensor]) -> None:
-    """Set the gain of each QK-norm to the RMS of its inputs on ``batches`` of token ids.
+def match_gains(module: LanguageModule, layout: Layout, batches: Sequence[Tensor]) -> None:
+    """Set the gain of each QK-norm that ``layout`` turns on to the RMS of its inputs on ``batches``
+    of token ids.
 
     It then rescales each vector to the average size that its layer was trained with, not to 1.
     """
     squares: dict[RMSNorm, list[Tensor]] = defaultdict(list)
     with evaluating(module) as model, ExitStack() as hooks:
-        for block in model.layers:
+        layers = zip(model.layers, model.layout.layers, layout.layers, strict=True)
+        for block in (block for block, old, new in layers if new.qk_norm > old.qk_norm):
             attention = block.self_attn
             for projection, norm in (
                 (attention.q_proj, attention.q_norm),

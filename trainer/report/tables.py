@@ -95,7 +95,9 @@ def compare(runs: Sequence[str]) -> list[Table]:
     named = zip(names, map(_results, runs), strict=True)
     parts = [rows.assign(model=f"{name}: " + rows.model) for name, rows in named]
     made = []
-    for (task, metric), rows in pd.concat(parts).groupby(["task", "metric"], sort=False):
+    for (task, metric), rows in (
+        pd.concat(parts).dropna(subset="value").groupby(["task", "metric"], sort=False)
+    ):
         show = percent if metric == "score" else "{:.3f}".format
         cells: Cells = {
             ((row.model, row.method), row.length): Cell(

@@ -13,7 +13,7 @@ import trainer
 from trainer.common.processes import cores
 from trainer.config import SAME, ChangeConfig, RunConfig
 from trainer.data.needles import NAMES, WORDS
-from trainer.runs.directory import RECORD
+from trainer.runs.directory import RECORD, saved_config
 from trainer.runs.phases import phases_of
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ def lacks_schedule_control(runs: Sequence[str]) -> bool:
     ``runs``: directories; those without a configuration do not count.
     """
     records = (Path(run, RECORD) for run in runs)
-    configs = [yaml.safe_load(path.read_text("utf-8")) for path in records if path.is_file()]
-    drops = [config["drop"] for config in configs]
-    controls = [c.get("drop") or {} for config in configs for c in config["controls"].values()]
-    has_control = any(drop.get("to") == SAME for drop in [*drops, *controls])
-    return len({drop["at"] is None for drop in drops}) == 2 and not has_control
+    found = [yaml.safe_load(path.read_text("utf-8")) for path in records if path.is_file()]
+    configs = [saved_config(values) for values in found]
+    controls = [c.get("drop") or {} for config in configs for c in config.controls.values()]
+    targets = [c.drop.to for c in configs] + [drop.get("to") for drop in controls]
+    return len({c.drop_step is None for c in configs}) == 2 and SAME not in targets
 
 
 def is_dropped(config: RunConfig, step: int) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer.checkpoint import (
     MANIFEST,
+    check_sound,
     find_checkpoint,
     read_state,
     read_tensors,
@@ -76,7 +77,7 @@ def find_model(reference: str) -> SavedModel:
         }
         length = None
     else:
-        path = find_checkpoint(reference)
+        path = check_sound(find_checkpoint(reference))
         state, weights = read_state(path), read_run(path)
         run, step = saved_config(state["config"]), state["step"]
         details = {

@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.checkpoint import (
     STATE,
+    check_sound,
     newest_checkpoint,
     read_state,
     regular_checkpoints,
@@ -56,7 +57,7 @@ def _starting_point(run_dir: Path, branch: Path | None) -> Start:
     directory.mkdir(parents=True, exist_ok=True)
     for partly in directory.glob(".*.partial"):  # of a killed process
         shutil.rmtree(partly)
-    start = newest_checkpoint(directory) or branch
+    start = newest_checkpoint(directory) or (branch and check_sound(branch))
     state = read_state(start) if start is not None else {}
     if start is not None:
         log.info("Resuming from %s (step %d)", start.name, state["step"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from trainer.checkpoint import find_checkpoint, read_state
+from trainer.checkpoint import check_sound, find_checkpoint, read_state
 from trainer.common.processes import usual_threads
 from trainer.config import ExportRequest
 from trainer.data.tokenizer import end_of_text
@@ -30,7 +30,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         UserError: the checkpoint cannot be read, the directory is not empty, or logits differ.
     """
     torch.set_num_threads(usual_threads())
-    path = find_checkpoint(request.checkpoint)
+    path = check_sound(find_checkpoint(request.checkpoint))
     state = read_state(path)
     log.info("Exporting %s, step %d", path, state["step"])
     config = saved_config(state["config"])

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import timedelta
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -108,6 +107,10 @@ def measure_speed(
     if device == "cuda":
         free = 0.8 * torch.cuda.mem_get_info()[0] - STATE * parameters_of(config)
         tokens = min(tokens, int(free / activation_bytes(config, 2 if half else 4, "none")))
+        if tokens < SHORTEST:
+            raise UserError(
+                f"MODEL: its training needs more memory than the GPU's, {free:.3g} bytes"
+            )
         read = tokens
     length = min(layout.training_length, read)
     with torch.device("meta"):
@@ -149,26 +152,26 @@ def choose(
         values[key] = given.get(key, value)
         return values[key]
 
-    def time(length: int) -> float:
+    def seconds_of(length: int) -> float:
         return training_flops(config, layout, length) / speed.operations
 
     seconds, C = 60 * minutes * TRAINING, layout.training_length
     # 1. Sequences as long as the context if enough of them fit the time and one fits the device.
     length = C
     while length // 2 >= SHORTEST and (
-        length > max(speed.pass_tokens, SHORTEST) or seconds / time(length) < SEQUENCES
+        length > max(speed.pass_tokens, SHORTEST) or seconds / seconds_of(length) < SEQUENCES
     ):
         length //= 2
     length = pick("data.sequence_length", length)
     # 2. A batch, a power of two, for about a thousand steps.
     low, high = BATCH_TOKENS
-    tokens = min(max(seconds / time(length) * length / STEPS, low), high)
+    tokens = min(max(seconds / seconds_of(length) * length / STEPS, low), high)
     batch = pick("trainer.batch_size", 1 << max(0, int(math.log2(max(1.0, tokens / length)))))
     fitting = max(1, speed.pass_tokens // length)
     micro = next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= fitting)
     pick("trainer.micro_batch_size", micro)
     # 3. As many steps as the time allows.
-    a_step = batch * time(length)
+    a_step = batch * seconds_of(length)
     steps = pick("trainer.max_steps", int(seconds / a_step))
     if "trainer.max_steps" not in given and steps < 2 * WARMUP[0]:
         missing = (2 * WARMUP[0] * a_step - seconds) / (60 * TRAINING)
@@ -276,11 +279,12 @@ def recalibrate(
 
     run, end = config.trainer, began + 60 * minutes * TRAINING
     if not run.max_time:
-        limit = str(timedelta(seconds=max(1, math.ceil(end - time.time()))))
+        seconds = max(1, math.ceil(end - time.time()))
+        limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         try:
             return train(replace(config, trainer=replace(run, max_time=limit)))
-        except PreemptedError:
-            if time.time() < end:  # a signal
+        except PreemptedError as stop:
+            if stop.reason != "time limit":
                 raise
         steps = read_state(find_checkpoint(str(run_dir)))["step"] + 1
         log.info(
