@@ -28,7 +28,7 @@ BUDGETS = {
     # with small ones; tests/interchange reads and exports small ones.
     "+experiment=drope_smollm2_135m_local": ONLY_READ,
     "runs/drope_smollm2_135m_local": ONLY_READ,
-    # Measures a real model; tests/commands/test_recalibrate.py runs it on a tiny one.
+    # Measures a real model; tests/workflows/test_recalibrate.py runs it on a tiny one.
     "recalibrate": ["--help"],
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
     **{word: [] for word in ("prepare", "compare")},
@@ -77,8 +77,8 @@ SCRIPTS = {
     ],
     "scripts/benchmark_needles.py": ["--trials=1", "--depths", "0.5", "--rounds=1", "--threads=1"],
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
-    "scripts/fetch_smollm2.py": ["--help"],  # tests/interchange/test_smollm2.py fetches it
-    "scripts/mutate.py": ["--help"],  # tests/scripts/test_mutate.py breaks something smaller
+    "scripts/fetch_smollm2.py": ["--help"],  # fetches a model
+    "scripts/mutate.py": ["--help"],  # runs the tests
 }
 
 
