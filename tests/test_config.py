@@ -18,7 +18,7 @@ from trainer.commands import (
     compose_words,
     forget_absent_weights,
     read_config,
-    read_run,
+    run_config,
 )
 from trainer.common.errors import UserError
 from trainer.config import AnalysisRequest, RunConfig
@@ -34,7 +34,7 @@ LINES = sorted({c for paper in PAPERS for item in paper["items"] for c in item.g
 def test_every_experiment_composes_and_keeps_the_rules(name):
     job = compose_words([f"+experiment={name}"])
     forget_absent_weights(job.values)
-    config = read_run(job)
+    config = run_config(job)
     assert config.run_dir == f"runs/{config.name}"
     assert config.trainer.max_steps >= 1
 
@@ -57,7 +57,7 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
         assert parse(AnalysisRequest, composed.values).checkpoint
     elif name == "train":
         forget_absent_weights(composed.values)
-        assert read_run(composed).name
+        assert run_config(composed).name
 
 
 def test_every_key_is_documented_and_there_are_not_many():

@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, compose_words, overrides_of, read_config, read_run
+from trainer.commands import COMMANDS, compose_words, overrides_of, read_config, run_config
 from trainer.common.errors import PreemptedError, UserError
 
 
@@ -96,7 +96,7 @@ def jobs(monkeypatch, tmp_path):
     ran = []
 
     def execute(job):
-        config = read_run(job)
+        config = run_config(job)
         ran.append((config.name, config.positional.layers))
         if config.name == "failing":
             raise UserError("trainer: it does not fit")

@@ -156,11 +156,11 @@ def run_command(name: str, words: Sequence[str]) -> None:
 
 
 def read_config(words: Sequence[str]) -> schema.RunConfig:
-    """Return the checked configuration of a run; see :func:`read_run`."""
-    return read_run(compose_words(words))
+    """Return the checked configuration of a run; see :func:`run_config`."""
+    return run_config(compose_words(words))
 
 
-def read_run(job: Job) -> schema.RunConfig:
+def run_config(job: Job) -> schema.RunConfig:
     """Return the checked configuration of a composed run.
 
     Raises:
@@ -204,7 +204,7 @@ def train(job: Job) -> None:
     """
     from trainer.runs.directory import check_start
 
-    config = read_run(job)
+    config = run_config(job)
     if is_first_process():
         check_start(config)  # before torch is imported
     from trainer.report.terminal import print_report, set_up_console
@@ -234,7 +234,7 @@ def recalibrate(job: Job) -> None:
     from trainer.workflows.export import export_checkpoint
 
     set_up_console()
-    config = read_run(job)
+    config = run_config(job)
     for key, value in values.items():
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     to = Path(keys.to or Path(config.run_dir, "export"))
@@ -286,7 +286,7 @@ def prepare(job: Job) -> None:
 
     python -m trainer prepare +experiment=NAME [KEY=VALUE ...]
     """
-    config = read_run(job)
+    config = run_config(job)
     from trainer.report.terminal import set_up_console
     from trainer.workflows.text import prepare_texts
 
@@ -307,7 +307,7 @@ def plan(job: Job) -> None:
     from trainer.workflows.plan import plan as tables_of
 
     forget_absent_weights(job.values)
-    config = read_run(job)
+    config = run_config(job)
     gpus = 1 if config.strategy.name == "single" else keys.gpus
     print_plan(tables_of(config, gpus, keys.mfu))
 

@@ -21,7 +21,7 @@ from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
     branch_checkpoint,
-    check_start,
+    check_machine,
     run_experiment,
     summary_of,
 )
@@ -76,7 +76,7 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tm
     for changes in (phases, {"controls": {"odd": phases}}):
         config = parse(RunConfig, merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):
-            check_start(runs_of(config), Ranks(0, 2, 0, 2))
+            check_machine(runs_of(config), Ranks(0, 2, 0, 2))
 
 
 EVALUATION = {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.passes import WHOLE, Part, longest_first, part_of, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Piece, longest_first, part_of, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.model.cache import KVCache
 from trainer.model.flops import forward_flops
@@ -57,7 +57,7 @@ def answers(
     prompts: Sequence[Prompt],
     batch_tokens: int,
     stop: Stop | None = None,
-    part: Part = WHOLE,
+    part: Piece = WHOLE,
 ) -> dict[int, str]:
     """Return the model's answers by the indices of their prompts, as if each were computed alone.
 

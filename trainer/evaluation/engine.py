@@ -23,7 +23,7 @@ from trainer.common.progress import Progress
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.measurements import Measurement
 from trainer.evaluation.methods import Method
-from trainer.evaluation.passes import Part
+from trainer.evaluation.passes import Piece
 from trainer.evaluation.results import TRIAL_COLUMNS, counted, table
 from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
 from trainer.evaluation.store import Store
@@ -82,7 +82,7 @@ class Cell:
             factor=self.length / self.model.training_length,
         )
 
-    def parts(self, device: str) -> list[tuple[Part, dict[str, Any]]]:
+    def parts(self, device: str) -> list[tuple[Piece, dict[str, Any]]]:
         """Return the parts of the cell with the keys of their results.
 
         Their number is independent of the number of processes, so that a resumed evaluation can use
@@ -94,7 +94,7 @@ class Cell:
         return [((i, count), {**self.key, "part": [i, count]}) for i in range(count)]
 
     def measure(
-        self, model: LanguageModel, layout: Layout, batch_tokens: int, part: Part
+        self, model: LanguageModel, layout: Layout, batch_tokens: int, part: Piece
     ) -> dict[str, Any]:
         """Return the values of a part's trials, and the seconds that they took."""
         began, reads = time.perf_counter(), self.method.reads

@@ -20,7 +20,7 @@ from trainer.config import HarnessSettings
 from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
 from trainer.evaluation.measurements import Measurement, Value, trial_table
-from trainer.evaluation.passes import WHOLE, Part, part_of
+from trainer.evaluation.passes import WHOLE, Piece, part_of
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
@@ -129,7 +129,7 @@ class Harness(Measurement):
         length: int,
         batch_tokens: int,
         reads: int | None = None,
-        part: Part = WHOLE,
+        part: Piece = WHOLE,
     ) -> list[Value]:
         """Return the value of every metric of :data:`METRICS` for each question."""
         docs = [(name, doc) for name, of_task in self.docs.items() for doc in of_task]

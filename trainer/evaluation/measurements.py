@@ -21,7 +21,7 @@ from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.order import Integers
 from trainer.evaluation.answering import answers
 from trainer.evaluation.loss import token_losses, windows_with_common_ends
-from trainer.evaluation.passes import WHOLE, Part, part_of, sequences_at_once
+from trainer.evaluation.passes import WHOLE, Piece, part_of, sequences_at_once
 from trainer.evaluation.scoring import Prompt, Task
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
@@ -63,7 +63,7 @@ class Measurement(ABC):
         length: int,
         batch_tokens: int,
         reads: int | None = None,
-        part: Part = WHOLE,
+        part: Piece = WHOLE,
     ) -> list[Value]:
         """Measure a part of the trials.
 
@@ -115,7 +115,7 @@ class Perplexity(Measurement):
         length: int,
         batch_tokens: int,
         reads: int | None = None,
-        part: Part = WHOLE,
+        part: Piece = WHOLE,
     ) -> list[Value]:
         """Return the mean loss on the last tokens of each window; NaN if it is not finite."""
         windows, size = self.windows[length], max(1, batch_tokens // length)
@@ -179,7 +179,7 @@ class Statements(Measurement):
         length: int,
         batch_tokens: int,
         reads: int | None = None,
-        part: Part = WHOLE,
+        part: Piece = WHOLE,
     ) -> list[Value]:
         """Return 1 for each trial whose answer is the most likely next token, else 0.
 
@@ -256,7 +256,7 @@ class Prompted(Measurement):
         length: int,
         batch_tokens: int,
         reads: int | None = None,
-        part: Part = WHOLE,
+        part: Piece = WHOLE,
     ) -> list[Value]:
         """Return the score of each answer."""
         prompts = self._prompts(length)

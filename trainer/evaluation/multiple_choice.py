@@ -17,7 +17,7 @@ from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
 from trainer.evaluation.measurements import Measurement, Value, trial_table
-from trainer.evaluation.passes import WHOLE, Part, part_of
+from trainer.evaluation.passes import WHOLE, Piece, part_of
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
@@ -98,7 +98,7 @@ class MultipleChoice(Measurement):
         length: int,
         batch_tokens: int,
         reads: int | None = None,
-        part: Part = WHOLE,
+        part: Piece = WHOLE,
     ) -> list[Value]:
         """Return ``acc`` and ``acc_norm`` of each question in the part."""
         most, values = min(length, reads or length), list[Value]()

@@ -8,14 +8,14 @@ from typing import TypeVar
 from trainer.model.language_model import LanguageModel
 
 T = TypeVar("T")
-Part = tuple[int, int]
+Piece = tuple[int, int]
 """Index of a part of a cell, and the number of its parts."""
-WHOLE: Part = (0, 1)
+WHOLE: Piece = (0, 1)
 IN_CACHE = 2**18
 """Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 
 
-def part_of(batches: Sequence[T], part: Part) -> Sequence[T]:
+def part_of(batches: Sequence[T], part: Piece) -> Sequence[T]:
     """Return a part of the batches.
 
     Batches stay whole, so that a cell measured in parts has the same numbers, digit for digit, as

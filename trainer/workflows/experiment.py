@@ -81,7 +81,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
         if on_rank_zero(lambda: _is_finished(config)):
             return (Report.read(directory), True) if ranks.is_rank_zero else None
         set_threads(config, ranks)
-        check_start(configs, ranks)
+        check_machine(configs, ranks)
         with ExitStack() as lock:
             places = on_rank_zero(lambda: _open(config, configs, ranks, lock))
             corpus = corpus_at(config.data, places)
@@ -136,7 +136,7 @@ def _open(
     return list(corpus.directories)
 
 
-def check_start(configs: dict[str, RunConfig], ranks: Ranks) -> None:
+def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
     """Check what shows without the text: packages, devices and batches.
 
     Raises:
