@@ -116,7 +116,7 @@ def train(
         gradient_accumulation_steps=2,
     )  # fmt: skip
     watch = Watch()
-    drop = DropPositions(at, rewarm=4, optimizer_state="reset")
+    drop = DropPositions(at, rewarm=0.1, optimizer_state="reset")
     trainer = Trainer(tiny("llama"), args, train_dataset=Counting(), callbacks=[drop, watch])
     trainer.train(resume_from_checkpoint=resume and str(folder / f"checkpoint-{resume}"))
     return trainer.model, watch
@@ -143,11 +143,19 @@ def test_a_run_of_transformers_drops_once_and_resumes_on_either_side(tmp_path: P
 
 
 def test_only_checkpoints_behind_the_drop_are_the_best() -> None:
-    state = TrainerState(global_step=2, max_steps=4, best_metric=1.0, best_model_checkpoint="a")
-    drop, optimizer = DropPositions(2), torch.optim.SGD([torch.zeros(1)])
+    best = {"best_metric": 1.0, "best_model_checkpoint": "a", "best_global_step": 1}
+    state = TrainerState(global_step=2, max_steps=4, **best)
+    drop, optimizer = DropPositions(2.0), torch.optim.SGD([torch.zeros(1)])
     drop.on_train_begin(None, state, None, model=tiny("llama"))
     drop.on_step_begin(None, state, None, model=tiny("llama"), optimizer=optimizer)
-    assert (state.best_metric, state.best_model_checkpoint) == (None, None)
+    assert [getattr(state, name) for name in best] == [None] * 3
+
+
+def test_a_model_without_rotation_is_refused_before_the_first_update() -> None:
+    with pytest.raises(ValueError, match="no rotary frequencies"):
+        DropPositions(0.5).on_train_begin(
+            None, TrainerState(max_steps=4), None, model=nn.Linear(1, 1)
+        )
 
 
 @pytest.mark.slow

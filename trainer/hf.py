@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     TrainerCallback,
     TrainerControl,
@@ -46,15 +46,7 @@ def drop_rotation(model: Model) -> Model:
     Raises:
         ValueError: no module of the model has rotary frequencies.
     """
-    pairs = 0
-    for module in model.modules():
-        frequencies = [
-            buffer
-            for name, buffer in module.named_buffers(recurse=False)
-            if name.endswith("inv_freq")
-        ]
-        if not frequencies:
-            continue
+    for module, frequencies in rotating_modules(model):
         for buffer in frequencies:
             buffer.zero_()
         for name in vars(module):
@@ -65,8 +57,6 @@ def drop_rotation(model: Model) -> Model:
         fixed = dict.fromkeys(kind, "llama3") if isinstance(kind, dict) else "llama3"
         setattr(module, "rope_type", fixed)  # noqa: B010  mypy takes attributes for modules
         pairs = len(frequencies[0])
-    if not pairs:
-        raise ValueError(f"{type(model).__name__} has no rotary frequencies (inv_freq)")
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     for config in configs.values():
         if old := getattr(config, "rope_parameters", None):
@@ -78,6 +68,24 @@ def drop_rotation(model: Model) -> Model:
                 else _kept(old) | new
             )
     return model
+
+
+def rotating_modules(model: nn.Module) -> list[tuple[nn.Module, list[Tensor]]]:
+    """Return the modules of ``model`` that hold rotary frequencies, and these buffers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [
+        (module, buffers)
+        for module in model.modules()
+        if (
+            buffers := [x for n, x in module.named_buffers(recurse=False) if n.endswith("inv_freq")]
+        )
+    ]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no rotary frequencies (inv_freq)")
+    return found
 
 
 def _kept(old: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +114,9 @@ class DropPositions(TrainerCallback):
     schedule, without ``rewarm``.
 
     Args:
-        at: updates before the drop; a float is a share of ``max_steps``.
+        at: updates before the drop; below 1 a share of ``max_steps``.
         rewarm: updates after the drop over which the learning rate rises linearly to the
-            schedule's.
+            schedule's; below 1 a share of ``max_steps``.
         optimizer_state: "reset" forgets the optimizer's moments at the drop; "keep" does not.
 
     Raises:
@@ -118,11 +126,11 @@ class DropPositions(TrainerCallback):
     def __init__(
         self,
         at: int | float,
-        rewarm: int = 0,
+        rewarm: int | float = 0,
         optimizer_state: Literal["keep", "reset"] = "keep",
     ) -> None:
-        if at < 0 or optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"DropPositions: {at=}, {optimizer_state=}")
+        if min(at, rewarm) < 0 or optimizer_state not in ("keep", "reset"):
+            raise ValueError(f"DropPositions: {at=}, {rewarm=}, {optimizer_state=}")
         self.at = at
         self.rewarm = rewarm
         self.optimizer_state = optimizer_state
@@ -133,7 +141,11 @@ class DropPositions(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Find the step; drop already in a run that resumes behind the drop."""
-        self.step = round(self.at * state.max_steps) if isinstance(self.at, float) else self.at
+        rotating_modules(kwargs["model"])  # raises now rather than at the drop
+        self.step, self.rewarm_steps = (
+            round(number * state.max_steps if number < 1 else number)
+            for number in (self.at, self.rewarm)
+        )
         drops = (int(row[DROPPED]) for row in state.log_history if DROPPED in row)
         self.dropped_at = next(drops, None)
         if self.dropped_at is not None:
@@ -150,7 +162,7 @@ class DropPositions(TrainerCallback):
             drop_rotation(kwargs["model"])
             self.dropped_at = state.global_step
             state.log_history.append({DROPPED: self.dropped_at, "step": self.dropped_at})
-            state.best_metric = state.best_model_checkpoint = None
+            state.best_metric = state.best_model_checkpoint = state.best_global_step = None
             if self.optimizer_state == "reset":
                 kwargs["optimizer"].state.clear()
 
@@ -163,8 +175,8 @@ class DropPositions(TrainerCallback):
         if self.dropped_at is None:
             return
         since = state.global_step - self.dropped_at
-        for group in groups if since < self.rewarm else ():
-            group["lr"] *= (since + 1) / self.rewarm
+        for group in groups if since < self.rewarm_steps else ():
+            group["lr"] *= (since + 1) / self.rewarm_steps
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -178,6 +178,16 @@ def test_a_share_counts_all_updates_of_the_epochs():
     assert dropping.dropped_at == 8
 
 
+def test_one_callback_serves_two_trainings():
+    dropping = DropPositions(2)
+    for module in (Llama(), Llama()):
+        batches = TokenData("", 32, 8, samples=RandomSamples())
+        trainer_of(dropping, max_steps=1).fit(module, batches)
+        assert module.model.model.rotary_emb.inv_freq.any()
+        trainer_of(dropping, max_steps=3).fit(module, batches)
+        assert not module.model.model.rotary_emb.inv_freq.any()
+
+
 @pytest.mark.parametrize(
     ("module", "callback", "options"),
     [

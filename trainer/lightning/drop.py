@@ -135,14 +135,15 @@ class DropPositions(L.Callback):
     resume from Lightning's checkpoints on either side of the drop, with the same callback.
 
     Args:
-        at: updates before the drop; a float is a share of all updates.
+        at: updates before the drop; below 1 a share of all updates.
         to: what takes the encoding's place: a spectrum, or the name of one, such as "nope".
         layers: indices of the layers to drop; None: all.
         heads: indices of their key-value heads; None: all.
         qk_norm: normalize queries and keys from the drop on, by the norms of a model built with
             ``qk_norm.when="after_drop"``.
         gain: of these norms: one, or matched to the RMS of queries and keys on the probe.
-        rewarm: updates over which the learning rate rises again to the schedule's.
+        rewarm: updates over which the learning rate rises again to the schedule's; below 1 a share
+            of all updates.
         optimizer_state: keep, reset, or reset_new (of the QK-norms).
         probe: held-out token ids ``[B, T + 1]`` whose loss is logged just before and just after.
 
@@ -160,18 +161,23 @@ class DropPositions(L.Callback):
         heads: Collection[int] | None = None,
         qk_norm: bool = True,
         gain: Gain = "one",
-        rewarm: int = 0,
+        rewarm: int | float = 0,
         optimizer_state: OptimizerState = "keep",
         probe: Tensor | None = None,
     ) -> None:
-        if at < 0 or optimizer_state not in get_args(OptimizerState):
-            raise ValueError(f"DropPositions: {at=}, {optimizer_state=}")
+        if min(at, rewarm) < 0 or optimizer_state not in get_args(OptimizerState):
+            raise ValueError(f"DropPositions: {at=}, {rewarm=}, {optimizer_state=}")
         self.at, self.to, self.layers, self.heads = at, to, layers, heads
         self.qk_norm, self.gain, self.rewarm = qk_norm, gain, rewarm
         self.optimizer_state: OptimizerState = optimizer_state
         self.probe: Probe = [] if probe is None else [(probe[:, :-1], probe[:, 1:])]
         self.dropped_at: int | None = None
         self._hooks: list[RemovableHandle] = []
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget the drop of an earlier training; a checkpoint is restored after this."""
+        if stage == "fit" and trainer.global_step == 0:
+            self.dropped_at = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the step of the drop."""
@@ -190,11 +196,12 @@ class DropPositions(L.Callback):
         """Find the step; repeat the drop in a resumed model of transformers; prepare rewarming."""
         self.on_sanity_check_start(trainer, pl_module)
         steps = trainer.estimated_stepping_batches
-        if isinstance(self.at, float) and not 0 < steps < math.inf:
+        numbers = self.at, self.rewarm
+        if any(0 < number < 1 for number in numbers) and not 0 < steps < math.inf:
             raise ValueError(
                 f"DropPositions: at={self.at} is a share of max_steps, which is not set"
             )
-        self.step = round(self.at * steps) if isinstance(self.at, float) else self.at
+        self.step, rewarm = (round(n * steps) if 0 < n < 1 else round(n) for n in numbers)
         if self.step >= steps > 0:
             rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
         if (model := _decoder_in(pl_module)) is None:
@@ -203,13 +210,16 @@ class DropPositions(L.Callback):
                 raise ValueError(
                     "DropPositions: to, layers, heads, gain, probe and reset_new need a Decoder"
                 )
+            from trainer.hf import rotating_modules
+
+            rotating_modules(pl_module)  # raises now rather than at the drop
         elif self.dropped_at is None:
             with model.using(self._dropped(model)):  # raises if it cannot take it
                 pass
 
         def factor() -> float:
             since = -1 if self.dropped_at is None else trainer.global_step - self.dropped_at
-            return (since + 1) / self.rewarm if 0 <= since < self.rewarm else 1.0
+            return (since + 1) / rewarm if 0 <= since < rewarm else 1.0
 
         for optimizer in trainer.optimizers:
             self._hooks += multiply_rates(optimizer, factor)
