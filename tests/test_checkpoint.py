@@ -229,3 +229,11 @@ def test_another_shape_is_named(saved):
 def test_a_name_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match="neither a checkpoint nor a run"):
         find_checkpoint(str(tmp_path / "none"))
+
+
+def test_the_manifest_names_the_files_of_all_ranks(tmp_path):
+    (tmp_path / ".partial").mkdir()
+    files = [{"shard-1": [1, "a"]}, {"shard-2": [2, "b"]}]
+    Writer(tmp_path, 1)._finish(tmp_path / ".partial", "step-000003", files, b"{}")
+    manifest = json.loads((tmp_path / "step-000003" / MANIFEST).read_text())
+    assert [*manifest] == [STATE, "shard-1", "shard-2"]

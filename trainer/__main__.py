@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     shows_traceback = os.environ.get("HYDRA_FULL_ERROR", "")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors
-    of_user = ValueError, OSError, KeyError, ImportError, HydraException, OmegaConfBaseException
+    of_user = ValueError, OSError, LookupError, ImportError, HydraException, OmegaConfBaseException
     try:
         run_command(name, words)
     except KeyboardInterrupt:

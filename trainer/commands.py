@@ -128,6 +128,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
 
     def run(config: DictConfig) -> None:
         try:
+            sys.argv = argv  # as a page about the results quotes it
             job = job_of(config, HydraConfig.get())
             if prompts:
                 job.values["prompts"] += prompts

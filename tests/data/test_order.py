@@ -106,3 +106,9 @@ def test_uniforms_are_uniform_and_independent():
     rows = np.corrcoef(u[:-1, 0], u[1:, 0])[0, 1]
     seeds = np.corrcoef(u[:, 0], uniforms(4, np.arange(20_000), 4)[:, 0])[0, 1]
     assert max(abs(columns).max(), abs(rows), abs(seeds)) < 5 / np.sqrt(20_000)
+
+
+def test_every_period_mixes_the_texts_in_an_order_of_its_own():
+    texts, _ = Mixture.from_weights([1.0, 1.0]).assign(0, np.arange(2 * PERIOD))
+    first, second = texts.reshape(2, PERIOD)
+    assert (first != second).any()

@@ -133,17 +133,20 @@ def test_of_long_text_the_expected_share_is_held_out(monkeypatch):
     assert abs(splits.count("test") / 20_000 - 0.3) < 0.015
 
 
-def test_one_file_of_text_is_cut_so_that_some_of_it_is_held_out(tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("".join(f"Line {i} of the text.\n" for i in range(2000)))
-    config = DataConfig(source="files", files=[str(path)], cache_dir=str(tmp_path / "cache"))
+@pytest.mark.parametrize("files", [1, 3, 20])
+def test_few_files_of_text_are_cut_so_that_their_shares_are_held_out(files, tmp_path):
+    for number in range(files):
+        lines = (f"Line {i} of text {number}.\n" for i in range(2000))
+        (path := tmp_path / f"{number}.txt").write_text("".join(lines))
+    names = [str(tmp_path / f"{number}.txt") for number in range(files)]
+    config = DataConfig(source="files", files=names, cache_dir=str(tmp_path / "cache"))
     tokens = Manifest.load(prepare(config, BPE, workers=1)).tokens
     total = sum(tokens.values())
     assert abs(tokens["validation"] / total - 0.03) < 0.011
     assert abs(tokens["test"] / total - 0.07) < 0.011
     path.write_text("x")
     with pytest.raises(UserError, match="expected three different documents or more, got 1"):
-        prepare(config, BPE)
+        prepare(replace(config, files=[str(path)]), BPE)
 
 
 def test_the_tokenizer_sees_no_held_out_document(config, monkeypatch):

@@ -11,7 +11,10 @@ from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings
 from trainer.evaluation.weighted_rope import apply, select
 from trainer.model.generate import generate
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.spectrum import Spectrum
 
 IDS = torch.randint(50, (1, 1100), generator=torch.Generator().manual_seed(8))
 SHORT = IDS[:, :48]
@@ -106,3 +109,10 @@ def test_a_pair_of_frequency_zero_does_not_rotate(tiny_decoder):
 def test_spectra_need_a_whole_frame(tiny_decoder):
     with pytest.raises(UserError, match="1024 tokens"):
         select(tiny_decoder(), SHORT, [WeightedRopeSettings(entropy="spectrum")])
+
+
+def test_copies_of_a_key_have_its_factors():
+    copied = Layout(8, (LayerEncoding((Spectrum((1.0,)),) * 4),))
+    a, b = (1.0, 1.0), (0.5, 0.5)
+    (layer,) = apply(copied, (Intervention(key=(a, b)),)).layers
+    assert layer.intervention.key == (a, a, b, b)

@@ -20,10 +20,13 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
 from trainer.lightning.datamodule import Batches
+from trainer.lightning.drop import match_gains
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
+from trainer.positional.drop import drop
 from trainer.positional.encodings import rope
 from trainer.positional.layout import uniform
+from trainer.positional.spectrum import Spectrum
 
 
 class RandomSamples:
@@ -304,3 +307,13 @@ def test_workers_take_turns():
     loaders = (DataLoader(batches, batch_size=None, num_workers=n) for n in (0, 2))
     for alone, shared in islice(zip(*loaders, strict=True), 5):
         assert torch.equal(alone["input_ids"], shared["input_ids"])
+
+
+def test_gains_of_several_batches_are_those_of_one():
+    gains, batches = [], [torch.tensor([[n]]) for n in range(4)]
+    for probe in (batches, [torch.cat(batches)]):
+        module = ours()
+        dropped = drop(module.model.layout, Spectrum(), qk_norm=True)
+        match_gains(module, dropped, probe)
+        gains.append(module.model.layers[0].self_attn.q_norm.weight)
+    torch.testing.assert_close(*gains)

@@ -179,3 +179,15 @@ def test_a_removed_row_takes_its_beginning_along():
     cache = KVCache([layer], begins=(2, 1, 0))
     cache.remove(0)
     assert cache.begins == (0, 1)
+
+
+@torch.no_grad()
+def test_chunks_after_a_cache_know_the_whole_length(tiny_decoder):
+    model = tiny_decoder().double().eval()
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=0.8))
+    caches = [model.empty_cache(2, 40) for _ in range(2)]
+    for cache in caches:
+        model(IDS[:, :30], cache=cache)
+    expected = model(IDS[:, 30:], cache=caches[0])
+    model.prefill_chunk = 7
+    torch.testing.assert_close(model(IDS[:, 30:], cache=caches[1]), expected)

@@ -14,6 +14,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional import rotation
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.drop import drop
+from trainer.positional.encodings import alibi_slopes
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -299,3 +300,8 @@ def test_a_parameter_depends_on_its_name_and_the_seed_alone():
 def test_on_the_meta_device_nothing_is_drawn():
     with torch.device("meta"):
         assert all(p.is_meta for p in decoder().parameters())
+
+
+def test_slopes_follow_the_key_value_head_that_a_query_reads():
+    slopes = decoder_module.bias_slopes(4, (True, False), torch.device("cpu"))
+    assert slopes.tolist() == [*alibi_slopes(4)[:2], 0.0, 0.0]

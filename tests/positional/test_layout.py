@@ -48,7 +48,10 @@ layers = st.builds(
     st.booleans(),
 )
 layouts = st.builds(
-    Layout, st.integers(1, 10**6), st.lists(layers, min_size=1, max_size=4).map(tuple)
+    Layout,
+    st.integers(1, 10**6),
+    st.lists(layers, min_size=1, max_size=4).map(tuple),
+    st.integers(0, 10**6),
 )
 
 A, B, FAST = Spectrum((0.5,)), Spectrum(), Spectrum((1.0, 0.1))

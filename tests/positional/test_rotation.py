@@ -209,3 +209,10 @@ def test_heads_that_differ_in_their_scale_alone_have_tables_of_their_own():
     layout = replace(uniform(rope, layers=1, heads=2, training_length=32), layers=(heads,))
     ((plain, scaled),) = head_groups(layout, torch.arange(4), 4)
     torch.testing.assert_close(scaled.cos, 2 * plain.cos)
+
+
+def test_temperature_per_query_grows_up_to_the_window():
+    spectrum = Spectrum(temperature=Temperature(0.1, per="query", reference=1))
+    ((group,),) = head_groups(one_layer(8, spectrum, window=4), torch.arange(8), 8)
+    seen = torch.tensor([1.0, 2, 3, 4, 4, 4, 4, 4])
+    torch.testing.assert_close(group.temperature[:, 0], 1 + 0.1 * seen.log())

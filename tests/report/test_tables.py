@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from dataclasses import replace
@@ -145,10 +146,11 @@ ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "len
        "factor": 1.0, "metric": "score", "value": 0.5, "low": 0.25, "high": 0.75}  # fmt: skip
 
 
-def run(place, *rows, evaluation=False):
+def run(place, *rows, evaluation=False, text="one"):
     results = place / "evaluation" if evaluation else place
     results.mkdir(parents=True)
     write_csv(results / "results.csv", table_of([ROW | row for row in rows]))
+    (results / "facts.json").write_text(json.dumps({"environment": {"corpus": text}}))
     return str(place)
 
 
@@ -171,6 +173,17 @@ def test_runs_whose_directories_have_one_name_have_their_paths(tmp_path):
     runs = [run(tmp_path / place / "a", {}) for place in "xy"]
     (scores,) = compare(runs)
     assert [name for _, name, _ in scores.rows] == [f"{path}: RoPE" for path in runs]
+
+
+def test_losses_on_different_texts_stand_in_different_tables(tmp_path):
+    loss = {"task": "perplexity", "metric": "loss", "value": 3.25, "low": None, "high": None}
+    runs = [run(tmp_path / name, {}, loss, text=name) for name in "ab"]
+    scores, *losses = compare(runs)
+    assert [[name for _, name, _ in table.rows] for table in (scores, *losses)] == [
+        ["a: RoPE", "b: RoPE"],
+        ["a: RoPE"],
+        ["b: RoPE"],
+    ]
 
 
 def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path):

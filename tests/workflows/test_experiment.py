@@ -211,3 +211,10 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
 def test_a_run_whose_weights_are_not_finite_is_marked(tmp_path):
     assert made(tmp_path, []).finite
     assert not made(tmp_path, [{"step": 1, "parameter_norm": math.nan}]).finite
+
+
+@pytest.mark.parametrize("key", ["methods", "tasks"])
+def test_what_a_run_is_to_be_measured_by_exists_before_it_trains(base, key):
+    config = parse(RunConfig, {**base, "evaluation": {key: ["none", "yarnn"]}})
+    with pytest.raises(UserError, match=rf"evaluation\.{key}: .*, got "):
+        check_machine(runs_of(config), Ranks())

@@ -273,10 +273,10 @@ def _begin(
 ) -> None:
     """Decide on the splits and the tokenizer, and write both."""
     revision = revision_of(config)
-    few = list(islice(documents(config, revision), 3))
+    few = [len(text) for text in islice(documents(config, revision), PIECES)]
     longest = LONGEST
-    if len(few) < 3:  # something of it must be held out
-        longest = min(max(sum(map(len, few)) // PIECES, 1), LONGEST)
+    if len(few) < PIECES:  # a long document could be more than the share of its split
+        longest = min(max(sum(few) // PIECES, 1), LONGEST)
 
     def texts() -> Iterator[str]:
         return _cut(documents(config, revision), longest)

@@ -25,6 +25,7 @@ from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
+from trainer.evaluation.methods import PARTS
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.results import counted
@@ -64,6 +65,25 @@ class HeldOut:
         tokenizer = self.corpus.tokenizer
         begins = self.bos_token is not None and own_first_token(tokenizer) is None
         return Encoder(tokenizer, self.corpus.first_token, begins)
+
+
+def check_names(config: EvaluationConfig) -> None:
+    """Check that all tasks and methods exist.
+
+    Raises:
+        UserError: one does not.
+    """
+    parts = [part for name in config.methods for part in name.split("+")]
+    groups = STATEMENTS, PERPLEXITY, RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS
+    for key, names, known in (
+        ("tasks", config.tasks, [*groups, *NEEDLE_TASKS]),
+        ("methods", parts, [*PARTS]),
+    ):
+        for name in names:
+            if name not in known:
+                raise UserError(
+                    f"evaluation.{key}: expected some of {', '.join(known)}, got {name!r}"
+                )
 
 
 def make_tasks(

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
+from trainer.config import STATEMENTS
 from trainer.evaluation.results import (
     VERDICTS,
     Report,
@@ -146,11 +147,12 @@ def lead(report: Report) -> str:
     top = max(estimate.mean for estimate in far.values())
     best, *ties = (row for row, estimate in far.items() if top - estimate.mean <= ROUNDING)
     first = next(iter(scores))
-    alike = f" (and {len(ties)} alike)" if ties else ""
-    text = (
-        f"Trained at {report.trained} tokens and tested at up to {longest} ({times}). There "
-        f"{report.row_name(best)}{alike} scores highest in {report.tasks[task]}, {shown[best]}"
-    )
+    alike = f" (and {counted(len(ties), 'other row')})" if ties else ""
+    text = f"Trained at {report.trained} tokens and tested at up to {longest} ({times}). There "
+    chance = report.task.get("chance_listed", 0.0) if task == STATEMENTS else 0.0
+    if far[best].low <= chance:
+        return f"{text}no model retrieves better than chance ({percent(chance)}%)."
+    text += f"{report.row_name(best)}{alike} scores highest in {report.tasks[task]}, {shown[best]}"
     if first in shown and first not in (best, *ties):
         text += f", and {report.row_name(first)} {shown[first]}"
     return f"{text}."

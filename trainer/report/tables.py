@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import (
     AS_IS,
+    FACTS,
     MEAN,
     Report,
     Row,
@@ -83,7 +85,7 @@ def tables(report: Report) -> list[Table]:
 
 def compare(runs: Sequence[str]) -> list[Table]:
     """Return a table for each task and metric with the rows of several runs, which are named by
-    their directories.
+    their directories. Losses on different texts or tokens stand in different tables.
 
     ``runs``: directories that hold ``results.csv``, or whose ``evaluation`` does.
 
@@ -95,9 +97,8 @@ def compare(runs: Sequence[str]) -> list[Table]:
     named = zip(names, map(_results, runs), strict=True)
     parts = [rows.assign(model=f"{name}: " + rows.model) for name, rows in named]
     made = []
-    for (task, metric), rows in (
-        pd.concat(parts).dropna(subset="value").groupby(["task", "metric"], sort=False)
-    ):
+    known = pd.concat(parts).dropna(subset="value")
+    for (task, metric, _), rows in known.groupby(["task", "metric", "text"], sort=False):
         show = percent if metric == "score" else "{:.3f}".format
         cells: Cells = {
             ((row.model, row.method), row.length): Cell(
@@ -114,7 +115,9 @@ def _results(run: str) -> pd.DataFrame:
     """Read the result table of a run, or of its evaluation."""
     for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
         if path.is_file() and len(rows := read_csv(path)):
-            return rows
+            facts = json.loads(path.with_name(FACTS).read_bytes())
+            text = facts["environment"]["corpus"]
+            return rows.assign(text=rows.metric.map({"loss": text}).fillna(""))
     raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")
 
 

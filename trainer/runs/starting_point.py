@@ -7,6 +7,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,10 @@ def data_fingerprints(corpus: Corpus, phase: Phase) -> dict[str, Any]:
 
 def texts_read(run_dir: Path) -> list[str] | None:
     """Return fingerprints of the texts that the run in a directory has read, or None."""
-    paths = regular_checkpoints(run_dir / "checkpoints")
-    return json.loads((paths[-1] / STATE).read_bytes())["data"]["texts"] if paths else None
+    for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
+        with suppress(ValueError):  # cut off: training goes on from the one before it
+            return json.loads((path / STATE).read_bytes())["data"]["texts"]
+    return None
 
 
 def samples_of(corpus: Corpus, phase: Phase) -> TrainingSamples:

@@ -33,7 +33,7 @@ from trainer.evaluation.saved_model import (
     precision_of,
 )
 from trainer.evaluation.store import Store
-from trainer.evaluation.tasks import HeldOut, make_tasks
+from trainer.evaluation.tasks import HeldOut, check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import (
@@ -69,6 +69,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of("auto", ranks))
     evaluation = request.evaluation
+    check_names(evaluation)
     found = [find_model(path) for path in (request.checkpoint, *request.compare)]
     models = fitting_together([m.with_training_length(evaluation.training_length) for m in found])
     first = models[0]

@@ -29,6 +29,7 @@ from trainer.evaluation.results import (
     troubles,
 )
 from trainer.evaluation.saved_model import fitting_together
+from trainer.evaluation.tasks import check_names
 from trainer.lightning.fit import TrainedRun, train
 from trainer.lightning.metrics import log_results
 from trainer.lightning.setup import check_device, set_environment, set_threads
@@ -137,12 +138,13 @@ def _open(
 
 
 def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
-    """Check what shows without the text: packages, devices and batches.
+    """Check what shows without the text: devices, batches, names of tasks and methods.
 
     Raises:
         UserError: some of it does not fit.
     """
     for config in configs.values():
+        check_names(config.evaluation)
         check_device(config)
         check_batches(config, ranks.world_size)
 
