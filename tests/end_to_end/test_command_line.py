@@ -13,7 +13,7 @@ from tests.program import ROOT, run
 MISTAKES = {
     "misspelt key": (["model.hiden_size=3"], "the nearest is 'hidden_size'"),
     "unknown command": (["evalute"], "error: "),
-    "damaged checkpoint": (["evaluate", "checkpoint=damaged"], "damaged/state.json"),
+    "damaged checkpoint": (["evaluate", "checkpoint=damaged"], "'damaged' is damaged"),
 }
 """As a shell sees them."""
 

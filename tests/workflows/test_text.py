@@ -261,7 +261,7 @@ def test_all_texts_of_a_mixture_have_the_tokenizer_of_the_first(tmp_path):
     config = parse(RunConfig, {"data": data, "tokenizer": {"vocab_size": 300}})
     first, second = lines = list(prepare_texts(config))
     for line in lines:
-        assert re.fullmatch(r".*jsonl: 40 documents, tokens train [\d,]+, val.*, test .*", line)
+        assert re.fullmatch(r".*jsonl: \d+ documents, tokens train [\d,]+, val.*, test .*", line)
     places = [Path(line.rpartition(" in ")[2]) / "tokenizer.json" for line in (first, second)]
     assert places[0].read_text() == places[1].read_text()
     assert list(prepare_texts(config)) == lines
