@@ -173,7 +173,7 @@ class Writer:
         at_begin = (lambda: None) if here is None else partial(torch.cuda.set_device, here)
         self._thread = ThreadPoolExecutor(1, "checkpoint", at_begin)
         self._work: Future[None] | None = None
-        # In the group of training, collectives of both threads would mix.
+        # Both threads would mix their collectives in the group of training.
         self._group = None
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=SLOW_DISK)

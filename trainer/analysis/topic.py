@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -74,7 +75,7 @@ class Results(NamedTuple):
     rows: pd.DataFrame
 
 
-class Topic:
+class Topic(ABC):
     """One analysis of one model: measures, draws figures and makes rows.
 
     ``shortest``: number of tokens that it needs.
@@ -94,7 +95,7 @@ class Topic:
             return None
         return f"expected a text of {cls.shortest} tokens or more, got {target.length}"
 
-    def measure(self) -> None:
+    def measure(self) -> None:  # noqa: B027  synthetic spectra read no text
         """Read the text, see :func:`~trainer.analysis.attention.capture`, and compute what figures
         and rows need.
 
@@ -102,13 +103,13 @@ class Topic:
         ``prefix``, if it has one: a longer text has other temperatures and frequencies.
         """
 
+    @abstractmethod
     def plots(self) -> list[Plot]:
         """Draw the figures."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self) -> pd.DataFrame:
         """Return the numbers, see :func:`tidy`."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def results(self) -> Results:

@@ -214,7 +214,7 @@ def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
 
 
 def describe(config: DataConfig) -> str:
-    """Name the source in a few words."""
+    """Return a short name of the source."""
     if config.source == "hub":
         return f"{config.hub_name} {config.hub_config or ''}".strip()
     return ", ".join(config.files) if config.source == "files" else config.source

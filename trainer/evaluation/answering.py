@@ -141,7 +141,7 @@ def _answer_in_turn(
 def read_sharing(
     model: LanguageModel, tokens: Sequence[Sequence[int]], cuts: Sequence[int], new: int, last: int
 ) -> tuple[Tensor, KVCache]:
-    """Read sequences of equal length, and what those of a group share once.
+    """Read sequences of equal length; those of a group share their beginning, which is read once.
 
     Args:
         model: the model.

@@ -42,8 +42,10 @@ PREFILL = 32768
 
 @dataclass(frozen=True)
 class Settings:
-    """How models are computed: on ``device`` ("cpu" or "cuda"), with weights of ``dtype``, and
-    ``batch_tokens`` in a forward pass."""
+    """Settings that decide how models are computed.
+
+    ``device``: "cpu" or "cuda". ``dtype``: of the weights. ``batch_tokens``: of a forward pass.
+    """
 
     batch_tokens: int = 4096
     device: str = "cpu"

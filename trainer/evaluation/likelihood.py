@@ -125,7 +125,7 @@ def log_likelihoods(
         width = max(len(requests[i].continuation) for group in same for i in group)
         together = max(1, batch_tokens // (count * (length + width)))
         for first in range(0, len(same), together):
-            # In the order of read_sharing: one request of each group after the other.
+            # read_sharing takes one request of each group after the other.
             indices = [i for row in zip(*same[first : first + together], strict=True) for i in row]
             results |= zip(
                 indices, _read(model, [requests[i] for i in indices], count), strict=True

@@ -198,9 +198,7 @@ class DropPositions(L.Callback):
         steps = trainer.estimated_stepping_batches
         numbers = self.at, self.rewarm
         if any(0 < number < 1 for number in numbers) and not 0 < steps < math.inf:
-            raise ValueError(
-                f"DropPositions: at={self.at} is a share of max_steps, which is not set"
-            )
+            raise ValueError("DropPositions: a share of max_steps, which is not set")
         self.step, rewarm = (round(n * steps) if 0 < n < 1 else round(n) for n in numbers)
         if self.step >= steps > 0:
             rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
