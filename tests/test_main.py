@@ -42,6 +42,7 @@ def test_help_names_the_command_and_its_options(capsys, name):
             ["schedule.name=cosin"],
             "schedule.name: Input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
         ),
+        (["trian"], f"expected a command of {', '.join(COMMANDS)}, got 'trian'"),
         (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
         (
             ["data=files", "data.files=[no.txt]"],

@@ -21,7 +21,11 @@ def main(arguments: list[str] | None = None) -> None:
     1; ``HYDRA_FULL_ERROR=1`` shows the traceback, as any other error does.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    name, words = (words[0], words[1:]) if words[:1] and words[0] in COMMANDS else ("train", words)
+    name = words[0] if words and words[0].isalpha() else "train"
+    words = words[1:] if words[:1] == [name] else words
+    if name not in COMMANDS:
+        print(f"error: expected a command of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
+        sys.exit(1)
     if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return

@@ -21,7 +21,8 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -103,15 +105,37 @@ def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     return {k: v for k, v in tensors.items() if isinstance(v, TensorStorageMetadata)}
 
 
-def read_tensors(path: Path, tensors: Tensors, *, alone: bool = False) -> None:
-    """Read ``tensors`` in place, all ranks together or each ``alone``.
+def read_tensors(path: Path, tensors: Tensors) -> None:
+    """Read ``tensors`` in place, all ranks together.
 
     Raises:
         RuntimeError, ValueError: one is missing, or has another shape.
     """
-    alone, reader = alone or not dist.is_initialized(), dcp.HuggingFaceStorageReader(str(path))
+    reader = dcp.HuggingFaceStorageReader(str(path))
     with _own_errors():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+
+
+def readers(path: Path) -> dict[str, Callable[[], Tensor]]:
+    """Return a function for each tensor that reads it as a whole, on this rank alone."""
+    shards: dict[str, list[tuple[list[int], Path]]] = defaultdict(list)
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            for name, place in json.loads(opened.metadata()["DCP_SHARDING_INFO"]).items():
+                shards[name].append((place["saved_offsets"], file))
+    return {name: partial(_joined, name, places) for name, places in shards.items()}
+
+
+def _joined(name: str, places: list[tuple[list[int], Path]]) -> Tensor:
+    """Read the shards of a tensor, which are slices of its first dimension, and join them.
+
+    A file is opened for each tensor: touched pages of an open one count as memory.
+    """
+    parts = []
+    for _, file in sorted(places):
+        with safe_open(file, framework="pt") as opened:
+            parts.append(opened.get_tensor(name))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:

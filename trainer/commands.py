@@ -378,11 +378,7 @@ def generate(job: Job) -> None:
         show=lambda text: print(text, end="", flush=True),
         say=lambda text: print(text, file=sys.stderr),
     )
-    if len(request.prompts) == 1:
-        print()
-    elif len(texts) == 1:
-        print(texts[0])
-    else:
+    if len(texts) > 1:  # a single one was shown while it grew
         for prompt, text in zip(request.prompts, texts, strict=True):
             print(f"{prompt}{text}\n")
 

@@ -19,8 +19,7 @@ from tests.small_runs import decoder_of
 from trainer.checkpoint import (
     BEFORE_DROP,
     read_state,
-    read_tensors,
-    saved_tensors,
+    readers,
     step_name,
 )
 from trainer.common.errors import PreemptedError
@@ -47,12 +46,7 @@ def checkpoint_of(config, step=None):
 
 def contents_of(path):
     """Everything a checkpoint holds, by name."""
-    tensors = {
-        name: torch.zeros(about.size, dtype=about.properties.dtype)
-        for name, about in saved_tensors(path).items()
-    }
-    read_tensors(path, tensors, alone=True)
-    return tensors
+    return {name: read() for name, read in readers(path).items()}
 
 
 def assert_same_tensors(first, second, only=""):

@@ -26,7 +26,7 @@ def test_prompts_are_continued_as_by_transformers(tmp_path, prompts):
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         out = theirs.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert text == tokenizer.decode(out[0, ids.shape[1] :].tolist())
-    assert "".join(shown) == (texts[0] if len(prompts) == 1 else "")
+    assert "".join(shown) == (f"{texts[0]}\n" if len(prompts) == 1 else "")
     read = sum(len(prompt.split()) for prompt in prompts)
     assert f"{read} tokens read" in said[-1]
     assert f"{6 * len(prompts)} written" in said[-1]

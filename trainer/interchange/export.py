@@ -42,9 +42,9 @@ from trainer.positional.spectrum import Spectrum, Temperature
 
 log = logging.getLogger(__name__)
 
-KEPT, DECODED, BEYOND, LONGEST = 32, 4, 256, 4096
-"""Of the comparison: last positions, generated tokens, tokens beyond the training length, and the
-most tokens."""
+KEPT, DECODED, BEYOND, USUAL, LONGEST = 32, 4, 256, 512, 2304
+"""Of the comparison: last positions, generated tokens, tokens beyond the training length, tokens
+that are read of any model, and the most tokens."""
 TEXT = "The lighthouse keeper counted seventeen ships before the fog came in."
 
 
@@ -338,10 +338,11 @@ def largest_difference(
 ) -> float:
     """Return the largest difference between the decoder's logits and those of transformers.
 
-    It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass, up to
-    beyond the training length. Then two prompts of different lengths are continued as one padded
-    batch with a cache. If frequencies depend on the length, transformers derives those of a batch
-    from its longest row, so then one prompt is continued within the training length.
+    It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass,
+    beyond the training length if that is short. Then two prompts of different lengths are continued
+    as one padded batch with a cache. If frequencies depend on the length, transformers derives
+    those of a batch from its longest row, so then one prompt is continued within the training
+    length.
 
     ``model``: on the CPU. ``custom``: whether our code in the directory is needed.
 
@@ -359,8 +360,12 @@ def largest_difference(
     theirs.eval()
     C, vocab_size = model.layout.training_length, model.vocab_size
     generator = torch.Generator().manual_seed(0)
-    lengths = [min(n, LONGEST) for n in (min(17, C), C, C + min(C // 2 + 1, BEYOND))]
-    cases = [torch.randint(vocab_size, (1, n), generator=generator) for n in lengths]
+    lengths = {min(17, C), min(USUAL, C), C, C + min(C // 2 + 1, BEYOND)}
+    cases = [
+        torch.randint(vocab_size, (1, n), generator=generator)
+        for n in sorted(lengths)
+        if n <= LONGEST
+    ]
     pairs = [
         (theirs(ids, use_cache=False).logits[:, -KEPT:], model(ids, last=KEPT)) for ids in cases
     ]

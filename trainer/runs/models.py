@@ -8,21 +8,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from trainer.checkpoint import (
     MANIFEST,
     check_sound,
     find_checkpoint,
     read_state,
-    read_tensors,
+    readers,
 )
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
@@ -125,20 +123,16 @@ def read_run(path: Path) -> Pretrained:
     config = adapter(ModelConfig).validate_python(state["model"])
     layout = Layout.from_dict(state["layout"])
     tokenizer = Tokenizer.from_str(state["tokenizer"])
+    read = readers(path)
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Decoder(config, layout).named_parameters()}
-
-    def read(name: str) -> Tensor:
-        saved = torch.empty(shapes[name])
-        read_tensors(path, {f"model.{name}": saved}, alone=True)
-        return saved
+        names = [name for name, _ in Decoder(config, layout).named_parameters()]
 
     return Pretrained(
         str(path),
         config,
         layout,
         tokenizer,
-        {name: partial(read, name) for name in shapes if not waits(name, layout)},
+        {name: read[f"model.{name}"] for name in names if not waits(name, layout)},
         token_files=state["token_files"],
         eos=(state["end_of_text"],),
         stops=stop_ids(state["token_files"], tokenizer),

@@ -59,7 +59,7 @@ def continue_prompts(
     )
     rests = [text.finish() for text in texts]
     if streams:
-        show(rests[0])
+        show(f"{rests[0]}\n")
     # The first token of every prompt comes with reading it.
     read, later = sum(map(len, prompts)), len(times) - 1 - len(prompts)
     reading, writing = times[len(prompts)] - times[0], times[-1] - times[len(prompts)]
