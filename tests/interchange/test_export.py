@@ -15,7 +15,7 @@ from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.published import read_token_files
 from trainer.model.config import QKNormConfig
 from trainer.positional.config import TemperatureConfig
-from trainer.positional.drop import drop
+from trainer.positional.layout import drop
 from trainer.positional.rescaling import dynamic, llama3, longrope, ntk_aware, yarn
 
 IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import lightning as L
@@ -44,7 +45,8 @@ for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
     corpus = prepare_corpus(config.data, config.tokenizer)
     if stop is not None:
         try:
-            train(config, corpus, callbacks=[TellRank1(ranks.rank, stop)])
+            tell = {"_target_": "__main__.TellRank1", "rank": ranks.rank, "step": stop}
+            train(replace(config, callbacks={"tell": tell}), corpus)
         except PreemptedError as error:
             Path(config.run_dir, f"stopped-{ranks.rank}").write_text(str(error))
     train(config, corpus)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,34 +148,16 @@ def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, as
             assert shared[0].scores[key] == pytest.approx(value, rel=1e-3), key
 
 
-@pytest.fixture
-def module(tiny_decoder):
-    """Stand-in for a module, as :func:`evaluating` needs it."""
-    return SimpleNamespace(model=tiny_decoder(), device=torch.device("cpu"))
-
-
-def test_everything_is_put_back(module):
-    model = module.model.train()
-    model.layers[0].mlp.eval()
+def test_everything_is_put_back(tiny_decoder):
+    model = tiny_decoder()
     model.layers[1].self_attn.attend = BACKENDS["flex"]
-    modes = [part.training for part in model.modules()]
-
-    def draws():
-        return torch.rand(3).tolist(), np.random.rand(), random.random()  # noqa: NPY002
-
-    def look():
-        with evaluating(module) as inside:
-            assert not torch.is_grad_enabled()
-            assert not any(part.training for part in inside.modules())
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-            assert {block.self_attn.attend for block in inside.layers} == {BACKENDS["sdpa"]}
-            return draws()
-
     with cudnn_attention(True):  # as in training at a fixed length
-        assert look() == draws()  # drawn inside, as if never drawn
+        with evaluating(model):
+            assert not torch.is_grad_enabled()
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert {block.self_attn.attend for block in model.layers} == {BACKENDS["sdpa"]}
         assert torch.backends.cuda.cudnn_sdp_enabled()
-    with pytest.raises(RuntimeError), evaluating(module):
+    with pytest.raises(RuntimeError), evaluating(model):
         raise RuntimeError
     assert torch.is_grad_enabled()
-    assert [part.training for part in model.modules()] == modes
     assert model.layers[1].self_attn.attend is BACKENDS["flex"]

@@ -23,10 +23,8 @@ from trainer.lightning.datamodule import Batches
 from trainer.lightning.drop import match_gains
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
-from trainer.positional.drop import drop
 from trainer.positional.encodings import rope
-from trainer.positional.layout import uniform
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.layout import drop, uniform
 
 
 class RandomSamples:
@@ -292,11 +290,8 @@ def test_importing_it_loads_few_of_our_files():
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (2, 2), (1, 4)])
 def test_any_ranks_and_parts_read_the_same_samples_in_the_same_order(ranks, parts):
     """Also of steps that begin at other samples than their numbers say."""
-    for first, expected in (
-        (None, [*range(24, 40)]),
-        (lambda step: 100 - 10 * step, [*range(70, 78), *range(60, 68)]),
-    ):
-        options = {"start": 3, "first": first, "micro_batches": parts, "ranks": ranks}
+    for offset, expected in ((0, [*range(24, 40)]), (-20, [*range(4, 20)])):
+        options = {"start": 3, "offset": offset, "micro_batches": parts, "ranks": ranks}
         of_ranks = [Batches(RandomSamples(), 8, rank=r, **options).numbers() for r in range(ranks)]
         micro_batches = [next(numbers) for _ in range(2 * parts) for numbers in of_ranks]
         assert [number for micro in micro_batches for number in micro] == expected
@@ -310,10 +305,9 @@ def test_workers_take_turns():
 
 
 def test_gains_of_several_batches_are_those_of_one():
-    gains, batches = [], [torch.tensor([[n]]) for n in range(4)]
-    for probe in (batches, [torch.cat(batches)]):
-        module = ours()
-        dropped = drop(module.model.layout, Spectrum(), qk_norm=True)
-        match_gains(module, dropped, probe)
-        gains.append(module.model.layers[0].self_attn.q_norm.weight)
+    gains, probe = [], torch.arange(8).view(4, 2)
+    for rows in (3, None):
+        model = decoder()
+        match_gains(model, drop(model.layout, qk_norm=True), probe, rows)
+        gains.append(model.layers[0].self_attn.q_norm.weight)
     torch.testing.assert_close(*gains)

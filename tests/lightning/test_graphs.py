@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from trainer.lightning.strategy import checkpoint_activations
 from trainer.model import backends
 from trainer.model.config import QKNormConfig
-from trainer.positional.drop import drop
+from trainer.positional.layout import drop
 
 pytestmark = pytest.mark.slow
 

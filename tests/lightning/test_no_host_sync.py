@@ -16,8 +16,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import drop, setup
-from trainer.lightning.callbacks import Run, StepEnd
-from trainer.lightning.fit import train
+from trainer.lightning.fit import RunCallback, train
 from trainer.runs.parsing import merged, parse
 
 pytestmark = pytest.mark.slow
@@ -78,12 +77,13 @@ def steps(base, tmp_path, monkeypatch, changes):
     """Eight updates of a run that drops after six."""
     monkeypatch.setattr(drop, "losses_of", lambda *_: [0.0])  # waits, twice a run
     # At the end of a phase a checkpoint is written and a row.
-    monkeypatch.setattr(Run, "save", lambda *_: None)
-    monkeypatch.setattr(StepEnd, "_write_row", lambda *_: None)
+    monkeypatch.setattr(RunCallback, "save", lambda *_: None)
+    monkeypatch.setattr(RunCallback, "write_row", lambda *_: None)
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
-    config = parse(RunConfig, merged(merged(base, rare), changes))
+    stop = {"callbacks": {"stop": {"_target_": f"{__name__}.StopAfter", "step": 8}}}
+    config = parse(RunConfig, merged(merged(merged(base, rare), stop), changes))
     with pytest.raises(EnoughError):
-        train(config, prepare_corpus(config.data, config.tokenizer), callbacks=[StopAfter(8)])
+        train(config, prepare_corpus(config.data, config.tokenizer))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -17,8 +17,7 @@ from trainer.common.errors import PreemptedError
 from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
-from trainer.lightning.callbacks import effect_probe
-from trainer.lightning.fit import train
+from trainer.lightning.fit import effect_probe, train
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
@@ -76,7 +75,8 @@ def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, publishe
     assert (
         corpus.tokenizer.to_str() == Tokenizer.from_file(f"{published[0]}/tokenizer.json").to_str()
     )
-    ((ids, targets),) = effect_probe(corpus, 1000, phases_of(config)[1])
+    probe = effect_probe(corpus, phases_of(config)[1])
+    ids, targets = probe[:, :-1], probe[:, 1:]
     logits = published[1](ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     effect = run.effect_of_drop

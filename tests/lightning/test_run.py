@@ -28,12 +28,11 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning import metrics
-from trainer.lightning.callbacks import effect_probe
-from trainer.lightning.fit import train
+from trainer.lightning.fit import effect_probe, train
 from trainer.lightning.metrics import log_results
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.setup import make_decoder
-from trainer.positional.drop import drop
+from trainer.positional.layout import drop
 from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
@@ -124,7 +123,8 @@ def test_effect_of_the_drop_matches_the_checkpoints(finished):
     """Before it with the encoding and without, and from the last one; on held-out text alone."""
     config, trained = finished
     corpus = prepare_corpus(config.data, config.tokenizer)
-    ((ids, targets),) = effect_probe(corpus, 4, phases_of(config)[1])
+    probe = effect_probe(corpus, phases_of(config)[1])
+    ids, targets = probe[:, :-1], probe[:, 1:]
 
     def losses(model):
         logits = model(ids).double().transpose(1, 2)
@@ -184,7 +184,7 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
     model = read_run(path).decoder()
     corpus = prepare_corpus(config.data, config.tokenizer)
-    ((ids, _),) = effect_probe(corpus, 4, phases_of(config)[1])
+    ids = effect_probe(corpus, phases_of(config)[1])[:, :-1]
     seen = {}
     for name, module in model.named_modules():
         if name.endswith(("q_proj", "k_proj")):

@@ -11,11 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainer.model.cache import KVCache
 from trainer.model.config import QKNormConfig
-from trainer.positional.drop import drop
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.intervention import Intervention
+from trainer.positional.layout import drop
 from trainer.positional.rescaling import RESCALINGS
 
 LENGTH, LATER = 24, 80
@@ -44,7 +43,7 @@ def every_pass(model):
     with torch.no_grad():
         model.token_losses(ids(length=LATER), ids(length=LATER))
         for begins in ((), (0, 3)):  # rows of one length, and of several
-            cache = KVCache.empty(model.config, 2, LATER, torch.bfloat16, "meta")
+            cache = model.empty_cache(2, LATER)
             for piece in (10, 5):
                 logits = model(ids(length=piece), cache=cache, length=LATER, last=1)
             cache.fill(begins, cache.length)

@@ -24,10 +24,6 @@ MODELS = {
 }
 
 
-def cache_for(model, batch, capacity):
-    return KVCache.empty(model.config, batch, capacity)
-
-
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 99))
 def test_appended_keys_and_values_come_back_in_order(sizes, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -47,7 +43,7 @@ def test_appended_keys_and_values_come_back_in_order(sizes, seed):
 @pytest.mark.parametrize("sizes", [[40], [10, 30], [25] + [1] * 15, [1] * 40])
 def test_logits_with_a_cache_are_those_without(tiny_decoder, positional, sizes):
     model = tiny_decoder(**positional)
-    cache = cache_for(model, 2, 40)
+    cache = model.empty_cache(2, 40)
     pieces = [model(piece, cache=cache) for piece in IDS.split(sizes, dim=1)]
     assert cache.length == 40
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(IDS), rtol=0, atol=1e-5)
@@ -59,7 +55,7 @@ def test_logits_with_a_cache_are_those_without(tiny_decoder, positional, sizes):
 def test_rows_that_begin_later_have_the_logits_they_have_alone(tiny_decoder, positional, sizes):
     model = tiny_decoder(**positional)
     prompts, more = [IDS[0, :12], IDS[1, :5]], IDS[:, 20:29]
-    cache, begins = cache_for(model, 2, 21), (0, 7)
+    cache, begins = model.empty_cache(2, 21), (0, 7)
     for row, begin in enumerate(begins):
         for layer in cache.layers:  # what lies there must not matter
             layer.keys[row, :, :begin] = 9.0
@@ -88,7 +84,7 @@ def stretching(tiny_decoder, change, depth=1, **positional):
 @torch.no_grad()
 def token_by_token(model, ids, prompt):
     """Logits after the prompt and after each further token, with a cache."""
-    cache = cache_for(model, len(ids), ids.shape[1])
+    cache = model.empty_cache(len(ids), ids.shape[1])
     logits = [model(ids[:, :prompt], cache=cache, last=1)]
     logits += [model(ids[:, n : n + 1], cache=cache) for n in range(prompt, ids.shape[1])]
     return torch.cat(logits, dim=1)
@@ -131,7 +127,7 @@ def test_temperature_and_noise_go_with_frequencies_that_change(tiny_decoder, per
 @pytest.mark.parametrize("sizes", [[30], [10, 20], [5, 1, 1, 23]])
 def test_parts_of_a_sequence_of_known_length_are_as_the_whole(tiny_decoder, change, sizes):
     model = stretching(tiny_decoder, change, depth=2)
-    ids, cache = IDS[:, :30], cache_for(model, 2, 30)
+    ids, cache = IDS[:, :30], model.empty_cache(2, 30)
     pieces = [model(piece, cache=cache, length=30) for piece in ids.split(sizes, dim=1)]
     torch.testing.assert_close(torch.cat(pieces, dim=1), model(ids), rtol=0, atol=1e-5)
 
@@ -140,7 +136,7 @@ def test_parts_of_a_sequence_of_known_length_are_as_the_whole(tiny_decoder, chan
 @torch.no_grad()
 def test_rows_of_other_lengths_each_have_their_own_frequencies(tiny_decoder, change):
     model = stretching(tiny_decoder, change, depth=2)
-    prompts, begins, cache = [IDS[0, :12], IDS[1, :5]], (0, 7), cache_for(model, 2, 20)
+    prompts, begins, cache = [IDS[0, :12], IDS[1, :5]], (0, 7), model.empty_cache(2, 20)
     for row, begin in enumerate(begins):
         model(prompts[row][None], cache=cache.part(row, 1, begin))
     cache.fill(begins, 12)

@@ -13,8 +13,8 @@ from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional import rotation
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.positional.drop import drop
 from trainer.positional.encodings import alibi_slopes
+from trainer.positional.layout import drop
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.reference import eager
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.model.flops import forward_flops, training_flops, visible_pairs
+from trainer.model.flops import dense_peak, forward_flops, training_flops, visible_pairs
 from trainer.positional.config import PositionalConfig, build_layout
 
 windows = st.none() | st.integers(1, 50)
@@ -77,3 +77,32 @@ def test_torch_counts_the_same(monkeypatch, shape, window, documents):
     assert forward_flops(*ours) == products + attention * seen // computed
     products, attention = counted(lambda: model.loss(ids, ids, documents=mask).backward())
     assert training_flops(*ours) == products + attention * seen // computed
+
+
+# Name, multiprocessors or compute units, boost clock (GHz), and a unit's operations a clock in
+# bf16 by its architecture's whitepaper: 2 for each multiply-add, without sparsity.
+UNITS = [
+    ("NVIDIA A100-SXM4-80GB", 108, 1.410, 2048),
+    ("NVIDIA RTX A6000", 84, 1.800, 1024),
+    ("NVIDIA GeForce RTX 4090", 128, 2.520, 512),
+    ("NVIDIA L40S", 142, 2.520, 1024),
+    ("NVIDIA H100 80GB HBM3", 132, 1.980, 4096),
+    ("NVIDIA H100 PCIe", 114, 1.755, 4096),
+    ("NVIDIA H100 NVL", 132, 1.785, 4096),
+    ("NVIDIA B200", 148, 1.965, 8192),
+    ("AMD Instinct MI300X", 304, 2.100, 2048),
+]
+
+
+@pytest.mark.parametrize(("name", "units", "clock", "rate"), UNITS)
+def test_peaks_are_units_times_rate_times_clock(name, units, clock, rate):
+    """Under tensor load some clocks are lower, by less than a fifth; sparsity would be twofold."""
+    assert 0.8 < dense_peak(name, "bf16") / (units * clock * rate * 1e9) < 1.01
+
+
+def test_a_device_is_known_by_its_whole_name():
+    """Slices and siblings of known devices are others; TF32 is the data sheets' half of bf16."""
+    assert dense_peak("A100-SXM4-40GB", "fp32") == pytest.approx(156e12)
+    assert dense_peak("NVIDIA GH200 480GB", "bf16") == dense_peak("NVIDIA H200", "bf16")
+    others = "cpu", "NVIDIA A10G", "NVIDIA H100 80GB HBM3 MIG 3g.40gb", "NVIDIA GeForce RTX 4090 D"
+    assert {dense_peak(name, "bf16") for name in others} == {None}

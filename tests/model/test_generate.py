@@ -1,5 +1,7 @@
-"""Generation: the likeliest token of the whole prefix, again and again, for each prompt alone."""
+"""Generation: the likeliest token of the whole prefix, again and again, for each prompt alone;
+draws have the right distribution."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.model.test_cache import MODELS
 from tests.model.test_decoder import published
-from trainer.model.config import Sampling
 from trainer.model.generate import Sampler, generate
 from trainer.positional.rescaling import ntk_aware
 from trainer.positional.spectrum import LongFrequencies
@@ -54,7 +55,7 @@ def test_some_tokens_may_be_kept_from_coming_first(tiny_decoder):
     assert first == [second, *by_reading_everything_again(model, begun, 8)[0]]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.9)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [(0.0, 1.0), (1.0, 0.9)], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("change", [None, "sequence", "query", "long"])
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
 def test_prompts_of_any_lengths_are_continued_as_if_alone(
@@ -62,10 +63,10 @@ def test_prompts_of_any_lengths_are_continued_as_if_alone(
 ):
     model = tiny_decoder(**positional)
     model.layout = changing(change)(model.layout)
-    together = generate(model, RAGGED, 20, sampling=sampling)
+    together = generate(model, RAGGED, 20, sampler=Sampler(*sampling))
     for row, prompt in enumerate(RAGGED):
-        seeded = replace(sampling, seed=row)
-        assert together[row] == generate(model, [prompt], 20, sampling=seeded)[0]
+        alone = generate(model, [prompt], 20, sampler=Sampler(*sampling, seed=row))
+        assert together[row] == alone[0]
 
 
 @pytest.mark.slow
@@ -119,9 +120,61 @@ def test_an_empty_prompt_is_an_error(tiny_decoder):
 
 @torch.no_grad()
 def test_tokens_are_drawn_from_the_model_s_logits(tiny_decoder):
-    model, sampling = tiny_decoder(), Sampling(1.5, 0.9, seed=4)
-    sampler, prompt = Sampler(sampling, 1), PROMPT[:1]
+    model, sampling = tiny_decoder(), (1.5, 0.9, 4)
+    sampler, prompt = Sampler(*sampling), PROMPT[:1]
     for _ in range(20):
         prompt = torch.cat([prompt, sampler(model(prompt)[:, -1], [0])[:, None]], dim=1)
-    assert generate(model, PROMPTS[:1], 20, sampling=sampling) == prompt[:, 12:].tolist()
+    assert generate(model, PROMPTS[:1], 20, sampler=Sampler(*sampling)) == prompt[:, 12:].tolist()
     assert generate(model, PROMPTS[:1], 20) != prompt[:, 12:].tolist()
+
+
+LOGITS = torch.tensor([2.0, 0.5, 1.5, -1.0, 0.0, 1.4])
+
+
+def expected(logits, temperature, top_p):
+    """Probabilities by a plain loop: the likeliest first, until they have ``top_p`` together."""
+    weights = [math.exp(x / temperature) for x in logits.tolist()]
+    p = [w / sum(weights) for w in weights]
+    nucleus, total = {}, 0.0
+    for token in sorted(range(len(p)), key=lambda t: -p[t]):
+        if total >= top_p:
+            break
+        nucleus[token] = p[token]
+        total += p[token]
+    return [nucleus.get(token, 0.0) / total for token in range(len(p))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (1.0, 0.9), (2.0, 0.5)])
+def test_distribution(temperature, top_p):
+    n, p = 6000, expected(LOGITS, temperature, top_p)
+    sampler = Sampler(temperature, top_p, seed=3)
+    drawn = [sampler(LOGITS[None], [0]).item() for _ in range(n)]
+    counts = [drawn.count(token) for token in range(len(p))]
+    assert all(count == 0 for count, q in zip(counts, p, strict=True) if q == 0)
+    possible = [(count, n * q) for count, q in zip(counts, p, strict=True) if q > 0]
+    chi_square = sum((count - mean) ** 2 / mean for count, mean in possible)
+    # Of 5 degrees of freedom or fewer: exceeded by chance once in 10,000.
+    assert chi_square < 25.8
+
+
+@given(st.integers(0, 99), st.sampled_from([1.0, 0.8]), st.permutations(range(5)))
+def test_rows_draw_independently_of_order_and_batch(seed, top_p, order):
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(seed))
+    together = Sampler(1.3, top_p, seed)(logits, range(5))
+    assert torch.equal(Sampler(1.3, top_p, seed)(logits[order], order), together[order])
+    alone = Sampler(1.3, top_p, seed + 4)
+    assert alone(logits[4:], [0]) == together[4]
+
+
+def test_temperature_0_takes_the_likeliest():
+    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(Sampler()(logits, range(7)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_least_draw_takes_no_token_without_probability(monkeypatch, top_p):
+    """Of [0, 1) the generator may draw exactly 0."""
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.zeros(1))
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf, 1.0]])
+    assert Sampler(1.0, top_p)(logits, [0]).item() == (1 if top_p == 1 else 3)

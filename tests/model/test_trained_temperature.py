@@ -14,7 +14,6 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from tests.reference import eager
 from trainer.model.attention import LayerPass
 from trainer.model.backends import BACKENDS, Mask
-from trainer.model.cache import KVCache
 from trainer.positional.config import TemperatureConfig
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
@@ -93,7 +92,7 @@ def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
     for block in model.layers:
         block.self_attn.attend = BACKENDS["sdpa"]
     torch.testing.assert_close(model(IDS, documents=documents), expected, rtol=0, atol=1e-5)
-    cache = KVCache.empty(model.config, 2, 50)
+    cache = model.empty_cache(2, 50)
     parts = [model(IDS[:, a:b], cache=cache, length=50) for a, b in ((0, 30), (30, 31), (31, 50))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)
 

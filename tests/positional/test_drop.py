@@ -6,8 +6,7 @@ import pytest
 from hypothesis import strategies as st
 
 from trainer.positional.config import PositionalConfig, TemperatureConfig, spectrum_of
-from trainer.positional.drop import drop
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import LayerEncoding, Layout, drop
 from trainer.positional.spectrum import Spectrum, Temperature
 
 C = 64

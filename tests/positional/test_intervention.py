@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.positional.examples import encoded, one_layer
-from trainer.model.cache import KVCache
 from trainer.positional.encodings import by_name
 from trainer.positional.intervention import Intervention, intervene
 from trainer.positional.spectrum import Spectrum
@@ -155,7 +154,7 @@ def test_noise_is_gaussian_and_independent_between_heads_sides_and_seeds():
 def test_reading_in_parts_is_reading_in_one_go(tiny_decoder, positional):
     model = tiny_decoder(**positional)
     model.layout = with_intervention(model.layout, EVERYTHING)
-    cache = KVCache.empty(model.config, 2, IDS.shape[1])
+    cache = model.empty_cache(2, IDS.shape[1])
     parts = [model(part, cache=cache) for part in IDS.split([7, 1, 1, 15], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), rtol=1e-4, atol=1e-4)
 

@@ -24,7 +24,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
 from trainer.lightning.benchmarks import Benchmarks
-from trainer.lightning.callbacks import effect_probe
+from trainer.lightning.fit import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
@@ -93,8 +93,8 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 
 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
-    ((_, targets),) = effect_probe(corpus, 1000, phases_of(config)[0])
-    assert seen(targets.numpy()) == {"validation"}
+    probe = effect_probe(corpus, phases_of(config)[0])
+    assert seen(probe[:, 1:].numpy()) == {"validation"}
     perplexity, statements = Benchmarks(config, corpus, Ranks()).tasks
     for length in (32, 128):
         assert seen(perplexity.windows[length]) == {"validation"}

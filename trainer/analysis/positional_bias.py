@@ -30,9 +30,8 @@ from trainer.analysis.attention import (
 )
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
-from trainer.positional.drop import drop
 from trainer.positional.encodings import rope
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import (
     Rescaling,
     ntk_aware,

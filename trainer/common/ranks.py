@@ -79,6 +79,11 @@ def device_type(accelerator: str = "auto") -> Literal["cuda", "cpu"]:
     return "cuda" if torch.cuda.is_available() and accelerator != "cpu" else "cpu"
 
 
+def best_precision(device: str) -> Literal["fp32", "bf16"]:
+    """Return bf16 for a GPU that computes in it without emulation, fp32 for others and CPUs."""
+    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+
+
 def device_of(accelerator: str, ranks: Ranks) -> torch.device:
     """Return the device of this process: the GPU of its local rank, or the only one that it sees
     (``srun --gpus-per-task=1``)."""

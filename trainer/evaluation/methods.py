@@ -148,7 +148,8 @@ def why_idle(name: str, model: SavedModel, config: EvaluationConfig) -> str:
     if any(PARTS[part].rotation for part in names) and not layout.rotates:
         return "has no rotation"
     for part in (PARTS[name] for name in names if "layers" in PARTS[name].uses):
-        if not (layout.rotating if part.rotation else layout.chosen)(layers):
+        chosen = layout.of_layers(layers)
+        if not (chosen.rotates if part.rotation else chosen.layers):
             return "has no such layer that sees more than the training length (evaluation.layers)"
     if names & {"temperature", "temperature_rope_id"} and layout.has_trained_temperature:
         return "was trained with logits that follow the length"

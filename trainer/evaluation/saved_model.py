@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
+from trainer.common.ranks import best_precision
 from trainer.config import RunConfig
 from trainer.data.tokenizer import (
     TextTokenizer,
@@ -36,9 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def precision_of(dtype: Dtype | None, device: str) -> Dtype:
     """Return the dtype of an evaluation's weights; ``dtype``: as configured."""
-    if dtype is not None:
-        return dtype
-    return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
+    return dtype or best_precision(device)
 
 
 def multiplied_in(weights: Dtype, device: str) -> str:

@@ -13,8 +13,9 @@ from trainer.data.corpus import Corpus
 from trainer.evaluation.measurements import Prompted
 from trainer.evaluation.results import Milestone, is_known
 from trainer.evaluation.tasks import HeldOut, make_tasks
-from trainer.lightning.module import LanguageModule, evaluating
+from trainer.lightning.module import evaluating
 from trainer.lightning.strategy import gathered
+from trainer.model.decoder import Decoder
 
 
 class Benchmarks:
@@ -47,21 +48,19 @@ class Benchmarks:
             for length in self.lengths:
                 task.fingerprint(length)  # makes the prompts: all must fit
 
-    def measure(
-        self, module: LanguageModule, step: int, tokens: int, dropped: bool
-    ) -> dict[str, float]:
+    def measure(self, model: Decoder, step: int, tokens: int, dropped: bool) -> dict[str, float]:
         """Add a milestone, the same on all ranks; return its known scores under names of metrics.
 
         ``step``, ``tokens``: of the model. ``dropped``: whether its encoding was dropped by then.
         """
-        scores = self._scores(module)
+        scores = self._scores(model)
         self.milestones.append(asdict(Milestone(step, tokens, dropped, scores)))
         return {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
 
-    def _scores(self, module: LanguageModule) -> dict[str, float | None]:
+    def _scores(self, model: Decoder) -> dict[str, float | None]:
         """Return the scores by task and length."""
         scores: dict[str, float | None] = {}
-        with evaluating(module) as model, gathered(module.model):
+        with evaluating(model), gathered(model):
             for task in self.tasks:
                 for length in self.lengths:
                     values = task.read(model, length, self.batch_tokens, part=self.share)

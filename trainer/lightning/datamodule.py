@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,9 +28,9 @@ class Samples(Protocol):
 class Batches(IterableDataset[Any]):
     """Micro-batches of one rank, from step ``start`` on, without end.
 
-    Step s reads ``batch_size`` samples from ``first(s)`` on (by default s times ``batch_size``), on
-    any number of ranks: the batch is split into ``micro_batches`` equal parts, and each part is
-    split among the ranks. Workers take turns, so their number does not matter either.
+    Step s reads ``batch_size`` samples from number ``offset + s * batch_size`` on, on any number of
+    ranks: the batch is split into ``micro_batches`` equal parts, and each part is split among the
+    ranks. Workers take turns, so their number does not matter either.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class Batches(IterableDataset[Any]):
         batch_size: int,
         *,
         start: int = 0,
-        first: Callable[[int], int] | None = None,
+        offset: int = 0,
         micro_batches: int = 1,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
         if batch_size % (micro_batches * ranks):
             raise ValueError(f"{batch_size} does not divide into {micro_batches} x {ranks} parts")
-        self.samples, self.batch_size, self.start, self.first = samples, batch_size, start, first
+        self.samples, self.batch_size, self.start, self.offset = samples, batch_size, start, offset
         self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
 
     def numbers(self) -> Iterator[list[int]]:
@@ -56,9 +56,8 @@ class Batches(IterableDataset[Any]):
         size = self.batch_size // (self.micro_batches * self.ranks)
         for number in count(begin, step_size):
             step, part = divmod(number, self.micro_batches)
-            step += self.start
-            first = step * self.batch_size if self.first is None else self.first(step)
-            begin = first + (part * self.ranks + self.rank) * size
+            begin = self.offset + (self.start + step) * self.batch_size
+            begin += (part * self.ranks + self.rank) * size
             yield list(range(begin, begin + size))
 
     def __iter__(self) -> Iterator[Any]:
@@ -79,7 +78,7 @@ class TokenData(L.LightningDataModule):
         workers: processes that read.
         held_out: sequences of validation text.
         samples: what is read in place of the corpus's training text, by number.
-        first: number of the first sample of each step; None: ``batch_size`` times the step.
+        offset: added to sample numbers, which begin with step times ``batch_size``.
     """
 
     def __init__(
@@ -92,11 +91,11 @@ class TokenData(L.LightningDataModule):
         workers: int = 2,
         held_out: int = 64,
         samples: Samples | None = None,
-        first: Callable[[int], int] | None = None,
+        offset: int = 0,
     ) -> None:
         super().__init__()
         self.corpus, self.length, self.batch_size, self.seed = corpus, length, batch_size, seed
-        self.workers, self.held_out, self.samples, self.first = workers, held_out, samples, first
+        self.workers, self.held_out, self.samples, self.offset = workers, held_out, samples, offset
 
     def setup(self, stage: str) -> None:
         """Open the text."""
@@ -128,7 +127,7 @@ class TokenData(L.LightningDataModule):
             self.samples,
             self.batch_size,
             start=self.trainer.global_step,
-            first=self.first,
+            offset=self.offset,
             micro_batches=self.trainer.accumulate_grad_batches,
             rank=self.trainer.global_rank,
             ranks=self.trainer.world_size,

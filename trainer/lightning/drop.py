@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from statistics import fmean
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
@@ -15,28 +15,26 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer.lightning.module import LanguageModule, evaluating
+from trainer.lightning.module import evaluating
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
-from trainer.positional.drop import drop
 from trainer.positional.encodings import by_name
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Layout, drop
 from trainer.positional.spectrum import Spectrum
 
 OptimizerState = Literal["keep", "reset", "reset_new"]
 Gain = Literal["one", "matched"]
-Probe = Sequence[tuple[Tensor, Tensor]]
-"""Held-out batches, inputs and targets ``[B, T]`` each."""
 
 
 def apply_change(
     trainer: L.Trainer,
-    module: LanguageModule,
+    model: Decoder,
     layout: Layout,
     *,
     gain: Gain = "one",
     optimizer_state: OptimizerState = "keep",
-    probe: Probe = (),
+    probe: Tensor | None = None,
+    rows: int | None = None,
 ) -> tuple[list[float], list[float]]:
     """Change encoding, QK-norm and optimizer state; return the losses of the probe's sequences
     before and after.
@@ -47,24 +45,26 @@ def apply_change(
         layout: the encoding after the change.
         gain: of QK-norms that come on: 1, or matched to the RMS of their inputs on the probe.
         optimizer_state: keep, reset, or reset_new (of the QK-norms alone).
+        probe: held-out token ids ``[sequences, T + 1]``; None: no losses.
+        rows: sequences of a forward pass; None: all.
     """
-    before = losses_of(module, probe)
-    if gain == "matched":
-        match_gains(module, layout, [ids for ids, _ in probe])
-    module.model.layout = layout
-    # A new encoding may need another kernel: ALiBi has a mask, which cuDNN must not see.
-    module.last_shape = None
+    before = losses_of(model, probe, rows)
+    if gain == "matched" and probe is not None:
+        match_gains(model, layout, probe, rows)
+    model.layout = layout
     reset_optimizer(trainer, optimizer_state)
-    return before, losses_of(module, probe)
+    return before, losses_of(model, probe, rows)
 
 
-def losses_of(module: LanguageModule, probe: Probe) -> list[float]:
-    """Return the mean loss of each of the probe's sequences; every rank reads all."""
-    if not probe:
+def losses_of(model: Decoder, probe: Tensor | None, rows: int | None = None) -> list[float]:
+    """Return the mean loss of each sequence of a probe, see :func:`apply_change`; every rank reads
+    all."""
+    if probe is None:
         return []
-    with evaluating(module) as model:
-        parts = [[x.to(module.device) for x in part] for part in probe]
-        return torch.cat([model.token_losses(*part).mean(dim=1) for part in parts]).tolist()
+    with evaluating(model):
+        parts = probe.to(model.device).split(rows or len(probe))
+        losses = [model.token_losses(x[:, :-1], x[:, 1:]).mean(dim=1) for x in parts]
+        return torch.cat(losses).tolist()
 
 
 def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
@@ -79,14 +79,14 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
 
 
 @torch.no_grad()
-def match_gains(module: LanguageModule, layout: Layout, batches: Sequence[Tensor]) -> None:
-    """Set the gain of each QK-norm that ``layout`` turns on to the RMS of its inputs on ``batches``
-    of token ids.
+def match_gains(model: Decoder, layout: Layout, probe: Tensor, rows: int | None = None) -> None:
+    """Set the gain of each QK-norm that ``layout`` turns on to the RMS of its inputs on a probe,
+    see :func:`apply_change`.
 
     It then rescales each vector to the average size that its layer was trained with, not to 1.
     """
     squares: dict[RMSNorm, list[Tensor]] = defaultdict(list)
-    with evaluating(module) as model, ExitStack() as hooks:
+    with evaluating(model), ExitStack() as hooks:
         layers = zip(model.layers, model.layout.layers, layout.layers, strict=True)
         for block in (block for block, old, new in layers if new.qk_norm > old.qk_norm):
             attention = block.self_attn
@@ -97,14 +97,14 @@ def match_gains(module: LanguageModule, layout: Layout, batches: Sequence[Tensor
                 if norm is not None:
 
                     def measure(_: nn.Module, __: Any, out: Tensor, norm: RMSNorm = norm) -> None:
-                        squares[norm].append(out.float().square().mean())
+                        squares[norm].append(out.float().square().mean(dim=(1, 2)))
 
                     hooks.callback(projection.register_forward_hook(measure).remove)
-        for ids in batches:
-            model.token_losses(ids.to(module.device), ids.to(module.device))
+        for ids in probe[:, :-1].to(model.device).split(rows or len(probe)):
+            model.token_losses(ids, ids)
     # Parameters are resharded now; within the block gains were temporary copies.
     for norm, means in squares.items():
-        norm.weight.fill_(torch.stack(means).mean().sqrt().item())
+        norm.weight.fill_(torch.cat(means).mean().sqrt().item())
 
 
 def multiply_rates(
@@ -170,7 +170,7 @@ class DropPositions(L.Callback):
         self.at, self.to, self.layers, self.heads = at, to, layers, heads
         self.qk_norm, self.gain, self.rewarm = qk_norm, gain, rewarm
         self.optimizer_state: OptimizerState = optimizer_state
-        self.probe: Probe = [] if probe is None else [(probe[:, :-1], probe[:, 1:])]
+        self.probe = probe
         self.dropped_at: int | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -203,8 +203,9 @@ class DropPositions(L.Callback):
         if self.step >= steps > 0:
             rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
         if (model := _decoder_in(pl_module)) is None:
-            chosen = self.to, self.layers, self.heads, self.gain, self.probe
-            if chosen != ("nope", None, None, "one", []) or self.optimizer_state == "reset_new":
+            chosen = self.to, self.layers, self.heads, self.gain
+            is_default = chosen == ("nope", None, None, "one") and self.probe is None
+            if not is_default or self.optimizer_state == "reset_new":
                 raise ValueError(
                     "DropPositions: to, layers, heads, gain, probe and reset_new need a Decoder"
                 )
@@ -247,13 +248,13 @@ class DropPositions(L.Callback):
             return
         losses = apply_change(
             trainer,
-            cast("LanguageModule", pl_module),
+            model,
             self._dropped(model),
             gain=self.gain,
             optimizer_state=self.optimizer_state,
             probe=self.probe,
         )
-        if self.probe:
+        if self.probe is not None:
             names = "drop/loss_before", "drop/loss_after"
             effect = dict(zip(names, map(fmean, losses), strict=True))
             for logger in trainer.loggers:

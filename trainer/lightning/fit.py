@@ -4,39 +4,79 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
+import signal
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
+from types import FrameType
 from typing import Any
 
 import lightning as L
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from trainer.checkpoint import step_name
-from trainer.common.errors import UserError
+from trainer.checkpoint import (
+    BEFORE_DROP,
+    Writer,
+    regular_checkpoints,
+    restore,
+    step_name,
+    step_of,
+)
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.progress import Progress
-from trainer.common.ranks import current_ranks
+from trainer.common.ranks import Vote, current_ranks
 from trainer.config import RunConfig
-from trainer.data.corpus import Corpus
-from trainer.data.tokenizer import vocabulary_size
-from trainer.lightning.callbacks import PhaseStart, Run, StepEnd, StopRequest, check_divergence
+from trainer.data.corpus import Corpus, held_out_windows
+from trainer.data.tokenizer import same_tokens, vocabulary_size
+from trainer.interchange.pretrained import Pretrained
+from trainer.lightning.benchmarks import Benchmarks
 from trainer.lightning.datamodule import TokenData
-from trainer.lightning.metrics import dashboards
-from trainer.lightning.module import LanguageModule
-from trainer.lightning.setup import compiles, make_decoder, make_module, make_trainer, numerics
+from trainer.lightning.drop import apply_change, losses_of
+from trainer.lightning.metrics import Metrics, dashboards
+from trainer.lightning.module import Batch, LanguageModule
+from trainer.lightning.setup import (
+    compiles,
+    make_callbacks,
+    make_decoder,
+    make_module,
+    make_trainer,
+    numerics,
+    peak_of_ranks,
+)
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import label
 from trainer.runs.models import starting_weights
-from trainer.runs.phases import phase_at, phases_of
+from trainer.runs.phases import (
+    Phase,
+    kept_steps,
+    layout_of_phase,
+    phase_at,
+    phase_before,
+    phases_of,
+)
 from trainer.runs.starting_point import (
+    Start,
     check_same_data,
+    data_fingerprints,
+    epochs_read,
     samples_of,
     starting_point,
 )
 
 log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 32
+"""Updates skipped in a row after which a run ends with an error.
+
+Loss spikes skip one update or a few. Skipped updates leave the weights as they are, so 32 batches
+have failed with the same weights.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,7 +103,6 @@ def train(
     config: RunConfig,
     corpus: Corpus,
     branch: Path | None = None,
-    callbacks: Sequence[L.Callback] = (),
     *,
     is_control: bool = False,
     start_time: float | None = None,
@@ -74,7 +113,6 @@ def train(
         config: the run.
         corpus: its text.
         branch: checkpoint of another run to continue, with its metrics, if this run has none.
-        callbacks: follow all others.
         is_control: go on if updates are skipped without end, so that the run which this one is
             compared with is evaluated all the same.
         start_time: when the program began, in seconds since the epoch, from which
@@ -108,30 +146,24 @@ def train(
         with (
             Progress(title, last_step, config.tokens_per_step, not ranks.is_rank_zero) as progress,
             numerics(config),
-            StopRequest(config.trainer.max_time, start_time).listening() as stop,
+            stop_requests(config.trainer.max_time, start_time) as asked,
         ):
-            run = Run(config, corpus, start, weights, ranks, progress)
+            run = RunCallback(config, corpus, start, weights, progress, asked, is_control)
             with closing(run.writer):
-                _fit_phases(run, module, stop, callbacks, ends_diverged=not is_control)
+                fit_phases(run, module)
         effects = run.effects
         module.to("meta")  # the checkpoint has its contents
     is_whole = start.checkpoint in (None, branch)
-    seconds = time.perf_counter() - clock if is_whole else None
-    return TrainedRun(config, directory / step_name(last_step), effects, seconds)
+    duration = time.perf_counter() - clock if is_whole else None
+    return TrainedRun(config, directory / step_name(last_step), effects, duration)
 
 
-def _fit_phases(
-    run: Run,
-    module: LanguageModule,
-    stop: StopRequest,
-    callbacks: Sequence[L.Callback],
-    ends_diverged: bool,
-) -> None:
+def fit_phases(run: RunCallback, module: LanguageModule) -> None:
     """Train the phases that are left, each by a trainer of its own."""
     loggers, last_shape = dashboards(run.config), None
     for phase in run.phases[run.phases.index(phase_at(run.phases, run.step)) :]:
         gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
-        settings = phase.config
+        run.phase, settings = phase, phase.config
         shape = settings.trainer.batch_size, settings.data
         if last_shape not in (None, shape) and compiles(run.config):
             torch.compiler.reset()  # compile for the new length, not for dynamic ones
@@ -142,11 +174,283 @@ def _fit_phases(
             settings.trainer.batch_size,
             workers=settings.data.num_workers,
             samples=samples_of(run.corpus, phase),
-            first=phase.first_sample,
+            offset=phase.first_sample(0),
         )
-        first, last = PhaseStart(run, phase), StepEnd(run, phase, stop, ends_diverged)
-        all_callbacks = [first, *run.user_callbacks, last, *callbacks]
-        trainer = make_trainer(phase, run.ranks, loggers, all_callbacks)
+        # ours last: rows and checkpoints have what the others did in a step
+        trainer = make_trainer(phase, run.ranks, loggers, [*run.user_callbacks, run])
         trainer.fit(module, datamodule=data)
-        if trainer.global_step < phase.end:
-            raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
+        run.step = trainer.global_step
+        if run.step < phase.end:
+            raise UserError(f"callbacks: one stopped the run after step {run.step}")
+
+
+class RunCallback(L.Callback):
+    """Restores, changes, measures, saves and stops a run; lives through its phases.
+
+    It follows the user's callbacks. Nothing is saved by schedule while updates are being skipped:
+    the newest checkpoint is healthy. All ranks stop after the same step.
+
+    ``phase``: the present phase. ``step``: updates done before it. ``effects``: losses before and
+    after the change of each phase, by its name.
+
+    Args:
+        config: the run.
+        corpus: its text.
+        start: its starting point.
+        weights: trained weights that it begins with.
+        progress: the bar.
+        asked: returns why this process is asked to stop, see :func:`stop_requests`.
+        is_control: see :func:`train`.
+    """
+
+    phase: Phase
+
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        start: Start,
+        weights: Pretrained | None,
+        progress: Progress,
+        asked: Callable[[], str | None],
+        is_control: bool,
+    ) -> None:
+        self.config, self.corpus, self.ranks = config, corpus, current_ranks()
+        self.asked, self.is_control = asked, is_control
+        self.checkpoints = Path(config.run_dir) / "checkpoints"
+        self.begin_from, self.state, self.step = start.checkpoint, start.state, start.step
+        self.phases, self.permanent = phases_of(config), kept_steps(config)
+        self.effects: dict[str, dict[str, Any]] = dict(start.state.get("effects", {}))
+        self.metrics = Metrics(
+            Path(config.run_dir) / "metrics.csv",
+            self.phases,
+            epochs_read(corpus, self.phases),
+            progress,
+            peak_of_ranks(config),
+        )
+        self.metrics.pending |= start.state.get("pending_metrics", {})
+        self.benchmarks = Benchmarks(config, corpus, self.ranks)
+        self.benchmarks.milestones += start.state.get("benchmarks", ())
+        self.user_callbacks = make_callbacks(config.callbacks)
+        keep = config.trainer.keep_checkpoints, config.trainer.keep_every
+        self.writer = Writer(self.checkpoints, *keep, self.permanent)
+        self.saved_at, self.save_vote, self.stop_vote = time.monotonic(), Vote(), Vote()
+        # The published model's files about tokens, unless this run has another tokenizer.
+        self.token_files: dict[str, str] = start.state.get("token_files", {})
+        if weights is not None:
+            theirs = weights.tokenizer
+            if theirs is None or same_tokens(theirs, corpus.tokenizer):
+                self.token_files = dict(weights.token_files)
+
+    # The start of a phase
+
+    def on_fit_start(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule
+    ) -> None:
+        """Restore the checkpoint, and change the model, before other callbacks' training starts."""
+        if self.begin_from is not None:
+            restore(module.model, trainer.optimizers[0], self.begin_from)
+            module.tally.load(self.state["tally"], module.device)
+            for callback in self.user_callbacks:
+                if callback.state_key in self.state["user_callbacks"]:
+                    callback.load_state_dict(self.state["user_callbacks"][callback.state_key])
+            self.begin_from = None
+        # Lightning has no public way to begin at a step without a checkpoint of its own.
+        progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
+        progress.total.ready = progress.total.completed = self.step
+        if self.step == 0 and self.config.model.is_trained and not self.benchmarks.milestones:
+            self.measure_benchmarks(module, 0)
+        longer = self.phase.config.data.sequence_length > module.model.layout.training_length
+        # A resumed run repeats no change: the layout is in the checkpoint.
+        begins = self.phase.start == self.step and self.phase.name not in self.effects
+        if begins and (self.phase.change or longer):
+            self.change(trainer, module)
+
+    def change(self, trainer: L.Trainer, module: LanguageModule) -> None:
+        """Change the model for its phase, and measure the held-out loss before and after."""
+        phase, drop = self.phase, self.phase.settings.drop
+        if drop and not self.has_dropped:
+            self.save(trainer, module, BEFORE_DROP)
+        norms_come_on = module.model.config.qk_norm.when == "after_drop"
+        before, after = apply_change(
+            trainer,
+            module.model,
+            layout_of_phase(module.model.layout, phase),
+            gain=drop.qk_norm_gain if drop and norms_come_on else "one",
+            optimizer_state=phase.settings.optimizer_state,
+            probe=effect_probe(self.corpus, phase),
+            rows=self.micro_batch_size,
+        )
+        losses = {"loss_before": fmean(before), "loss_after": fmean(after)}
+        self.effects[phase.name] = {
+            "step": self.step,
+            "what": phase.description,
+            "length": phase.config.data.sequence_length,
+            **losses,
+            "loss_end": None,
+            "sequences": {"before": before, "after": after},
+        }
+        self.metrics.pending |= {f"{phase.key}/{name}": loss for name, loss in losses.items()}
+        log.info(
+            "Step %d: %s; held-out loss %.3f before, %.3f after",
+            *(self.step, phase.description, *losses.values()),
+        )
+        self.measure_benchmarks(module, self.step)
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        """Start the clock."""
+        self.metrics.start(trainer.global_step)
+
+    # The end of a step
+
+    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
+        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Batch, index: int
+    ) -> None:
+        """Measure, write a row, save and stop, in this order, after a step's last micro-batch."""
+        if (index + 1) % trainer.accumulate_grad_batches:
+            return
+        phase, step, settings = self.phase, trainer.global_step, self.config.trainer
+        is_last = step == phase.end
+        if is_last and phase.name in self.effects:
+            self.measure_effect(module)
+        if is_last or step % (self.config.benchmarks.every or step + 1) == 0:
+            self.measure_benchmarks(module, step)
+        if is_last or step % settings.log_every == 0:
+            self.write_row(trainer, module, batch)
+        is_due = self.is_save_due(step) and not module.tally.skipped_in_a_row()
+        reason = None if step == settings.max_steps else self.reason_to_stop()
+        if is_last or reason is not None or is_due or step in self.permanent:
+            self.save(trainer, module, step_name(step))
+        if is_last or reason is not None:
+            self.writer.wait()
+        if reason is not None:
+            text = f"Stopped after step {step} ({reason}), checkpoint saved."
+            raise PreemptedError(text, reason)
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether an encoding was dropped."""
+        return any(phase.settings.drop and phase.name in self.effects for phase in self.phases)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of a forward pass on this rank."""
+        run = self.phase.config.trainer
+        return run.micro_batch_size or run.batch_size // self.ranks.world_size
+
+    def measure_effect(self, module: LanguageModule) -> None:
+        """Measure the loss at the end of a phase that began with a change."""
+        phase, effect = self.phase, self.effects[self.phase.name]
+        with self.metrics.elsewhere():
+            probe = effect_probe(self.corpus, phase)
+            losses = losses_of(module.model, probe, self.micro_batch_size)
+        sequences = effect["sequences"] | {"end": losses}
+        self.effects[phase.name] = effect | {"loss_end": fmean(losses), "sequences": sequences}
+        self.metrics.pending[f"{phase.key}/loss_end"] = fmean(losses)
+        name = "recalibration" if phase.settings.drop else f"phase {phase.name!r}"
+        log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, fmean(losses), name)
+
+    def measure_benchmarks(self, module: LanguageModule, step: int) -> None:
+        """Measure the benchmarks after ``step`` updates."""
+        if self.config.benchmarks.every is None:
+            return
+        tokens = phase_before(self.phases, step).tokens_at(step)
+        with self.metrics.elsewhere():
+            scores = self.benchmarks.measure(module.model, step, tokens, self.has_dropped)
+        self.metrics.pending |= scores
+
+    def write_row(self, trainer: L.Trainer, module: LanguageModule, batch: Batch) -> None:
+        """Write a row of metrics; a run that diverged ends with it."""
+        self.metrics.write(trainer, module, self.phase, batch)
+        if not self.is_control:
+            in_a_row = module.tally.skipped_in_a_row()
+            check_divergence(in_a_row, trainer.global_step, self.checkpoints)
+
+    def is_save_due(self, step: int) -> bool:
+        """Whether a checkpoint is due by steps or by time; all ranks call this at every step."""
+        run, minutes = self.config.trainer, (time.monotonic() - self.saved_at) / 60
+        # Clocks of ranks differ: all save after the step at which they know of the first.
+        by_time = run.checkpoint_minutes is not None and self.save_vote.agreed(
+            minutes > run.checkpoint_minutes
+        )
+        return by_time or step % run.checkpoint_every == 0
+
+    def reason_to_stop(self) -> str | None:
+        """Return the signal's name, "time limit" or "another rank" if all ranks know of a reason;
+        all ranks call this at every step."""
+        mine = self.asked()
+        return (mine or "another rank") if self.stop_vote.agreed(mine is not None) else None
+
+    def save(self, trainer: L.Trainer, module: LanguageModule, name: str) -> None:
+        """Write a checkpoint of the present state beside training; all ranks call this together."""
+        step, corpus = trainer.global_step, self.corpus
+        phase = phase_before(self.phases, step)
+        with self.metrics.elsewhere():
+            state = {
+                "step": step,
+                "tokens": phase.tokens_at(step),
+                "model": asdict(module.model.config),
+                "layout": module.model.layout.to_dict(),
+                "tokenizer": corpus.tokenizer.to_str(),
+                "end_of_text": corpus.end_of_text,
+                "token_files": self.token_files,
+                "config": asdict(self.config),
+                "data": data_fingerprints(corpus, phase),
+                "tally": module.tally.state(),
+                "pending_metrics": dict(self.metrics.pending),
+                "effects": dict(self.effects),
+                "benchmarks": [*self.benchmarks.milestones],
+                "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
+            }
+            self.writer.save(name, module.model, trainer.optimizers[0], state)
+        self.saved_at, self.save_vote = time.monotonic(), Vote()
+
+
+def effect_probe(corpus: Corpus, phase: Phase) -> Tensor:
+    """Return the validation text ``[sequences, T + 1]`` on which the effect of a change is
+    measured; a mixture has the weights of the phase."""
+    data, count = phase.config.data, phase.config.drop.effect_sequences
+    windows = held_out_windows(corpus.mixed(data).validation, count, data.sequence_length)
+    return F.pad(torch.from_numpy(windows), (1, 0), value=corpus.first_token)
+
+
+def check_divergence(in_a_row: int, step: int, directory: Path) -> None:
+    """Raise if too many updates in a row, until ``step``, had no finite loss and gradient."""
+    if in_a_row >= MOST_SKIPPED:
+        paths = [p for p in regular_checkpoints(directory) if step_of(p) <= step - in_a_row]
+        raise DivergedError(
+            f"the loss or the gradient was not finite in steps {step - in_a_row + 1} to {step}; "
+            f"the last healthy checkpoint is {str(paths[-1]) if paths else None}"
+        )
+
+
+@contextmanager
+def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[[], str | None]]:
+    """Note within the block what asks a run to stop: a signal, or ``max_time`` since the start.
+
+    SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``. A
+    second Ctrl-C ends the process immediately. The block gets a function that returns the first
+    signal's name, "time limit" or None.
+    """
+    names: list[str] = []
+    deadline = math.inf
+    if max_time is not None:
+        hours, minutes, seconds = map(int, max_time.split(":"))
+        deadline = start_time + 3600 * hours + 60 * minutes + seconds
+
+    def asked() -> str | None:
+        return names[0] if names else "time limit" if time.time() > deadline else None
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if names and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        names.append(signal.Signals(number).name)
+        log.warning("%s: stopping after the current step", names[-1])
+
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

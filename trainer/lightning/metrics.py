@@ -57,7 +57,7 @@ class Metrics:
         self.path, self.phases, self.epochs = path, phases, epochs
         self.progress, self.peak = progress, peak
         self.pending: dict[str, float] = {}
-        self._last_time, self._last_step, self._elsewhere = 0.0, 0, 0.0
+        self._last_time, self._last_step = 0.0, 0
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -66,12 +66,11 @@ class Metrics:
         try:
             yield
         finally:
-            self._elsewhere += time.perf_counter() - start
+            self._last_time += time.perf_counter() - start
 
     def start(self, step: int) -> None:
         """Start the clock of a phase."""
         self._last_time, self._last_step = time.perf_counter(), step
-        self._elsewhere = 0.0  # what came before
         self.progress.advance_to(step)
 
     def write(self, trainer: L.Trainer, module: LanguageModule, phase: Phase, batch: Batch) -> None:
@@ -103,8 +102,8 @@ class Metrics:
     ) -> dict[str, float]:
         now = time.perf_counter()
         tokens = (step - self._last_step) * phase.config.tokens_per_step
-        rate = tokens / (now - self._last_time - self._elsewhere)
-        self._last_time, self._last_step, self._elsewhere = now, step, 0.0
+        rate = tokens / (now - self._last_time)
+        self._last_time, self._last_step = now, step
         speed = {"tokens_per_second": round(rate, 1)}
         if module.device.type == "cuda":
             speed["memory"] = torch.cuda.max_memory_allocated() / 2**30

@@ -10,7 +10,6 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -64,7 +63,7 @@ class LanguageModule(L.LightningModule):
         self.prepare = prepare
         self.tally = Tally()
         self._optimizer: torch.optim.Optimizer | None = None
-        self.last_shape: tuple[int, bool] | None = None  # None: choose kernels for the next batch
+        self._kernels_for: tuple[Any, ...] = ()
 
     def configure_model(self) -> None:
         """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
@@ -105,7 +104,7 @@ class LanguageModule(L.LightningModule):
             batch["labels"],
             weights,
             losses=losses,
-            **_options(batch),
+            **{key: batch[key] for key in ("documents", "bounds", "longest") if key in batch},
         )
         self.tally.add(losses, weights)
         if getattr(self.trainer, "log_every_n_steps", 0):
@@ -122,12 +121,13 @@ class LanguageModule(L.LightningModule):
         return loss
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
-        """Choose kernels for a new kind of batch, and set this step's learning rates."""
-        shape = batch["input_ids"].shape[1], "documents" in batch
-        if shape != self.last_shape:
-            self.last_shape = shape
+        """Choose kernels for a new kind of batch or layout, and set this step's learning rates."""
+        length, documents = batch["input_ids"].shape[1], "documents" in batch
+        # A new layout may need another kernel: ALiBi has a mask, which cuDNN must not see.
+        if self._kernels_for != (length, documents, self.model.layout):
+            self._kernels_for = length, documents, self.model.layout
             half = self.model.compute_dtype is not None or "16" in str(self.trainer.precision)
-            device, (length, documents) = self.trainer.strategy.root_device.type, shape
+            device = self.trainer.strategy.root_device.type
             name = self.model.use_backend(
                 self.attention, device, documents=documents, half=half, length=length
             )
@@ -163,24 +163,16 @@ class LanguageModule(L.LightningModule):
         self.model.layout = Layout.from_dict(checkpoint["layout"])
 
 
-def _options(batch: Batch) -> dict[str, Any]:
-    keys = "documents", "bounds", "longest"
-    return {key: batch[key] for key in keys if key in batch}
-
-
 @contextmanager
-def evaluating(module: LanguageModule) -> Iterator[Decoder]:
-    """Provide the decoder in training for forward passes in the run's precision, without gradients.
+def evaluating(model: Decoder) -> Iterator[None]:
+    """Allow forward passes of a decoder in training, in the run's precision, without gradients.
 
-    Afterwards modes, random states, backends and shards are restored. Everything runs uncompiled:
-    new shapes would recompile the blocks, and training would continue with other kernels. Ranks
-    that share parameters must do the same forward passes.
+    Afterwards backends and shards are restored. Everything runs uncompiled: new shapes would
+    recompile the blocks, and training would continue with other kernels. Ranks that share
+    parameters must do the same forward passes.
     """
-    model, device = module.model, module.device
-    modes = {part: part.training for part in model.modules()}
     backends = [block.self_attn.attend for block in model.layers]
     try:
-        model.eval()
         for block in model.layers:
             # Uncompiled FlexAttention materializes all scores.
             if block.self_attn.attend is flex:
@@ -188,14 +180,10 @@ def evaluating(module: LanguageModule) -> Iterator[Decoder]:
         with (
             torch.no_grad(),
             cudnn_attention(False),  # it would make a plan for every new length
-            isolate_rng(include_cuda=False),  # it creates a context on every GPU
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.compiler.set_stance("force_eager"),
         ):
-            yield model
+            yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
         for block, backend in zip(model.layers, backends, strict=True):
             block.self_attn.attend = backend
         reshard(model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,12 +19,20 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.common.ranks import Ranks, all_gather, device_of, device_type, share_of_cores
+from trainer.common.ranks import (
+    Ranks,
+    all_gather,
+    best_precision,
+    device_of,
+    device_type,
+    share_of_cores,
+)
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import fill, lightning_strategy, parallelize
 from trainer.model.decoder import Decoder, initial_value
+from trainer.model.flops import dense_peak
 from trainer.runs.phases import Phase, configured_layout, phase_at, phases_of
 
 
@@ -38,7 +45,7 @@ def check_device(config: RunConfig) -> None:
     run, device = config.trainer, device_type(config.trainer.accelerator)
     if device == "cpu" and run.accelerator == "gpu":
         raise UserError("trainer.accelerator: expected a GPU, and torch sees none")
-    if device == "cuda" and run.precision == "bf16" and not torch.cuda.is_bf16_supported(False):
+    if device == "cuda" and run.precision == "bf16" and best_precision(device) == "fp32":
         raise UserError(f"trainer.precision: {torch.cuda.get_device_name()} has no bf16; use fp32")
 
 
@@ -46,8 +53,7 @@ def precision_of(config: RunConfig) -> Literal["fp32", "bf16"]:
     """Return ``trainer.precision`` as it is on this machine."""
     if (precision := config.trainer.precision) != "auto":
         return precision
-    is_gpu = device_type(config.trainer.accelerator) == "cuda"
-    return "bf16" if is_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
+    return best_precision(device_type(config.trainer.accelerator))
 
 
 def compiles(config: RunConfig) -> bool:
@@ -190,7 +196,10 @@ def make_trainer(
         num_sanity_val_steps=0,
         default_root_dir=config.run_dir,
     )
-    # Lightning would broadcast at every batch whether a rank got SIGTERM, which causes a host sync.
+    # Lightning would act on signals within a step, and broadcast at every batch whether a rank got
+    # SIGTERM, which causes a host sync. `stop_requests` takes them instead.
+    signals: Any = trainer._signal_connector
+    signals.register_signal_handlers = lambda: None
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None
     return trainer
@@ -204,38 +213,6 @@ def make_callbacks(configured: Mapping[str, Mapping[str, Any]]) -> list[L.Callba
         module, _, name = str(values["_target_"]).rpartition(".")
         callbacks.append(getattr(import_module(module), name)(**arguments))
     return callbacks
-
-
-# Dense peaks in bf16 (TFLOP/s), from vendors' data sheets. Many of NVIDIA's print peaks for 2:4
-# sparse matrices and say so in a footnote; the dense peaks, which count in training, are half of
-# these. The key is the whole name without the vendor. TF32 runs at half of bf16: the same data
-# sheets have 156 for the A100, 495 for the H100 SXM, 653.7 for the MI300X.
-PEAKS = {
-    r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": 312.0,  # 2021, all form factors
-    r"RTX A6000": 154.8,  # GA102 architecture whitepaper, appendix
-    r"GeForce RTX 4090": 165.2,  # Ada whitepaper, with float32 accumulation
-    r"L40S": 362.05,  # 2023
-    r"H100 80GB HBM3|H200": 989.4,  # SXM5: 1978.9 sparse
-    r"GH200 (120GB|480GB|144G HBM3e)": 989.4,  # 1979 sparse
-    r"H100 PCIe": 756.0,  # 1513 sparse
-    r"H[12]00 NVL": 835.5,  # 1671 sparse
-    r"B200": 2250.0,  # a GPU of an HGX B200: 4500 sparse
-    r"GB200": 2500.0,  # a GPU of a GB200 NVL72: 5000 sparse
-    r"MI300X( VF)?": 1307.4,  # 2023
-}
-
-
-def dense_peak(device_name: str, precision: Literal["fp32", "bf16"]) -> float | None:
-    """Return the dense peak in operations per second, or None if it is unknown.
-
-    ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
-    longer name, is another device. Products of float32 run in TF32.
-    """
-    name = re.sub(r"^(NVIDIA |AMD Instinct )+", "", device_name)
-    for pattern, peak in PEAKS.items():
-        if re.fullmatch(pattern, name):
-            return peak * 1e12 / (2 if precision == "fp32" else 1)
-    return None
 
 
 def peak_of_ranks(config: RunConfig) -> float | None:

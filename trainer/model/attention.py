@@ -50,9 +50,8 @@ class LayerPass:
 
     ``queries``, ``keys``: tables of the new tokens; if ``caches_plain_keys``, the cache stores
     unencoded keys, and ``keys`` are the tables of cached and new tokens together. ``qk_norm``:
-    whether the query and key norms are enabled. ``copies_keys``: whether every query head has its
-    own copy of its keys. ``intervene``: change of the encoded queries and keys. ``last``: number of
-    last positions to compute; None: all.
+    whether the query and key norms are enabled. ``intervene``: change of the encoded queries and
+    keys. ``last``: number of last positions to compute; None: all.
     """
 
     queries: Groups
@@ -60,7 +59,6 @@ class LayerPass:
     mask: Mask
     cache: LayerCache | None = None
     qk_norm: bool = False
-    copies_keys: bool = False
     caches_plain_keys: bool = False
     intervene: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     last: int | None = None
@@ -106,8 +104,9 @@ class Attention(nn.Module):
         v = self._heads(self.v_proj(x), None)
         if cache is not None and layer_pass.caches_plain_keys:
             plain_k, v = cache.append(plain_k, v)
-        if layer_pass.copies_keys:
-            copies = plain_q.shape[1] // plain_k.shape[1]
+        encoded_heads = sum(group.kv_heads for group in layer_pass.keys)
+        if encoded_heads > plain_k.shape[1]:  # every query head encodes its own copy of its keys
+            copies = encoded_heads // plain_k.shape[1]
             plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
         q, k = encode_queries(plain_q, layer_pass.queries), encode_keys(plain_k, layer_pass.keys)
         if layer_pass.intervene is not None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
-
-from trainer.model.config import ModelConfig
 
 
 @dataclass
@@ -48,24 +45,6 @@ class KVCache:
 
     layers: list[LayerCache]
     begins: tuple[int, ...] = ()
-
-    @classmethod
-    def empty(
-        cls,
-        config: ModelConfig,
-        batch: int,
-        capacity: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> KVCache:
-        """Allocate room for ``capacity`` tokens in each of ``batch`` rows."""
-        shape = batch, config.num_key_value_heads, capacity, config.head_size
-
-        # Zeros: in columns before a row begins, a weight of 0 times NaN would be NaN.
-        def zeros() -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls([LayerCache(zeros(), zeros()) for _ in range(config.num_hidden_layers)])
 
     @property
     def length(self) -> int:

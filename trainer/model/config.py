@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from trainer.common.errors import UserError
@@ -95,17 +95,3 @@ def check_shape(config: ModelConfig) -> None:
         raise UserError(f"model.head_dim: expected an even number, got {config.head_size}")
     if heads % kv:
         raise UserError(f"model.num_key_value_heads: {kv} do not divide {heads} attention heads")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Parameters of token sampling.
-
-    ``temperature`` divides the logits; 0 takes the most likely token. ``top_p`` draws from the
-    smallest set of most likely tokens with that total probability (Holtzman et al. 2020). Row r
-    draws from a generator seeded with ``seed + r``, so that it does not depend on the other rows.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from trainer.model.attention import Attention, LayerPass, Linear, RMSNorm
 from trainer.model.backends import BACKENDS, Mask, choose_backend, prepared
-from trainer.model.cache import KVCache
+from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import linear_cross_entropy, token_losses
@@ -187,13 +187,11 @@ class Decoder(LanguageModel):
         positions = columns[..., past:]
         mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
         masks = self._masks(mask, ids, columns.shape[-1], last)
-        layers, config = self.layout.layers, self.config
-        copied = {config.num_attention_heads: True, config.num_key_value_heads: False}
-        copies = [copied[len(layer.spectra)] for layer in layers]
+        layers, kv_heads = self.layout.layers, self.config.num_key_value_heads
         # Layers whose cached keys are encoded again in every forward pass.
         plain = [
-            cache is not None and (copies_keys or layer.frequencies_follow_length)
-            for layer, copies_keys in zip(layers, copies, strict=True)
+            cache is not None and (len(layer.spectra) > kv_heads or layer.frequencies_follow_length)
+            for layer in layers
         ]
         new = seen = head_groups(self.layout, positions, lengths, x.dtype)
         if past and any(plain):
@@ -211,7 +209,6 @@ class Decoder(LanguageModel):
                 mask=masks[i],
                 cache=None if cache is None else cache.layers[i],
                 qk_norm=layer.qk_norm,
-                copies_keys=copies[i],
                 caches_plain_keys=plain[i],
                 intervene=change,
                 last=last if i == len(layers) - 1 else None,
@@ -266,9 +263,15 @@ class Decoder(LanguageModel):
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""
-        weight = self.embed_tokens.weight
-        dtype = self.compute_dtype or weight.dtype
-        return KVCache.empty(self.config, rows, capacity, dtype, weight.device)
+        config, weight = self.config, self.embed_tokens.weight
+        shape = rows, config.num_key_value_heads, capacity, config.head_size
+
+        # Zeros: in columns before a row begins, a weight of 0 times NaN would be NaN.
+        def zeros() -> Tensor:
+            dtype = self.compute_dtype or weight.dtype
+            return torch.zeros(shape, dtype=dtype, device=weight.device)
+
+        return KVCache([LayerCache(zeros(), zeros()) for _ in range(config.num_hidden_layers)])
 
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, from its shape alone (PaLM, App. B, but causal).
+"""Floating-point operations of a model, from its shape alone (PaLM, App. B, but causal); of GPUs.
 
 Counts matrix products, with two operations per multiply-add, and neither norms, rotations, softmax,
 biases nor embedding look-ups. Attention counts visible pairs of a query and a key only, whatever
@@ -9,7 +9,9 @@ memory is not counted again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Literal
 
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
@@ -47,3 +49,35 @@ def training_flops(
     Backward has two products for each one of forward: for its left and its right factor.
     """
     return 3 * forward_flops(config, layout, length, documents)
+
+
+# Dense peaks in bf16 (TFLOP/s), from vendors' data sheets. Many of NVIDIA's print peaks for 2:4
+# sparse matrices and say so in a footnote; the dense peaks, which count in training, are half of
+# these. The key is the whole name without the vendor. TF32 runs at half of bf16: the same data
+# sheets have 156 for the A100, 495 for the H100 SXM, 653.7 for the MI300X.
+PEAKS = {
+    r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": 312.0,  # 2021, all form factors
+    r"RTX A6000": 154.8,  # GA102 architecture whitepaper, appendix
+    r"GeForce RTX 4090": 165.2,  # Ada whitepaper, with float32 accumulation
+    r"L40S": 362.05,  # 2023
+    r"H100 80GB HBM3|H200": 989.4,  # SXM5: 1978.9 sparse
+    r"GH200 (120GB|480GB|144G HBM3e)": 989.4,  # 1979 sparse
+    r"H100 PCIe": 756.0,  # 1513 sparse
+    r"H[12]00 NVL": 835.5,  # 1671 sparse
+    r"B200": 2250.0,  # a GPU of an HGX B200: 4500 sparse
+    r"GB200": 2500.0,  # a GPU of a GB200 NVL72: 5000 sparse
+    r"MI300X( VF)?": 1307.4,  # 2023
+}
+
+
+def dense_peak(device_name: str, precision: Literal["fp32", "bf16"]) -> float | None:
+    """Return the dense peak in operations per second, or None if it is unknown.
+
+    ``device_name`` from torch must match as a whole: a slice of a device, or a sibling with a
+    longer name, is another device. Products of float32 run in TF32.
+    """
+    name = re.sub(r"^(NVIDIA |AMD Instinct )+", "", device_name)
+    for pattern, peak in PEAKS.items():
+        if re.fullmatch(pattern, name):
+            return peak * 1e12 / (2 if precision == "fp32" else 1)
+    return None

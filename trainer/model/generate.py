@@ -11,35 +11,38 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.model.cache import KVCache
-from trainer.model.config import Sampling
 from trainer.model.language_model import LanguageModel
 
 
 class Sampler:
-    """Sampler for ``rows`` sequences, with one random generator per sequence."""
+    """Sampler of tokens, with one random generator per sequence.
 
-    def __init__(self, sampling: Sampling, rows: int) -> None:
-        self.sampling = sampling
-        self.generators = [torch.Generator().manual_seed(sampling.seed + r) for r in range(rows)]
+    ``temperature`` divides the logits; 0 takes the most likely token. ``top_p`` draws from the
+    smallest set of most likely tokens with that total probability (Holtzman et al. 2020). Row r
+    draws from a generator seeded with ``seed + r``, so that it does not depend on the other rows.
+    """
+
+    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+        self.temperature, self.top_p, self.seed = temperature, top_p, seed
+        self.generators: dict[int, torch.Generator] = {}
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Draw one token id per sequence, ``[B]``, from logits ``[B, vocab]`` of the sequences
         ``rows``."""
-        if self.sampling.temperature == 0:
+        if self.temperature == 0:
             return logits.argmax(dim=-1)
+        for row in {*rows} - self.generators.keys():
+            self.generators[row] = torch.Generator().manual_seed(self.seed + row)
         draws = [torch.rand((1,), generator=self.generators[row]) for row in rows]
         # float64: in float32 the cumulative sum of a large vocabulary may end below a draw.
-        p = (logits.double() / self.sampling.temperature).softmax(dim=-1)
+        p = (logits.double() / self.temperature).softmax(dim=-1)
         order = None
-        if self.sampling.top_p < 1:
+        if self.top_p < 1:
             p, order = p.sort(dim=-1, descending=True, stable=True)
-            p = p.masked_fill(p.cumsum(dim=-1) - p >= self.sampling.top_p, 0)
+            p = p.masked_fill(p.cumsum(dim=-1) - p >= self.top_p, 0)
         sums = p.cumsum(dim=-1)
         chosen = torch.searchsorted(sums, torch.stack(draws).to(sums) * sums[:, -1:], right=True)
         return (chosen if order is None else order.gather(-1, chosen))[:, 0]
-
-
-GREEDY = Sampling()
 
 
 @torch.no_grad()
@@ -48,7 +51,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    sampling: Sampling = GREEDY,
+    sampler: Sampler | None = None,
     end_tokens: Collection[int] = (),
     never_first: Collection[int] = (),
     on_token: Callable[[int, int], bool | None] | None = None,
@@ -59,6 +62,7 @@ def generate(
     per step, and finished ones leave the batch.
 
     Args:
+        sampler: draws the tokens; None: takes the most likely ones.
         end_tokens: tokens that end a sequence.
         never_first: tokens that may not be the first new token.
         on_token: called with a prompt's index and each new token, for instance to print it;
@@ -86,7 +90,7 @@ def generate(
         prompts,
         max_new_tokens,
         rows=rows,
-        sampling=sampling,
+        sampler=sampler,
         end_tokens=end_tokens,
         on_token=on_token,
     )
@@ -101,7 +105,7 @@ def continue_from_cache(
     max_new_tokens: int,
     *,
     rows: Sequence[int] | None = None,
-    sampling: Sampling = GREEDY,
+    sampler: Sampler | None = None,
     end_tokens: Collection[int] = (),
     on_token: Callable[[int, int], bool | None] | None = None,
 ) -> list[list[int]]:
@@ -118,7 +122,7 @@ def continue_from_cache(
     """
     rows = list(range(len(logits)) if rows is None else rows)
     new: list[list[int]] = [[] for _ in rows]
-    sampler, switches = Sampler(sampling, len(rows)), model.layout.switches
+    sampler, switches = sampler or Sampler(), model.layout.switches
     for step in range(1, max_new_tokens + 1):
         tokens = sampler(logits, rows).tolist()
         # In reverse order: a finished sequence is replaced by the last one.

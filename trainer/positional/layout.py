@@ -1,4 +1,4 @@
-"""The spectrum of every layer and head: uniform models, layer hybrids, head hybrids.
+"""The spectrum of every layer and head: uniform models, layer hybrids, head hybrids; and the drop.
 
 A layout assigns spectra to key-value heads; the query heads that read a key-value head share its
 spectrum. An evaluation may assign a spectrum to every query head of a layer: each then has a copy
@@ -8,7 +8,7 @@ of its keys. Every checkpoint stores the layout of its time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -24,6 +24,7 @@ LayerChoice = Literal["all"] | list[int] | None
 """Layers that an extension changes: all, or indices, where negative ones count from the last. None:
 the layers that see more than C keys, since a window within C meets no distance that was not
 trained."""
+NOPE = Spectrum()
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,6 @@ class LayerEncoding:
             raise ValueError("the layer has an intervention already; two on it do not combine")
         return replace(self, intervention=intervention)
 
-    def map(self, change: Callable[[Spectrum], Spectrum]) -> LayerEncoding:
-        """Replace every spectrum by ``change(spectrum)``; return the new layer."""
-        changed = {spectrum: change(spectrum) for spectrum, _ in self.groups}
-        return replace(self, spectra=tuple(changed[spectrum] for spectrum in self.spectra))
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -83,32 +79,32 @@ class Layout:
 
     ``training_length``: C, the length in tokens that the model was trained at. ``reach``: tokens
     that the rescaling of a published model already reaches, if more than C; every further rescaling
-    is the identity up to there. Equal layers are one object, so that results for a layer can be
-    looked up by its identity.
+    is the identity up to there.
     """
 
     training_length: int
     layers: tuple[LayerEncoding, ...]
     reach: int = 0
 
-    def __post_init__(self) -> None:
-        by_value: dict[LayerEncoding, LayerEncoding] = {}
-        objects = {id(layer): layer for layer in self.layers}
-        shared = {key: by_value.setdefault(layer, layer) for key, layer in objects.items()}
-        object.__setattr__(self, "layers", tuple(shared[id(layer)] for layer in self.layers))
+    @cached_property
+    def distinct(self) -> dict[LayerEncoding, list[int]]:
+        """Distinct layers, in order of first appearance, and the indices of each."""
+        indices: dict[LayerEncoding, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            indices.setdefault(layer, []).append(index)
+        return indices
 
     @cached_property
     def spectra(self) -> tuple[Spectrum, ...]:
         """Distinct spectra, in order of first appearance."""
-        distinct = {id(layer): layer for layer in self.layers}.values()
-        return tuple(dict.fromkeys(s for layer in distinct for s, _ in layer.groups))
+        return tuple(dict.fromkeys(s for layer in self.distinct for s, _ in layer.groups))
 
     @cached_property
     def follows_length(self) -> bool:
         """Whether :meth:`at` depends on the length."""
         return any(spectrum.follows_length for spectrum in self.spectra)
 
-    @cached_property
+    @property
     def frequencies_follow_length(self) -> bool:
         """Whether the rotation of keys changes once the sequence has grown."""
         return any(spectrum.long is not None for spectrum in self.spectra)
@@ -160,16 +156,14 @@ class Layout:
     ) -> Layout:
         """Replace every spectrum of ``layers`` (default: all) by ``change(spectrum)``; return the
         new layout."""
-        indices = range(len(self.layers)) if layers is None else {*layers}
-        distinct = {id(self.layers[i]): self.layers[i] for i in indices}
-        changed = {key: layer.map(change) for key, layer in distinct.items()}
-        return replace(
-            self,
-            layers=tuple(
-                changed[id(layer)] if index in indices else layer
-                for index, layer in enumerate(self.layers)
-            ),
-        )
+        indices = range(len(self.layers)) if layers is None else layers
+        spectra = dict.fromkeys(s for index in indices for s, _ in self.layers[index].groups)
+        changed = {spectrum: change(spectrum) for spectrum in spectra}
+        new = list(self.layers)
+        for index in indices:
+            heads = tuple(changed[spectrum] for spectrum in new[index].spectra)
+            new[index] = replace(new[index], spectra=heads)
+        return replace(self, layers=tuple(new))
 
     def chosen(self, layers: LayerChoice) -> list[int]:
         """Return the indices of the layers that an extension changes, from 0 on.
@@ -177,20 +171,10 @@ class Layout:
         Raises:
             IndexError: a layer does not exist.
         """
-        indices, C = range(len(self.layers)), self.training_length
         if isinstance(layers, list):
-            return sorted({indices[index] for index in layers})
-        windows = (layer.window or math.inf for layer in self.layers)
+            return _indices(layers, len(self.layers))
+        windows, C = (layer.window or math.inf for layer in self.layers), self.training_length
         return [index for index, window in enumerate(windows) if layers == "all" or window > C]
-
-    def rotating(self, layers: LayerChoice) -> list[int]:
-        """Return the indices of the layers that an extension changes and in which a head
-        rotates."""
-        return [
-            index
-            for index in self.chosen(layers)
-            if any(spectrum.rotates for spectrum, _ in self.layers[index].groups)
-        ]
 
     def of_layers(self, layers: LayerChoice) -> Layout:
         """Return the layout of these layers alone."""
@@ -250,7 +234,7 @@ class Layout:
                 )
                 for layer in values["layers"]
             ),
-            values.get("reach", 0),
+            values["reach"],
         )
 
 
@@ -269,3 +253,47 @@ def uniform(
     """
     layer = LayerEncoding((spectrum,) * heads, window, qk_norm)
     return Layout(training_length, (layer,) * layers)
+
+
+def drop(
+    layout: Layout,
+    to: Spectrum = NOPE,
+    *,
+    layers: Collection[int] | None = None,
+    heads: Collection[int] | None = None,
+    windows: Sequence[int | None] | None = None,
+    qk_norm: bool = False,
+) -> Layout:
+    """Replace encodings by ``to``; return the new layout (DroPE, Sec. 5).
+
+    ``layers``, ``heads``: indices of the layers, and of their key-value heads; None: all, which is
+    the paper's method. If ``to`` has no temperature, a head keeps one that acts within the training
+    length, since its weights were trained with it. ``windows``: new windows of all layers, repeated
+    over the depth; None: those before. ``qk_norm``: also enable the query and key norms of these
+    layers.
+
+    Raises:
+        IndexError: an index is out of range.
+    """
+
+    def dropped(spectrum: Spectrum) -> Spectrum:
+        before = spectrum.temperature
+        is_trained = before.scale != 1 or before.is_trained(layout.training_length)
+        keeps = is_trained and to.temperature.is_none
+        return replace(to, temperature=before) if keeps else to
+
+    new = list(layout.layers)
+    for index in _indices(layers, len(new)):
+        spectra = list(new[index].spectra)
+        for head in _indices(heads, len(spectra)):
+            spectra[head] = dropped(spectra[head])
+        norms = new[index].qk_norm or qk_norm
+        new[index] = replace(new[index], spectra=tuple(spectra), qk_norm=norms)
+    if windows is not None:
+        new = [replace(x, window=windows[i % len(windows)]) for i, x in enumerate(new)]
+    return replace(layout, layers=tuple(new))
+
+
+def _indices(chosen: Collection[int] | None, count: int) -> list[int]:
+    """Return indices counted from 0, each once and in order; all of them for None."""
+    return sorted({range(count)[index] for index in (range(count) if chosen is None else chosen)})

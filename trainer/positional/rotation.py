@@ -148,13 +148,12 @@ def head_groups(
             tables[key] = (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
         return HeadGroup(kv_heads, *tables[key], temperature)
 
-    by_layer: dict[int, Groups] = {}
-    for layer in layout.layers:
-        if id(layer) not in by_layer:
-            by_layer[id(layer)] = tuple(
-                group(spectrum, heads, layer.window) for spectrum, heads in layer.groups
-            )
-    return [by_layer[id(layer)] for layer in layout.layers]
+    of_layers: list[Groups] = [()] * len(layout.layers)
+    for layer, indices in layout.distinct.items():
+        groups = tuple(group(spectrum, heads, layer.window) for spectrum, heads in layer.groups)
+        for index in indices:
+            of_layers[index] = groups
+    return of_layers
 
 
 def _temperature(

@@ -12,8 +12,7 @@ from itertools import accumulate
 from trainer.common.errors import UserError
 from trainer.config import SAME, DataConfig, PhaseConfig, RunConfig
 from trainer.positional.config import build_layout, spectrum_of
-from trainer.positional.drop import drop
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import RESCALINGS
 
 RECALIBRATION = "recalibrate"

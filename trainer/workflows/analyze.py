@@ -26,6 +26,7 @@ from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.progress import Progress
+from trainer.common.ranks import device_type
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
@@ -116,7 +117,7 @@ def target_of(
     saved: SavedModel, config: AnalysisConfig, ids: Tensor, choice: Tensor | None
 ) -> Target:
     """Load a model, with the layout of ``analysis.method``, and write its needle prompts."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
     model = saved.load(device, config.dtype).eval()
     if config.method is not None:
         use_method(model, saved, config.method, ids.shape[1])

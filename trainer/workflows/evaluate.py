@@ -12,7 +12,7 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.common.ranks import Ranks, current_ranks, device_of
+from trainer.common.ranks import Ranks, current_ranks, device_of, device_type
 from trainer.config import (
     STATEMENTS,
     DataConfig,
@@ -137,7 +137,7 @@ def measure_models(
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
             or no method applies to any model.
     """
-    device = "cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_type(accelerator)
     dtype = precision_of(config.dtype, device)
     C = models[0].training_length
     config = replace(config.in_multiples(C), dtype=dtype)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 
 from trainer.common.processes import usual_threads
+from trainer.common.ranks import device_type
 from trainer.config import GenerationRequest
 from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.saved_model import precision_of
-from trainer.model.config import Sampling
-from trainer.model.generate import TextStream, generate
+from trainer.model.generate import Sampler, TextStream, generate
 from trainer.runs.models import find_model
 
 
@@ -29,7 +29,7 @@ def continue_prompts(
     """
     torch.set_num_threads(usual_threads())
     saved = find_model(request.checkpoint)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type()
     model = saved.for_inference(device, precision_of(request.dtype, device))
     names = dict.fromkeys((saved.name, saved.path.name))  # an export has one name
     say(", ".join(names))
@@ -53,7 +53,7 @@ def continue_prompts(
         model,
         prompts,
         request.max_new_tokens,
-        sampling=Sampling(request.temperature, request.top_p, request.seed),
+        sampler=Sampler(request.temperature, request.top_p, request.seed),
         end_tokens=model.end_tokens or end_tokens(tokenizer),
         on_token=on_token,
     )

@@ -10,14 +10,14 @@ from dataclasses import replace
 from torch import nn
 
 from trainer.config import MAIN, RunConfig
-from trainer.lightning.setup import dense_peak, make_decoder
+from trainer.lightning.setup import make_decoder
 from trainer.model.config import ModelConfig
-from trainer.model.flops import training_flops
+from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import Phase, phases_of, tokens_at
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
-"""Names of GPUs as :func:`trainer.lightning.setup.dense_peak` has them."""
+"""Names of GPUs as :func:`trainer.model.flops.dense_peak` has them."""
 ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
 STATE = 16

@@ -22,6 +22,7 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import usual_threads
+from trainer.common.ranks import best_precision, device_type
 from trainer.config import RunConfig
 from trainer.evaluation.results import Report
 from trainer.interchange.published import find_pretrained
@@ -105,8 +106,8 @@ def measure_speed(
 ) -> Speed:
     """Train a model of this shape for three steps, on random tokens; the fastest one counts."""
     torch.set_num_threads(threads or usual_threads())
-    device = "cuda" if torch.cuda.is_available() and accelerator != "cpu" else "cpu"
-    half = device == "cuda" and torch.cuda.is_bf16_supported(False)
+    device = device_type(accelerator)
+    half = best_precision(device) == "bf16"
     tokens, read = PASS_TOKENS[device], SHORTEST
     if device == "cuda":
         free = 0.8 * torch.cuda.mem_get_info()[0] - STATE * parameters_of(config)
