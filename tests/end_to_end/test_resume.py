@@ -113,7 +113,7 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
         "config.yaml", "metrics.csv", "checkpoints", "report.html", "figures", "log.txt",
         "evaluation", "results.csv", "trials.parquet", FACTS,
     }  # fmt: skip
-    assert report.drop.loss_end > 0
+    assert report.drop["loss_end"] > 0
     assert tuple(report.rows.columns) == COLUMNS
     assert not list(run_dir.rglob("*.partial"))
 

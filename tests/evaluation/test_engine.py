@@ -14,13 +14,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.config import ChoiceSettings, DopeSettings, EvaluationConfig, TemperatureSettings
-from trainer.data.needles import NeedleVocabulary
+from trainer.config import (
+    ChoiceSettings,
+    DopeSettings,
+    EvaluationConfig,
+    NeedleTaskSettings,
+    TemperatureSettings,
+)
 from trainer.evaluation import dope, passes
 from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
+from trainer.evaluation.held_out import Perplexity, statements
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Perplexity, Statements
 from trainer.evaluation.methods import method_for
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
@@ -47,9 +52,9 @@ def saved(name, model, load=None, layout=None):
     )
 
 
-def rows(measured):
+def rows(trials):
     """Rows without seconds."""
-    return rows_of(measured.trials, {}, "run", 0).fillna(-1.0).to_dict("records")
+    return rows_of(trials, "run", 0).drop(columns="seconds").fillna(-1.0).to_dict("records")
 
 
 def perplexity(corpus, lengths=LENGTHS):
@@ -59,7 +64,7 @@ def perplexity(corpus, lengths=LENGTHS):
 
 @pytest.fixture
 def evaluation(model, corpus, tmp_path):
-    """A function that evaluates into one store; returns results and how often weights were read."""
+    """A function that evaluates into one store; returns trials and how often weights were read."""
     loads = []
 
     def load():
@@ -76,17 +81,18 @@ def evaluation(model, corpus, tmp_path):
         config = EvaluationConfig(methods=list(methods))
         end = corpus.end_of_text
         of_model = {"tiny": [method_for(name, model.layout, config) for name in methods]}
-        vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
+        needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
         tasks = [
             perplexity(corpus, lengths),
-            Statements.make(corpus.test, lengths, vocabulary, end, trials, 2, 1),
+            statements(corpus, corpus.test, lengths, needles),
         ]
         text = FitText({}, end)
         plans = plan_cells(
             [saved("tiny", model, load)], of_model, tasks, lengths, text, Settings(tokens)
         )
         go.plans = plans
-        return measure_cells(plans, text, Store(tmp_path / folder), Settings(tokens)), len(loads)
+        trials, _ = measure_cells(plans, text, Store(tmp_path / folder), Settings(tokens))
+        return trials, len(loads)
 
     return go
 
@@ -102,7 +108,7 @@ def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation
         for task in ("perplexity", "statements")
     ]
     assert model.layout == before
-    trials = measured.trials[measured.trials.length == 32]
+    trials = measured[measured.length == 32]
     unchanged, rescaled = (trials.value[trials.method == m].tolist() for m in ("none", "yarn"))
     assert unchanged == rescaled
 
@@ -131,7 +137,7 @@ def test_stored_cells_are_not_measured_again(evaluation):
     assert once_more == loads + 1
     # Other trials are another measurement.
     fewer, _ = evaluation(["none"], trials=4)
-    assert (fewer.trials.task == "statements").sum() == 4 * len(LENGTHS)
+    assert (fewer.task == "statements").sum() == 4 * len(LENGTHS)
 
 
 @pytest.mark.slow
@@ -156,17 +162,20 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     assert alive == [0, 0, 0]
 
 
+def cells_of(model, corpus, config, text, tokens=4096, load=None):
+    """The cells of a configuration's methods for one model in perplexity."""
+    methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
+    task, settings = perplexity(corpus), Settings(tokens)
+    return plan_cells([saved("tiny", model, load)], methods, [task], LENGTHS, text, settings)
+
+
 def test_a_fit_on_other_text_is_another_measurement(model, corpus):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
-    methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
-    subject = saved("tiny", model)
-    task = perplexity(corpus)
 
     def keys(windows):
         text = FitText({64: np.zeros((windows, 64), int)}, 0)
-        cells = plan_cells([subject], methods, [task], LENGTHS, text, Settings())
-        return [cell.key for cell in cells]
+        return [cell.key for cell in cells_of(model, corpus, config, text)]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False]
@@ -191,56 +200,44 @@ def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
 
 
 def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
-    subject = saved("tiny", model)
-    names, task = ["none", "dope", "yarn+weighted_rope"], perplexity(corpus)
+    names = ["none", "dope", "yarn+weighted_rope"]
 
     def keys(text=0, **choice):
-        settings = ChoiceSettings(**choice)
-        config = EvaluationConfig(lengths=[1, 2], methods=names, choice=settings)
-        methods = {"tiny": [method_for(name, model.layout, config) for name in names]}
+        config = EvaluationConfig(lengths=[1, 2], methods=names, choice=ChoiceSettings(**choice))
         read = FitText({}, 0, choice={n: np.full((2, n), text) for n in LENGTHS})
-        cells = plan_cells([subject], methods, [task], LENGTHS, read, Settings())
-        return [cell.key for cell in cells]
+        return [cell.key for cell in cells_of(model, corpus, config, read)]
 
     first = keys()
     for others in (keys(length=2), keys(text="standard"), keys(texts=1), keys(1)):
         assert [a == b for a, b in zip(first, others, strict=True)] == [True] * 2 + [False] * 4
 
 
-def test_chosen_heads_are_noted_for_all_lengths_also_by_a_resumed_evaluation(
-    model, corpus, tmp_path
-):
-    config = EvaluationConfig(lengths=[1, 2], dope=DopeSettings(heads=2))
-    methods = {"tiny": [method_for("dope", model.layout, config)]}
-    subject = saved("tiny", model)
+def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
+    config = EvaluationConfig(lengths=[1, 2], methods=["dope"], dope=DopeSettings(heads=2))
     windows = windows_with_common_ends(corpus.validation, 3, LENGTHS)
-    text, store = FitText(windows, 0), Store(tmp_path)
-    plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings())
-    first = measure_cells(plans, text, store, Settings())
-    for length, note in zip(LENGTHS, first.notes, strict=True):
+    text = FitText(windows, 0)
+    cells = cells_of(model, corpus, config, text)
+    _, notes = measure_cells(cells, text, Store(tmp_path), Settings())
+    for length, note in zip(LENGTHS, notes, strict=True):
         heads = dope.select(model, torch.from_numpy(windows[length]), config.dope).words
         assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
-    for path in tmp_path.glob("fit-*"):
-        path.unlink()
-    assert measure_cells(plans, text, store, Settings()).notes == first.notes
 
 
 def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     model, corpus, tmp_path, monkeypatch
 ):
     """Methods choose before their cells are measured; the resumed evaluation reads the choice."""
+    temperature = TemperatureSettings(grid=[0.1, 0.3], models="all")
     config = EvaluationConfig(
-        lengths=[1, 2], temperature=TemperatureSettings(grid=[0.1, 0.3], models="all")
+        lengths=[1, 2], methods=["dope", "temperature"], temperature=temperature
     )
-    methods = {"tiny": [method_for(name, model.layout, config) for name in ("dope", "temperature")]}
     windows = windows_with_common_ends(corpus.validation, 2, LENGTHS)
     text = FitText(windows, corpus.end_of_text)
-    subject = saved("tiny", model)
+    cells = cells_of(model, corpus, config, text)
 
     def go(folder):
-        plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings())
-        measured = measure_cells(plans, text, Store(tmp_path / folder), Settings())
-        return measured.notes, rows(measured)
+        trials, notes = measure_cells(cells, text, Store(tmp_path / folder), Settings())
+        return notes, rows(trials)
 
     whole = go("whole")
 
@@ -280,11 +277,11 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     whole, _ = evaluation(["none"], folder="whole", tokens=64)
     read, parts = Perplexity.read, []
 
-    def counting(task, model, length, tokens, reads, part):
+    def counting(task, reading):
         if len(parts) == 2:
             raise KeyboardInterrupt
-        parts.append((length, part[0]))
-        return read(task, model, length, tokens, reads, part)
+        parts.append((reading.length, reading.part[0]))
+        return read(task, reading)
 
     with monkeypatch.context() as patch:
         patch.setattr(Perplexity, "read", counting)
@@ -293,9 +290,9 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     assert parts == [(32, 0), (32, 1)]
     parts.clear()
 
-    def counting_on(task, model, length, tokens, reads, part):
-        parts.append((length, part[0]))
-        return read(task, model, length, tokens, reads, part)
+    def counting_on(task, reading):
+        parts.append((reading.length, reading.part[0]))
+        return read(task, reading)
 
     monkeypatch.setattr(Perplexity, "read", counting_on)
     cells, _ = evaluation(["none"], folder="killed", tokens=64)
@@ -308,26 +305,27 @@ def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts):
     keys = []
     for tokens in (64, 65):
         evaluation(["none"], folder="a", tokens=tokens)
-        keys.append({str(key) for plan in evaluation.plans for _, key in plan.parts("cpu")})
+        keys.append({str(cell.part_key(i)) for cell in evaluation.plans for i in range(cell.parts)})
     assert not keys[0] & keys[1]
 
 
 def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
     model, corpus, small_parts, tmp_path
 ):
-    config = EvaluationConfig(lengths=[1, 2], temperature=TemperatureSettings(models="all"))
-    names = ("none", "temperature", "yarn+temperature")
-    methods = {"tiny": [method_for(name, model.layout, config) for name in names]}
+    config = EvaluationConfig(
+        lengths=[1, 2],
+        methods=["none", "temperature", "yarn+temperature"],
+        temperature=TemperatureSettings(models="all"),
+    )
     windows = windows_with_common_ends(corpus.validation, 2, [64])
     text = FitText(windows, corpus.end_of_text)
     load = partial(copy.deepcopy, model)  # each process has its own
-    subject = saved("tiny", model, load)
-    plans = plan_cells([subject], methods, [perplexity(corpus)], LENGTHS, text, Settings(64))
-    alone = measure_cells(plans, text, Store(tmp_path / "alone"), Settings(64))
-    go = partial(measure_cells, plans, text, Store(tmp_path / "shared"), Settings(64))
+    cells = cells_of(model, corpus, config, text, 64, load)
+    alone, notes = measure_cells(cells, text, Store(tmp_path / "alone"), Settings(64))
+    go = partial(measure_cells, cells, text, Store(tmp_path / "shared"))
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(go, 0, 2)
-        assert go(1, 2).trials.empty
-        together = first.result()
-    assert together.notes == alone.notes
+        first = pool.submit(go, Settings(64, rank=0, ranks=2))
+        assert go(Settings(64, rank=1, ranks=2))[0].empty
+        together, shared_notes = first.result()
+    assert shared_notes == notes
     assert rows(together) == rows(alone)

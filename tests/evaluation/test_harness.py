@@ -19,6 +19,7 @@ from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerFast
 
 from trainer.evaluation.harness import HarnessModel, harness_tasks
+from trainer.evaluation.task import Reading
 
 MAX_LENGTH = 32
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]
@@ -103,23 +104,23 @@ def task(tmp_path, monkeypatch):
     return tmp_path
 
 
-def values(task, model, part=(0, 1)):
-    """Values of the task's metric by question."""
-    read = task.read(model, MAX_LENGTH, 64, part=part)
-    return {trial: value for trial, metric, value in sorted(read) if metric == task.metric}
+def values(task, model, metric="acc", part=(0, 1)):
+    """Values of a metric by question."""
+    read = task.read(Reading(model, MAX_LENGTH, 64, part=part))
+    return {trial: x for trial, key, x in sorted(read) if key == f"{task.name}_{metric}"}
 
 
 def test_a_task_from_a_file(models, task):
     """lm-eval's own model scores the same questions alike."""
     ours, theirs = models
     settings = HarnessSettings(["sums"], limit=4, include_path=str(task))
-    found = {each.key: each for each in harness_tasks(settings, ours.encoder)}
-    assert {*found} == {"sums_acc", "sums_acc_norm"}
+    (found,) = harness_tasks(settings, ours.encoder)
+    assert {*found.titles} == {"sums_acc", "sums_acc_norm"}
     expected = lm_eval.simple_evaluate(
         theirs, tasks=["sums"], limit=4, task_manager=TaskManager(include_path=str(task))
     )["results"]["sums"]
     for metric in ("acc", "acc_norm"):
-        scores = values(found[f"sums_{metric}"], ours.model)
+        scores = values(found, ours.model, metric)
         assert [*scores] == [0, 1, 2, 3]
         assert sum(scores.values()) / 4 == expected[f"{metric},none"]
 
@@ -132,9 +133,9 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     )
     settings = HarnessSettings(["both", "sums"], limit=4, include_path=str(task))
     model = models[0].model
-    both, _, sums, _ = harness_tasks(settings, models[0].encoder)
+    both, sums = harness_tasks(settings, models[0].encoder)
     whole = values(sums, model)
     assert [*values(both, model).values()] == 2 * [*whole.values()]
     assert both.trials(32).label.tolist() == ["sums"] * 4 + ["more"] * 4
     assert both.fingerprint(32) != sums.fingerprint(32)
-    assert values(sums, model, (0, 2)) | values(sums, model, (1, 2)) == whole
+    assert values(sums, model, part=(0, 2)) | values(sums, model, part=(1, 2)) == whole

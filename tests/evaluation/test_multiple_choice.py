@@ -14,6 +14,7 @@ from trainer.evaluation.multiple_choice import (
     multiple_choice_tasks,
     read_questions,
 )
+from trainer.evaluation.task import Reading
 
 KNOWN = {
     # The short answer is likeliest, the long one per character.
@@ -72,23 +73,14 @@ def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     write(tmp_path / "t.jsonl.gz", [label, 0])
     write(tmp_path / "other.jsonl.gz", [1, 1])
     settings = MultipleChoiceSettings(str(tmp_path), ["t"])
-    tasks = multiple_choice_tasks(settings, KnownEncoder())
-    assert [task.key for task in tasks] == ["t_acc", "t_acc_norm"]
-    for task, hit in zip(tasks, right, strict=True):
-        values = task.read(None, 100, 100)
-        assert [x for _, metric, x in values if metric == task.metric] == [hit, 1]
-        assert [trial for trial, _, _ in values] == [0, 0, 1, 1]
-        assert len(task.trials(100)) == 2
-    (first, _) = multiple_choice_tasks(replace(settings, limit=1), KnownEncoder())
+    (task,) = multiple_choice_tasks(settings, KnownEncoder())
+    values = task.read(Reading(None, 100, 100))
+    assert [*task.titles] == ["t_acc", "t_acc_norm"]
+    for key, hit in zip(task.titles, right, strict=True):
+        assert [(trial, x) for trial, name, x in values if name == key] == [(0, hit), (1, 1)]
+    assert len(task.trials(100)) == 2
+    (first,) = multiple_choice_tasks(replace(settings, limit=1), KnownEncoder())
     assert len(first.questions) == 1
-
-
-def test_both_metrics_share_one_reading_and_tasks_do_not(tmp_path):
-    write(tmp_path / "t.jsonl.gz", [0, 0])
-    write(tmp_path / "other.jsonl.gz", [1, 1])
-    settings = MultipleChoiceSettings(str(tmp_path), ["t", "other"])
-    acc, norm, other, _ = multiple_choice_tasks(settings, KnownEncoder())
-    assert acc.fingerprint(100) == norm.fingerprint(100) != other.fingerprint(100)
 
 
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from trainer.data.needles import Trials
-from trainer.evaluation.measurements import Perplexity, Prompted, Statements
+from trainer.evaluation.held_out import Perplexity, Statements
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import Store, fingerprint
+from trainer.evaluation.task import PromptTask
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,8 @@ def test_a_perplexity_depends_on_all_that_it_reads():
         "windows": {**windows, 4: windows[4] + 1},
         "first_token": 1,
         "last": 3,
-        "key": "other",
-        "title": "Other",
-        "metric": "other",
     }
-    assert told_apart(task, others) == {"key", "windows", "first_token", "last"}
+    assert told_apart(task, others) == {"windows", "first_token", "last"}
     # Each cell reads the windows of its own length.
     longer = replace(task, windows={**windows, 8: windows[8] + 1})
     assert longer.fingerprint(4) == task.fingerprint(4)
@@ -81,13 +79,10 @@ def test_statements_depend_on_all_that_they_read():
     others = {
         "of_length": None,
         "first_token": 1,
-        "key": "other",
-        "title": "Other",
-        "metric": "other",
     }
     for name in ("prompts", "answers", "depths"):
         others["of_length"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
-        assert told_apart(task, others) == {"key", "of_length", "first_token"}, name
+        assert told_apart(task, others) == {"of_length", "first_token"}, name
 
 
 def test_prompts_depend_on_every_field_but_their_group():
@@ -103,13 +98,7 @@ def test_prompts_depend_on_every_field_but_their_group():
     }
 
     def print_of(asked):
-        class Task:
-            name, stop, score = "task", None, None
-
-            def prompts(self, length):
-                return asked
-
-        return Prompted(Task(), None).fingerprint(4)
+        return PromptTask("task", None, lambda length: asked, None).fingerprint(4)
 
     before = print_of([prompt])
     depends = {k for k, variant in changed(prompt, others).items() if print_of([variant]) != before}

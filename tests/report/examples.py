@@ -12,7 +12,6 @@ from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import (
     MEAN,
     TRIAL_COLUMNS,
-    Change,
     Observation,
     Report,
     RunSummary,
@@ -80,7 +79,8 @@ def loss(value, model="RoPE", method="none", length=2048, **fields):
 
 def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
     """A report of nothing but cells."""
-    parts, seconds = [table([], TRIAL_COLUMNS)], {}
+    columns = [*TRIAL_COLUMNS, "seconds"]
+    parts = [table([], columns)]
     for place, measured in cells:
         metric, values = next((m, measured[m + k]) for m, k in KINDS if m + k in measured)
         part = pd.DataFrame({"value": pd.Series(values, dtype=float), **place, "metric": metric})
@@ -88,8 +88,8 @@ def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
         part["text"] = measured.get("groups", range(len(part)))
         part["depth"] = pd.Series(measured.get("depths", [math.nan] * len(part)), dtype=float)
         part["label"] = pd.Series(measured.get("labels", [""] * len(part)), dtype=object)
-        parts.append(part[[*TRIAL_COLUMNS]])
-        seconds[tuple(place.values())] = measured.get("seconds", 1.0)
+        part["seconds"] = measured.get("seconds", 1.0)
+        parts.append(part[columns])
     trials = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
     over = {task: tasks.get(task, task) for task in trials.task.unique()}
     over |= {MEAN: "Mean over tasks"} if averaged(trials) else {}
@@ -97,8 +97,8 @@ def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
         **{
             "name": "r",
             "training_length": training_length,
-            "rows": rows_of(trials, seconds, "r", 0),
-            "trials": trials,
+            "rows": rows_of(trials, "r", 0),
+            "trials": trials[[*TRIAL_COLUMNS]],
             "methods": METHODS,
             "tasks": {**tasks, **over},
             "config": {},
@@ -106,6 +106,19 @@ def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
             **fields,
         }
     )
+
+
+def change(step, before, after, end=None, sequences=None, what="", length=0):
+    """A change of a run, as it notes it."""
+    return {
+        "step": step,
+        "what": what,
+        "length": length,
+        "loss_before": before,
+        "loss_after": after,
+        "loss_end": end,
+        "sequences": sequences or {},
+    }
 
 
 EXPERIMENT = {
@@ -117,7 +130,7 @@ EXPERIMENT = {
             "DroPE", "rope, dropped", 1000, 100, 6400, 4.2, ((1, 9.0), (50, None), (99, 4.5))
         ),
     ),
-    "drop": Change(80, 4.1, 6.0, 4.2),
+    "drop": change(80, 4.1, 6.0, 4.2),
     "observations": (
         Observation("first claim", "a paper", True, "100%"),
         Observation("second claim", "a paper", False, "0%"),

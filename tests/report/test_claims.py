@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from tests.report.examples import loss, report, statements
-from trainer.evaluation.results import Change, RunSummary
+from tests.report.examples import change, loss, report, statements
+from trainer.evaluation.results import RunSummary
 from trainer.evaluation.statistics import estimate
 from trainer.report.claims import RIVALS, Evidence, certainly_exceeds, observe
 
@@ -182,11 +182,11 @@ def test_losses_of_models_with_different_text_are_not_judged():
 @pytest.mark.parametrize(
     ("drop", "shown", "message"),
     [
-        (Change(800, 4.0, 6.0, 4.05), True, "98% of the rise is won back"),
-        (Change(800, 4.0, 6.0, 4.4), False, "80% of the rise is won back"),
-        (Change(800, 4.0, 3.9, 3.8), None, "no more than 1%"),
-        (Change(800, 4.0, float("nan"), 3.8), None, "missing"),
-        (Change(800, 4.0, 6.0, None), None, "missing"),
+        (change(800, 4.0, 6.0, 4.05), True, "98% of the rise is won back"),
+        (change(800, 4.0, 6.0, 4.4), False, "80% of the rise is won back"),
+        (change(800, 4.0, 3.9, 3.8), None, "no more than 1%"),
+        (change(800, 4.0, float("nan"), 3.8), None, "missing"),
+        (change(800, 4.0, 6.0, None), None, "missing"),
     ],
 )
 def test_recalibration_is_measured_by_the_rise_it_wins_back(drop, shown, message):
@@ -212,7 +212,7 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
     remaining = [0.02 * rise if len(set(rises)) == 1 else 0.08 for rise in rises]
     sequences = {"before": before, "after": after, "end": tuple(4.0 + x for x in remaining)}
     means = [fmean(sequences[name]) for name in ("before", "after", "end")]
-    (observation,) = observe(evidence(drop=Change(800, *means, sequences), runs=[DROPE]))
+    (observation,) = observe(evidence(drop=change(800, *means, sequences), runs=[DROPE]))
     assert observation.shown is shown
 
 
@@ -290,7 +290,7 @@ def test_nothing_is_judged_of_models_that_have_not_learned_their_text():
 
 @pytest.mark.parametrize(("after", "judged"), [(4.5, True), (4.03, False)])
 def test_claims_about_a_drop_need_one_that_changed_the_loss(after, judged):
-    observations = observed(ALL_CLAIMS, drop=Change(800, 4.0, after, 4.0))
+    observations = observed(ALL_CLAIMS, drop=change(800, 4.0, after, 4.0))
     about_drop = [o for o in observations if "DroPE" in o.claim]
     others = [o for o in observations if o.claim.startswith("RoPE")]
     assert all((o.shown is not None) == judged for o in about_drop if "NoPE" not in o.claim)

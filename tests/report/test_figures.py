@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from tests.report.examples import cell, loss, report
+from tests.report.examples import cell, change, loss, report
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import Change, Milestone, RunSummary
+from trainer.evaluation.results import RunSummary
 from trainer.plotting.panels import Line
 from trainer.report.figures import _perplexities, apart, benchmarks, depths_of, training
 from trainer.report.figures import plots as plots_of
@@ -150,7 +150,7 @@ def test_losses_over_steps_with_the_drop():
         RunSummary("RoPE", "rope", 1, 2, 3, None, ((1, 6.0), (2, 5.5))),
         RunSummary("not logged", "rope", 1, 2, 3),
     )
-    made = report(runs=runs, drop=Change(2, 4.0, 8.5, None))
+    made = report(runs=runs, drop=change(2, 4.0, 8.5, None))
     (plot,) = training(made, {"DroPE": 4, "RoPE": 0})
     (axes,) = plot.figure.axes
     assert drawn(axes)[:3:2] == [([1, 2, 4, 100], [5, 4, None, 3]), ([1, 2], [6, 5.5])]
@@ -170,10 +170,15 @@ def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
 
 def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
     scores = ({"a": 0.5, "b": 0.25, "perplexity/1x": 9.0}, {"a": 0.75, "b": None, "c": 1.0})
-    run = tuple(
-        Milestone(n, 1000 * n, n > 1, measured) for n, measured in enumerate((*scores, scores[0]))
+    made = tuple(
+        {"step": n, "tokens": 1000 * n, "dropped": n > 1, "scores": measured}
+        for n, measured in enumerate((*scores, scores[0]))
     )
-    (plot,) = benchmarks(report(milestones={"DroPE": run, "RoPE": run[:1], "NoPE": ()}))
+    runs = [
+        RunSummary(name, "rope", 1, 2, 3, milestones=milestones)
+        for name, milestones in (("DroPE", made), ("RoPE", made[:1]), ("NoPE", ()))
+    ]
+    (plot,) = benchmarks(report(runs=runs))
     heights = [y for _, y in drawn(plot.figure.axes[0])]
     assert heights[:3] == [[37.5, 87.5, 37.5], [50, 75, 50], [25, None, 25]]
     assert heights[3:5] == [[None, 100, None], [37.5]]

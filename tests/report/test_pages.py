@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.report.examples import EXPERIMENT, cell, example, report
-from trainer.evaluation.results import Change, RunSummary
+from tests.report.examples import EXPERIMENT, cell, change, example, report
+from trainer.evaluation.results import RunSummary
 from trainer.report.pages import lead, write_renderings
 
 
@@ -101,9 +101,9 @@ def test_the_lead_is_made_of_the_numbers():
 
 
 def test_changes_of_phases_and_troubles_are_on_the_page(tmp_path):
-    long = Change(1000, 4.25, 4.5, what="phase 'long'", length=4096)
+    long = change(1000, 4.25, 4.5, what="phase 'long'", length=4096)
     run = RunSummary("RoPE", "rope", 10, 2000, 64_000, skipped=9, finite=False, changes=(long,))
-    page = page_of(replace(report(runs=(run,)), drop=Change(500, 3.0, 5.0)), tmp_path)
+    page = page_of(replace(report(runs=(run,)), drop=change(500, 3.0, 5.0)), tmp_path)
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", page[page.index('id="changes"') :])
     assert [unescape(cell) for cell in cells] == [
         *("1\u202f000", "phase 'long'", "4\u202f096", "4.250", "4.500", "·"),

@@ -10,20 +10,18 @@ import pytest
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tests.report.examples import cell, report
-from trainer.evaluation.results import Change, Observation, RunSummary
+from tests.report.examples import cell, change, report
+from trainer.evaluation.results import Observation, RunSummary
 from trainer.report import terminal as console
 from trainer.report.tables import tables
 
-LONG = Change(1000, 4.25, 4.5, 3.125, what="phase 'long' [of all]", length=4096)
-DROPPED = Change(500, 3.0, 5.0, 3.5, what="dropped", length=64)
+LONG = change(1000, 4.25, 4.5, 3.125, what="phase 'long' [of all]", length=4096)
+DROPPED = change(500, 3.0, 5.0, 3.5, what="dropped", length=64)
 WHOLE = replace(
     report(
         runs=(
             RunSummary("RoPE", "rope", 10, 2000, 64_000, changes=(DROPPED, LONG), skipped=9),
-            RunSummary(
-                "NoPE", "nope", 10, 2000, 64_000, changes=(replace(DROPPED, loss_end=None),)
-            ),
+            RunSummary("NoPE", "nope", 10, 2000, 64_000, changes=(DROPPED | {"loss_end": None},)),
         )
     ),
     notes=("One [of two] was left out.",),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from tests.report.examples import change
 from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
 from trainer.config import EvaluationRequest, RunConfig
-from trainer.evaluation.measurements import Perplexity, Statements
-from trainer.evaluation.results import Change, RunSummary, troubles
+from trainer.evaluation.held_out import Perplexity, Statements
+from trainer.evaluation.results import RunSummary, troubles
 from trainer.lightning.fit import TrainedRun
 from trainer.runs.descriptions import label
 from trainer.runs.parsing import merged, parse, runs_of
@@ -98,11 +98,11 @@ def measured(monkeypatch):
     cells = Measured()
     for kind in (Perplexity, Statements):
 
-        def counting(task, model, length, *options, read=kind.read):
+        def counting(task, reading, read=kind.read):
             if len(cells) == cells.limit:
                 raise KeyboardInterrupt
-            cells.append((task.key, length))
-            return read(task, model, length, *options)
+            cells.append((*task.titles, reading.length))
+            return read(task, reading)
 
         monkeypatch.setattr(kind, "read", counting)
     return cells
@@ -129,7 +129,7 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     (run,) = report.runs
     assert (run.name, run.encoding) == ("DroPE", "rope, dropped at step 6")
     assert run.final_loss == report.rows.value[0]
-    assert report.drop.step == 6
+    assert report.drop["step"] == 6
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 
     # `evaluate` has nothing left to measure, and a finished run is shown as it was.
@@ -162,7 +162,7 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     assert report.rows.empty
     assert report.runs[0].final_loss is None
     assert (tmp_path / "run" / "report.html").is_file()
-    assert (report.config["name"], report.drop.step) == (base["name"], 6)
+    assert (report.config["name"], report.drop["step"]) == (base["name"], 6)
     rates = pd.read_csv(tmp_path / "run" / "metrics.csv").tokens_per_second
     rate = report.timing["tokens_per_second"]["DroPE"]
     assert rate == round(rates.quantile(0.5, interpolation="higher")) > 0
@@ -179,8 +179,8 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
         "long": {"steps": 6, "sequence_length": 256, "batch_size": 4},
         "dropped": {"steps": 4, "sequence_length": 256, "batch_size": 4, "drop": {}},
     }
-    longer = Change(10, 2.5, 2.75, what="longer", length=256)
-    dropped = Change(16, 2.0, 5.0, what="dropped", length=256)
+    longer = change(10, 2.5, 2.75, what="longer", length=256)
+    dropped = change(16, 2.0, 5.0, what="dropped", length=256)
     rows = [
         {"step": 5, "loss": 3.0, "skipped_steps": 1},
         {"step": 10},
@@ -189,7 +189,7 @@ def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
     run = made(
         tmp_path,
         rows,
-        {"long": asdict(longer), "dropped": asdict(dropped)},
+        {"long": longer, "dropped": dropped},
         phases=phases,
         data={"sequence_length": 128},
         positional={"layers": ["rope", "nope", "rope"]},

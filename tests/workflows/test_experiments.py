@@ -88,8 +88,8 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     run, *others = report.runs
     assert len(others) == len(config.controls)
     dropped = [phase.start for phase in phases if phase.settings.drop]
-    assert {change.step for change in run.changes} >= {*dropped}
-    assert all(change.loss_end is not None for change in run.changes)
+    assert {change["step"] for change in run.changes} >= {*dropped}
+    assert all(change["loss_end"] is not None for change in run.changes)
     assert set(report.rows.length) == {config.training_length, 2 * config.training_length}
     assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):

@@ -140,7 +140,7 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
         assert seen(perplexity.windows[length]) == {"test"}
         assert seen(statements.of_length[length].prompts) == {"test"}
         for task in prompted:
-            assert seen([prompt.tokens for prompt in task.task.prompts(length)]) == {"test"}
+            assert seen([prompt.tokens for prompt in task.prompts(length)]) == {"test"}
 
 
 def test_analyses_look_at_test_text(corpus, seen):

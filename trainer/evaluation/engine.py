@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -21,12 +20,11 @@ import pandas as pd
 from trainer.common.fields import adapter
 from trainer.common.progress import Progress
 from trainer.evaluation.fitting import FitText, Fitting
-from trainer.evaluation.measurements import Measurement
 from trainer.evaluation.methods import Method
-from trainer.evaluation.passes import Piece
 from trainer.evaluation.results import TRIAL_COLUMNS, counted, table
 from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
 from trainer.evaluation.store import Store
+from trainer.evaluation.task import Reading, Task
 from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -38,18 +36,22 @@ PART = {"cpu": 2e10, "cuda": 3e15}
 minute on a GPU. This bounds what an interruption loses."""
 PREFILL = 32768
 """Tokens of a long sequence that are read at once."""
+COLUMNS = (*TRIAL_COLUMNS, "seconds")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that decide how models are computed.
+    """How models are computed, and this process's share of the work.
 
-    ``device``: "cpu" or "cuda". ``dtype``: of the weights. ``batch_tokens``: of a forward pass.
+    ``batch_tokens``: of a forward pass. ``device``: "cpu" or "cuda". ``dtype``: of the weights.
+    ``rank``: this process among ``ranks`` that share the work.
     """
 
     batch_tokens: int = 4096
     device: str = "cpu"
     dtype: Dtype = "fp32"
+    rank: int = 0
+    ranks: int = 1
 
     @property
     def key(self) -> list[Any]:
@@ -59,57 +61,64 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One model, method, length and task; ``key``: all inputs of its result."""
+    """One model, method, length (in tokens) and task.
+
+    ``key``: all inputs of its result. ``parts``: number of parts in which it is measured, whatever
+    the number of processes, so that a resumed evaluation can use fewer or more.
+    """
 
     model: SavedModel
     method: Method
     length: int
-    task: Measurement
+    task: Task
     key: dict[str, Any]
+    parts: int
+
+    def part_key(self, part: int) -> dict[str, Any]:
+        """Return all inputs of a part's result."""
+        return {**self.key, "part": [part, self.parts]}
 
     @property
-    def tokens(self) -> int:
-        """Number of tokens that it reads, about."""
-        return self.length * self.task.sequences(self.length)
+    def part_tokens(self) -> float:
+        """Number of tokens that are read for a part, about."""
+        return self.length * self.task.sequences(self.length) / self.parts
 
-    @property
-    def trials(self) -> pd.DataFrame:
-        """The cell's trials, in columns of trials.parquet, without their values."""
-        return self.task.trials(self.length).assign(
-            model=self.model.name,
-            method=self.method.key,
-            task=self.task.key,
-            metric="loss" if self.task.metric == "loss" else "score",
-            length=self.length,
-            factor=self.length / self.model.training_length,
-        )
+    def measure(self, model: LanguageModel, layout: Layout, tokens: int, part: int) -> Any:
+        """Return the values of a part's trials, and the seconds that they took.
 
-    def parts(self, device: str) -> list[tuple[Piece, dict[str, Any]]]:
-        """Return the parts of the cell with the keys of their results.
-
-        Their number is independent of the number of processes, so that a resumed evaluation can use
-        fewer or more.
+        ``tokens``: of a forward pass.
         """
-        sequences = self.task.sequences(self.length)
-        work = sequences * forward_flops(self.model.config, self.model.layout, self.length)
-        count = max(1, min(math.ceil(work / PART[device]), sequences))
-        return [((i, count), {**self.key, "part": [i, count]}) for i in range(count)]
-
-    def measure(
-        self, model: LanguageModel, layout: Layout, batch_tokens: int, part: Piece
-    ) -> dict[str, Any]:
-        """Return the values of a part's trials, and the seconds that they took."""
         began, reads = time.perf_counter(), self.method.reads
         reads = reads if reads and reads < self.length else None
         with model.using(layout):
-            values = self.task.read(model, self.length, batch_tokens, reads, part)
+            values = self.task.read(Reading(model, self.length, tokens, reads, (part, self.parts)))
         return {"values": values, "seconds": time.perf_counter() - began}
+
+    def trials(self, parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+        """Return the trials of each of the task's results, in :data:`COLUMNS`.
+
+        ``parts``: what :meth:`measure` returned for each part.
+        """
+        values = [value for part in parts for value in part["values"]]
+        trials = self.task.trials(self.length).assign(
+            model=self.model.name,
+            method=self.method.key,
+            metric=self.task.metric,
+            length=self.length,
+            factor=self.length / self.model.training_length,
+            seconds=round(sum(part["seconds"] for part in parts), 3),
+        )
+        results = [
+            trials.assign(task=key, value=pd.Series({n: x for n, name, x in values if name == key}))
+            for key in self.task.titles
+        ]
+        return pd.concat(results)[[*COLUMNS]]
 
 
 def plan_cells(
     models: Sequence[SavedModel],
-    methods: dict[str, list[Method]],
-    tasks: Sequence[Measurement],
+    methods: Mapping[str, Sequence[Method]],
+    tasks: Sequence[Task],
     lengths: Sequence[int],
     text: FitText,
     settings: Settings,
@@ -122,99 +131,72 @@ def plan_cells(
     for model in models:
         for method in methods[model.name]:
             for length in lengths:
+                flops = forward_flops(model.config, model.layout, length)
                 fits = method.fits(length / model.training_length)
                 for task in tasks:
                     key = {
                         "model": model.fingerprint,
                         "method": [method.key, method.settings, text.key if fits else None],
-                        "task": task.fingerprint(length),
+                        "task": [*task.titles, task.fingerprint(length)],
                         "length": length,
                         "settings": settings.key,  # parts hold whole batches
                     }
-                    cells.append(Cell(model, method, length, task, key))
+                    sequences = task.sequences(length)
+                    wanted = math.ceil(sequences * flops / PART[settings.device])
+                    parts = max(1, min(wanted, sequences))
+                    cells.append(Cell(model, method, length, task, key, parts))
     return cells
 
 
-@dataclass
-class Measured:
-    """Results of an evaluation.
-
-    ``trials``: see :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. ``seconds``: by model,
-    method, task and length. ``notes``: descriptions of the fitted parameters.
-    """
-
-    trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
-    seconds: dict[tuple[Any, ...], float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
 def measure_cells(
-    cells: Sequence[Cell],
-    text: FitText,
-    store: Store,
-    settings: Settings,
-    rank: int = 0,
-    ranks: int = 1,
-) -> Measured:
-    """Measure what is not stored yet, and return all results in the order of ``cells``.
+    cells: Sequence[Cell], text: FitText, store: Store, settings: Settings
+) -> tuple[pd.DataFrame, list[str]]:
+    """Measure what is not stored yet.
 
-    Processes ``rank`` of ``ranks`` share the work; only the first one returns results.
+    Returns:
+        The trials of all cells in :data:`COLUMNS`, and a sentence for each fitted parameter; both
+        are empty on all processes but the first.
     """
-    parts = [(cell, *part) for cell in cells for part in cell.parts(settings.device)]
-    missing = [(cell, count) for cell, (_, count), key in parts if not store.has("part", key)]
+    parts = [(cell, part) for cell in cells for part in range(cell.parts)]
+    missing = [cell for cell, part in parts if not store.has("part", cell.part_key(part))]
     sizes = counted(len(cells), "cell"), counted(len(parts), "part")
     log.info("%s in %s, %d of these measured before", *sizes, len(parts) - len(missing))
-    total, done = sum(cell.tokens / count for cell, count in missing) / ranks, 0.0
-    measured = Measured()
-    with Progress("Evaluating", max(total, 1.0), silent=rank > 0) as progress:
+    total, done = sum(cell.part_tokens for cell in missing) / settings.ranks, 0.0
+    notes: list[str] = []
+    with Progress("Evaluating", max(total, 1.0), silent=settings.rank > 0) as progress:
         progress.advance_to(0)
         for saved in dict.fromkeys(cell.model for cell in cells):
             # The weights are read if anything is missing.
             load = cache(partial(saved.for_inference, settings.device, settings.dtype, PREFILL))
-            of_model = [cell for cell in cells if cell.model is saved]
-            fits = _fits(of_model, load, text, store, settings, rank, ranks)
-            for cell, part, key in [part for part in parts if part[0].model is saved][rank::ranks]:
-                if not store.has("part", key):
-                    layout = fits[cell.method]["layouts"][cell.length]
+            of_model = [(cell, part) for cell, part in parts if cell.model is saved]
+            layouts, fitted = _layouts([cell for cell, _ in of_model], load, text, store, settings)
+            notes += fitted
+            for cell, part in of_model[settings.rank :: settings.ranks]:
+                if not store.has("part", cell.part_key(part)):
+                    layout = layouts[cell.method, cell.length]
                     value = cell.measure(load(), layout, settings.batch_tokens, part)
-                    store.put("part", key, value)
-                    done += cell.tokens / part[1]
+                    store.put("part", cell.part_key(part), value)
+                    done += cell.part_tokens
                     progress.advance_to(done)
-            for method, fit in fits.items():
-                notes = dict.fromkeys(fit["notes"])
-                measured.notes += [f"{saved.name}, {method.title}: {note}" for note in notes]
-    if rank:
-        return Measured()
-    results: dict[Cell, list[dict[str, Any]]] = defaultdict(list)
-    for cell, _, key in parts:
-        results[cell].append(store.wait("part", key))
-    tables = []
-    for cell, of_parts in results.items():
-        values = {
-            trial: value
-            for result in of_parts
-            for trial, metric, value in result["values"]
-            if metric == cell.task.metric
-        }
-        tables.append(cell.trials.assign(value=pd.Series(values))[[*TRIAL_COLUMNS]])
-        place = (cell.model.name, cell.method.key, cell.task.key, cell.length)
-        measured.seconds[place] = round(sum(result["seconds"] for result in of_parts), 3)
-    measured.trials = pd.concat(tables, ignore_index=True)
-    return measured
+    if settings.rank:
+        return table([], COLUMNS), []
+    tables = [
+        cell.trials([store.wait("part", cell.part_key(part)) for part in range(cell.parts)])
+        for cell in cells
+    ]
+    return pd.concat(tables, ignore_index=True), notes
 
 
-def _fits(
+def _layouts(
     cells: Sequence[Cell],
     load: Callable[[], LanguageModel],
     text: FitText,
     store: Store,
     settings: Settings,
-    rank: int,
-    ranks: int,
-) -> dict[Method, dict[str, Any]]:
-    """Fit the methods of one model, of which this process fits every ``ranks``-th.
+) -> tuple[dict[tuple[Method, int], Layout], list[str]]:
+    """Return the layouts of one model by method and length, and a sentence for each fitted value.
 
-    Returns ``layouts`` by length and ``notes`` of each method.
+    This process fits every n-th of the methods that read text, and waits for the others.
     """
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lengths = list(dict.fromkeys(cell.length for cell in cells))
@@ -224,7 +206,7 @@ def _fits(
     def fit(method: Method) -> dict[str, Any]:
         fitting = Fitting(load, text, settings.batch_tokens)
         layouts = plain.dump_python(list(map(method.layouts(fitting), factors)))
-        return {"layouts": layouts, "notes": fitting.notes}
+        return {"layouts": layouts, "notes": list(dict.fromkeys(fitting.notes))}
 
     keys = {
         method: {
@@ -236,11 +218,14 @@ def _fits(
         for method in methods
         if any(map(method.fits, factors))
     }
-    for method in [*keys][rank::ranks]:
+    for method in [*keys][settings.rank :: settings.ranks]:
         if not store.has("fit", keys[method]):
             store.put("fit", keys[method], fit(method))
-    fits = {m: store.wait("fit", keys[m]) if m in keys else fit(m) for m in methods}
-    for each in fits.values():
-        layouts = plain.validate_python(each["layouts"])
-        each["layouts"] = dict(zip(lengths, layouts, strict=True))
-    return fits
+    layouts: dict[tuple[Method, int], Layout] = {}
+    notes: list[str] = []
+    for method in methods:
+        fitted = store.wait("fit", keys[method]) if method in keys else fit(method)
+        for length, layout in zip(lengths, plain.validate_python(fitted["layouts"]), strict=True):
+            layouts[method, length] = layout
+        notes += [f"{saved.name}, {method.title}: {note}" for note in fitted["notes"]]
+    return layouts, notes

@@ -11,7 +11,7 @@ import pandas as pd
 from lm_eval.api.instance import Instance
 from lm_eval.api.metrics import mean
 from lm_eval.api.model import LM
-from lm_eval.api.task import Task
+from lm_eval.api.task import Task as HarnessTask
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -19,10 +19,10 @@ from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
 from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
-from trainer.evaluation.measurements import Measurement, Value, trial_table
-from trainer.evaluation.passes import WHOLE, Piece, part_of
+from trainer.evaluation.passes import part_of
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import fingerprint
+from trainer.evaluation.task import Reading, Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
@@ -89,22 +89,22 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 @dataclass
-class Harness(Measurement):
-    """A task or group of lm-eval in one metric; trials are the questions of all its tasks.
+class Harness(Task):
+    """A task or group of lm-eval; trials are the questions of all its tasks.
 
-    ``tasks``: the tasks of a group by name, or one. ``docs``: numbers of the questions of each. A
-    length limits what the model reads. A cell has a single part, and its questions are labelled by
-    their task if there are several.
+    ``metrics``: those reported, with the filters of answers. ``tasks``: the tasks of a group by
+    name, or one. ``docs``: numbers of the questions of each. A length limits what the model reads.
+    A cell has a single part, and its questions are labelled by their task if there are several.
     """
 
     name: str
-    metric: str
-    tasks: Mapping[str, Task]
+    metrics: Sequence[str]
+    tasks: Mapping[str, HarnessTask]
     docs: Mapping[str, Sequence[int]]
     encoder: Encoder
 
     def __post_init__(self) -> None:
-        self.key, self.title = f"{self.name}_{self.metric}", f"{self.name} ({self.metric})"
+        self.titles = {f"{self.name}_{m}": f"{self.name} ({m})" for m in self.metrics}
 
     def sequences(self, length: int) -> int:
         """Return 1, as if all questions were one sequence: a cell has one part."""
@@ -123,24 +123,17 @@ class Harness(Measurement):
         labels = [name for name, docs in self.docs.items() for _ in docs]
         return trial_table(len(labels), labels=labels if len(self.tasks) > 1 else None)
 
-    def read(
-        self,
-        model: LanguageModel,
-        length: int,
-        batch_tokens: int,
-        reads: int | None = None,
-        part: Piece = WHOLE,
-    ) -> list[Value]:
+    def read(self, reading: Reading) -> list[Value]:
         """Return the value of every metric of :data:`METRICS` for each question."""
         docs = [(name, doc) for name, of_task in self.docs.items() for doc in of_task]
-        numbers = part_of(range(len(docs)), part)
+        numbers = part_of(range(len(docs)), reading.part)
         trials: dict[str, list[int]] = defaultdict(list)
         for number in numbers:
             trials[docs[number][0]].append(number)
         if not trials:
             return []
         results = evaluate(
-            HarnessModel(model, self.encoder, min(length, reads or length), batch_tokens),
+            HarnessModel(reading.model, self.encoder, reading.most, reading.batch_tokens),
             {name: self.tasks[name] for name in trials},
             samples={name: [docs[i][1] for i in of_task] for name, of_task in trials.items()},
             bootstrap_iters=0,
@@ -152,12 +145,13 @@ class Harness(Measurement):
                 for metric in METRICS:
                     if metric in row:
                         label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
-                        values.append((number_of[row["doc_id"]], label, float(row[metric])))
+                        key = f"{self.name}_{label}"
+                        values.append((number_of[row["doc_id"]], key, float(row[metric])))
         return values
 
 
 def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
-    """Load the tasks of lm-eval and their data; return each in each of its metrics.
+    """Load the tasks of lm-eval and their data.
 
     Raises:
         UserError: a task has no metric of :data:`METRICS`.
@@ -165,7 +159,7 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
     made: list[Harness] = []
     index = TaskManager(include_path=settings.include_path)
     for name in settings.tasks:
-        tasks: dict[str, Task] = index.load([name])["tasks"]
+        tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
         for task in tasks.values():
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
@@ -181,5 +175,5 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
         ]
         if not metrics:
             raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
-        made += [Harness(name, metric, tasks, docs, encoder) for metric in metrics]
+        made.append(Harness(name, metrics, tasks, docs, encoder))
     return made

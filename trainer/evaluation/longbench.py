@@ -37,7 +37,8 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.scoring import Prompt, Task
+from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.task import PromptTask
 
 HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
 """The file holds ``data/TASK.jsonl``; the data set's loading script would be foreign code."""
@@ -198,7 +199,7 @@ def longbench_task(
     tokenizer: Tokenizer,
     bos: int | None,
     training_length: int,
-) -> Task:
+) -> PromptTask:
     """Return the task of these questions.
 
     A length limits what the model reads: the questions are the same at every length, and short
@@ -256,7 +257,7 @@ def longbench_task(
             return any(map(is_code, complete_lines))
         return kind.first_line and bool(complete_lines)
 
-    return Task(f"longbench_{name}", prompts, score, stop)
+    return PromptTask(f"longbench_{name}", tokenizer, prompts, score, stop)
 
 
 def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
@@ -281,9 +282,9 @@ SEED = 42
 
 def longbench_tasks(
     settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
-) -> tuple[list[Task], list[str]]:
+) -> tuple[list[PromptTask], list[str]]:
     """Return the tasks whose files exist, and a sentence for each missing file."""
-    tasks: list[Task] = []
+    tasks: list[PromptTask] = []
     notes: list[str] = []
     files = root(settings.directory)
     for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
-from trainer.evaluation.scoring import Prompt, Task
+from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.task import PromptTask
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
 DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
@@ -159,7 +160,7 @@ def next_problem_begins(text: str, answers: Sequence[str]) -> bool:
 
 def many_shot_tasks(
     settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None, seed: int = SEED
-) -> tuple[list[Task], list[str]]:
+) -> tuple[list[PromptTask], list[str]]:
     """Return the tasks in the order of :data:`TASKS`, and a sentence if they are not of MATH."""
     if settings.file is None:
         problems, new_tokens = arithmetic(), ARITHMETIC_TOKENS
@@ -171,9 +172,9 @@ def many_shot_tasks(
     examples = [encoding.ids for encoding in encodings]
     trials, new = settings.trials, settings.new_tokens or new_tokens
     common = problems, examples, tokenizer, bos, trials, new, seed
+    scoring = right_final_answer, next_problem_begins
     return [
-        Task(name, ManyShot(name, *common).prompts, right_final_answer, next_problem_begins)
-        for name in TASKS
+        PromptTask(name, tokenizer, ManyShot(name, *common).prompts, *scoring) for name in TASKS
     ], notes
 
 

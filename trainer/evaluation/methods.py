@@ -29,7 +29,7 @@ from trainer.positional.spectrum import Spectrum
 
 LayoutAt = Callable[[float], Layout]
 """A layout for every extension factor."""
-Change = Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
+PartChange = Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
 """Maps the layouts before a part to those after it; its configuration lists layers as indices."""
 TITLES = {
     "pi": "PI",
@@ -54,7 +54,7 @@ class Part:
     """
 
     title: str
-    change: Change
+    change: PartChange
     rotation: bool = False
     uses: tuple[str, ...] = ()
     fits: Callable[[EvaluationConfig, float], Iterable[float]] = lambda config, factor: ()
@@ -191,48 +191,40 @@ def _unchanged(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> 
     return before
 
 
-def _rescaled(rescaling: Rescaling) -> Change:
+def _plain(change: Callable[[Layout, float, EvaluationConfig], Layout]) -> PartChange:
+    """Return the part that changes the layout of each extension factor without a fit."""
+    return lambda before, fitting, config: lambda factor: change(before(factor), factor, config)
+
+
+def _rescaled(rescaling: Rescaling) -> PartChange:
     """Slow every rotation for the factor, at least 1."""
-
-    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
-        return lambda factor: before(factor).rescaled(rescaling, max(factor, 1.0), config.layers)
-
-    return make
+    return _plain(
+        lambda layout, factor, config: layout.rescaled(rescaling, max(factor, 1.0), config.layers)
+    )
 
 
-def _dynamic(rescaling: Rescaling) -> Change:
+def _dynamic(rescaling: Rescaling) -> PartChange:
     """Slow every rotation by the length of each sequence."""
-
-    def make(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
-        return lambda factor: before(factor).dynamically_rescaled(rescaling, layers=config.layers)
-
-    return make
+    return _plain(
+        lambda layout, factor, config: layout.dynamically_rescaled(rescaling, layers=config.layers)
+    )
 
 
-def _dynamic_ntk_alpha(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _dynamic_ntk_alpha(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Apply dynamic NTK with s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
-
-    def layout_at(factor: float) -> Layout:
-        alpha = config.dynamic_ntk_alpha
-        growth = max(factor, 1.0) if alpha is None else alpha
-        return before(factor).dynamically_rescaled(ntk_aware, growth, config.layers)
-
-    return layout_at
+    growth = max(factor, 1.0) if config.dynamic_ntk_alpha is None else config.dynamic_ntk_alpha
+    return layout.dynamically_rescaled(ntk_aware, growth, config.layers)
 
 
-def _windowed(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
-    return lambda factor: windowed(before(factor))
-
-
-def _dropped(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _dropped(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Remove all encodings without recalibration; a trained temperature stays."""
-    return lambda factor: before(factor).map(lambda s: Spectrum(temperature=s.temperature))
+    return layout.map(lambda spectrum: Spectrum(temperature=spectrum.temperature))
 
 
-def _rope_id_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
+def _rope_id_temperature(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another exponent."""
     exponent = config.temperature.rope_id_exponent
-    return lambda factor: tempered(before(factor), 0.1, "sequence", exponent, config.layers)
+    return tempered(layout, 0.1, "sequence", exponent, config.layers)
 
 
 def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
@@ -330,7 +322,7 @@ CHOICE, LAYERS = "choice", ("layers",)
 PARTS: dict[str, Part] = {
     AS_IS: Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
-    "window": Part("sliding window", _windowed),
+    "window": Part("sliding window", _plain(lambda layout, factor, config: windowed(layout))),
     **{
         name: Part(TITLES[name], _rescaled(rescaling), True, LAYERS)
         for name, rescaling in RESCALINGS.items()
@@ -340,20 +332,20 @@ PARTS: dict[str, Part] = {
         for name, rescaling in RESCALINGS.items()
     },
     "dynamic_ntk_alpha": Part(
-        "dynamic NTK (alpha)", _dynamic_ntk_alpha, True, ("dynamic_ntk_alpha", *LAYERS)
+        "dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), True, ("dynamic_ntk_alpha", *LAYERS)
     ),
     "longrope": Part("LongRoPE", _longrope, True, ("longrope", *LAYERS), _longrope_fits),
     "temperature": Part(
         "temperature", _fitted_temperature, False, ("temperature", *LAYERS), _temperature_fits
     ),
     "temperature_rope_id": Part(
-        "RoPE-ID temperature", _rope_id_temperature, uses=("temperature", *LAYERS)
+        "RoPE-ID temperature", _plain(_rope_id_temperature), uses=("temperature", *LAYERS)
     ),
     "dope": Part("DoPE", _denoised, True, ("dope", CHOICE), _choice_fits),
     "weighted_rope": Part(
         "Weighted RoPE", _weighted, True, ("weighted_rope", CHOICE), _choice_fits
     ),
-    "drop": Part("dropped", _dropped),
+    "drop": Part("dropped", _plain(_dropped)),
 }
 """By the names of ``evaluation.methods``."""
 

@@ -16,11 +16,11 @@ from trainer.common.errors import UserError
 from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
-from trainer.evaluation.measurements import Measurement, Value, trial_table
-from trainer.evaluation.passes import WHOLE, Piece, part_of
+from trainer.evaluation.passes import part_of
 from trainer.evaluation.store import fingerprint
-from trainer.model.language_model import LanguageModel
+from trainer.evaluation.task import Reading, Task, Value, trial_table
 
+METRICS = ("acc", "acc_norm")
 UNCONDITIONAL = 1_000_000
 """First number of rows whose context lacks the question; they are not read."""
 TOGETHER = 1024
@@ -62,22 +62,21 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 @dataclass
-class MultipleChoice(Measurement):
+class MultipleChoice(Task):
     """The questions of a file; a score is 1 if the right choice has the largest value.
 
-    ``metric``: ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the
-    answer (as lm-eval does, without the space before it); both come from one reading. ``requests``:
-    the choices of each question in tokens. A length limits what the model reads: longer contexts
-    lose their beginning, and the questions are the same at every length.
+    ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
+    lm-eval does, without the space before it). ``requests``: the choices of each question in
+    tokens. A length limits what the model reads: longer contexts lose their beginning, and the
+    questions are the same at every length.
     """
 
-    task: str
-    metric: str
+    name: str
     questions: Sequence[Question]
     requests: Sequence[Sequence[Request]]
 
     def __post_init__(self) -> None:
-        self.key, self.title = f"{self.task}_{self.metric}", f"{self.task} ({self.metric})"
+        self.titles = {f"{self.name}_{metric}": f"{self.name} ({metric})" for metric in METRICS}
 
     def sequences(self, length: int) -> int:
         """Return how many sequences of ``length`` the tokens of all choices fill."""
@@ -86,41 +85,34 @@ class MultipleChoice(Measurement):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the questions and their tokens."""
-        return fingerprint("multiple choice", self.questions, self.requests)
+        return fingerprint(self.questions, self.requests)
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question."""
         return trial_table(len(self.questions))
 
-    def read(
-        self,
-        model: LanguageModel,
-        length: int,
-        batch_tokens: int,
-        reads: int | None = None,
-        part: Piece = WHOLE,
-    ) -> list[Value]:
+    def read(self, reading: Reading) -> list[Value]:
         """Return ``acc`` and ``acc_norm`` of each question in the part."""
-        most, values = min(length, reads or length), list[Value]()
-        for first in part_of(range(0, len(self.questions), TOGETHER), part):
+        values: list[Value] = []
+        for first in part_of(range(0, len(self.questions), TOGETHER), reading.part):
             questions = self.requests[first : first + TOGETHER]
-            requests = [choice.within(most) for choice in chain.from_iterable(questions)]
-            answers = log_likelihoods(model, requests, batch_tokens)
+            requests = [choice.within(reading.most) for choice in chain.from_iterable(questions)]
+            answers = log_likelihoods(reading.model, requests, reading.batch_tokens)
             likelihoods = iter([answer.log_likelihood for answer in answers])
             for number, choices in enumerate(questions, first):
                 of_choices = list(islice(likelihoods, len(choices)))
                 sizes = [len(text.removeprefix(" ")) for _, text in self.questions[number].choices]
                 normed = [x / max(1, size) for x, size in zip(of_choices, sizes, strict=True)]
-                for metric, each in (("acc", of_choices), ("acc_norm", normed)):
+                for metric, each in zip(METRICS, (of_choices, normed), strict=True):
                     is_right = each.index(max(each)) == self.questions[number].label
-                    values.append((number, metric, float(is_right)))
+                    values.append((number, f"{self.name}_{metric}", float(is_right)))
         return values
 
 
 def multiple_choice_tasks(
     settings: MultipleChoiceSettings, encoder: Encoder
 ) -> list[MultipleChoice]:
-    """Return ``acc`` and ``acc_norm`` of every file.
+    """Return a task for every file.
 
     Raises:
         OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
@@ -133,5 +125,5 @@ def multiple_choice_tasks(
         pairs = [pair for question in questions for pair in question.choices]
         requests = iter(encoder.requests(pairs))
         encoded = [list(islice(requests, len(question.choices))) for question in questions]
-        tasks += [MultipleChoice(name, m, questions, encoded) for m in ("acc", "acc_norm")]
+        tasks.append(MultipleChoice(name, questions, encoded))
     return tasks

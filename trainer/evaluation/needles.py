@@ -29,7 +29,6 @@ from trainer.evaluation.scoring import (
     Prompt,
     Score,
     Stop,
-    Task,
     after_all,
     after_number,
     after_sentence,
@@ -37,6 +36,7 @@ from trainer.evaluation.scoring import (
     rouge_1_recall,
     string_match_all,
 )
+from trainer.evaluation.task import PromptTask
 
 NEAR = 0.05
 """Share of an excerpt by which a place may miss its depth to stand between sentences or words."""
@@ -304,7 +304,7 @@ MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]
 """
 
 
-NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], Task]] = {}
+NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], PromptTask]] = {}
 """Makers of tasks by their names in ``evaluation.tasks``."""
 
 
@@ -316,8 +316,9 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
     """
 
     def register(make: MakePrompts) -> MakePrompts:
-        def task(haystack: Haystack, settings: NeedleTaskSettings) -> Task:
-            return Task(make.__name__, partial(make, haystack, settings), score, stop)
+        def task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
+            prompts = partial(make, haystack, settings)
+            return PromptTask(make.__name__, haystack.tokenizer, prompts, score, stop)
 
         NEEDLE_TASKS[make.__name__] = task
         return make

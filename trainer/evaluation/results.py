@@ -10,7 +10,7 @@ on what was trained and evaluated.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -93,36 +93,36 @@ CELL = ["model", "method", "task", "length"]
 ROW = ["model", "method", "length", "factor"]
 
 
-def rows_of(
-    trials: pd.DataFrame, seconds: Mapping[tuple[Any, ...], float], run: str, seed: int
-) -> pd.DataFrame:
-    """Return the rows of results.csv; ``seconds``: by cell.
+def rows_of(trials: pd.DataFrame, run: str, seed: int) -> pd.DataFrame:
+    """Return the rows of results.csv.
 
     A score is the mean over texts, a loss the mean over windows. Trials with labels have a row for
     every label too, as the task ``TASK|LABEL``. The last rows are the means over tasks.
+
+    ``trials``: in columns :data:`TRIAL_COLUMNS` and ``seconds`` (of all trials of a cell together).
     """
     rows: list[dict[str, Any]] = []
-    for key, part in trials.groupby([*CELL, "factor", "metric"], sort=False):
+    for key, of_cell in trials.groupby([*CELL, "factor", "metric"], sort=False):
         about = dict(zip([*CELL, "factor", "metric"], key, strict=True))
-        task, labelled = about["task"], part[part.label != ""]
-        labels = [(f"{task}|{label}", x) for label, x in labelled.groupby("label", sort=False)]
-        for name, of_label in [(task, part), *labels]:
-            if about["metric"] == "loss":
-                value, n = mean_estimate(of_label.value), len(of_label)
-            else:
-                texts = by_text(of_label, [task], about["metric"])
-                value, n = _mean_of(texts), len(texts)
-            rows.append({**about, "task": name, **_numbers(value, n)})
-    if tasks := averaged(trials):
-        for key, part in by_text(trials, tasks).groupby(ROW, sort=False):
-            about = {**dict(zip(ROW, key, strict=True)), "task": MEAN, "metric": "score"}
-            rows.append({**about, **_numbers(_mean_of(part), len(part))})
-    for row in rows:
-        row["seconds"] = seconds.get(tuple(row[column] for column in CELL))
+        rows.append({**about, **_numbers(of_cell), "seconds": of_cell.seconds.iloc[0]})
+        labelled = of_cell[of_cell.label != ""]
+        for label, part in labelled.groupby("label", sort=False):
+            name = f"{about['task']}|{label}"
+            rows.append({**about, **_numbers(part), "task": name})
+    scores = trials[trials.task.isin(averaged(trials))]
+    for key, part in scores.groupby(ROW, sort=False):
+        about = dict(zip(ROW, key, strict=True))
+        rows.append({**about, **_numbers(part), "task": MEAN, "metric": "score"})
     return table([{**row, "run": run, "seed": seed} for row in rows])
 
 
-def _numbers(value: Estimate, n: int) -> dict[str, Any]:
+def _numbers(trials: pd.DataFrame) -> dict[str, Any]:
+    """Return the mean over trials of one metric, its interval, and how many texts it is over."""
+    if (trials.metric == "loss").all():
+        value, n = mean_estimate(trials.value), len(trials)
+    else:
+        texts = by_text(trials, trials.task.unique())
+        value, n = _mean_of(texts), len(texts)
     return {"value": value.mean, "low": value.low, "high": value.high, "n": n}
 
 
@@ -138,14 +138,14 @@ def averaged(trials: pd.DataFrame) -> list[str]:
     return most if len(most) > 1 else []
 
 
-def by_text(trials: pd.DataFrame, tasks: Iterable[str], metric: str = "score") -> pd.DataFrame:
+def by_text(trials: pd.DataFrame, tasks: Iterable[str]) -> pd.DataFrame:
     """Return the independent scores of ``tasks``: one for each text, in columns of :data:`ROW`,
     ``texts``, ``text``, ``value``, ``trials`` and ``tasks``.
 
     The score of a text is the mean over its trials. The n-th texts of tasks with the same number of
     texts (``texts``) may be the same one by design: they have a single score with their mean.
     """
-    scores = trials[trials.task.isin(list(tasks)) & (trials.metric == metric)]
+    scores = trials[trials.task.isin(list(tasks)) & (trials.metric == "score")]
     keys = [*ROW, "task"]
     each = scores.groupby([*keys, "text"], sort=False).value.agg(["mean", "size"]).reset_index()
     each["texts"] = each.groupby(keys)["mean"].transform("size")
@@ -184,30 +184,17 @@ def lengths_of(rows: pd.DataFrame) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
-class Change:
-    """Change of a run at the start of a phase, with the held-out loss around it.
-
-    The losses are measured just before the change, just after it, and at the end of the phase.
-    ``sequences``: the loss of each sequence, by ``before``, ``after`` and ``end``. ``length``:
-    tokens of the phase's sequences.
-    """
-
-    step: int
-    loss_before: float | None
-    loss_after: float | None
-    loss_end: float | None = None
-    sequences: dict[str, tuple[float | None, ...]] = field(default_factory=dict)
-    what: str = ""
-    length: int = 0
-
-
-@dataclass(frozen=True)
 class RunSummary:
     """One training run of the experiment.
 
     ``final_loss``: held-out text loss at the training length. ``curve``: (step, training loss).
-    ``changes``: one for each phase, in order. ``skipped``: updates left out because their loss or
-    gradient was not finite. ``finite``: whether all weights are finite.
+    ``changes``: one for each phase that began with a change, in order, under ``step``, ``what``,
+    ``length`` (tokens of the phase's sequences), ``loss_before``, ``loss_after`` and ``loss_end``
+    (held-out, just before and after the change and at the end of the phase), and ``sequences`` (the
+    losses of each sequence by ``before``, ``after`` and ``end``). ``skipped``: updates left out
+    because their loss or gradient was not finite. ``finite``: whether all weights are finite.
+    ``milestones``: benchmarks during training: ``scores`` by task after ``step`` updates and
+    ``tokens``, and whether the encoding was ``dropped`` by then.
     """
 
     name: str
@@ -219,20 +206,8 @@ class RunSummary:
     curve: tuple[tuple[int, float | None], ...] = ()
     skipped: int = 0
     finite: bool = True
-    changes: tuple[Change, ...] = ()
-
-
-@dataclass(frozen=True)
-class Milestone:
-    """Scores of a model in training after ``step`` updates and ``tokens``, by task.
-
-    ``dropped``: whether its encoding was dropped by then.
-    """
-
-    step: int
-    tokens: int
-    dropped: bool
-    scores: dict[str, float | None]
+    changes: tuple[dict[str, Any], ...] = ()
+    milestones: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -262,10 +237,9 @@ class Report:
     ``task`` describes :data:`STATEMENTS` where they were measured: ``needles`` (statements per
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
-    of the training sequences carried such statements). ``milestones``: measurements
-    during training by run, the run itself first. ``made``: date, command, program and
-    inputs, as text by term. ``timing["tokens_per_second"]``, a number by run, becomes a column of
-    the table of runs.
+    of the training sequences carried such statements). ``drop``: the change of the run that drops
+    its encoding, as in ``RunSummary.changes``. ``made``: date, command, program and inputs, as text
+    by term. ``timing["tokens_per_second"]``: a number by run, a column of the table of runs.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
@@ -282,11 +256,10 @@ class Report:
     longest_context: int | None = None
     unigram_loss: float | None = None
     runs: tuple[RunSummary, ...] = ()
-    drop: Change | None = None
+    drop: dict[str, Any] | None = None
     observations: tuple[Observation, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
     timing: dict[str, Any] = field(default_factory=dict)
-    milestones: dict[str, tuple[Milestone, ...]] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -355,24 +328,16 @@ FACTS = "facts.json"
 
 def troubles(runs: Sequence[RunSummary]) -> list[str]:
     """Return warnings about runs whose numbers are unreliable: a diverged run prints a loss too."""
-    return [f"{run.name}: {trouble}" for run in runs for trouble in _run_troubles(run)]
-
-
-def _run_troubles(run: RunSummary) -> list[str]:
-    warnings = []
-    if run.skipped:
-        warnings.append(
-            f"{run.skipped:,} of {run.steps:,} updates were left out, because their loss or "
-            "gradient was not finite."
-        )
-    if not run.finite:
-        warnings.append(
-            "the norm of its weights is not a finite number: it diverged, and its figures say "
-            "nothing."
-        )
-    if run.curve and run.curve[-1][0] < run.steps:
-        warnings.append(
-            f"its metrics.csv ends at step {run.curve[-1][0]:,} of {run.steps:,}, and with it its "
-            "curve of the loss."
-        )
-    return warnings
+    skipped = [
+        f"{run.name}: {run.skipped:,} of {run.steps:,} updates were left out, because their loss "
+        "or gradient was not finite."
+        for run in runs
+        if run.skipped
+    ]
+    diverged = [
+        f"{run.name}: the norm of its weights is not a finite number: it diverged, and its figures "
+        "say nothing."
+        for run in runs
+        if not run.finite
+    ]
+    return skipped + diverged

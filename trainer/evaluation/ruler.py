@@ -29,12 +29,12 @@ from trainer.config import RulerSettings
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import (
     Prompt,
-    Task,
     after_all,
     after_any,
     string_match_all,
     string_match_part,
 )
+from trainer.evaluation.task import PromptTask
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A meaningless line of a haystack."""
@@ -459,14 +459,14 @@ def kind_of(name: str, tokenizer: Tokenizer, essay: Essay) -> RulerKind:
 
 def ruler_tasks(
     settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
-) -> tuple[list[Task], list[str]]:
+) -> tuple[list[PromptTask], list[str]]:
     """Return the available tasks, and a sentence for each unavailable one.
 
     ``documents``: English text for the haystacks, read from the beginning in every trial,
     repeatedly if it is shorter than the length.
     """
     essay = Essay(documents)
-    tasks: list[Task] = []
+    tasks: list[PromptTask] = []
     notes: list[str] = []
     for name in settings.tasks or TASKS:
         trials, scoring = settings.trials, (string_match_all, after_all)
@@ -480,5 +480,5 @@ def ruler_tasks(
             items, scoring = read(file), (string_match_part, after_any)
             kind, trials = answerable(items), min(trials, len(items))
         prompts = partial(ruler_prompts, name, kind, tokenizer, bos, trials)
-        tasks.append(Task(name, prompts, *scoring))
+        tasks.append(PromptTask(name, tokenizer, prompts, *scoring))
     return tasks, notes

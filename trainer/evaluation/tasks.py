@@ -1,9 +1,11 @@
-"""Tasks of a configuration on a model's held-out text."""
+"""Tasks that a configuration names, and the text on which its methods are fitted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -16,55 +18,18 @@ from trainer.config import (
     STATEMENTS,
     EvaluationConfig,
 )
-from trainer.data.corpus import Corpus, HeldOutText
-from trainer.data.needles import NeedleVocabulary
+from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
-from trainer.data.tokenizer import own_first_token
-from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.fitting import FitText, spread_evenly
+from trainer.evaluation.held_out import HeldOut, perplexity, statements
 from trainer.evaluation.longbench import longbench_tasks
-from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.measurements import Measurement, Perplexity, Prompted, Statements
-from trainer.evaluation.methods import PARTS
+from trainer.evaluation.loss import answered_texts, windows_with_common_ends
+from trainer.evaluation.many_shot import SEED, many_shot_tasks
+from trainer.evaluation.methods import CHOICE, PARTS, Method
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
-from trainer.evaluation.results import counted
 from trainer.evaluation.ruler import ruler_tasks
-
-HAYSTACK = 1 << 22
-"""Tokens of held-out documents that haystacks are made of."""
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """A held-out split of a corpus.
-
-    ``split``: its tokens. ``bos_token``: first token of prompts, if any. ``training_share``: share
-    of the training sequences with statements (None: unknown).
-    """
-
-    corpus: Corpus
-    split: HeldOutText
-    bos_token: int | None
-    training_share: float | None
-
-    @cached_property
-    def documents(self) -> list[str]:
-        """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
-        return self.corpus.documents(self.split, HAYSTACK)
-
-    @cached_property
-    def haystack(self) -> Haystack:
-        """The documents as a haystack; its tokens are computed once for all tasks."""
-        bos = () if self.bos_token is None else (self.bos_token,)
-        return Haystack(self.corpus.tokenizer, self.documents, bos, (self.corpus.end_of_text,))
-
-    @property
-    def encoder(self) -> Encoder:
-        """Encoder of questions, which begin as prompts do."""
-        tokenizer = self.corpus.tokenizer
-        begins = self.bos_token is not None and own_first_token(tokenizer) is None
-        return Encoder(tokenizer, self.corpus.first_token, begins)
+from trainer.evaluation.task import Task
 
 
 def check_names(config: EvaluationConfig) -> None:
@@ -87,72 +52,105 @@ def check_names(config: EvaluationConfig) -> None:
 
 
 def make_tasks(
-    text: HeldOut,
-    config: EvaluationConfig,
-    lengths: list[int],
-    training_length: int,
-) -> tuple[list[Measurement], list[str]]:
-    """Return the measurements, and a sentence for each impossible one.
+    text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
+) -> tuple[list[Task], list[str]]:
+    """Return the tasks, and a sentence for each impossible one.
 
     Raises:
-        UserError: no measurement is possible, or the text is shorter than the longest length.
+        UserError: no task is possible, or the text is shorter than the longest length.
     """
-    made: list[Measurement] = []
+    tasks: list[Task] = []
     notes: list[str] = []
-    bos_token, tokenizer, first = text.bos_token, text.corpus.tokenizer, text.corpus.first_token
-    windows: dict[int, Integers] = {}
-    last = config.last or min(training_length, *lengths)
-    if PERPLEXITY in config.tasks:
-        if last > min(lengths):
-            raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
-        windows = windows_with_common_ends(text.split, config.windows, lengths, last=last)
-        notes += _missing_windows(len(windows[max(lengths)]), config.windows, text, lengths, last)
+    bos, tokenizer, C = text.bos_token, text.corpus.tokenizer, training_length
     for name in config.tasks:
+        made: Sequence[Task] = ()
+        missing: Sequence[str] = ()
         if name == PERPLEXITY:
-            made.append(Perplexity(windows, first, last))
-        elif name == STATEMENTS and not text.training_share:
+            made, missing = perplexity(text, config, lengths, config.last or min(C, *lengths))
+        elif name == STATEMENTS and text.training_share:
+            made = [statements(text.corpus, text.split, lengths, config.needles)]
+        elif name == STATEMENTS:
             known = text.training_share is not None
             why = "carried none" if known else "is not known to have carried any"
-            notes.append(
+            missing = [
                 "The task 'statements' was left out: the training text of the first model "
                 f"{why} (data.needles.share)."
-            )
-        elif name == STATEMENTS:
-            vocabulary, needles = NeedleVocabulary.from_tokenizer(tokenizer), config.needles
-            counts = needles.trials, needles.needles, needles.seed, needles.changes
-            made.append(Statements.make(text.split, lengths, vocabulary, first, *counts))
+            ]
         elif name in NEEDLE_TASKS:
-            made.append(Prompted(NEEDLE_TASKS[name](text.haystack, config.needles), tokenizer))
+            made = [NEEDLE_TASKS[name](text.haystack, config.needles)]
+        elif name == RULER:
+            made, missing = ruler_tasks(config.ruler, tokenizer, text.documents, bos)
+        elif name == LONGBENCH:
+            made, missing = longbench_tasks(config.longbench, tokenizer, bos, C)
+        elif name == MANY_SHOT:
+            made, missing = many_shot_tasks(config.many_shot, tokenizer, bos)
         elif name == MULTIPLE_CHOICE:
-            made += multiple_choice_tasks(config.multiple_choice, text.encoder)
+            made = multiple_choice_tasks(config.multiple_choice, text.encoder)
         elif name == HARNESS:
             from trainer.evaluation.harness import harness_tasks
 
-            made += harness_tasks(config.harness, text.encoder)
-        else:
-            groups = {
-                RULER: lambda: ruler_tasks(config.ruler, tokenizer, text.documents, bos_token),
-                LONGBENCH: lambda: longbench_tasks(
-                    config.longbench, tokenizer, bos_token, training_length
-                ),
-                MANY_SHOT: lambda: many_shot_tasks(config.many_shot, tokenizer, bos_token),
-            }
-            tasks, missing = groups[name]()
-            made += [Prompted(task, tokenizer) for task in tasks]
-            notes += missing
-    if notes and not made:
+            made = harness_tasks(config.harness, text.encoder)
+        tasks += made
+        notes += missing
+    if notes and not tasks:
         raise UserError(f"evaluation.tasks: {' '.join(notes)}")
-    return made, notes
+    return tasks, notes
 
 
-def _missing_windows(
-    count: int, wanted: int, text: HeldOut, lengths: list[int], last: int
-) -> list[str]:
-    """Return a sentence about the windows that the text does not have, if any."""
-    if count == wanted:
-        return []
-    return [
-        f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
-        f"held-out text of {len(text.split):,} tokens has no more of {max(lengths):,} tokens "
-        f"whose last {last:,} do not overlap."
-    ]
+def fit_text(
+    corpus: Corpus,
+    bos_token: int | None,
+    config: EvaluationConfig,
+    methods: Sequence[Method],
+    lengths: Sequence[int],
+    training_length: int,
+) -> FitText:
+    """Return the texts for all methods at the lengths at which they read them.
+
+    These are validation text, texts with needles for searches of factors beyond the training
+    length, and the texts on which heads and pairs are chosen (DoPE, Sec. 5.1, Tables 3 and 4).
+
+    Raises:
+        UserError: the text is too short, or a length does not fit a file or a task.
+    """
+    C, longrope, choice, text = training_length, config.longrope, config.choice, corpus.validation
+    fitted = sorted({round(s * C) for n in lengths for m in methods for s in m.fits(n / C)})
+    by_needles = longrope.search == "needles" and any(
+        "longrope" in method.key.split("+") for method in methods
+    )
+    searched = [n for n in fitted if n > C and by_needles]
+    chosen = fitted if choice.length is None else [round(choice.length * C)]
+    if choice.text == "validation" or not any(CHOICE in method.settings for method in methods):
+        chosen = []
+    needles, prompts = {}, None
+    if searched or chosen:
+        straw = HeldOut(corpus, text, bos_token, None).haystack
+        needles = {n: answered_texts(straw, longrope.windows, n, seed=0) for n in searched}
+        prompts = {n: choice_prompts(config, straw, n) for n in chosen} or None
+    longest, parts = max(fitted, default=0), ()
+    if longest and len(text.parts) > 1:  # the text of a mixture that each window is from
+        shares = text.shares(config.fit_windows, longest)
+        parts = tuple(text.parts_of_windows(shares).tolist())
+    windows = windows_with_common_ends(text, config.fit_windows, fitted, name="validation")
+    return FitText(windows, corpus.first_token, needles, prompts, parts)
+
+
+def choice_prompts(config: EvaluationConfig, straw: Haystack, length: int) -> Integers:
+    """Return ``[texts, tokens]`` of prompts on which methods choose, none of which is evaluated.
+
+    The prompts are spread over the trials and depths of a task. A prompt leaves room for its
+    answer, and all are cut at their beginning to the shortest: many-shot prompts differ by less
+    than an example. ``straw``: validation text. ``length``: tokens of a prompt and its answer.
+    """
+    name, texts = config.choice.text, config.choice.texts
+    if name in NEEDLE_TASKS:
+        needles = replace(config.needles, trials=texts, seed=config.needles.seed + 1)
+        prompts = NEEDLE_TASKS[name](straw, needles).prompts(length)
+    else:
+        shots, first = replace(config.many_shot, trials=texts), next(iter(straw.bos), None)
+        tasks, _ = many_shot_tasks(shots, straw.tokenizer, first, seed=SEED + 1)
+        prompts = next(task for task in tasks if task.name == name).prompts(length)
+    tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
+    bos = len(straw.bos)
+    behind = min(map(len, tokens)) - bos
+    return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)

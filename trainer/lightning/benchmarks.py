@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
-from trainer.evaluation.measurements import Prompted
-from trainer.evaluation.results import Milestone, is_known
-from trainer.evaluation.tasks import HeldOut, make_tasks
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.results import is_known
+from trainer.evaluation.task import PromptTask, Reading
+from trainer.evaluation.tasks import make_tasks
 from trainer.lightning.module import evaluating
 from trainer.lightning.strategy import gathered
 from trainer.model.decoder import Decoder
@@ -24,7 +25,7 @@ class Benchmarks:
     They are taken before the first step of trained weights, every so many steps, directly after a
     change of the model, and after the last step of every phase. Ranks share the questions.
 
-    ``milestones``: the measurements so far, as :class:`Milestone` holds them.
+    ``milestones``: the measurements so far; see ``trainer.evaluation.results.RunSummary``.
     """
 
     def __init__(self, config: RunConfig, corpus: Corpus, ranks: Ranks) -> None:
@@ -41,7 +42,7 @@ class Benchmarks:
         evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
         tasks, _ = make_tasks(text, evaluation, self.lengths, self.C)
         self.tasks = [
-            replace(task, limit=asked.limit) if isinstance(task, Prompted) else task
+            replace(task, limit=asked.limit) if isinstance(task, PromptTask) else task
             for task in tasks
         ]
         for task in self.tasks:
@@ -54,7 +55,9 @@ class Benchmarks:
         ``step``, ``tokens``: of the model. ``dropped``: whether its encoding was dropped by then.
         """
         scores = self._scores(model)
-        self.milestones.append(asdict(Milestone(step, tokens, dropped, scores)))
+        self.milestones.append(
+            {"step": step, "tokens": tokens, "dropped": dropped, "scores": scores}
+        )
         return {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
 
     def _scores(self, model: Decoder) -> dict[str, float | None]:
@@ -63,11 +66,13 @@ class Benchmarks:
         with evaluating(model), gathered(model):
             for task in self.tasks:
                 for length in self.lengths:
-                    values = task.read(model, length, self.batch_tokens, part=self.share)
-                    mine = [value for _, metric, value in values if metric == task.metric]
-                    mean = _mean(_gathered(mine))
-                    name = f"{task.key}/{length / self.C:g}x"
-                    scores[name] = math.exp(mean) if task.metric == "loss" else mean
+                    reading = Reading(model, length, self.batch_tokens, part=self.share)
+                    values = task.read(reading)
+                    for key in task.titles:
+                        mine = [value for _, name, value in values if name == key]
+                        mean = _mean(_gathered(mine))
+                        score = math.exp(mean) if task.metric == "loss" else mean
+                        scores[f"{key}/{length / self.C:g}x"] = score
         return scores
 
 

@@ -133,11 +133,12 @@ def _untrained(evidence: Evidence) -> str:
 def _undropped(evidence: Evidence) -> str:
     """Return why claims about the drop cannot be judged if it changed nothing; else empty."""
     drop = evidence.report.drop
-    if drop is None or not (is_known(drop.loss_before) and is_known(drop.loss_after)):
+    if drop is None:
         return ""
-    if drop.loss_after > (1 + SAME) * drop.loss_before:
+    before, after = drop["loss_before"], drop["loss_after"]
+    if not (is_known(before) and is_known(after)) or after > (1 + SAME) * before:
         return ""
-    return f"The drop changed little: loss {drop.loss_before:.3f} to {drop.loss_after:.3f}."
+    return f"The drop changed little: loss {before:.3f} to {after:.3f}."
 
 
 def certainly_exceeds(p: Estimate, q: Estimate, times: float) -> bool:
@@ -276,15 +277,15 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     drop = evidence.report.drop
     if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
         return None  # the run itself comes first, and its drop may be another one
-    measured = drop.loss_before, drop.loss_after, drop.loss_end
+    measured = drop["loss_before"], drop["loss_after"], drop["loss_end"]
     losses = [loss for loss in measured if is_known(loss)]
     if len(losses) < len(measured):
         return None, "A loss before, after or at the end is missing."
     names = "before", "after", "end"
-    each = [[x for x in drop.sequences.get(name, ()) if is_known(x)] for name in names]
+    each = [[x for x in drop["sequences"].get(name, ()) if is_known(x)] for name in names]
     before, after, end = each if all(each) else ([loss] for loss in losses)
     numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses)
-    numbers = f"{numbers} (step {drop.step})."
+    numbers = f"{numbers} (step {drop['step']})."
     if change(after, before).low <= SAME:
         return None, f"{numbers} The drop raises it by no more than {SAME:.0%}."
     lost, won = ([a - b for a, b in zip(after, other, strict=True)] for other in (before, end))

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +18,6 @@ from trainer.config import PERPLEXITY
 from trainer.evaluation.results import (
     AS_IS,
     MEAN,
-    Change,
     Report,
     Row,
     RunSummary,
@@ -251,7 +251,7 @@ def training(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
-    mark = (float(drop.step), f"encoding dropped at step {drop.step}") if drop else None
+    mark = (float(drop["step"]), f"encoding dropped at step {drop['step']}") if drop else None
     lines = [_smoothed_line(run, drop, styles[run.name]) for run in runs]
     panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
     yield Plot("training", draw([panel], height=2.8), caption)
@@ -263,11 +263,11 @@ def smoothed(values: Sequence[float], window: int) -> list[float]:
     return near.mean().tolist()
 
 
-def _smoothed_line(run: RunSummary, drop: Change | None, style: int) -> Line:
+def _smoothed_line(run: RunSummary, drop: dict[str, Any] | None, style: int) -> Line:
     steps = [step for step, _ in run.curve]
     losses = [math.nan if loss is None else loss for _, loss in run.curve]
     # Smooth each side of the drop separately: a mean across it would blur the jump.
-    cut = sum(step <= drop.step for step in steps) if drop else len(steps)
+    cut = sum(step <= drop["step"] for step in steps) if drop else len(steps)
     window = len(steps) // _SMOOTHING
     smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
     return Line(run.name, style, steps, smooth, raw=losses, marked=False)
@@ -278,19 +278,19 @@ def benchmarks(report: Report) -> Iterator[Plot]:
     others the mean."""
     lines: list[Line] = []
     dropped = None
-    for name, history in report.milestones.items():
-        scores = 100 * pd.DataFrame([_scored(m.scores) for m in history])
+    for run in report.runs:
+        scores = 100 * pd.DataFrame([_scored(m["scores"]) for m in run.milestones])
         if scores.empty:
             continue
         if len(scores.columns) > 1:
             scores.insert(0, MEAN, scores.mean(axis=1))
-        tokens = [milestone.tokens for milestone in history]
+        tokens = [milestone["tokens"] for milestone in run.milestones]
         if lines:
             scores = scores.iloc[:, :1]
         else:
-            dropped = next((m.tokens for m in history if m.dropped), None)
+            dropped = next((m["tokens"] for m in run.milestones if m["dropped"]), None)
         for key, y in scores.items():
-            lines.append(Line(f"{name}, {key}", len(lines), tokens, y.tolist(), marked=False))
+            lines.append(Line(f"{run.name}, {key}", len(lines), tokens, y.tolist(), marked=False))
     if not lines:
         return
 

@@ -106,11 +106,12 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
     say = partial(out.print, highlight=False, markup=False)
     for run in report.runs:
         for change in run.changes:
-            losses = (change.loss_before, change.loss_after, change.loss_end)
+            losses = (change[f"loss_{when}"] for when in ("before", "after", "end"))
             before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
             say(
-                f"{run.name}, after step {change.step}: {change.what}; held-out loss at "
-                f"{change.length:,} tokens {before} before, {after} just after, {end} at the end."
+                f"{run.name}, after step {change['step']}: {change['what']}; held-out loss "
+                f"at {change['length']:,} tokens {before} before, {after} just after, {end} at the "
+                "end."
             )
     for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))

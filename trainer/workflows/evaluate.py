@@ -23,9 +23,10 @@ from trainer.config import (
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Settings, measure_cells, plan_cells
+from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.results import MEAN, Report, averaged, rows_of
+from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Report, averaged, rows_of
 from trainer.evaluation.saved_model import (
     SavedModel,
     fitting_together,
@@ -33,7 +34,7 @@ from trainer.evaluation.saved_model import (
     precision_of,
 )
 from trainer.evaluation.store import Store
-from trainer.evaluation.tasks import HeldOut, check_names, make_tasks
+from trainer.evaluation.tasks import check_names, fit_text, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import (
@@ -43,7 +44,6 @@ from trainer.runs.descriptions import (
     without_home,
 )
 from trainer.runs.models import find_model, origin
-from trainer.workflows.text import fit_text
 
 log = logging.getLogger(__name__)
 
@@ -148,29 +148,29 @@ def measure_models(
     fit = fit_text(corpus, text.bos_token, config, used, lengths, C)
     for note in task_notes if ranks.is_rank_zero else ():
         log.warning("%s", note)
-    settings = Settings(config.batch_tokens, device, dtype)
+    settings = Settings(config.batch_tokens, device, dtype, ranks.rank, ranks.world_size)
     cells = plan_cells(models, methods, tasks, lengths, fit, settings)
-    measured = measure_cells(cells, fit, Store(directory), settings, ranks.rank, ranks.world_size)
+    trials, fit_notes = measure_cells(cells, fit, Store(directory), settings)
     if ranks.rank:
         return unmeasured(name, C, corpus)
     titles = {method.key: method.title for method in used}
-    task_titles = {task.key: task.title for task in tasks}
-    if mean_of := averaged(measured.trials):
+    task_titles = {key: title for task in tasks for key, title in task.titles.items()}
+    if mean_of := averaged(trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     longest = max(model.longest_context for model in models)
     reach = {model.name: model.layout.longest for model in models}
-    rows = rows_of(measured.trials, measured.seconds, name, needles.seed)
+    rows = rows_of(trials, name, needles.seed)
     vocabulary = 1 + max(corpus.tokenizer.get_vocab().values())
     return Report(
         name=name,
         training_length=C,
         rows=rows.assign(reach=rows["model"].map(reach)),
-        trials=measured.trials,
+        trials=trials[[*TRIAL_COLUMNS]],
         longest_context=None if longest == C else longest,
         unigram_loss=unigram_loss(corpus.test, corpus.validation, vocabulary),
         methods={key: titles[key] for key in config.methods if key in titles},
         tasks=task_titles,
-        notes=(*notes, *task_notes, *measured.notes),
+        notes=(*notes, *task_notes, *fit_notes),
         config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
         environment={**environment(corpus), "precision": multiplied_in(dtype, device)},
         task=describe_task(text.training_share or 0.0, needles.needles)

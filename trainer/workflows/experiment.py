@@ -14,15 +14,12 @@ from statistics import median_high
 from typing import Any
 
 from trainer.checkpoint import BEFORE_DROP, step_name
-from trainer.common.fields import adapter
 from trainer.common.ranks import Ranks, all_gather, on_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import (
     AS_IS,
     FACTS,
-    Change,
-    Milestone,
     Report,
     RunSummary,
     estimates,
@@ -188,28 +185,28 @@ def make_report(
     else:
         report = unmeasured(config.name, config.training_length, corpus)
     losses = estimates(report.rows, PERPLEXITY, "loss")
-    trained, milestones, rates, seconds = {}, {}, {}, {}
+    trained, rates, seconds = {}, {}, {}
     for key, run in runs.items():
         model, rows = models[key], read_metrics(Path(run.config.run_dir) / "metrics.csv")
         loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
         summary = summary_of(run, rows, model.name, model.parameters)
-        trained[model.name] = replace(summary, final_loss=None if loss is None else loss.mean)
-        measured = model.state.get("benchmarks", ())
-        milestones[model.name] = adapter(tuple[Milestone, ...]).validate_python(measured)
+        trained[model.name] = replace(
+            summary,
+            final_loss=None if loss is None else loss.mean,
+            milestones=tuple(model.state.get("benchmarks", ())),
+        )
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
         rates[model.name] = round(median_high(speeds), 0) if speeds else None
         if run.seconds is not None:
             seconds[model.name] = round(run.seconds, 1)
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
-    effect = runs[MAIN].effect_of_drop
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
         runs=tuple(trained.values()),
-        drop=adapter(Change).validate_python(effect) if effect else None,
-        milestones=milestones,
+        drop=runs[MAIN].effect_of_drop,
         timing={
             "tokens_per_second": rates,
             "evaluation_seconds": round(time.perf_counter() - began, 1),
@@ -237,7 +234,7 @@ def summary_of(
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
-        changes=tuple(map(adapter(Change).validate_python, run.effects.values())),
+        changes=tuple(run.effects.values()),
     )
 
 

@@ -1,4 +1,4 @@
-"""Measurements at a length: shared among ranks, scored, and cropped."""
+"""Tasks at a length: scored, and cropped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from trainer.config import EvaluationConfig
-from trainer.data.needles import NeedleVocabulary
+from trainer.config import EvaluationConfig, NeedleTaskSettings
+from trainer.evaluation.held_out import HeldOut, Perplexity, statements
 from trainer.evaluation.loss import windows_with_common_ends
-from trainer.evaluation.measurements import Perplexity, Prompted, Statements
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.tasks import HeldOut, make_tasks
+from trainer.evaluation.task import PromptTask, Reading
+from trainer.evaluation.tasks import make_tasks
 
 LENGTHS = [32, 64]
 
@@ -30,21 +30,21 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
         for window in windows[length]:
             ids = torch.tensor([corpus.end_of_text, *window])
             losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
-        result = task.read(model, length, 4096)
+        result = task.read(Reading(model, length, 4096))
         by_window = [window[-last:].mean().item() for window in losses]
         assert [value for _, _, value in result] == pytest.approx(by_window, rel=1e-5)
-        assert [(trial, metric) for trial, metric, _ in result] == [(i, "loss") for i in range(3)]
+        assert [(trial, key) for trial, key, _ in result] == [(i, "perplexity") for i in range(3)]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("reads", [None, 40, 64, 65])
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
     """An end-of-text token and the last of the prompt, in a plain loop."""
-    vocabulary, end = NeedleVocabulary.from_tokenizer(corpus.tokenizer), corpus.end_of_text
-    task = Statements.make(corpus.test, [64], vocabulary, end, 8, 2, 1)
+    end, settings = corpus.end_of_text, NeedleTaskSettings(trials=8, needles=2, seed=1)
+    task = statements(corpus, corpus.test, [64], settings)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    result = task.read(model, 64, 130, reads)  # two trials, a batch
+    result = task.read(Reading(model, 64, 130, reads))  # two trials, a batch
     handle.remove()
     trials = task.of_length[64]
     cropped = [[end, *prompt[64 - min(reads or 64, 64) + 1 :]] for prompt in trials.prompts]
@@ -53,7 +53,7 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
         float(model(torch.tensor([prompt]))[0, -1].argmax() == answer)
         for prompt, answer in zip(cropped, trials.answers, strict=True)
     ]
-    assert result == [(i, "score", hit) for i, hit in enumerate(hits)]
+    assert result == [(i, "statements", hit) for i, hit in enumerate(hits)]
     depths = [round(1 - depth / 64, 4) for depth in trials.depths.tolist()]
     assert task.trials(64).depth.tolist() == depths
 
@@ -61,21 +61,19 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
 def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     asked = []
 
-    class Quarter:
-        name, stop = "quarter", None
+    def score(text, answers):
+        asked.append(tuple(answers))
+        return 0.25
 
-        def score(self, text, answers):
-            asked.append(tuple(answers))
-            return 0.25
+    def prompts(length):
+        tokens = (0, *range(1, length - 2))
+        return [Prompt(tokens, (str(i),), 2, depth=0.5, label="a") for i in range(3)]
 
-        def prompts(self, length):
-            tokens = (0, *range(1, length - 2))
-            return [Prompt(tokens, (str(i),), 2, depth=0.5, label="a") for i in range(3)]
-
-    task = Prompted(Quarter(), corpus.tokenizer)
-    assert task.fingerprint(64) == Prompted(Quarter(), corpus.tokenizer).fingerprint(64)
+    task = PromptTask("quarter", corpus.tokenizer, prompts, score)
+    assert task.fingerprint(64) == replace(task).fingerprint(64)
     assert task.fingerprint(64) != task.fingerprint(32)
-    assert sorted(task.read(model, 64, 4096, 32)) == [(i, "score", 0.25) for i in range(3)]
+    read = task.read(Reading(model, 64, 4096, 32))
+    assert sorted(read) == [(i, "quarter", 0.25) for i in range(3)]
     assert task.trials(64).to_dict("list") == {
         "text": [0, 1, 2], "depth": [0.5] * 3, "label": ["a"] * 3,
     }  # fmt: skip
@@ -91,32 +89,25 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     ],
 )
 def test_groups_are_counted_in_the_order_of_prompts(corpus, named, numbers):
-    class Grouped:
-        name, stop = "grouped", None
+    def prompts(length):
+        return [Prompt((0, i), (), 2, group=group) for i, group in enumerate(named)]
 
-        def prompts(self, length):
-            return [Prompt((0, i), (), 2, group=group) for i, group in enumerate(named)]
-
-    assert tuple(Prompted(Grouped(), corpus.tokenizer).trials(64).text) == numbers
+    task = PromptTask("grouped", corpus.tokenizer, prompts, None)
+    assert tuple(task.trials(64).text) == numbers
 
 
 def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "trainer.evaluation.measurements.answers",
+        "trainer.evaluation.task.answers",
         lambda model, tokenizer, prompts, *_: asked.extend(prompts) or {0: ""},
     )
 
-    class One:
-        name, stop = "one", None
+    def prompts(length):
+        return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
 
-        def score(self, text, answers):
-            return 0.0
-
-        def prompts(self, length):
-            return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
-
-    Prompted(One(), corpus.tokenizer).read(model, 64, 4096, 32)
+    task = PromptTask("one", corpus.tokenizer, prompts, lambda text, answers: 0.0)
+    task.read(Reading(model, 64, 4096, 32))
     (prompt,) = asked
     assert len(prompt.tokens) == 30
     assert prompt.tokens[0] == 7
@@ -132,6 +123,6 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
     )
     text = HeldOut(replace(corpus, tokenizer=tokenizer), corpus.test, first, 0.5)
     config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)
-    (perplexity, statements), _ = make_tasks(text, config, [32], 32)
-    assert perplexity.first_token == first
-    assert (statements.of_length[32].prompts[:, 0] == first).all()
+    (losses, retrieval), _ = make_tasks(text, config, [32], 32)
+    assert losses.first_token == first
+    assert (retrieval.of_length[32].prompts[:, 0] == first).all()
