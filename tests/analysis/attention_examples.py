@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tests.reference import softmax
-from trainer.analysis.attention import Heads
+from trainer.analysis.attention import Heads, capture
 from trainer.positional.encodings import alibi_slopes, by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rotation import rotary_table, rotate
@@ -64,9 +64,6 @@ def cells(rows, metric, *shape, **where):
     return found.reshape(shape) if shape else found
 
 
-def rows_of(kind, target):
-    """The rows of a topic, without its figures."""
-    topic = kind(target)
-    with torch.no_grad():
-        topic.measure()
-    return topic.rows()
+def captured(model, ids):
+    """Queries and keys of every layer."""
+    return capture(model, ids, lambda heads: heads)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.attention_examples import attention_of, layer_of_heads
+from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
 from tests.reference import turned
 from trainer.analysis import attention as module
-from trainer.analysis.attention import attention_rows, capture, head_attention
+from trainer.analysis.attention import attention_rows, head_attention
 from trainer.analysis.clusters import stable_rank
 from trainer.model.config import QKNormConfig
 from trainer.positional.intervention import Intervention
@@ -83,17 +83,11 @@ MODELS = {
 }
 
 
-def all_layers(model, ids=IDS):
-    layers = []
-    states = capture(model, ids, layers.append)
-    return layers, states
-
-
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
 def test_what_is_rotated_is_the_rotation_of_what_is_not(tiny_decoder, positional):
     """Against complex numbers in float64."""
     model = tiny_decoder(**positional)
-    for heads in all_layers(model)[0]:
+    for heads in captured(model, IDS):
         assert heads.q.shape == (2, 4, 20, 8)
         assert heads.k.shape == (2, 2, 20, 8)
         assert heads.queries_per_key == 2
@@ -110,7 +104,7 @@ def test_what_is_rotated_is_the_rotation_of_what_is_not(tiny_decoder, positional
 def test_before_the_encoding_they_are_the_projections(tiny_decoder):
     model = tiny_decoder()
     block = model.layers[0]
-    (first, _), _ = all_layers(model)
+    first, _ = captured(model, IDS)
     x = block.input_layernorm(model.embed_tokens(IDS))
     for seen, linear in ((first.q, block.self_attn.q_proj), (first.k, block.self_attn.k_proj)):
         assert torch.equal(seen, linear(x).unflatten(-1, (-1, 8)).transpose(1, 2))
@@ -118,13 +112,13 @@ def test_before_the_encoding_they_are_the_projections(tiny_decoder):
 
 def test_temperature_and_gains_are_included(tiny_decoder):
     model = tiny_decoder()
-    (plain, _), _ = all_layers(model)
+    plain, _ = captured(model, IDS)
     layout = model.layout.map(lambda s: s.with_temperature(scale=3.0))
     gains = Intervention(key=((2.0,) * 8, (1.0,) * 8))
     model.layout = replace(
         layout, layers=tuple(replace(layer, intervention=gains) for layer in layout.layers)
     )
-    (changed, _), _ = all_layers(model)
+    changed, _ = captured(model, IDS)
     assert changed.encoding.intervention == gains
     torch.testing.assert_close(changed.rotated_q, 3 * plain.rotated_q)
     torch.testing.assert_close(changed.rotated_k[:, 0], 2 * plain.rotated_k[:, 0])
@@ -143,13 +137,13 @@ def test_compiled_blocks_are_seen_too(tiny_decoder):
         graphs.append(graph)
         return graph.forward
 
-    plain, _ = all_layers(tiny_decoder())
+    plain = captured(tiny_decoder(), IDS)
     model = tiny_decoder()
     for block in model.layers:
         block.compile(backend=backend)
     before, made = model(IDS), len(graphs)
     assert made
-    layers, _ = all_layers(model)
+    layers = captured(model, IDS)
     assert [heads.layer for heads in layers] == [0, 1]
     for heads, expected in zip(layers, plain, strict=True):
         torch.testing.assert_close(heads.rotated_q, expected.rotated_q)

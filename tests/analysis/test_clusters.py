@@ -10,16 +10,16 @@ import torch
 from sklearn.decomposition import PCA
 from sklearn.metrics import davies_bouldin_score, silhouette_score
 
-from tests.analysis.attention_examples import cells, layer_of_heads, rows_of
+from tests.analysis.attention_examples import captured, cells, layer_of_heads
 from trainer.analysis import clusters as module
-from trainer.analysis.attention import Heads, capture
+from trainer.analysis.attention import Heads
 from trainer.analysis.clusters import (
     cluster_measures,
-    principal_plane,
+    principal_axes,
     project,
     sample_positions,
 )
-from trainer.analysis.clusters_figures import ClusterFigures
+from trainer.analysis.clusters_figures import analyze_clusters
 from trainer.analysis.topic import Target, stacked
 
 
@@ -60,7 +60,7 @@ def test_singular_values_are_those_of_the_svd():
         assert result[f"{name}.key_stable_rank"][0, 1, 0] == pytest.approx(expected, rel=1e-9)
     assert result["key_fsv_ratio"][0, 1, 0] == pytest.approx(after[0] / before[0], rel=1e-6)
     whole = np.linalg.svd(heads.q[0, 2].double().numpy(), compute_uv=False)
-    assert result["query_first_share"][0, 2] == pytest.approx(whole[0] ** 2 / (whole**2).sum())
+    assert result["query_first_share"][0, 2, -1] == pytest.approx(whole[0] ** 2 / (whole**2).sum())
 
 
 def test_a_temperature_does_not_change_the_ratio_of_first_singular_values():
@@ -87,21 +87,20 @@ def test_separation_is_that_of_scikit_learn(points):
 
 def test_the_plane_is_that_of_the_first_prefix_before_the_rotation():
     heads = layer_of_heads(T=64, texts=1)
-    plane = principal_plane(heads, 1, 32)
-    panel = project(heads, 1, plane, 64, rotated=True, points=10)
+    axes = principal_axes(heads, 1, 32)
+    points, rank = project(heads, 1, axes, 64, rotated=True, points=10)
     keys, queries = heads.k[0, 1].numpy(), heads.q[0, 2:].numpy()
     chosen = sample_positions(64, 10)
     pca = PCA(2).fit(np.concatenate([keys[:32], queries[0, :32], queries[1, :32]]))
-    expected = pca.transform(heads.rotated_k[0, 1].numpy()[chosen])
-    signs = np.sign((panel.keys * expected).sum(axis=0))
-    np.testing.assert_allclose(panel.keys, expected * signs, atol=1e-4)
-    expected = pca.transform(heads.rotated_q[0, 3].numpy()[chosen])
-    np.testing.assert_allclose(panel.queries[1], expected * signs, atol=1e-4)
-    origin = -plane.centre @ plane.axes
-    np.testing.assert_allclose(origin, pca.transform(np.zeros((1, 8)))[0] * signs, atol=1e-4)
+    origin = pca.transform(np.zeros((1, 8)))
+    expected = pca.transform(heads.rotated_k[0, 1].numpy()[chosen]) - origin
+    signs = np.sign((points[0] * expected).sum(axis=0))
+    np.testing.assert_allclose(points[0], expected * signs, atol=1e-4)
+    expected = pca.transform(heads.rotated_q[0, 3].numpy()[chosen]) - origin
+    np.testing.assert_allclose(points[2], expected * signs, atol=1e-4)
     values = np.linalg.svd(heads.rotated_k[0, 1].double().numpy(), compute_uv=False)
-    assert panel.stable_rank == pytest.approx((values**2).sum() / values[0] ** 2)
-    assert panel.queries.shape == (2, 10, 2)
+    assert rank == pytest.approx((values**2).sum() / values[0] ** 2)
+    assert points.shape == (3, 10, 2)
 
 
 def test_prefixes_within_the_training_length_are_read_without_the_later_tokens(tiny_decoder):
@@ -109,13 +108,11 @@ def test_prefixes_within_the_training_length_are_read_without_the_later_tokens(t
     ids = torch.randint(0, 50, (1, 80), generator=torch.Generator().manual_seed(1))
     model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=3.0))
     target = Target("tiny", model, ids)
-    rows, layers = rows_of(ClusterFigures, target), []
+    rows = analyze_clusters(target).rows
     where = {"variant": "rotated", "layer": 1, "head": 3}
     measured = cells(rows, "query_stable_rank", **where)
     assert rows["length"].dropna().unique().tolist() == [32, 64, 80]
     for length, index, tokens in ((32, 0, ids[:, :32]), (80, 2, ids)):
-        layers.clear()
-        capture(model, tokens, layers.append)
-        q = layers[1].rotated_q[0, 3].double().numpy()
+        q = captured(model, tokens)[1].rotated_q[0, 3].double().numpy()
         expected = (q**2).sum() / np.linalg.svd(q, compute_uv=False)[0] ** 2
         assert measured[index] == pytest.approx(expected, rel=1e-4), length

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.analysis.attention_examples import attention_of, cells
+from tests.analysis.attention_examples import attention_of, captured, cells
 from trainer.analysis import drop
-from trainer.analysis.attention import capture
 from trainer.analysis.drop import (
     MEASURES,
     compare_drop,
-    divergence_by_position,
+    compare_predictions,
     head_measures,
 )
 from trainer.analysis.topic import Target
@@ -39,9 +38,8 @@ def targets(models):
 
 
 def test_heads_are_read_within_the_training_length(models):
-    measured, layers = head_measures(models[0], IDS[:, :TRAINED]), []
-    capture(models[0], IDS, layers.append)
-    for heads in layers:
+    measured = head_measures(models[0], IDS[:, :TRAINED])
+    for heads in captured(models[0], IDS):
         for head in range(4):
             maps = [attention_of(heads, text, head)[0][:TRAINED, :TRAINED] for text in range(2)]
             expected = {name: [] for name in MEASURES}
@@ -59,14 +57,17 @@ def test_heads_are_read_within_the_training_length(models):
                 assert measured[name][heads.layer, head] == pytest.approx(mean, rel=1e-3, abs=1e-6)
 
 
-def test_divergence_is_torch_s_at_every_position(models, monkeypatch):
+def test_divergence_and_losses_are_torch_s_at_every_position(models, monkeypatch):
     monkeypatch.setattr(drop, "chunk_size", lambda *_: 7)
-    divergence = divergence_by_position(*models, IDS)
+    divergence, *losses = compare_predictions(*models, IDS)
     with torch.no_grad():
-        p, q = (model(IDS).double().log_softmax(-1) for model in models)
+        p, q = (model(IDS).double().log_softmax(-1)[:, :-1] for model in models)
     expected = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean(0)
     np.testing.assert_allclose(divergence, expected, rtol=1e-3, atol=1e-7)
     assert divergence[-1] > 1e-3
+    for loss, log in zip(losses, (p, q), strict=True):
+        expected = F.nll_loss(log.mT, IDS[:, 1:], reduction="none").mean(0)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
 def test_rows_have_losses_and_divergences_of_both_models(models, targets):
@@ -85,7 +86,7 @@ def test_rows_have_losses_and_divergences_of_both_models(models, targets):
         means = [curve[a:b].mean() for a, b in pairwise(edges)]
         np.testing.assert_allclose(cells(rows, metric, model=name), means, rtol=1e-3)
     names = [plot.name for plot in results.plots]
-    assert names == ["drop_positional_heads", "drop_attention", "drop_positions"]
+    assert names == ["drop_heads", "drop_positions"]
 
 
 def test_models_of_another_shape_are_compared_but_for_their_heads(targets, tiny_decoder):
@@ -93,5 +94,5 @@ def test_models_of_another_shape_are_compared_but_for_their_heads(targets, tiny_
     results = compare_drop(targets[0], Target("b", other, IDS))
     assert [plot.name for plot in results.plots] == ["drop_positions"]
     words = tiny_decoder(model={"vocab_size": 60})
-    with pytest.raises(UserError, match="got 50 and 60"):
+    with pytest.raises(UserError, match=r"got \[50, 60\]"):
         compare_drop(targets[0], Target("b", words, IDS))

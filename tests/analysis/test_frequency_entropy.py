@@ -14,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import cells, rows_of
-from trainer.analysis.attention import capture
+from tests.analysis.attention_examples import captured, cells
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
@@ -26,8 +25,8 @@ from trainer.analysis.frequency_entropy import (
     sequence_fe,
     spectrum_fe,
 )
-from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures, in_words
-from trainer.analysis.topic import Target
+from trainer.analysis.frequency_entropy_figures import analyze_frequency_entropy, in_words
+from trainer.analysis.topic import NotApplicableError, Target
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime
 from trainer.evaluation.weighted_rope import apply
@@ -119,15 +118,14 @@ def expected_entropies(heads, counts, side, name):
 @pytest.mark.parametrize("model", MODELS)
 def test_a_model_s_heads(tiny_decoder, model):
     positional, counts = MODELS[model]
-    model, layers = tiny_decoder(**positional), []
-    capture(model, IDS, layers.append)
-    measured = frequency_entropies(model, IDS)
+    model = tiny_decoder(**positional)
+    layers, measured = captured(model, IDS), frequency_entropies(model, IDS)
     assert len(measured) == len(layers) == 2
     for entropies, heads in zip(measured, layers, strict=True):
-        for side in ("query", "key"):
-            for name, ours in entropies[side].items():
-                expected = expected_entropies(heads, counts, side, name)
-                np.testing.assert_allclose(ours, expected, rtol=1e-4)
+        assert len(entropies) == 4
+        for (name, side), ours in entropies.items():
+            expected = expected_entropies(heads, counts, side, name)
+            np.testing.assert_allclose(ours, expected, rtol=1e-4)
 
 
 ATTENUATED_TEXT = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
@@ -151,13 +149,12 @@ def text(length, texts=1):
 def rows_with(target, **attenuation):
     settings = AttenuationSettings(**{"alphas": [], **attenuation})
     target = replace(target, config=replace(target.config, attenuation=settings))
-    return rows_of(FrequencyEntropyFigures, target)
+    return analyze_frequency_entropy(target).rows
 
 
 def expected(model, ids, name, side):
     """``[layers, heads, pairs]`` of one text."""
-    layers = []
-    capture(model, ids, layers.append)
+    layers = captured(model, ids)
     return np.array([expected_entropies(heads, [4, 4], side, name) for heads in layers])
 
 
@@ -181,7 +178,8 @@ def test_a_text_shorter_than_a_frame_has_the_gates_of_the_other_entropy(tiny_dec
     assert set(rows["metric"]) & set(NAMES.values()) == {"SequenceFE"}
     perplexities = rows[rows["metric"].str.startswith("perplexity")]
     assert set(perplexities["variant"]) == {"SequenceFE < 0.6"}
-    assert FrequencyEntropyFigures.problem(Target("tiny", target.model, text(5)))
+    with pytest.raises(NotApplicableError, match="expected 6 or more, got 5"):
+        rows_with(Target("tiny", target.model, text(5)))
 
 
 def test_a_gate_has_one_rule_or_several():

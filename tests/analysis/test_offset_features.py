@@ -12,19 +12,18 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import cells, layer_of_heads, rows_of, turned
+from tests.analysis.attention_examples import captured, cells, layer_of_heads, turned
 from tests.positional.examples import slowed
-from trainer.analysis.attention import Heads, capture
+from trainer.analysis.attention import Heads
 from trainer.analysis.offset_features import (
-    angle_stability,
     bounds,
     contributions,
     fastest_pairs,
     offset_features,
     sink_row,
 )
-from trainer.analysis.offset_features_figures import OffsetFeatureFigures, offset_changes
-from trainer.analysis.topic import Target
+from trainer.analysis.offset_features_figures import analyze_offset_features, offset_changes
+from trainer.analysis.topic import NotApplicableError, Target
 from trainer.positional.encodings import alibi_slopes, by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn
@@ -118,26 +117,24 @@ def layer(seed, texts=2):
 
 def test_every_moving_pair_against_a_loop():
     heads = layer(0)
-    result = angle_stability(heads)
-    expected = []
-    for side, x in (("query", heads.q), ("key", heads.k)):
-        for head in range(x.shape[1]):
-            spectrum = (HALF, STILL)[head * 2 // x.shape[1]]
-            pairs = len(spectrum.inv_freq)
-            for pair in np.flatnonzero(spectrum.inv_freq):
-                points = [
-                    complex(row[pair], row[pair + pairs])
-                    for text in x
-                    for row in text[head].double()
-                ]
-                mean = sum(points) / len(points)
-                direction = sum(cmath.rect(1, cmath.phase(p)) for p in points) / len(points)
-                expected.append((side, 3, head, pair, abs(mean), 1 - abs(direction)))
-    columns = list(zip(*expected, strict=True))
-    for name, values in zip(("side", "layer", "head", "pair"), columns[:4], strict=True):
-        np.testing.assert_array_equal(result[name], values)
-    np.testing.assert_allclose(result["radius"], columns[4], rtol=1e-5)
-    np.testing.assert_allclose(result["variance"], columns[5], rtol=1e-4)
+    result = offset_features(heads)
+    for row in result.itertuples():
+        pairs = len((HALF, STILL)[row.head // 2].inv_freq)
+        for side, x in (("query", heads.q[:, row.head]), ("key", heads.k[:, row.head // 2])):
+            points = [
+                complex(vector[row.pair], vector[row.pair + pairs])
+                for text in x
+                for vector in text.double()
+            ]
+            mean = sum(points) / len(points)
+            direction = sum(cmath.rect(1, cmath.phase(p)) for p in points) / len(points)
+            assert getattr(row, f"{side}_radius") == pytest.approx(abs(mean), rel=1e-5)
+            variance = 1 - abs(direction) if row.inv_freq else math.nan
+            measured = getattr(row, f"{side}_circular_variance")
+            assert measured == pytest.approx(variance, rel=1e-4, nan_ok=True)
+    assert list(zip(result["head"], result["pair"], strict=True)) == [
+        (head, pair) for head in range(4) for pair in range(2 + head // 2)
+    ]
 
 
 def looped(heads, head, pair, queries):
@@ -210,8 +207,7 @@ def loud(tiny_decoder, factor=40.0, **positional):
 
 def pairs_of(model, ids=IDS):
     """Every (layer, head, pair, theta, mean query, mean key) with means as complex numbers."""
-    layers = []
-    capture(model, ids, layers.append)
+    layers = captured(model, ids)
     for heads in layers:
         for h in range(4):
             inv_freq = heads.encoding.spectra[h // 2].inv_freq
@@ -240,7 +236,7 @@ def recounted(model, radius):
 
 def test_table_2_and_every_pair_are_recounted(tiny_decoder):
     model = loud(tiny_decoder)
-    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
+    rows = analyze_offset_features(Target("tiny", model, IDS)).rows
     expected = list(pairs_of(model))
     for name, numbers in (
         ("inv_freq", [theta for *_, theta, _, _ in expected]),
@@ -275,9 +271,8 @@ def looped_attention_on_the_token_before(heads, head, pair=None):
 def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_decoder):
     """Sec. 4.3.1: the dot product of feature 0 is largest at distance 1 where phi is theta."""
     model = loud(tiny_decoder)
-    rows = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS))
-    layers = []
-    capture(model, IDS, layers.append)
+    rows = analyze_offset_features(Target("tiny", model, IDS)).rows
+    layers = captured(model, IDS)
     first = [row for row in pairs_of(model) if row[2] == 0]
     steps = cells(rows, "steps", variant="token before")
     with_pair = cells(rows, "attention", variant="token before")
@@ -297,16 +292,16 @@ def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_d
 def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny_decoder):
     model = loud(tiny_decoder, factor=4.0).eval()
     model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=3.0))
-    rows, layers = rows_of(OffsetFeatureFigures, Target("tiny", model, IDS)), []
-    capture(model, IDS[:, :C], layers.append)
+    rows = analyze_offset_features(Target("tiny", model, IDS)).rows
+    layers = captured(model, IDS[:, :C])
     expected = [row["attention"] for heads in layers for row in fastest_pairs(heads)]
     measured = cells(rows, "attention", variant="token before")
     assert measured == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_model_without_rotation_is_refused(tiny_decoder):
-    assert OffsetFeatureFigures.problem(Target("tiny", tiny_decoder(), IDS)) is None
-    assert OffsetFeatureFigures.problem(Target("tiny", tiny_decoder(layers=["nope"]), IDS))
+    with pytest.raises(NotApplicableError, match="expected a model that rotates"):
+        analyze_offset_features(Target("tiny", tiny_decoder(layers=["nope"]), IDS))
 
 
 def test_two_models_are_compared_pair_by_pair_and_by_the_bounds_of_both(tiny_decoder):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.attention_examples import attention_of, layer_of_heads
+from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
 from trainer.analysis import positional_bias
-from trainer.analysis.attention import NeedlePrompt, attention_rows, capture
+from trainer.analysis.attention import NeedlePrompt, attention_rows
 from trainer.analysis.positional_bias import (
     bias_gradients,
     fresh_decoders,
@@ -20,7 +20,7 @@ from trainer.analysis.positional_bias import (
     profiles,
     scaling_factors,
 )
-from trainer.analysis.positional_bias_figures import PositionalBiasFigures
+from trainer.analysis.positional_bias_figures import head_biases
 from trainer.analysis.topic import Target
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
@@ -97,7 +97,7 @@ def dense_gradients(model, ids, shift):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_gradients_are_those_of_autograd(tiny_decoder, encoding, shift):
     model = tiny_decoder(layers=[encoding])
-    measured = bias_gradients(model, IDS, shift)
+    measured = bias_gradients(model, IDS)[shift]
     expected = np.mean([dense_gradients(model, row[None], shift) for row in IDS], axis=0)
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-7)
 
@@ -132,7 +132,7 @@ def test_figure_4_the_gap_between_rope_and_nope_opens_at_the_second_layer(shift,
     and the gradients are alike in them."""
     ids = torch.randint(500, (1, 256), generator=torch.Generator().manual_seed(0))
     rope_model, nope_model = (initialised(name, 0, by_depth) for name in ("rope", "nope"))
-    rope, nope = (bias_gradients(model, ids, shift) for model in (rope_model, nope_model))
+    rope, nope = (bias_gradients(model, ids)[shift] for model in (rope_model, nope_model))
     assert not any(block._forward_pre_hooks for block in rope_model.layers)
     for ours, theirs in zip(rope, nope, strict=True):
         ratio = ours.mean(axis=1) / theirs.mean(axis=1)
@@ -156,7 +156,7 @@ def test_spreads_are_the_widest_of_all_prefixes_of_what_enters_attention(tiny_de
 
     norms = [*(block.input_layernorm for block in model.layers), model.norm]
     hooks = [norm.register_forward_pre_hook(normalised) for norm in norms]
-    capture(model, IDS, lambda heads: None)
+    captured(model, IDS)
     for hook in hooks:
         hook.remove()
     measured = prefix_spreads(model, IDS)
@@ -197,13 +197,6 @@ def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
     np.testing.assert_allclose(scaling_factors(spectrum, 2048, s)["yarn"], expected)
 
 
-def captured(model, ids, layout=None):
-    heads = []
-    with model.using(layout or model.layout):
-        capture(model, ids, heads.append)
-    return heads
-
-
 @pytest.fixture
 def rope(tiny_decoder):
     return tiny_decoder(training_length=32)
@@ -211,9 +204,9 @@ def rope(tiny_decoder):
 
 def test_a_temperature_of_long_texts_does_not_change_the_bias_within(rope):
     """RoPE-ID and DroPE sharpen attention in texts longer than the training length."""
-    bias = PositionalBiasFigures(Target("tiny", rope, LONG[:, :32])).measured_bias()
+    bias = head_biases(Target("tiny", rope, LONG[:, :32]))
     rope.layout = rope.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=2.0))
-    measured = PositionalBiasFigures(Target("tiny", rope, LONG)).measured_bias()
+    measured = head_biases(Target("tiny", rope, LONG))
     for kind, expected in bias.items():
         np.testing.assert_allclose(measured[kind], expected, atol=1e-6)
 
@@ -269,7 +262,8 @@ def test_attention_under_yarn(rope):
     by_distance = profiles(rope, prompt.ids, (1, 2))
     of_last = needle_attention(rope, prompt)
     for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
-        layers = captured(rope, prompt.ids, layout)
+        with rope.using(layout):
+            layers = captured(rope, prompt.ids)
         maps = np.array(
             [[[attention_of(h, row, j)[0] for row in range(2)] for j in range(4)] for h in layers]
         ).mean(axis=2)

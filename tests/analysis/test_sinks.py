@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.attention_examples import attention_of, cells, layer_of_heads, rows_of
-from trainer.analysis.attention import attention_map, capture
-from trainer.analysis.sinks import SinkFigures, over_largest
+from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads
+from trainer.analysis.attention import attention_map
+from trainer.analysis.sinks import analyze_sinks, over_largest
 from trainer.analysis.topic import Target, position_edges
 
 T = 40
@@ -28,8 +28,7 @@ def test_products_are_shown_over_the_largest_of_each_head():
 
 def test_curves_are_means_of_attention_in_buckets_of_positions(tiny_decoder):
     target = target_of(tiny_decoder())
-    rows, layers = rows_of(SinkFigures, target), []
-    capture(target.model, target.ids, layers.append)
+    rows, layers = analyze_sinks(target).rows, captured(target.model, target.ids)
 
     def check(name, numbers, **where):
         by_bucket = [np.nanmean(numbers[a:b]) for a, b in pairwise(position_edges(T))]
@@ -52,10 +51,8 @@ def test_queries_within_the_training_length_are_read_in_a_text_of_it(tiny_decode
     model = tiny_decoder(layers=layers, training_length=24).eval()
     model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=1.0))
     ids = torch.randint(0, 50, (1, 96), generator=torch.Generator().manual_seed(1))
-    target, short, long = Target("tiny", model, ids), [], []
-    rows = rows_of(SinkFigures, target)
-    capture(model, ids[:, :24], short.append)
-    capture(model, ids, long.append)
+    rows = analyze_sinks(Target("tiny", model, ids)).rows
+    short, long = captured(model, ids[:, :24]), captured(model, ids)
     where = {"variant": "rotated", "layer": 1, "head": 3}
     edges = [0, *rows["length"][(rows["metric"] == "peak") & (rows["layer"] == 1)].unique()]
     inside, whole = attention_of(short[1], 0, 3), attention_of(long[1], 0, 3)
@@ -65,15 +62,6 @@ def test_queries_within_the_training_length_are_read_in_a_text_of_it(tiny_decode
         peak = np.max(dots[start:stop], axis=1).mean()
         assert peaks[bucket] == pytest.approx(peak, rel=1e-4)
         assert weights[bucket] == pytest.approx(attention[start:stop, 0].mean(), rel=1e-4)
-
-
-def test_a_bias_by_distance_counts_as_an_encoding_of_the_scores(tiny_decoder):
-    """ALiBi is added to scores: weights differ, and dot products have one line."""
-    rows = rows_of(SinkFigures, target_of(tiny_decoder(layers=["alibi"])))
-    plain, biased = (cells(rows, "sink_weight", variant=v) for v in ("plain", "rotated"))
-    assert not np.allclose(plain, biased)
-    for metric in ("peak", "key_dot"):
-        assert set(rows["variant"][rows["metric"] == metric]) == {"plain"}
 
 
 @pytest.mark.parametrize(("T", "size", "cell"), [(40, 512, 1), (40, 20, 2), (201, 30, 7)])

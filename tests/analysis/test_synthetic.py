@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, turned
-from trainer.analysis.synthetic import SyntheticFigures, decay, fsv_ratios, limit
+from trainer.analysis.synthetic import analyze_synthetic, decay, fsv_ratios, limit
 from trainer.analysis.topic import Target
 from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import dynamic, ntk_aware
@@ -80,7 +80,7 @@ def test_the_limit_is_where_the_ratio_goes(name):
 def test_the_spectra_of_most_heads_stand_for_the_model(tiny_decoder):
     layers = ["rope", "rope", "nope", "rope_id", "rope_id", "rope_id"]
     model = tiny_decoder(training_length=512, layers=layers, model={"num_hidden_layers": 6})
-    rows = SyntheticFigures(Target("tiny", model, torch.zeros(1, 8))).results().rows
+    rows = analyze_synthetic(Target("tiny", model, torch.zeros(1, 8))).rows
     first, second = (cells(rows, "decay", variant=f"this model{i}") for i in ("", ", 2"))
     np.testing.assert_array_equal(second, cells(rows, "decay", variant="RoPE"))
     expected = decay(by_name("rope_id", 8, 512), np.ones(8), [1], 512)

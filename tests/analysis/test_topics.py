@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.golden.files import GOLDEN
-from trainer.analysis.attention import NeedlePrompt
+from trainer.analysis.attention import NeedlePrompt, capture
 from trainer.analysis.topic import (
     COLUMNS,
     Target,
     bucket_means,
     position_edges,
     prefix_lengths,
-    stacked,
+    read,
     summary,
     tidy,
 )
 from trainer.config import AnalysisConfig, AttenuationSettings, NeedleSettings, ShortTime
-from trainer.workflows.analyze import TOPICS
+from trainer.workflows.analyze import TOPICS, analyses_of
 
 C, T = 32, 80
 IDS = torch.randint(0, 50, (2, T), generator=torch.Generator().manual_seed(1))
@@ -70,15 +70,11 @@ def mixed(tiny_decoder):
     )
 
 
-def results_of(target):
-    return [t(target).results() for t in TOPICS.values() if t.problem(target) is None]
-
-
 @pytest.mark.parametrize("build", [rotating, mixed], ids=lambda build: build.__name__)
 @pytest.mark.slow
 def test_means_of_every_metric_are_those_kept(tiny_decoder, build):
     """Tests of each topic compare its numbers with references; this one notices other changes."""
-    rows = pd.concat([results.rows for results in results_of(build(tiny_decoder))])
+    rows = pd.concat([results.rows for results in analyses_of(build(tiny_decoder))])
     assert tuple(rows.columns) == COLUMNS
     groups = ["topic", "model", "variant", "metric"]
     means = rows.fillna({"variant": ""}).groupby(groups)["value"].mean().reset_index()
@@ -90,13 +86,9 @@ def test_means_of_every_metric_are_those_kept(tiny_decoder, build):
 
 @pytest.mark.slow
 def test_a_model_without_rotation_has_all_figures_that_need_none(tiny_decoder):
-    results = {r.key: [plot.name for plot in r.plots] for r in results_of(bare(tiny_decoder))}
+    results = {r.key: [plot.name for plot in r.plots] for r in analyses_of(bare(tiny_decoder))}
     assert list(results) == [key for key in TOPICS if key != "offset_features"]
-    assert results["positional_bias"] == [
-        "positional_bias_heads",
-        "positional_bias_gradients",
-        "prefix_spread",
-    ]
+    assert results["positional_bias"] == ["positional_bias_heads", "positional_bias_gradients"]
     assert "attenuation" not in results["frequency_entropy"]
 
 
@@ -112,14 +104,21 @@ def test_a_summary_has_the_training_length_and_the_longest():
     assert table["low"][0] == pytest.approx(np.quantile(values[..., 1], 0.1))
 
 
-def test_means_over_texts_with_those_read_without_later_tokens():
-    values = torch.randn(2, 5, 3, dtype=torch.float64)
-    means = stacked(
-        [{"x": layer} for layer in values], [{"x": -layer[..., :1]} for layer in values]
-    )
-    expected = values.numpy().mean(axis=1)
-    expected[..., :1] *= -1
-    np.testing.assert_allclose(means["x"], expected)
+def test_first_positions_are_read_without_later_tokens(tiny_decoder):
+    model = tiny_decoder(training_length=C).eval()
+    model.layout = model.layout.map(lambda spectrum: spectrum.with_temperature(coefficient=2.0))
+
+    def measure(heads):
+        peaks = (heads.rotated_q * heads.rotated_k.repeat_interleave(2, dim=1)).sum(dim=-1)
+        return {"within": peaks, "whole": peaks}
+
+    means = read(Target("tiny", model, IDS), measure, of_whole=("whole",))
+    short, long = (capture(model, ids, measure) for ids in (IDS[:, :C], IDS))
+    for layer in range(2):
+        within, whole = (x[layer]["whole"].double().mean(dim=0).numpy() for x in (short, long))
+        np.testing.assert_allclose(means["whole"][layer], whole)
+        np.testing.assert_allclose(means["within"][layer], np.hstack([within, whole[:, C:]]))
+        assert not np.allclose(within, whole[:, :C])
 
 
 def test_prefixes_double_and_end_with_the_text():

@@ -22,15 +22,13 @@ EVERYTHING = WeightedRopeSettings(tau=1.0, alpha=0.5)
 
 
 def captured(model, layout):
-    layers = []
     with model.using(layout):
-        capture(model, SHORT, layers.append)
-    return layers
+        return capture(model, SHORT, lambda heads: heads)
 
 
 def median(model, measure, ids):
     result = frequency_entropies(model, ids, [measure])
-    return float(torch.cat([e["query"][measure].flatten() for e in result]).median())
+    return float(torch.cat([e[measure, "query"].flatten() for e in result]).median())
 
 
 @pytest.mark.parametrize("side", ["below", "above"])
@@ -41,9 +39,9 @@ def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure
     weights = select(model, IDS, [settings])
     before, after = captured(model, model.layout), captured(model, apply(model.layout, weights))
     result = frequency_entropies(model, IDS, [measure])
-    for name, entropies in (("q", result[0]["query"]), ("k", result[0]["key"])):
+    for name, entropies in (("q", result[0][measure, "query"]), ("k", result[0][measure, "key"])):
         expected = getattr(before[0], f"rotated_{name}").clone()
-        for h, row in enumerate(entropies[measure].tolist()):
+        for h, row in enumerate(entropies.tolist()):
             for m, entropy in enumerate(row):
                 if entropy < settings.tau if side == "below" else entropy > settings.tau:
                     expected[:, h, :, [m, m + 4]] *= 0.25

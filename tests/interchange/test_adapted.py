@@ -32,9 +32,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def observed(model, ids=IDS):
-    layers = []
-    states = capture(model, ids, layers.append)
-    return layers, states
+    return capture(model, ids, lambda heads: heads)
 
 
 @torch.no_grad()
@@ -65,7 +63,7 @@ def attention_of(heads):
 def test_queries_and_keys_give_the_models_own_attention(family):
     hf = made(family)
     model = AdaptedModel(hf)
-    layers, _ = observed(model)
+    layers = observed(model)
     attentions, _ = theirs(hf)
     assert len(layers) == len(attentions) == 3
     for heads, expected in zip(layers, attentions, strict=True):
@@ -84,7 +82,7 @@ def test_queries_and_keys_give_the_models_own_attention(family):
 @every_family
 def test_the_encoding_leads_from_plain_to_rotated(family):
     """Against complex numbers in float64."""
-    layers, _ = observed(AdaptedModel(made(family)), IDS[:1])
+    layers = observed(AdaptedModel(made(family)), IDS[:1])
     for heads in layers:
         spectrum = heads.encoding.spectra[0]
         for plain, rotated in ((heads.q, heads.rotated_q), (heads.k, heads.rotated_k)):
@@ -240,7 +238,7 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
     one_layer = []
     with model.using(model.layout.map(lambda _: Spectrum())):
         for ids in (IDS, shuffled):
-            layers, _ = observed(model, ids)
+            layers = observed(model, ids)
             assert torch.equal(layers[0].q, layers[0].rotated_q)
             one_layer.append(attention_rows(layers[0]).entropy[:, :, -1])
     torch.testing.assert_close(*one_layer, rtol=0, atol=1e-4)

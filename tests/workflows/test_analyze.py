@@ -1,4 +1,4 @@
-"""The model beside the one that is analysed, and the texts: how long, how many, from where."""
+"""Which analyses are made, and the texts: how long, how many, from where."""
 
 from __future__ import annotations
 
@@ -8,37 +8,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 
 from tests.data.conftest import held_out
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
-from trainer.config import AnalysisConfig, AnalysisRequest
+from trainer.config import AnalysisConfig
 from trainer.data.tokenizer import train_tokenizer
 from trainer.workflows import analyze
 from trainer.workflows.analyze import choice_texts, needle_prompt, page_texts
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "refusal"),
-    [
-        ("drop", ("a", "b"), None),
-        ("offset_features", ("a", "b"), None),
-        ("drop", ("a", "c"), "compare: expected a model of the same tokenizer"),
-    ],
-)
-def test_a_model_beside_it_has_the_same_words(monkeypatch, kind, words, refusal):
-    def candidate(name, words):
-        tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
-        return SimpleNamespace(name=name, reference=name, tokenizer=tokenizer)
-
-    monkeypatch.setattr(analyze, "find_model", lambda given: candidate(given, words))
-    request = AnalysisRequest("this", compare="that")
-    if refusal is None:
-        assert analyze._other(request, candidate("this", ("a", "b")), kind).reference == "that"
-    else:
-        with pytest.raises(UserError, match=f"^{refusal}"):
-            analyze._other(request, candidate("this", ("a", "b")), kind)
 
 
 def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
@@ -48,7 +25,7 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
     def analyses(kind):
         return analyze.analyses_of(Target("tiny", model, ids, AnalysisConfig(kind)))
 
-    with pytest.raises(UserError, match=r"^analysis.kind: offset_features: expected a model with"):
+    with pytest.raises(UserError, match=r"^analysis.kind: expected a model that rotates"):
         analyses("offset_features")
     (results,) = analyses("synthetic")
     assert results.key == "synthetic"

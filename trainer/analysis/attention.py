@@ -6,10 +6,10 @@ No function holds a whole attention matrix: scores are computed and reduced in b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import LayerEncoding
 
 Array = np.ndarray
+Measured = TypeVar("Measured")
 Place = tuple[int, int]
 """Layer and head."""
 Side = Literal["query", "key"]
@@ -80,22 +81,26 @@ class NeedlePrompt:
 
 
 @torch.no_grad()
-def capture(model: LanguageModel, ids: Tensor, on_layer: Callable[[Heads], None]) -> Tensor:
-    """Read ``ids`` ``[B, T]``, call ``on_layer`` for each layer before its attention, and return
-    the normalised states ``[B, T, hidden_size]``.
+def capture(
+    model: LanguageModel, ids: Tensor, measure: Callable[[Heads], Measured]
+) -> list[Measured]:
+    """Read ``ids`` ``[B, T]``, and return what ``measure`` gives for each layer before its
+    attention.
 
-    Tensors that ``on_layer`` does not keep are freed before the next layer.
+    Tensors that it does not return are freed before the next layer.
     """
     layers, C = model.layout.layers, model.layout.training_length
+    measured: list[Measured] = []
 
     def observe(layer: int, *tensors: Tensor, sinks: Tensor | None = None, **scores: Any) -> None:
         q, k, rotated_q, rotated_k = (x.float() for x in tensors)
         sinks = None if sinks is None else sinks.detach().float()
         heads = Heads(layer, layers[layer], q, k, rotated_q, rotated_k, C, sinks=sinks, **scores)
-        on_layer(heads)
+        measured.append(measure(heads))
 
     with model.observed(observe):
-        return model.hidden_states(ids.to(model.device))
+        model.hidden_states(ids.to(model.device))
+    return measured
 
 
 def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
@@ -253,6 +258,20 @@ def head_attention(
     return scores.softmax(dim=-1)[..., : last + 1]
 
 
+def last_attention(heads: Heads, queries: int = 1) -> Tensor:
+    """Return the attention ``[B, Hq, queries, T]`` of the last queries of every head."""
+    last = slice(heads.q.shape[2] - queries, heads.q.shape[2])
+    return torch.stack([head_attention(heads, h, last) for h in range(heads.q.shape[1])], dim=1)
+
+
+def attention_blocks(heads: Heads, head: int, size: int = 256) -> Iterator[tuple[int, Tensor]]:
+    """Yield the attention of ``size`` queries of a head at a time, see :func:`head_attention`,
+    after the position of the first of them."""
+    T = heads.q.shape[2]
+    for start in range(0, T, size):
+        yield start, head_attention(heads, head, slice(start, min(start + size, T)))
+
+
 def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     """Reduce a head's attention on the first text to a map of at most ``size`` cells a side.
 
@@ -261,15 +280,13 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     """
     T = heads.q.shape[2]
     cell = -(-T // size)
+    cells = -(-T // cell)
     names = ("q", "k", "rotated_q", "rotated_k")
     first = replace(heads, **{name: getattr(heads, name)[:1] for name in names})
     rows = []
-    step = cell * max(1, 256 // cell)
-    cells = -(-T // cell)
-    for start in range(0, T, step):
-        stop = min(start + step, T)
-        attention = head_attention(first, head, slice(start, stop))[0]
-        keys = F.pad(attention, (0, cells * cell - stop)).unflatten(-1, (cells, cell)).sum(dim=-1)
+    for _, attention in attention_blocks(first, head, cell * max(1, 256 // cell)):
+        padded = F.pad(attention[0], (0, cells * cell - attention.shape[-1]))
+        keys = padded.unflatten(-1, (cells, cell)).sum(dim=-1)
         rows += [part.mean(dim=0) for part in keys.split(cell)]
     return torch.stack(rows).cpu().numpy()
 

@@ -7,7 +7,6 @@ over the text once and read at every prefix length.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,16 +43,10 @@ def stable_rank(gram: Tensor) -> Tensor:
     return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]
 
 
-class _Sums(NamedTuple):
-    """Sums over the first n vectors of every head, for every prefix length n: ``[lengths, B, H,
-    ...]`` float64."""
+def _sums(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the first n vectors of every head ``[lengths, B, H, D]`` for every n, the vectors scaled
+    to length 1, and X^T X ``[lengths, B, H, D, D]``, all float64."""
 
-    vectors: Tensor  # [.., D]
-    units: Tensor  # [.., D], of the vectors scaled to length 1
-    gram: Tensor  # [.., D, D], X^T X
-
-
-def _sums(x: Tensor, lengths: list[int]) -> _Sums:
     def of_chunk(chunk: Tensor) -> tuple[Tensor, ...]:
         v = chunk.double()
         return v.sum(dim=2), F.normalize(v, dim=-1).sum(dim=2), v.mT @ v
@@ -62,7 +55,8 @@ def _sums(x: Tensor, lengths: list[int]) -> _Sums:
     for begin, end in pairwise([0, *lengths]):
         chunks = [of_chunk(chunk) for chunk in x[:, :, begin:end].split(CHUNK, dim=2)]
         parts.append([torch.stack(values).sum(dim=0) for values in zip(*chunks, strict=True)])
-    return _Sums(*(torch.stack(part).cumsum(dim=0) for part in zip(*parts, strict=True)))
+    vectors, units, gram = (torch.stack(part).cumsum(dim=0) for part in zip(*parts, strict=True))
+    return vectors, units, gram
 
 
 def _within(total: Tensor, squares: Tensor, n: Tensor) -> Tensor:
@@ -73,20 +67,18 @@ def _within(total: Tensor, squares: Tensor, n: Tensor) -> Tensor:
 
 def _measures(q: Tensor, k: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     """Compute cosines, dot products and stable ranks, ``[B, H, lengths]`` each."""
-    queries, keys = _sums(q, lengths), _sums(k, lengths)
-    group = q.shape[1] // k.shape[1]
+    sums = {"query": _sums(q, lengths), "key": _sums(k, lengths)}
     n = torch.tensor(lengths, dtype=torch.float64, device=q.device)[:, None, None]
     measures = {}
-    for side, sums in (("query", queries), ("key", keys)):
+    for side, (vectors, units, gram) in sums.items():
+        squares = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+        measures[f"{side}_dot"] = _within(vectors, squares, n)
         # The squares of n unit vectors sum to n.
-        squares = sums.gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-        measures[f"{side}_cosine"] = _within(sums.units, n, n)
-        measures[f"{side}_dot"] = _within(sums.vectors, squares, n)
-        measures[f"{side}_stable_rank"] = stable_rank(sums.gram)
-    for name in ("units", "vectors"):
-        shared = getattr(keys, name).repeat_interleave(group, dim=2)
-        product = (getattr(queries, name) * shared).sum(dim=-1) / n**2
-        measures["cross_cosine" if name == "units" else "cross_dot"] = product
+        measures[f"{side}_cosine"] = _within(units, n, n)
+        measures[f"{side}_stable_rank"] = stable_rank(gram)
+    for index, name in enumerate(("dot", "cosine")):
+        keys = sums["key"][index].repeat_interleave(q.shape[1] // k.shape[1], dim=2)
+        measures[f"cross_{name}"] = (sums["query"][index] * keys).sum(dim=-1) / n**2
     return {name: value.movedim(0, -1) for name, value in measures.items()}
 
 
@@ -128,9 +120,8 @@ def cluster_measures(heads: Heads, lengths: list[int], points: int = 512) -> dic
     the scores use queries and keys. ``*_fsv_ratio``: first singular value after the encoding over
     that before it, without the queries' temperature. A rotation leaves |X|_F unchanged (Lemma 2),
     so this is the root of the ratio of stable ranks. ``*_first_share``: share of the first
-    principal component in the variance about the origin, before the encoding, at the last length,
-    ``[B, heads]``. ``points``: number of queries and of keys in the samples for silhouette and
-    Davies-Bouldin.
+    principal component in the variance about the origin, before the encoding. ``points``: number of
+    queries and of keys in the samples for silhouette and Davies-Bouldin.
     """
     values: dict[str, Tensor] = {}
     for name, q, k in (("plain", heads.q, heads.k), ("rotated", heads.rotated_q, heads.rotated_k)):
@@ -139,61 +130,38 @@ def cluster_measures(heads: Heads, lengths: list[int], points: int = 512) -> dic
     for side in ("query", "key"):
         before = values[f"plain.{side}_stable_rank"]
         values[f"{side}_fsv_ratio"] = (before / values[f"rotated.{side}_stable_rank"]).sqrt()
-        values[f"{side}_first_share"] = 1 / before[..., -1]
+        values[f"{side}_first_share"] = 1 / before
     return values
 
 
-class Plane(NamedTuple):
-    """A plane in the space of a head: an origin ``[D]`` and two directions ``[D, 2]``."""
-
-    centre: Array
-    axes: Array
-
-
-class Projection(NamedTuple):
-    """Points of a prefix of ``length`` tokens in a plane.
-
-    ``keys`` ``[points, 2]``, ``queries`` ``[query heads, points, 2]``. ``stable_rank``: of all keys
-    of the prefix.
-    """
-
-    length: int
-    keys: Array
-    queries: Array
-    stable_rank: float
-
-
-def _cloud(heads: Heads, kv_head: int, rotated: bool, length: int) -> tuple[Array, Array]:
-    """Return the first keys ``[length, D]`` of the first text, and the queries ``[G, length, D]``
-    that read them."""
+def _cloud(heads: Heads, kv_head: int, length: int, *, rotated: bool) -> Array:
+    """Return the first keys of the first text and the queries that read them, ``[1 + readers,
+    length, D]``."""
     q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
     group = heads.queries_per_key
     readers = q[0, kv_head * group : (kv_head + 1) * group, :length]
-    return k[0, kv_head, :length].double().cpu().numpy(), readers.double().cpu().numpy()
+    return torch.cat([k[0, kv_head, None, :length], readers]).double().cpu().numpy()
 
 
-def principal_plane(heads: Heads, kv_head: int, length: int) -> Plane:
-    """Return the plane of the first two principal components of keys and queries together, before
-    the encoding, over the first ``length`` tokens of the layer's first text."""
-    keys, queries = _cloud(heads, kv_head, False, length)
-    cloud = np.concatenate([keys, *queries])
+def principal_axes(heads: Heads, kv_head: int, length: int) -> Array:
+    """Return the first two principal components ``[D, 2]`` of keys and queries together, before the
+    encoding, over the first ``length`` tokens of the layer's first text."""
+    cloud = np.concatenate(_cloud(heads, kv_head, length, rotated=False))
     _, vectors = np.linalg.eigh(np.cov(cloud.T))
     axes = vectors[:, :-3:-1]
     # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
-    signs = np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
-    return Plane(cloud.mean(axis=0), axes * signs)
+    return axes * np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
 
 
 def project(
-    heads: Heads, kv_head: int, plane: Plane, length: int, *, rotated: bool, points: int = 512
-) -> Projection:
-    """Project at most ``points`` keys and queries of a prefix of the layer's first text."""
-    keys, queries = _cloud(heads, kv_head, rotated, length)
-    chosen = sample_positions(length, points)
-    spectrum = np.linalg.eigvalsh(keys.T @ keys)
-    return Projection(
-        length,
-        (keys[chosen] - plane.centre) @ plane.axes,
-        (queries[:, chosen] - plane.centre) @ plane.axes,
-        float(spectrum.sum() / spectrum[-1]),
-    )
+    heads: Heads, kv_head: int, axes: Array, length: int, *, rotated: bool, points: int = 256
+) -> tuple[Array, float]:
+    """Project the first ``length`` keys of the layer's first text and their queries on ``axes``
+    ``[D, 2]``; the origin stays the zero vector.
+
+    Returns at most ``points`` of each, ``[1 + readers, points, 2]`` with the keys first, and the
+    stable rank of all these keys.
+    """
+    cloud = _cloud(heads, kv_head, length, rotated=rotated)
+    keys = torch.from_numpy(cloud[0])
+    return cloud[:, sample_positions(length, points)] @ axes, float(stable_rank(keys.mT @ keys))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -19,15 +18,15 @@ from trainer.analysis.topic import (
     Results,
     Target,
     bucket_means,
-    finished,
     position_edges,
+    results,
     stacked,
     tidy,
 )
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
-from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, log_lengths
+from trainer.plotting.panels import Line, Panel, by_length, diagonal, draw, graded
 from trainer.plotting.style import Plot, style_numbers
 
 MEASURES = {
@@ -56,42 +55,33 @@ def head_statistics(rows: Rows) -> dict[str, Tensor]:
     }
 
 
-@torch.no_grad()
 def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
     """Compute :data:`MEASURES` of every head on ``ids`` ``[B, T]``, ``[layers, query heads]``."""
-    layers: list[dict[str, Tensor]] = []
 
-    def on_layer(heads: Heads) -> None:
+    def measure(heads: Heads) -> dict[str, Tensor]:
         rows = attention_rows(heads)
-        layers.append(head_statistics(rows) | positional_biases(rows))
+        return head_statistics(rows) | positional_biases(rows)
 
-    capture(model, ids, on_layer)
-    return stacked(layers)
-
-
-@torch.no_grad()
-def loss_by_position(model: LanguageModel, ids: Tensor) -> Array:
-    """Compute the loss of every next token, ``[T - 1]`` nats, averaged over ``ids`` ``[B, T]``."""
-    losses = model.token_losses(ids[:, :-1].to(model.device), ids[:, 1:].to(model.device))
-    return losses.double().mean(dim=0).cpu().numpy()
+    return stacked(capture(model, ids, measure))
 
 
 @torch.no_grad()
-def divergence_by_position(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
-    """Compute KL(model || other) of the next token at every position, ``[T]`` nats, averaged over
-    the texts ``ids`` ``[B, T]``; both models share a vocabulary."""
-
-    def divergence(p: Tensor, q: Tensor) -> Tensor:
-        log_p, log_q = (logits.float().log_softmax(dim=-1) for logits in (p, q.to(p.device)))
-        return (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
-
-    states = [m.hidden_states(ids.to(m.device)).flatten(0, 1) for m in (model, other)]
+def compare_predictions(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
+    """Compute KL(model || other) of the next token and the losses of both models at every position,
+    ``[3, T - 1]`` nats, averaged over the texts ``ids`` ``[B, T]``; both share a vocabulary."""
+    models, targets = (model, other), ids[:, 1:].to(model.device)
+    states = [m.hidden_states(ids[:, :-1].to(m.device)).flatten(0, 1) for m in models]
     size = chunk_size(model.vocab_size, model.device)
-    chunks = [
-        divergence(model.logits(p), other.logits(q))
-        for p, q in zip(*(x.split(size) for x in states), strict=True)
-    ]
-    return torch.cat(chunks).view(ids.shape).mean(dim=0).cpu().numpy()
+    chunks = []
+    for p, q, target in zip(*(x.split(size) for x in (*states, targets.flatten())), strict=True):
+        log_p, log_q = (
+            m.logits(chunk).float().log_softmax(dim=-1).to(model.device)
+            for m, chunk in zip(models, (p, q), strict=True)
+        )
+        divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
+        losses = [-x.gather(-1, target[:, None])[:, 0].double() for x in (log_p, log_q)]
+        chunks.append(torch.stack([divergence, *losses]))
+    return torch.cat(chunks, dim=1).view(3, *targets.shape).mean(dim=1).cpu().numpy()
 
 
 def compare_drop(before: Target, after: Target) -> Results:
@@ -103,20 +93,16 @@ def compare_drop(before: Target, after: Target) -> Results:
     """
     sizes = [target.model.vocab_size for target in (before, after)]
     if sizes[0] != sizes[1]:
-        raise UserError(
-            f"compare: expected models of one vocabulary, got {sizes[0]} and {sizes[1]} tokens"
-        )
-    if before.length < 2:
-        raise UserError(f"analysis.length: expected 2 tokens or more, got {before.length}")
+        raise UserError(f"compare: expected models of one vocabulary, got {sizes} tokens")
+    before.require(2)
     trained = min(before.training_length, after.training_length)
     within, names = min(trained, before.length), (before.name, after.name)
     models = (before.model, after.model)
     heads = [head_measures(model, before.ids[:, :within]) for model in models]
     edges = position_edges(before.length - 1, per_octave=4)
-    divergence = divergence_by_position(*models, before.ids)[:-1]
-    curves = {name: loss_by_position(m, before.ids) for name, m in zip(names, models, strict=True)}
-    curves[" ‖ ".join(names)] = divergence
-    curves = {n: bucket_means(torch.from_numpy(c), edges).numpy() for n, c in curves.items()}
+    predictions = torch.from_numpy(compare_predictions(*models, before.ids))
+    labels = " ‖ ".join(names), *names
+    curves = dict(zip(labels, bucket_means(predictions, edges).numpy(), strict=True))
     tables = [
         tidy(measures, "layer", "head", length=within, model=name)
         for name, measures in zip(names, heads, strict=True)
@@ -124,33 +110,24 @@ def compare_drop(before: Target, after: Target) -> Results:
     for name, curve in curves.items():
         metric = "loss" if name in names else "kl"
         tables.append(tidy({metric: curve}, "length", places={"length": edges[1:]}, model=name))
-    plots = [*_heads(names, *heads), _positions(names, trained, edges, curves)]
-    return finished("drop", "Before and after the drop", plots, pd.concat(tables), after.name)
+    plots = [_positions(names, trained, edges, curves)]
+    if heads[0]["distance"].shape == heads[1]["distance"].shape:
+        plots.insert(0, _heads(names, *heads))
+    return results("drop", "Before and after the drop", after.name, plots, tables)
 
 
-def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Array]) -> list[Plot]:
-    """Draw every head of both models; empty if they have different numbers of them."""
-    shape = before["distance"].shape
-    if shape != after["distance"].shape:
-        return []
-    plots = []
-    for name, measures, source in (
-        ("positional_heads", ("diagonal", "previous"), "Def. 3.1"),
-        ("attention", ("distance", "entropy", "sink_mass"), "Sec. 5"),
-    ):
-        panels = [
-            graded(
-                MEASURES[measure],
-                *(before[measure], after[measure], np.indices(shape)[0]),
-                x=names[0],
-                y="" if number else names[1],
-                prepare=diagonal,
-            )
-            for number, measure in enumerate(measures)
-        ]
-        caption = f"Every head in {' (x) and '.join(names)} (y) (DroPE, {source})."
-        plots.append(Plot(f"drop_{name}", draw(panels, size=14, index="layer"), caption))
-    return plots
+def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Array]) -> Plot:
+    """Draw every head of both models."""
+    layer = np.indices(before["distance"].shape)[0]
+    panels = [
+        graded(title, before[name], after[name], layer, x=names[0], y=names[1], prepare=diagonal)
+        for name, title in MEASURES.items()
+    ]
+    return Plot(
+        "drop_heads",
+        draw(panels, columns=3, size=14, index="layer"),
+        f"Every head in {' (x) and '.join(names)} (y) (DroPE, Def. 3.1, Sec. 5).",
+    )
 
 
 def _positions(
@@ -158,28 +135,21 @@ def _positions(
 ) -> Plot:
     """Draw the distance between predictions, and both losses, by the number of tokens read."""
     middles = ((np.array(edges[:-1]) + 1 + np.array(edges[1:])) / 2).tolist()
-    styles = style_numbers(names)
-    mark = float(trained), "training length"
+
+    def panel(title: str, styles: Mapping[str, int], y: str) -> Panel:
+        lines = [
+            Line(label, style, middles, curves[label].tolist(), marked=False)
+            for label, style in styles.items()
+        ]
+        return Panel(title, lines, y=y)
+
     panels = [
-        Panel(
-            title,
-            [
-                Line(label, style, middles, curves[label].tolist(), marked=False)
-                for label, style in shown.items()
-            ],
-            "tokens read",
-            y_label,
-            log_lengths,
-            mark,
-        )
-        for title, shown, y_label in (
-            ("next-token predictions", {" ‖ ".join(names): 0}, "KL divergence (nats)"),
-            ("loss", styles, "loss (nats/token)"),
-        )
+        panel("next-token predictions", {" ‖ ".join(names): 0}, "KL divergence (nats)"),
+        panel("loss", style_numbers(names), "loss (nats/token)"),
     ]
     return Plot(
         "drop_positions",
-        draw(panels),
+        by_length(panels, x="tokens read", trained=trained),
         "Distance between both models' predictions, and their losses, by the number of tokens "
         "read (DroPE, Sec. 5).",
     )

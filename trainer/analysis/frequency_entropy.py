@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -89,8 +88,8 @@ MEASURES: dict[str, Callable[..., Tensor]] = {
 """Functions of a signal and the frames; SequenceFE ignores the frames."""
 
 
-FrequencyEntropy = dict[Side, dict[str, Tensor]]
-"""Entropies of the pairs of one layer by side and measure, ``[H, pairs]`` float64 on the CPU; NaN
+FrequencyEntropy = dict[tuple[str, Side], Tensor]
+"""Entropies of the pairs of one layer by measure and side, ``[H, pairs]`` float64 on the CPU; NaN
 where a head has fewer pairs than another of its layer."""
 
 
@@ -112,23 +111,14 @@ def frequency_entropies(
     # Check the length before the forward passes.
     for name in measures:
         MEASURES[name](torch.ones(ids.shape[1]), frames)
-
-    def of_text(text: Tensor) -> list[FrequencyEntropy]:
-        entropies: list[FrequencyEntropy] = []
-        capture(
-            model,
-            text[None],
-            lambda heads: entropies.append(frequency_entropy_of(heads, measures, frames)),
-        )
-        return entropies
-
-    def averaged(texts: Sequence[FrequencyEntropy]) -> FrequencyEntropy:
-        return {
-            side: {name: torch.stack([e[side][name] for e in texts]).mean(dim=0) for name in values}
-            for side, values in texts[0].items()
-        }
-
-    return [averaged(layer) for layer in zip(*map(of_text, ids), strict=True)]
+    texts = [
+        capture(model, text[None], lambda heads: frequency_entropy_of(heads, measures, frames))
+        for text in ids
+    ]
+    return [
+        {key: torch.stack([entropies[key] for entropies in layer]).mean(dim=0) for key in layer[0]}
+        for layer in zip(*texts, strict=True)
+    ]
 
 
 def frequency_entropy_of(
@@ -145,7 +135,7 @@ def frequency_entropy_of(
             signal = pair_norms(head, pairs)
             for name in measures:
                 rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
-        entropies[side] = {name: stack_heads(values).cpu() for name, values in rows.items()}
+        entropies |= {(name, side): stack_heads(values).cpu() for name, values in rows.items()}
     return entropies
 
 
@@ -179,54 +169,6 @@ def rules(gate: str) -> Gates:
     return tuple(parsed)
 
 
-class Sweep(NamedTuple):
-    """Perplexity by alpha on texts of ``tokens`` tokens; ``pairs``: number of attenuated pairs of
-    queries and keys."""
-
-    gates: Gates
-    tokens: int
-    pairs: int
-    perplexity: dict[float, float]
-
-
-@torch.no_grad()
-def sweep(
-    model: LanguageModel,
-    ids: Tensor,
-    entropies: Sequence[FrequencyEntropy],
-    gates: Sequence[Gates],
-    alphas: Sequence[float],
-) -> list[Sweep]:
-    """Read ``ids`` ``[B, T + 1]`` once unchanged, and once for each combination of gates and alpha
-    below 1.
-
-    ``entropies``: entropies of the layers, on these texts or others. Gates that select no pair need
-    no reading.
-    """
-    layout = model.layout
-    ids = ids.to(model.device)
-
-    def perplexity(layers: Sequence[LayerEncoding]) -> float:
-        with model.using(replace(layout, layers=tuple(layers))):
-            return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
-
-    sweeps = []
-    plain = perplexity(layout.layers)
-    for together in gates:
-        curve, pairs = {1.0: plain}, 0
-        for alpha in sorted({*alphas} - {1.0}, reverse=True):
-            factors = [alpha] * len(together)
-            size = model.config.head_size
-            changes, pairs = attenuation(layout, entropies, together, factors, size)
-            layers = [
-                replace(layer, intervention=change)
-                for layer, change in zip(layout.layers, changes, strict=True)
-            ]
-            curve[alpha] = perplexity(layers) if pairs else plain
-        sweeps.append(Sweep(together, ids.shape[1] - 1, pairs, curve))
-    return sweeps
-
-
 def attenuation(
     layout: Layout,
     entropies: Sequence[FrequencyEntropy],
@@ -245,7 +187,7 @@ def attenuation(
         for side in SIDES:
             by_gate = []
             for gate, alpha in zip(gates, alphas, strict=True):
-                values = entropy[side][gate.measure]
+                values = entropy[gate.measure, side]
                 chosen = values < gate.tau if gate.side == "below" else values > gate.tau
                 by_gate.append(torch.ones_like(values).masked_fill(chosen, alpha))
             factors, changed = channel_factors(encoding, torch.stack(by_gate).amin(dim=0), head_dim)

@@ -3,12 +3,15 @@ Position Embeddings through Frequency Entropy, Fig. 1 to 10 and 15 to 21)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
+from torch import Tensor
 
 from trainer.analysis.attention import (
     SIDES,
@@ -27,232 +30,221 @@ from trainer.analysis.frequency_entropy import (
     NAMES,
     FrequencyEntropy,
     Gates,
-    Sweep,
+    attenuation,
     frequency_entropies,
     frequency_entropy_of,
     rules,
-    sweep,
 )
-from trainer.analysis.topic import Target, Topic, tidy
+from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.model.language_model import LanguageModel
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.panels import Line, Panel, draw, graded, log_if_wide
-from trainer.plotting.style import GREY, Plot
+from trainer.plotting.style import Plot
+from trainer.positional.layout import Layout
 
 CELLS = 256
 COLUMNS = 4
 """Largest number of layers or heads beside each other."""
 PAIR_INDEX = "pair index, from the fastest on"
+Entropies = dict[tuple[str, Side], Array]
+"""Entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no such pair."""
+Norms = dict[Place, dict[Side, Array]]
+"""Mean norms ``[pairs, cells]`` of a query head's pairs, and of the keys that it reads."""
 
 
-class FrequencyEntropyFigures(Topic):
-    """SpectrumFE and SequenceFE of every layer, head and pair, also on the target's prefixes, and
-    perplexity with extreme pairs attenuated.
+def analyze_frequency_entropy(target: Target) -> Results:
+    """Compute SpectrumFE and SequenceFE of every pair, also on the configured prefixes, and
+    perplexity with extreme pairs attenuated."""
+    target.require(6)  # with fewer than a frame, only SpectrumFE is left out
+    frames = target.config.frequency_entropy
+    measures = [m for m in MEASURES if m != "spectrum" or target.length >= frames.frame]
+    chosen, shown_layers = target.config.chosen, target.shown_layers
+    norms: Norms = {}
 
-    ``values``: entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no
-    such pair.
-    """
+    def measure(heads: Heads) -> FrequencyEntropy:
+        entropies = frequency_entropy_of(heads, measures, frames)
+        shown = target.chosen(heads.layer)
+        if not chosen and heads.layer in shown_layers:  # the head with the most concentrated pair
+            entropy = entropies[measures[0], "query"].nan_to_num(nan=1.0)
+            shown = [int(entropy.amin(dim=-1).argmin())]
+        for head in shown:
+            norms[heads.layer, head] = _norm_maps(heads, head)
+        return entropies
 
-    key = "frequency_entropy"
-    title = "Frequency entropy"
-    shortest = 6  # with fewer than a frame, only SpectrumFE is left out
+    layers = capture(target.model, target.ids, measure)
+    by_length: dict[int, Entropies] = {}
+    for n in sorted({n for n in target.config.prefixes if n < target.length}):
+        names = [m for m in measures if m != "spectrum" or n >= frames.frame]
+        prefix = target.ids[:, :n]
+        by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
+    by_length[target.length] = values = _stacked(layers)
+    plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
+    for side in SIDES:
+        plots.append(_heads_plot(by_length, side, list(norms)))
+        plots.append(_norms_plot(norms, side, target.length))
+    sweeps = attenuation_sweeps(target, measures, layers)
+    if sweeps:
+        plots.append(attenuation_plot(sweeps))
+    rows = _rows(by_length, sweeps)
+    return results("frequency_entropy", "Frequency entropy", target.name, plots, rows)
 
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.cell = -(-target.length // CELLS)
-        long = target.length >= target.config.frequency_entropy.frame
-        self.measures = [m for m in MEASURES if m != "spectrum" or long]
-        self.values: dict[tuple[str, Side], Array] = {}
-        self.prefixes: dict[int, dict[str, Array]] = {}
-        self.sweeps: list[Sweep] = []
-        self._layers: list[FrequencyEntropy] = []
-        # [pairs, cells]: mean norms of a query head's pairs and of the keys that it reads.
-        self._norms: dict[Place, dict[Side, Array]] = {}
-        encodings = target.model.layout.layers
-        still = [i for i, e in enumerate(encodings) if not any(s.rotates for s in e.spectra)]
-        # Without chosen heads: the first, the middle, the last layer and one without rotation.
-        last = len(encodings) - 1
-        chosen = list(dict.fromkeys(layer for layer, _ in target.config.chosen))
-        self._shown = (chosen or sorted({0, last // 2, last, *still[:1]}))[:COLUMNS]
-        gates = [rule for gate in target.config.attenuation.gates for rule in rules(gate)]
-        self._thresholds = {m: sorted({g.tau for g in gates if g.measure == m}) for m in NAMES}
 
-    def _on_layer(self, heads: Heads) -> None:
-        """Compute the entropies of all pairs, and norms of the heads that are shown."""
-        entropies = frequency_entropy_of(heads, self.measures, self.target.config.frequency_entropy)
-        self._layers.append(entropies)
-        asked = self.target.config.chosen
-        chosen = [head for layer, head in asked if layer == heads.layer]
-        if not asked and heads.layer in self._shown:
-            # Without a chosen head, show the one with the most concentrated pair.
-            entropy = entropies["query"][self.measures[0]].nan_to_num(nan=1.0)
-            chosen = [int(entropy.amin(dim=-1).argmin())]
-        for head in chosen:
-            self._norms[heads.layer, head] = {
-                "query": self._norm_map(heads, "query", head),
-                "key": self._norm_map(heads, "key", head // heads.queries_per_key),
-            }
+def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
+    return {key: stack_layers([entropies[key] for entropies in layers]) for key in layers[0]}
 
-    def _norm_map(self, heads: Heads, side: Side, head: int) -> Array:
-        """Average norms of the first text over neighbouring tokens, ``[pairs, cells]``."""
-        x = heads.q if side == "query" else heads.k
-        norms = pair_norms(x[0, head], pair_counts(heads.encoding, x.shape[1], x.shape[-1])[head])
-        return cell_means(norms, self.cell).cpu().numpy()
 
-    def measure(self) -> None:
-        """Stack the layers; read the prefixes and the attenuated texts."""
-        capture(self.target.model, self.target.ids, self._on_layer)
-        target = self.target
-        self.values = {
-            (m, side): stack_layers([layer[side][m] for layer in self._layers])
-            for m in self.measures
-            for side in SIDES
-        }
-        frames = target.config.frequency_entropy
-        for n in sorted({n for n in target.config.prefixes if n < target.length}):
-            measures = [m for m in self.measures if m != "spectrum" or n >= frames.frame]
-            layers = frequency_entropies(target.model, target.ids[:, :n], measures, frames)
-            self.prefixes[n] = {
-                m: stack_layers([layer["query"][m] for layer in layers]) for m in measures
-            }
-        self.sweeps = attenuation_sweeps(target, self.measures, self._layers)
+def _norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
+    """Average norms of the first text over neighbouring tokens, of a query head and its keys."""
+    sides: dict[Side, tuple[Any, int]] = {
+        "query": (heads.q, head),
+        "key": (heads.k, head // heads.queries_per_key),
+    }
+    maps: dict[Side, Array] = {}
+    for side, (x, index) in sides.items():
+        pairs = pair_counts(heads.encoding, x.shape[1], x.shape[-1])[index]
+        norms = pair_norms(x[0, index], pairs)
+        maps[side] = cell_means(norms, -(-x.shape[2] // CELLS)).cpu().numpy()
+    return maps
 
-    def plots(self) -> list[Plot]:
-        """Draw entropies by pair, norms by token, and the attenuation."""
-        plots = [plot for side in SIDES for plot in self._side(side)]
-        if len(self._shown) < len(self.target.model.layout.layers):
-            plots += [self._all_layers(m) for m in self.measures]
-        return [*plots, *([attenuation_plot(self.sweeps)] if self.sweeps else [])]
 
-    def rows(self) -> pd.DataFrame:
-        """Return every pair's entropies, on prefixes too, and the perplexities."""
-        axes, T = ("layer", "head", "pair"), self.target.length
-        tables = [
-            tidy({NAMES[m]: values}, *axes, variant=SIDES[side], length=T)
-            for (m, side), values in self.values.items()
-        ]
-        tables += [
-            tidy({NAMES[m]: values}, *axes, variant=SIDES["query"], length=n)
-            for n, by_measure in self.prefixes.items()
-            for m, values in by_measure.items()
-        ]
-        for measured in self.sweeps:
-            name, tokens = in_words(measured.gates), measured.tokens
-            numbers = {f"perplexity, alpha={a:g}": p for a, p in measured.perplexity.items()}
-            numbers["attenuated_pairs"] = float(measured.pairs)
-            tables.append(tidy(numbers, variant=name, length=tokens))
-        return pd.concat(tables)
+def _rows(by_length: Mapping[int, Entropies], sweeps: Sequence[Sweep]) -> list[pd.DataFrame]:
+    """Return every pair's entropies, of queries on prefixes too, and the perplexities."""
+    tables = [
+        tidy({NAMES[m]: values}, "layer", "head", "pair", variant=SIDES[side], length=n)
+        for n, entropies in by_length.items()
+        for (m, side), values in entropies.items()
+        if side == "query" or n == max(by_length)
+    ]
+    for measured in sweeps:
+        numbers = {f"perplexity, alpha={a:g}": p for a, p in measured.perplexity.items()}
+        numbers["attenuated_pairs"] = float(measured.pairs)
+        tables.append(tidy(numbers, variant=measured.gates, length=measured.tokens))
+    return tables
 
-    def _panel(self, title: str, measure: str, values: Array, y: str = "") -> Panel:
-        """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
 
-        def prepare(axes: Axes) -> None:
-            for height in self._thresholds[measure]:
-                axes.axhline(height, color=GREY, linewidth=0.7, linestyle="--", zorder=0)
-            axes.set_ylim(0, 1.02)
+def _panel(title: str, measure: str, values: Array, *, y: bool = False) -> Panel:
+    """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
+    row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
+    return graded(title, pair, values, row, y=NAMES[measure] if y else "", prepare=_unit)
 
-        row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
-        return graded(title, pair, values, row, y=y, prepare=prepare)
 
-    def _side(self, side: Side) -> list[Plot]:
-        """Draw all heads of some layers (Fig. 3), and single heads with their norms (Fig. 1)."""
-        name = SIDES[side]
-        panels = [
-            self._panel(f"layer {i}", m, self.values[m, side][i], "" if column else NAMES[m])
-            for m in self.measures
-            for column, i in enumerate(self._shown)
-        ]
-        look: dict[str, Any] = {"x": PAIR_INDEX, "height": 1.75, "share": True}
-        lengths = ", ".join(f"{i}: {n:,}" for i, n in enumerate(self._by_length(side)))
-        figures = "(Fig. 1, 2, 5, 8-10, 18-21, "
-        return [
-            Plot(
-                f"frequency_entropy_{name}",
-                draw(panels, columns=len(self._shown), index="head", **look),
-                f"Entropy of every pair of the {name} of some layers; dashed: thresholds of the "
-                "attenuation (Fig. 3).",
-            ),
-            Plot(
-                f"frequency_entropy_heads_{name}",
-                draw(
-                    self._heads(side),
-                    columns=min(COLUMNS, len(self._norms)),
-                    index=f"tokens ({lengths})",
-                    **look,
-                ),
-                f"Entropy of every pair of the {name} of single heads, by the length of the text "
-                f"{figures}above; App. F, Fig. 15-17).",
-            ),
-            Plot(
-                f"frequency_entropy_norms_{name}",
-                heat_maps(
-                    {f"layer {i}, head {j}": norms[side] for (i, j), norms in self._norms.items()},
-                    Scale("l2 norm of the pair", log=True),
-                    x="token",
-                    y=PAIR_INDEX,
-                    columns=COLUMNS,
-                    cell=(self.cell, 1),
-                ),
-                f"Norms of the pairs of these {name} along the first text {figures}below).",
-            ),
-        ]
+def _unit(axes: Axes) -> None:
+    axes.set_ylim(0, 1.02)
 
-    def _by_length(self, side: Side) -> dict[int, dict[str, Array]]:
-        """Return entropies by measure of the whole text, of queries also of its prefixes."""
-        whole = {m: self.values[m, side] for m in self.measures}
-        return {**(self.prefixes if side == "query" else {}), self.target.length: whole}
 
-    def _heads(self, side: Side) -> list[Panel]:
-        """Return single query heads, or the key heads that they read, by length."""
-        places, panels = list(self._norms), []
-        for start in range(0, len(places), COLUMNS):
-            for m in self.measures:
-                whole, queries = self.values[m, side], self.values[m, "query"].shape[1]
-                missing = np.full(whole.shape, np.nan)
-                values = np.stack([by.get(m, missing) for by in self._by_length(side).values()])
-                for column, (i, j) in enumerate(places[start : start + COLUMNS]):
-                    shown = values[:, i, j * whole.shape[1] // queries]
-                    y = "" if column else NAMES[m]
-                    panels.append(self._panel(f"layer {i}, head {j}", m, shown, y))
-        return panels
+def _layers_plot(measure: str, values: Array, chosen: Sequence[Place]) -> Plot:
+    """Draw queries of all heads of all layers, ``values`` ``[layers, heads, pairs]``, or of the
+    layers of the chosen heads."""
+    shown = list(dict.fromkeys(layer for layer, _ in chosen)) or list(range(len(values)))
+    panels = [_panel(f"layer {i}", measure, values[i]) for i in shown]
+    columns, height, size = (COLUMNS, 1.75, 5.0) if len(shown) <= COLUMNS else (6, 0.95, 1.5)
+    look: dict[str, Any] = {"columns": columns, "height": height, "size": size, "share": True}
+    return Plot(
+        f"frequency_entropy_layers_{measure}",
+        draw(panels, x=PAIR_INDEX, y=NAMES[measure], index="head", **look),
+        f"{NAMES[measure]} of every pair of the queries of layers (Fig. 3, 6 and 7).",
+    )
 
-    def _all_layers(self, measure: str) -> Plot:
-        """Draw queries of all heads of all layers (Fig. 6 and 7)."""
-        name, layers = NAMES[measure], enumerate(self.values[measure, "query"])
-        panels = [self._panel(f"layer {i}", measure, heads) for i, heads in layers]
-        look: dict[str, Any] = {"columns": 6, "height": 0.95, "size": 1.5, "share": True}
-        return Plot(
-            f"frequency_entropy_all_layers_{measure}",
-            draw(panels, x=PAIR_INDEX, y=name, index="head", **look),
-            f"{name} of every pair of the queries of all layers (Fig. 6 and 7).",
-        )
+
+def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[Place]) -> Plot:
+    """Draw single query heads, or the key heads that they read, by the length of the text."""
+    whole = by_length[max(by_length)]
+    lengths = [*by_length] if side == "query" else [max(by_length)]
+    panels = []
+    for start in range(0, len(heads), COLUMNS):
+        for m, of in whole:
+            if of != side:
+                continue
+            missing = np.full(whole[m, side].shape, np.nan)
+            values = np.stack([by_length[n].get((m, side), missing) for n in lengths])
+            group = whole[m, "query"].shape[1] // values.shape[2]
+            for column, (i, j) in enumerate(heads[start : start + COLUMNS]):
+                title, shown = f"layer {i}, head {j}", values[:, i, j // group]
+                panels.append(_panel(title, m, shown, y=column == 0))
+    named = ", ".join(f"{i}: {n:,}" for i, n in enumerate(lengths))
+    return Plot(
+        f"frequency_entropy_heads_{SIDES[side]}",
+        draw(
+            panels,
+            columns=min(COLUMNS, len(heads)),
+            index=f"tokens ({named})",
+            x=PAIR_INDEX,
+            height=1.75,
+            share=True,
+        ),
+        f"Entropy of every pair of the {SIDES[side]} of single heads, by the length of the text "
+        "(Fig. 1, 2, 5, 8-10, 18-21, above; App. F, Fig. 15-17).",
+    )
+
+
+def _norms_plot(norms: Norms, side: Side, length: int) -> Plot:
+    """Draw norms of the pairs of single heads along the text."""
+    return Plot(
+        f"frequency_entropy_norms_{SIDES[side]}",
+        heat_maps(
+            {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()},
+            Scale("l2 norm of the pair", log=True),
+            x="token",
+            y=PAIR_INDEX,
+            columns=COLUMNS,
+            cell=(-(-length // CELLS), 1),
+        ),
+        f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, 5, 8-10, "
+        "18-21, below).",
+    )
+
+
+class Sweep(NamedTuple):
+    """Perplexity by alpha on a text of ``tokens`` tokens; ``pairs``: number of attenuated pairs of
+    queries and keys."""
+
+    gates: str
+    tokens: int
+    pairs: int
+    perplexity: dict[float, float]
 
 
 def attenuation_sweeps(
     target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
 ) -> list[Sweep]:
-    """Measure perplexity of the target's texts by gate and alpha (Sec. 5.2, Fig. 4).
+    """Measure perplexity of the target's first text by gate and alpha (Sec. 5.2, Fig. 4).
 
     ``measures``: measures for which the text is long enough; gates of others are skipped.
-    ``entropies``: entropies on these texts. A model without rotation, or with an intervention, is
-    not measured.
+    ``entropies``: entropies on the target's texts. A model without rotation, or with an
+    intervention, is not measured.
     """
-    settings, layout = target.config.attenuation, target.model.layout
+    settings, model, layout = target.config.attenuation, target.model, target.model.layout
     gates = [g for g in map(rules, settings.gates) if {rule.measure for rule in g} <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
         return []
-    choice = target.choice
-    if choice is not None:
+    if target.choice is not None:
         needed = sorted({rule.measure for together in gates for rule in together})
-        entropies = frequency_entropies(
-            target.model, choice, needed, target.config.frequency_entropy
-        )
-    most = target.length - 1
+        frames = target.config.frequency_entropy
+        entropies = frequency_entropies(model, target.choice, needed, frames)
+    most, size = target.length - 1, model.config.head_size
     sweeps = []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
         ids = target.ids[:1, : n + 1]
-        sweeps += sweep(target.model, ids, entropies, gates, settings.alphas)
+        plain = _perplexity(model, layout, ids)
+        for together in gates:
+            curve, pairs = {1.0: plain}, 0
+            for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
+                factors = [alpha] * len(together)
+                changes, pairs = attenuation(layout, entropies, together, factors, size)
+                changed = zip(layout.layers, changes, strict=True)
+                layers = tuple(layer.with_intervention(change) for layer, change in changed)
+                under = replace(layout, layers=layers)
+                curve[alpha] = _perplexity(model, under, ids) if pairs else plain
+            sweeps.append(Sweep(in_words(together), n, pairs, curve))
     return sweeps
+
+
+@torch.no_grad()
+def _perplexity(model: LanguageModel, layout: Layout, ids: Tensor) -> float:
+    ids = ids.to(model.device)
+    with model.using(layout):
+        return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
 
 
 def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
@@ -261,7 +253,7 @@ def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
     for tokens in dict.fromkeys(measured.tokens for measured in sweeps):
         shown = [measured for measured in sweeps if measured.tokens == tokens]
         lines = [
-            Line(f"{in_words(gates)} ({pairs:,})", number, [*curve], [*curve.values()])
+            Line(f"{gates} ({pairs:,})", number, [*curve], [*curve.values()])
             for number, (gates, _, pairs, curve) in enumerate(shown)
         ]
         x, y = "factor α on the chosen pairs", "perplexity"

@@ -19,7 +19,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,9 +28,9 @@ from trainer.analysis.attention import (
     NeedlePrompt,
     Place,
     Side,
-    attention_map,
+    attention_blocks,
     capture,
-    head_attention,
+    last_attention,
     pair_counts,
     stack_heads,
 )
@@ -139,7 +138,6 @@ def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -
 
 
 COPIED, DEPTH = 32, 0.1
-CELLS, BLOCK = 128, 256
 
 
 class NeedleView(NamedTuple):
@@ -147,18 +145,16 @@ class NeedleView(NamedTuple):
     Fig. 2 to 6).
 
     ``attention``: mean attention ``[layers, query heads, T]`` of the prompt's question, which looks
-    for the needle; ``last``: attention of the last token alone. For
-    each chosen (layer, head): ``average`` ``[T]``, mean attention over all queries, where a query
-    counts as 0 for keys after it; ``maps``, see
-    :func:`~trainer.analysis.attention.attention_map`; ``similarity`` ``[queries, D]``, cosines
-    of the last queries with the eigenvectors of all the head's queries, in descending order of
-    eigenvalues. Each eigenvector has the sign of the mean query along it.
+    for the needle; ``last``: attention of the last token alone. For each chosen (layer, head):
+    ``average`` ``[T]``, mean attention over all queries, where a query counts as 0 for keys after
+    it; ``similarity`` ``[queries, D]``, cosines of the last queries with the eigenvectors of all
+    the head's queries, in descending order of eigenvalues. Each eigenvector has the sign of the
+    mean query along it.
     """
 
     attention: Array
     last: Array
     average: dict[Place, Array]
-    maps: dict[Place, Array]
     similarity: dict[Place, Array]
 
 
@@ -180,36 +176,28 @@ def needle_view(
     model: LanguageModel, prompt: NeedlePrompt, chosen: Collection[Place]
 ) -> NeedleView:
     """Read the first of the prompts."""
-    queries = prompt.question
-    attention: list[Array] = []
-    view = NeedleView(*(np.empty(0), np.empty(0)), {}, {}, {})
+    average: dict[Place, Array] = {}
+    similarity: dict[Place, Array] = {}
 
-    def on_layer(heads: Heads) -> None:
-        T = heads.q.shape[2]
-        last = slice(T - queries, T)
-        rows = [head_attention(heads, head, last)[0] for head in range(heads.q.shape[1])]
-        attention.append(
-            torch.stack([torch.stack(rows).mean(dim=1), torch.stack(rows)[:, -1]]).cpu().numpy()
-        )
+    def measure(heads: Heads) -> Tensor:
         for layer, head in chosen:
             if layer == heads.layer:
-                view.average[layer, head] = _average(heads, head)
-                view.maps[layer, head] = attention_map(heads, head, size=CELLS)
-                view.similarity[layer, head] = _similarity(heads.rotated_q[:, head], queries)
+                average[layer, head] = _average(heads, head)
+                queries = heads.rotated_q[:, head]
+                similarity[layer, head] = _similarity(queries, prompt.question)
+        rows = last_attention(heads, prompt.question)[0]
+        return torch.stack([rows.mean(dim=1), rows[:, -1]]).cpu()
 
-    capture(model, prompt.ids[:1], on_layer)
-    mean, last = np.stack(attention, axis=1)
-    return view._replace(attention=mean, last=last)
+    mean, last = torch.stack(capture(model, prompt.ids[:1], measure), dim=1).numpy()
+    return NeedleView(mean, last, average, similarity)
 
 
 def _average(heads: Heads, head: int) -> Array:
     """Average the attention of all queries, ``[T]``."""
     T = heads.q.shape[2]
     total = torch.zeros(T, dtype=torch.float64, device=heads.q.device)
-    for start in range(0, T, BLOCK):
-        stop = min(start + BLOCK, T)
-        rows = head_attention(heads, head, slice(start, stop))[0]
-        total[:stop] += rows.sum(dim=0, dtype=torch.float64)
+    for _, rows in attention_blocks(heads, head):
+        total[: rows.shape[-1]] += rows[0].sum(dim=0, dtype=torch.float64)
     return (total / T).cpu().numpy()
 
 

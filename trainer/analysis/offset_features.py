@@ -62,23 +62,43 @@ def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
     return Bounds(inv_freq, possible, math.pi + inv_freq * context_length / 2)
 
 
+def pair_means(x: Tensor, pairs: int) -> tuple[Array, Array]:
+    """Return the mean of every pair over the vectors ``[B, T, D]`` of a head, complex ``[pairs]``,
+    and the circular variance of its angles (Fig. 2).
+
+    The variance of angles a_1 .. a_n is 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they
+    cancel.
+    """
+    points = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]])
+    lengths = points.norm(dim=0).clamp_min(torch.finfo(x.dtype).tiny)
+    mean, direction = (
+        v.mean(dim=(1, 2), dtype=torch.float64).cpu().numpy() for v in (points, points / lengths)
+    )
+    return mean[0] + 1j * mean[1], 1 - np.hypot(*direction)
+
+
 def offset_features(heads: Heads) -> pd.DataFrame:
-    """Return a row for every pair of every query head of a layer, from means before the encoding.
+    """Return a row for every pair of every query head of a layer, from queries and keys before the
+    encoding.
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
-    ``query_radius``, ``key_radius``: lengths of the means. ``inv_freq``, ``possible``,
-    ``lower_bound``: see :class:`Bounds`. ``scale``: factor on the dot product of a query and a key
-    in the scores, times the encoding's factor (YaRN's attention factor, a temperature).
+    ``query_radius``, ``key_radius``: lengths of the means. ``query_circular_variance``,
+    ``key_circular_variance``: see :func:`pair_means`; NaN if the pair does not rotate.
+    ``inv_freq``, ``possible``, ``lower_bound``: see :class:`Bounds`. ``scale``: factor on the dot
+    product of a query and a key in the scores, times the encoding's factor (YaRN's attention
+    factor, a temperature).
     """
     C = heads.training_length
-    q, k = (x.mean(dim=(0, 2), dtype=torch.float64).cpu().numpy() for x in (heads.q, heads.k))
+    spectra = [spectrum.at(C, C) for spectrum in heads.encoding.spectra]
+    keys = [pair_means(heads.k[:, i], len(s.inv_freq)) for i, s in enumerate(spectra)]
     tables = []
-    for head, mean in enumerate(q):
+    for head in range(heads.q.shape[1]):
         kv = head // heads.queries_per_key
-        spectrum = heads.encoding.spectra[kv].at(C, C)
+        spectrum, (key, key_variance) = spectra[kv], keys[kv]
         limits = bounds(spectrum, C)
         pairs = len(limits.inv_freq)
-        query, key = (x[:pairs] + 1j * x[pairs : 2 * pairs] for x in (mean, k[kv]))
+        query, query_variance = pair_means(heads.q[:, head], pairs)
+        turns = limits.inv_freq > 0
         columns = {
             "layer": heads.layer,
             "head": head,
@@ -87,6 +107,8 @@ def offset_features(heads: Heads) -> pd.DataFrame:
             "query_radius": np.abs(query),
             "key_radius": np.abs(key),
             "angle": np.mod(np.angle(key) - np.angle(query), TURN),
+            "query_circular_variance": np.where(turns, query_variance, np.nan),
+            "key_circular_variance": np.where(turns, key_variance, np.nan),
             "possible": limits.possible,
             "lower_bound": limits.angle,
             "scale": heads.scale * spectrum.rotary_scale**2 * spectrum.temperature.scale,
@@ -95,32 +117,27 @@ def offset_features(heads: Heads) -> pd.DataFrame:
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def recall(features: pd.DataFrame, radius: float) -> dict[str, float]:
-    """Count pairs with a mean key of ``radius`` or longer that the bounds predict (Table 2).
-
-    ``positives``: number of these pairs. Shares of them, NaN without any: ``upper``: under the
-    upper bound; ``lower``: also above the lower bound; ``relaxed``: above the lower bound minus
-    0.1 rad.
-    """
-    large = features[features.key_radius >= radius]
-    return {
-        "positives": float(len(large)),
-        "upper": large.possible.mean(),
-        "lower": (large.possible & (large.angle >= large.lower_bound)).mean(),
-        "relaxed": (large.possible & (large.angle >= large.lower_bound - 0.1)).mean(),
-    }
-
-
 def summary(features: pd.DataFrame) -> dict[str, float]:
-    """Return the share of pairs under the upper bound, the mean of their lower bounds, and the
-    recall for each of :data:`RADII`, by name."""
+    """Return the share of pairs under the upper bound, the mean of their lower bounds, and for each
+    of :data:`RADII` the recall of the bounds (Table 2), by name.
+
+    ``positives``: number of pairs with a mean key of that radius or longer. Shares of them, NaN
+    without any: ``upper``: under the upper bound; ``lower``: also above the lower bound;
+    ``relaxed``: above the lower bound minus 0.1 rad.
+    """
     numbers = {
         "share_possible": features.possible.mean(),
         "mean_lower_bound": features.lower_bound[features.possible].mean(),
     }
     for radius in RADII:
-        counts = recall(features, radius).items()
-        numbers |= {f"{name}, radius {radius:g}": value for name, value in counts}
+        large = features[features.key_radius >= radius]
+        for name, value in (
+            ("positives", float(len(large))),
+            ("upper", large.possible.mean()),
+            ("lower", (large.possible & (large.angle >= large.lower_bound)).mean()),
+            ("relaxed", (large.possible & (large.angle >= large.lower_bound - 0.1)).mean()),
+        ):
+            numbers[f"{name}, radius {radius:g}"] = value
     return numbers
 
 
@@ -156,34 +173,6 @@ def contributions(head: pd.DataFrame, distances: Sequence[int]) -> Array:
     return terms
 
 
-def angle_stability(heads: Heads) -> pd.DataFrame:
-    """Return a row for every rotating pair of the query and key heads of a layer (Fig. 2).
-
-    ``side``: ``query`` or ``key``. ``radius``: length of the mean over all positions and texts,
-    before the encoding. ``variance``: circular variance of the angles a_1 .. a_n, 1 - |mean of
-    exp(i a)|: 0 if all are equal, 1 if they cancel.
-    """
-    tables = []
-    sides: tuple[tuple[Side, Tensor, int], ...] = (
-        ("query", heads.q, heads.queries_per_key),
-        ("key", heads.k, 1),
-    )
-    for side, vectors, group in sides:
-        for head, x in enumerate(vectors.unbind(1)):
-            inv_freq = heads.encoding.spectra[head // group].inv_freq
-            pairs = len(inv_freq)
-            channels = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]])
-            length = channels.norm(dim=0).clamp_min(torch.finfo(x.dtype).tiny)
-            radius, resultant = (
-                v.mean(dim=(1, 2), dtype=torch.float64).norm(dim=0).cpu().numpy()
-                for v in (channels, channels / length)
-            )
-            place = {"side": side, "layer": heads.layer, "head": head, "pair": np.arange(pairs)}
-            table = pd.DataFrame({**place, "radius": radius, "variance": 1 - resultant})
-            tables.append(table[np.array(inv_freq) > 0])
-    return pd.concat(tables)
-
-
 class HeadView(NamedTuple):
     """One query head and the keys that it reads in the first text, before their encoding (Fig. 1,
     7, 12 and 13).
@@ -215,16 +204,11 @@ def head_view(heads: Heads, head: int) -> HeadView:
     )
 
 
-def sampled_queries(heads: Heads) -> Tensor | None:
+def sampled_queries(heads: Heads) -> Tensor:
     """Return positions evenly spread over the last three quarters of the training length, the text
-    or the window, whichever is shortest, so that each query sees all keys before it.
-
-    None: no query sees another key than its own.
-    """
+    or the window, whichever is shortest, so that each query sees all keys before it."""
     T = heads.q.shape[2]
     length = min(T, heads.training_length, heads.encoding.window or T)
-    if length < 2:
-        return None
     start = max(1, length // 4)
     return torch.linspace(start, length - 1, min(QUERIES, length - start)).round().long()
 
@@ -232,9 +216,9 @@ def sampled_queries(heads: Heads) -> Tensor | None:
 Row = dict[str, float]
 
 
-def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> Row | None:
+def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> Row:
     """Measure the effect of ``pair`` on a query head's attention on the first token, means over all
-    texts and sampled queries; return None if no query sees another key than the first.
+    texts and sampled queries.
 
     ``attention``: that attention; ``attention_without``: without the pair's part of the scores;
     ``explained``: share of it that disappears then, negative if attention grows;
@@ -242,8 +226,6 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     ``margin``: the scaled margin of the scores; ``margin_of_pair``: its part from the pair.
     """
     positions = sampled_queries(heads)
-    if positions is None:
-        return None
     kv = head // heads.queries_per_key
 
     def weight(without: int | None = None) -> float:
@@ -270,13 +252,21 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     }
 
 
+def sinks(heads: Heads, features: pd.DataFrame) -> list[Row]:
+    """Measure :func:`sink_row` of the strongest pair under the upper bound of every head that has
+    one; ``features``: of this layer, empty if it does not rotate."""
+    return [
+        sink_row(heads, row.head, row.pair, None if math.isnan(row.faster) else int(row.faster))
+        for row in (strongest_pairs(features).itertuples() if len(features) else ())
+        if row.possible
+    ]
+
+
 def fastest_pairs(heads: Heads) -> list[Row]:
     """Measure the attention on the token before in every head that rotates, as it is and without
     the head's fastest pair."""
-    C, rows = heads.training_length, []
-    positions = sampled_queries(heads)
-    if positions is None:
-        return []
+    C, positions = heads.training_length, sampled_queries(heads)
+    rows: list[Row] = []
     for head in range(heads.q.shape[1]):
         spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
         if not spectrum.rotates:

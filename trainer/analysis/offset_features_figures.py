@@ -19,16 +19,15 @@ from trainer.analysis.offset_features import (
     TURN,
     HeadView,
     Row,
-    angle_stability,
     contributions,
     fastest_pairs,
     head_view,
     offset_features,
-    sink_row,
+    sinks,
     strongest_pairs,
     summary,
 )
-from trainer.analysis.topic import COLUMNS, Results, Target, Topic, finished
+from trainer.analysis.topic import NotApplicableError, Results, Target, results, tidy
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, plane
 from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE, Plot
@@ -39,99 +38,76 @@ DISTANCES = 400
 PAIR_INDEX = "pair index, from the fastest on"
 LOUDEST = 0.999
 """Quantile of absolute activations that has the strongest colour."""
-LONG = 0.9
-"""Quantile of radii from which a pair is large if none reaches the table's smallest radius."""
 
 
-class OffsetFeatureFigures(Topic):
-    """Radii and angles of every pair, their bounds, and what single pairs do to attention.
+def analyze_offset_features(target: Target) -> Results:
+    """Measure radii and angles of every pair, their bounds, and what single pairs do to
+    attention."""
+    target.require(2)
+    if not target.rotates:
+        raise NotApplicableError("analysis.kind: expected a model that rotates")
+    model, C, config = target.model, target.training_length, target.config
+    layers: list[pd.DataFrame] = []
+    shown: list[tuple[Any, HeadView]] = []
 
-    ``features`` and ``stability``: see :func:`offset_features` and :func:`angle_stability`, of all
-    layers. ``shown``: the strongest pair of each head that figures show, with the head's vectors.
-    """
+    def effects(heads: Heads) -> tuple[list[Row], list[Row]]:
+        return sinks(heads, layers[heads.layer]), fastest_pairs(heads)
 
-    key = "offset_features"
-    title = "Rotary offset features"
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        self.features = self.stability = pd.DataFrame()
-        self.shown: list[tuple[Any, HeadView]] = []
-        self._sinks: list[Row] = []
-        self._fastest: list[Row] = []
-
-    @classmethod
-    def problem(cls, target: Target) -> str | None:
-        """Also refuse models without rotation, which have no pairs."""
-        if target.rotates:
-            return super().problem(target)
-        return "expected a model with a rotary encoding, got one without rotation in any head"
-
-    def measure(self) -> None:
-        """Read the text."""
-        capture(self.target.model, self.target.ids, self._on_layer)
-        if self.target.prefix is not None:
-            capture(self.target.model, self.target.prefix, self._on_prefix)
-
-    def _on_layer(self, heads: Heads) -> None:
-        """Add the means of all pairs, and the vectors of some heads."""
+    def measure(heads: Heads) -> tuple[list[Row], list[Row]]:
         features = offset_features(heads)
-        self.features = pd.concat([self.features, features], ignore_index=True)
-        self.stability = pd.concat([self.stability, angle_stability(heads)])
-        if self.target.prefix is None:
-            self._on_prefix(heads)
-        if features.empty:
-            return
-        strongest = strongest_pairs(features)
-        if self.target.config.chosen:
-            chosen = [head for layer, head in self.target.config.chosen if layer == heads.layer]
-            strongest = strongest[strongest["head"].isin(chosen)]
-        else:
-            strongest = strongest.sort_values(["possible", "strength"]).tail(1)
-        self.shown += [(pair, head_view(heads, pair.head)) for pair in strongest.itertuples()]
-        self.shown.sort(key=lambda shown: (not shown[0].possible, -shown[0].strength))
-        if not self.target.config.chosen:
-            del self.shown[SHOWN:]
+        layers.append(features)
+        shown.extend(_views(heads, features, target))
+        if not config.chosen:
+            shown.sort(key=lambda view: (not view[0].possible, -view[0].strength))
+            del shown[SHOWN:]
+        return effects(heads) if target.prefix is None else ([], [])
 
-    def _on_prefix(self, heads: Heads) -> None:
-        """Measure the effects of pairs on attention, whose queries lie within C."""
-        self._fastest += fastest_pairs(heads)
-        here = self.features[self.features["layer"] == heads.layer]
-        for pair in strongest_pairs(here).itertuples() if len(here) else ():
-            fast = None if math.isnan(pair.faster) else int(pair.faster)
-            if pair.possible and (row := sink_row(heads, pair.head, pair.pair, fast)):
-                self._sinks.append(row)
+    measured = capture(model, target.ids, measure)
+    if target.prefix is not None:  # its queries lie within C
+        measured = capture(model, target.prefix, effects)
+    features = pd.concat(layers, ignore_index=True)
+    on_first = pd.DataFrame([row for rows, _ in measured for row in rows])
+    on_previous = pd.DataFrame([row for _, rows in measured for row in rows])
+    on_previous = on_previous.merge(features, on=PLACE)
+    # In steps of a token (Sec. 4.3.1); an angle just under a full turn is -0.1 steps, not 6.2.
+    turned = np.mod(on_previous.angle + on_previous.inv_freq / 2, TURN)
+    on_previous["steps"] = turned / on_previous.inv_freq - 0.5
+    plots = [all_pairs(features, C), stability_plot(features)]
+    if shown:
+        # Without a choice, all pairs of the strongest head alone.
+        plots.append(channels([view for _, view in shown]))
+        whole = shown if config.chosen else shown[:1]
+        plots += [points_of_head(view, C, config.pairs) for _, view in whole]
+        plots.append(terms(features, [pair for pair, _ in shown], C))
+    plots += [sinks_plot(on_first)] if len(on_first) else []
+    plots.append(steps_plot(on_previous))
+    tables = _rows(features, on_first, on_previous)
+    tables.append(tidy(summary(features), variant="all pairs", length=C))
+    return results("offset_features", "Rotary offset features", target.name, plots, tables)
 
-    def plots(self) -> list[Plot]:
-        """Draw all pairs, single heads with their pairs, terms by distance, and effects."""
-        C = self.target.training_length
-        plots = [all_pairs(self.features, C), stability_plot(self.stability)]
-        if self.shown:
-            # Without a choice, all pairs of the strongest head alone.
-            whole = self.shown if self.target.config.chosen else self.shown[:1]
-            plots.append(channels([view for _, view in self.shown]))
-            plots += [points_of_head(view, C, self.target.config.pairs) for _, view in whole]
-            plots.append(terms(self.features, [pair for pair, _ in self.shown], C))
-        return plots + effect_plots(pd.DataFrame(self._sinks), self._steps)
 
-    @property
-    def _steps(self) -> pd.DataFrame:
-        return in_steps(self._fastest, self.features) if self._fastest else pd.DataFrame()
+def _views(heads: Heads, features: pd.DataFrame, target: Target) -> list[tuple[Any, HeadView]]:
+    """Return the strongest pair and the vectors of the chosen heads of a layer, or of the head with
+    the strongest pair; ``features``: of this layer."""
+    if features.empty:
+        return []
+    strongest = strongest_pairs(features)
+    if target.config.chosen:
+        strongest = strongest[strongest["head"].isin(target.chosen(heads.layer))]
+    else:
+        strongest = strongest.sort_values(["possible", "strength"]).tail(1)
+    return [(pair, head_view(heads, pair.head)) for pair in strongest.itertuples()]
 
-    def rows(self) -> pd.DataFrame:
-        """Return every pair, the effects on attention, and the recall of the bounds (Table 2)."""
-        columns = ("inv_freq", "query_radius", "key_radius", "angle", "lower_bound", "possible")
-        tables = [_long(self.features[[*PLACE, *columns]])]
-        for side, table in self.stability.groupby("side", sort=False):
-            variance = table[[*PLACE, "variance"]]
-            tables.append(_long(variance.rename(columns={"variance": f"{side}_circular_variance"})))
-        if self._sinks:
-            tables.append(_long(pd.DataFrame(self._sinks)).assign(variant="first token"))
-        if self._fastest:
-            steps = _long(self._steps.drop(columns=[*columns, "scale"]))
-            tables.append(steps.assign(variant="token before"))
-        whole = _summary(self.features, "all pairs").assign(length=self.target.training_length)
-        return pd.concat([*tables, whole])
+
+def _rows(
+    features: pd.DataFrame, on_first: pd.DataFrame, on_previous: pd.DataFrame
+) -> list[pd.DataFrame]:
+    """Return every pair, and the effects of pairs on attention."""
+    tables = [_long(features.drop(columns="scale"))]
+    if len(on_first):
+        tables.append(_long(on_first).assign(variant="first token"))
+    steps = on_previous[[*PLACE, "attention", "attention_without", "steps"]]
+    return [*tables, _long(steps).assign(variant="token before")]
 
 
 def _long(table: pd.DataFrame) -> pd.DataFrame:
@@ -141,21 +117,6 @@ def _long(table: pd.DataFrame) -> pd.DataFrame:
         .melt(PLACE, var_name="metric")
         .dropna(subset="value")
     )
-
-
-def _summary(features: pd.DataFrame, variant: str) -> pd.DataFrame:
-    numbers = summary(features)
-    table = pd.DataFrame({"metric": list(numbers), "value": list(numbers.values())})
-    return table.assign(variant=variant).reindex(columns=COLUMNS).dropna(subset="value")
-
-
-def in_steps(fastest: Sequence[Row], features: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest pair of every head with its features, and ``steps``: its angle in steps of
-    a token (Sec. 4.3.1)."""
-    table = pd.DataFrame(fastest).merge(features, on=PLACE)
-    # An angle just under a full turn is -0.1 steps, not 6.2.
-    turned = np.mod(table["angle"] + table["inv_freq"] / 2, TURN)
-    return table.assign(steps=turned / table["inv_freq"] - 0.5)
 
 
 def angle_axis(axes: Axes) -> None:
@@ -206,13 +167,13 @@ def _graded(table: pd.DataFrame, across: str, up: str, index: str, **others: Any
     return graded(others.pop("title", ""), *columns, **others)
 
 
-def stability_plot(stability: pd.DataFrame) -> Plot:
+def stability_plot(features: pd.DataFrame) -> Plot:
     """Draw circular variance by radius (Fig. 2)."""
-    labels = {"x": "radius of the mean", "y": "circular variance of the angle"}
-    panels = [
-        _graded(table, "radius", "variance", "layer", title=SIDES[side], **labels)
-        for side, table in stability.groupby("side", sort=False)
-    ]
+    labels = {"x": "radius of the mean", "y": "circular variance of the angle", "index": "layer"}
+    panels = []
+    for side, title in SIDES.items():
+        names = {"across": f"{side}_radius", "up": f"{side}_circular_variance"}
+        panels.append(_graded(features, **names, **labels, title=title))
     return Plot(
         "offset_angle_stability",
         draw(panels, index="layer"),
@@ -311,39 +272,35 @@ def terms(features: pd.DataFrame, shown: Sequence[Any], trained: int) -> Plot:
     )
 
 
-def effect_plots(sinks: pd.DataFrame, fastest: pd.DataFrame) -> list[Plot]:
-    """Draw attention with and without a pair: each head's strongest under the upper bound on its
-    sink, and its fastest on the token before."""
+def sinks_plot(pairs: pd.DataFrame) -> Plot:
+    """Draw attention on the first token with and without each head's strongest pair under the
+    upper bound, and the pair's part of the margin."""
+    x, y = "score of the first key over others", "of it, the pair's"
+    margin = _graded(pairs, "margin", "margin_of_pair", "layer", x=x, y=y)
+    return Plot(
+        "offset_sinks",
+        draw([_without_pair("the first token", pairs), margin], size=14, index="layer"),
+        "Attention on the first token with and without the strongest pair under the upper bound, "
+        "and the pair's part of the first key's score, a point a head (Sec. 4.2).",
+    )
 
-    def without(key: str, table: pd.DataFrame) -> Panel:
-        x, y = f"attention on {key}", f"attention on {key}\nwithout the pair"
-        names = "attention", "attention_without", "layer"
-        return _graded(table, *names, x=x, y=y, prepare=diagonal)
 
-    plots = []
-    if len(sinks):
-        x, y = "score of the first key over others", "of it, the pair's"
-        margin = _graded(sinks, "margin", "margin_of_pair", "layer", x=x, y=y)
-        plots.append(
-            Plot(
-                "offset_sinks",
-                draw([without("the first token", sinks), margin], size=14, index="layer"),
-                "Attention on the first token with and without the strongest pair under the upper "
-                "bound, and the pair's part of the first key's score, a point a head (Sec. 4.2).",
-            )
-        )
-    if len(fastest):
-        x, y, step = "radius of the mean key", "angle φ in steps of a token", ((1.0, ""),)
-        steps = _graded(fastest, "key_radius", "steps", "layer", x=x, y=y, horizontal=step)
-        plots.append(
-            Plot(
-                "offset_steps",
-                draw([steps, without("the token before", fastest)], size=14, index="layer"),
-                "The fastest pair of every head: its angle by its radius, and attention on the "
-                "token before with and without it (Sec. 4.3.1).",
-            )
-        )
-    return plots
+def steps_plot(pairs: pd.DataFrame) -> Plot:
+    """Draw the angle of each head's fastest pair, and attention on the token before without it."""
+    x, y, step = "radius of the mean key", "angle φ in steps of a token", ((1.0, ""),)
+    steps = _graded(pairs, "key_radius", "steps", "layer", x=x, y=y, horizontal=step)
+    return Plot(
+        "offset_steps",
+        draw([steps, _without_pair("the token before", pairs)], size=14, index="layer"),
+        "The fastest pair of every head: its angle by its radius, and attention on the token "
+        "before with and without it (Sec. 4.3.1).",
+    )
+
+
+def _without_pair(key: str, pairs: pd.DataFrame) -> Panel:
+    x, y = f"attention on {key}", f"attention on {key}\nwithout the pair"
+    names = "attention", "attention_without", "layer"
+    return _graded(pairs, *names, x=x, y=y, prepare=diagonal)
 
 
 def offset_changes(before: Target, after: Target) -> Results:
@@ -352,13 +309,14 @@ def offset_changes(before: Target, after: Target) -> Results:
     length = min(before.length, before.training_length, after.training_length)
 
     def read(target: Target) -> pd.DataFrame:
-        layers: list[pd.DataFrame] = []
-        ids = target.ids[:, :length]
-        capture(target.model, ids, lambda heads: layers.append(offset_features(heads)))
+        layers = capture(target.model, target.ids[:, :length], offset_features)
         return pd.concat(layers, ignore_index=True)
 
     by_name = {target.name: read(target) for target in (before, after)}
-    tables = [_summary(f, f"bounds of {name}").assign(model=name) for name, f in by_name.items()]
+    tables = [
+        tidy(summary(features), variant=f"bounds of {name}", model=name)
+        for name, features in by_name.items()
+    ]
     was, now = by_name.values()
     was, now = was.merge(now[PLACE], on=PLACE), now.merge(was[PLACE], on=PLACE)
     plots: list[Plot] = []
@@ -370,30 +328,20 @@ def offset_changes(before: Target, after: Target) -> Results:
         pair = {before.name: was, after.name: now}
         plots = [changes_by_pair(pair), changes_of_pairs(pair, after.config.pairs)]
         crossed = now.assign(possible=was.possible, lower_bound=was.lower_bound)
-        tables.append(_summary(crossed, f"bounds of {before.name}").assign(model=after.name))
+        tables.append(tidy(summary(crossed), variant=f"bounds of {before.name}", model=after.name))
         for name, features in pair.items():
             tables.append(_long(features[[*PLACE, "key_radius", "angle"]]).assign(model=name))
-    rows = pd.concat(tables).assign(length=length)
-    key, title = "offset_changes", "Rotary offset features of two models"
-    return finished(key, title, plots, rows, after.name)
+    tables = [table.assign(length=length) for table in tables]
+    title = "Rotary offset features of two models"
+    return results("offset_changes", title, after.name, plots, tables)
 
 
 def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
-    """Draw the change of radii above the change of angles, a point for each head, coloured by
-    layer; angles of long pairs alone (Fig. 16)."""
+    """Draw the change of radii, a point for each head, coloured by layer (Fig. 16)."""
     (first, was), (second, now) = by_name.items()
-    both = np.maximum(was.key_radius, now.key_radius)
-    turned = np.mod(now.angle - was.angle + TURN / 2, TURN) - TURN / 2
     # Layers side by side within the width of a pair.
-    x = was.pair + 0.6 * (was.layer / max(int(was.layer.max()), 1) - 0.5)
-    table = pd.DataFrame(
-        {
-            "x": x,
-            "layer": was.layer,
-            "change of the radius": now.key_radius - was.key_radius,
-            "change of the angle φ (rad)": turned.where(both >= min(RADII[0], both.quantile(LONG))),
-        }
-    )
+    beside = 0.6 * (was.layer / max(int(was.layer.max()), 1) - 0.5)
+    table = was.assign(change=now.key_radius - was.key_radius, x=was.pair + beside)
 
     def prepare(axes: Axes) -> None:
         axes.set_xlim(-0.6, was.pair.max() + 0.6)
@@ -402,15 +350,13 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
             for index in first_possible(features):
                 axes.axvline(index - 0.5, color=BLACK, linewidth=0.9, linestyle=dash)
 
-    panels = [
-        _graded(table, "x", label, "layer", x=PAIR_INDEX, y=label, prepare=prepare)
-        for label in table.columns[2:]
-    ]
+    labels = {"x": PAIR_INDEX, "y": "change of the radius"}
+    panel = _graded(table, "x", "change", "layer", prepare=prepare, **labels)
     return Plot(
         "offset_changes_by_pair",
-        draw(panels, columns=1, height=2.0, size=4, index="layer"),
-        f"From {first} to {second}: change of every head's radius and angle; dashed and dotted: "
-        "their upper bounds (App. C, Fig. 16).",
+        draw([panel], height=2.0, size=4, index="layer"),
+        f"From {first} to {second}: change of the radius of every head's mean keys; dashed and "
+        "dotted: their upper bounds (App. C, Fig. 16).",
     )
 
 

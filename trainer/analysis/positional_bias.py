@@ -24,8 +24,10 @@ from trainer.analysis.attention import (
     NeedlePrompt,
     Place,
     Rows,
+    attention_blocks,
     capture,
     head_attention,
+    last_attention,
     visible_keys,
 )
 from trainer.model.decoder import Decoder
@@ -40,8 +42,6 @@ from trainer.positional.rescaling import (
     yarn_turns,
 )
 from trainer.positional.spectrum import Spectrum
-
-BLOCK = 256
 
 
 def _has_target(visible: Tensor, shift: int) -> Tensor:
@@ -61,14 +61,14 @@ def positional_biases(rows: Rows) -> dict[str, Tensor]:
     return {"diagonal": bias(rows.diagonal, 0), "previous": bias(rows.previous, 1)}
 
 
-def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Array]:
-    """Compute the Frobenius norms ``[layers, query heads]`` of dA^c/dW_Q and of dA^c/dW_K (Fig. 4),
-    averaged over the texts ``ids`` ``[B, T]``, whose attention is held as a whole.
+def bias_gradients(model: Decoder, ids: Tensor) -> Array:
+    """Compute the Frobenius norms ``[2, 2, layers, query heads]`` of the gradients of A^c towards
+    the diagonal and the previous token (first axis) by W_Q and W_K (second axis; Fig. 4), averaged
+    over the texts ``ids`` ``[B, T]``, whose attention is held as a whole.
 
-    A^c is the head's, and the states that enter its layer are constants. ``shift``: 0 for the
-    diagonal head, 1 for the previous token.
+    A^c is the head's, and the states that enter its layer are constants.
     """
-    measured: list[Tensor] = []  # [heads, 2] of every layer of every text
+    measured: list[Tensor] = []  # [heads, 2, 2] of every layer of every text
 
     def observe(layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor) -> None:
         attention, encoding = model.layers[layer].self_attn, model.layout.layers[layer]
@@ -76,14 +76,16 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
         C = model.layout.training_length
         heads = Heads(layer, encoding, q, k, rotated_q, rotated_k, C)
         visible = visible_keys(q.shape[2], encoding.window, model.device)
-        share = _has_target(visible, shift) * visible / (visible - 1).clamp(min=1)
         norms = []
         for head in range(q.shape[1]):
-            weights = head_attention(heads, head, slice(None))[0].diagonal(-shift)
-            bias = (weights * share[shift:]).sum() / len(visible)  # less a constant
-            gradients = torch.autograd.grad(bias, projections, retain_graph=True)
-            norms.append(torch.stack([gradient.double().norm() for gradient in gradients]))
-        measured.append(torch.stack(norms))
+            weights = head_attention(heads, head, slice(None))[0]
+            for shift in (0, 1):
+                share = _has_target(visible, shift) * visible / (visible - 1).clamp(min=1)
+                bias = (weights.diagonal(-shift) * share[shift:]).sum() / len(visible)
+                # This is A^c less a constant.
+                gradients = torch.autograd.grad(bias, projections, retain_graph=True)
+                norms.append(torch.stack([gradient.double().norm() for gradient in gradients]))
+        measured.append(torch.stack(norms).unflatten(0, (-1, 2)))
 
     # Detached inputs: no gradient crosses layers.
     hooks = [
@@ -95,8 +97,8 @@ def bias_gradients(model: Decoder, ids: Tensor, shift: int) -> tuple[Array, Arra
             model.hidden_states(row[None])
     for hook in hooks:
         hook.remove()
-    means = torch.stack(measured).unflatten(0, (len(ids), -1)).mean(dim=0).cpu().numpy()
-    return means[..., 0], means[..., 1]
+    means = torch.stack(measured).unflatten(0, (len(ids), -1)).mean(dim=0)
+    return means.permute(2, 3, 0, 1).cpu().numpy()
 
 
 @torch.no_grad()
@@ -188,10 +190,8 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     for seed in range(max(1, min(SEEDS, int(BUDGET / (cost * tokens))))):
         decoder = Decoder(fresh, versions["nope"], seed).to(model.device)
         for name, decoder.layout in versions.items():
-            norms = [
-                np.hypot(*bias_gradients(decoder, text, shift)).mean(axis=1) for shift in (0, 1)
-            ]
-            gradients[name].append(np.stack(norms))
+            by_query, by_key = bias_gradients(decoder, text).swapaxes(0, 1)
+            gradients[name].append(np.hypot(by_query, by_key).mean(axis=-1))
             spreads[name].append(prefix_spreads(decoder, text))
     gathered = ({k: np.stack(v) for k, v in seeds.items()} for seeds in (gradients, spreads))
     return FreshResult(tokens, *gathered)
@@ -226,10 +226,8 @@ def attention_by_distance(heads: Heads, head: int) -> Array:
     T = heads.q.shape[2]
     total = torch.zeros(T, dtype=torch.float64)
     back = torch.arange(T, device=heads.q.device)
-    for start in range(0, T, BLOCK):
-        stop = min(start + BLOCK, T)
-        attention = head_attention(heads, head, slice(start, stop))
-        j = torch.arange(start, stop, device=back.device)[:, None] - back
+    for start, attention in attention_blocks(heads, head):
+        j = torch.arange(start, attention.shape[-1], device=back.device)[:, None] - back
         picked = attention.gather(-1, j.clamp(min=0).expand(len(attention), -1, -1))
         total += (picked * (j >= 0)).double().sum(dim=(0, 1)).cpu()
     return (total / (heads.q.shape[0] * torch.arange(T, 0, -1))).numpy()
@@ -251,38 +249,21 @@ def under_yarn(model: LanguageModel, read: Callable[[], Array]) -> dict[str, Arr
 
 
 def profiles(model: LanguageModel, ids: Tensor, place: Place) -> dict[str, Array]:
-    """Read texts ``[B, T]`` as trained and under YaRN, for :func:`attention_by_distance` of one
-    head."""
+    """Return :func:`attention_by_distance` of one head in texts ``[B, T]``, as trained and under
+    YaRN."""
+    layer, head = place
 
-    def read() -> Array:
-        measured: list[Array] = []
+    def measure(heads: Heads) -> Array:
+        return attention_by_distance(heads, head) if heads.layer == layer else np.empty(0)
 
-        def on_layer(heads: Heads) -> None:
-            if heads.layer == place[0]:
-                measured.append(attention_by_distance(heads, place[1]))
-
-        capture(model, ids, on_layer)
-        return measured[0]
-
-    return under_yarn(model, read)
+    return under_yarn(model, lambda: capture(model, ids, measure)[layer])
 
 
 def needle_attention(model: LanguageModel, prompt: NeedlePrompt) -> dict[str, Array]:
     """Return the attention ``[layers, query heads, T]`` of needle prompts' last token, mean over
     the prompts, as trained and under YaRN (Fig. 8)."""
 
-    def read() -> Array:
-        attention: list[Array] = []
+    def measure(heads: Heads) -> Array:
+        return last_attention(heads)[:, :, 0].double().mean(dim=0).cpu().numpy()
 
-        def on_layer(heads: Heads) -> None:
-            T = heads.q.shape[2]
-            rows = [
-                head_attention(heads, head, slice(T - 1, T))[:, 0].double().mean(dim=0)
-                for head in range(heads.q.shape[1])
-            ]
-            attention.append(torch.stack(rows).cpu().numpy())
-
-        capture(model, prompt.ids, on_layer)
-        return np.stack(attention)
-
-    return under_yarn(model, read)
+    return under_yarn(model, lambda: np.stack(capture(model, prompt.ids, measure)))

@@ -7,16 +7,16 @@ length.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from trainer.analysis.attention import Array
-from trainer.analysis.topic import Target, Topic, tidy
+from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.plotting.panels import Line, Panel, by_length
 from trainer.plotting.style import Plot, style_numbers
 from trainer.positional.encodings import by_name
@@ -83,62 +83,44 @@ def _series(frequency: Array, n: int) -> Array:
     return np.exp(1j * (n - 1) * half) * np.where(still, float(n), quotient)
 
 
-FURTHEST, OWN_SHOWN, PER_INTERVAL = 16, 2, 24
+FURTHEST, PER_INTERVAL = 16, 24
+"""Longest length in training lengths, and distances between two neighbouring lengths."""
 
 
-class SyntheticFigures(Topic):
-    """The two criteria of RoPE-ID for every spectrum: a lower bound that is not trivial, reached
-    within the training length. Reads neither the weights nor the text."""
-
-    key = "synthetic"
-    title = "Spectra in principle"
-
-    def __init__(self, target: Target) -> None:
-        super().__init__(target)
-        layout, head_dim = target.model.layout, target.model.config.head_size
-        C = layout.training_length
-        spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
-        furthest = FURTHEST * C
-        quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
-        self.lengths = sorted({*quarters, C, furthest})
-        self.distances, vector = _distances_between(self.lengths), np.ones(head_dim)
-        self.ratios = {n: fsv_ratios(s, vector, self.lengths, C) for n, s in spectra.items()}
-        self.decays = {n: decay(s, vector, self.distances, C) for n, s in spectra.items()}
-        self.limits = {name: limit(s, head_dim) for name, s in spectra.items()}
-
-    def plots(self) -> list[Plot]:
-        """Draw both curves of every spectrum."""
-        ratios, products = [], []
-        for name, style in reversed(style_numbers(self.ratios).items()):
-            ratios.append(Line(name, style, self.lengths, self.ratios[name].tolist(), marked=False))
-            means = _means(self.distances, self.decays[name], self.lengths)
-            products.append(Line(name, style, *means, marked=False))
-        panels = [
-            Panel("first singular value", ratios, y="after / before the rotation"),
-            Panel("dot product with itself", products, y="relative to distance 0"),
+def analyze_synthetic(target: Target) -> Results:
+    """Measure the two criteria of RoPE-ID for every spectrum: a lower bound that is not trivial,
+    reached within the training length. Reads neither the weights nor the text."""
+    layout, head_dim = target.model.layout, target.model.config.head_size
+    C = layout.training_length
+    spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
+    furthest = FURTHEST * C
+    quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
+    lengths = sorted({*quarters, C, furthest})
+    distances, vector = _distances_between(lengths), np.ones(head_dim)
+    ratios = {name: fsv_ratios(s, vector, lengths, C) for name, s in spectra.items()}
+    decays = {name: decay(s, vector, distances, C) for name, s in spectra.items()}
+    tables, of_lengths, of_distances = [], [], []
+    for name, spectrum in spectra.items():
+        tables += [
+            tidy({"fsv_ratio": ratios[name]}, "length", places={"length": lengths}, variant=name),
+            tidy({"decay": decays[name]}, "length", places={"length": distances}, variant=name),
+            tidy({"fsv_limit": limit(spectrum, head_dim)}, variant=name),
         ]
-        trained = self.target.training_length
-        label = "length; distance (tokens)"
-        return [
-            Plot(
-                "synthetic",
-                by_length(panels, x=label, trained=trained, columns=2, height=2.6),
-                "One repeated vector of ones under each spectrum: first singular value by the "
-                "length of the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
-            )
-        ]
-
-    def rows(self) -> pd.DataFrame:
-        """Return both curves and the limit of every spectrum."""
-        tables = []
-        for name in self.ratios:
-            ratio, dots = {"fsv_ratio": self.ratios[name]}, {"decay": self.decays[name]}
-            tables += [
-                tidy(ratio, "length", places={"length": self.lengths}, variant=name),
-                tidy(dots, "length", places={"length": self.distances}, variant=name),
-                tidy({"fsv_limit": self.limits[name]}, variant=name),
-            ]
-        return pd.concat(tables)
+    for name, style in reversed(style_numbers(spectra).items()):
+        of_lengths.append(Line(name, style, lengths, ratios[name].tolist(), marked=False))
+        means = _means(distances, decays[name], lengths)
+        of_distances.append(Line(name, style, *means, marked=False))
+    panels = [
+        Panel("first singular value", of_lengths, y="after / before the rotation"),
+        Panel("dot product with itself", of_distances, y="relative to distance 0"),
+    ]
+    plot = Plot(
+        "synthetic",
+        by_length(panels, x="length; distance (tokens)", trained=C, columns=2, height=2.6),
+        "One repeated vector of ones under each spectrum: first singular value by the length of "
+        "the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
+    )
+    return results("synthetic", "Spectra in principle", target.name, [plot], tables)
 
 
 def _distances_between(lengths: Sequence[int]) -> list[int]:
@@ -166,13 +148,13 @@ def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]
 
 
 def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
-    """Return the spectra that most heads of the model have, by name."""
-    heads = [spectrum for layer in layout.layers for spectrum in layer.spectra]
+    """Return the two spectra that most heads of the model have, by name."""
     # Spectra that differ only in temperature or bias give the same curves.
-    ordered = sorted(layout.spectra, key=lambda spectrum: -heads.count(spectrum))
-    distinct = list({spectrum.inv_freq: spectrum for spectrum in reversed(ordered)}.values())[::-1]
-    names = ["this model", *(f"this model, {i}" for i in range(2, OWN_SHOWN + 1))]
-    return dict(zip(names, distinct, strict=False))
+    heads = [spectrum for layer in layout.layers for spectrum in layer.spectra]
+    first = {spectrum.inv_freq: spectrum for spectrum in reversed(heads)}
+    most = Counter(spectrum.inv_freq for spectrum in heads).most_common(2)
+    names = ("this model", "this model, 2")
+    return {name: first[inv_freq] for name, (inv_freq, _) in zip(names, most, strict=False)}
 
 
 def limit(spectrum: Spectrum, head_dim: int) -> float:

@@ -1,19 +1,19 @@
-"""Base of all analyses: model and text, figures and rows, and arrays that analyses share."""
+"""What analyses share: model and text, figures and rows, and means over texts."""
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, NeedlePrompt
+from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
+from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
 from trainer.plotting.style import Plot
@@ -65,6 +65,29 @@ class Target:
         differs = self.length > C and layout.at(C) != layout.at(self.length)
         return self.ids[:, :C] if differs else None
 
+    @property
+    def shown_layers(self) -> set[int]:
+        """Layers of which heads are shown if none are chosen: the first, the middle, the last, and
+        the first one without rotation."""
+        layers = self.model.layout.layers
+        still = [i for i, e in enumerate(layers) if not any(s.rotates for s in e.spectra)]
+        return {0, (len(layers) - 1) // 2, len(layers) - 1, *still[:1]}
+
+    def chosen(self, layer: int) -> list[int]:
+        """Return the query heads of a layer that the configuration chooses to be shown."""
+        return [head for at, head in self.config.chosen if at == layer]
+
+    def require(self, tokens: int) -> None:
+        """Raise :class:`NotApplicableError` if a text is shorter than ``tokens``."""
+        if self.length < tokens:
+            raise NotApplicableError(
+                f"analysis.length: expected {tokens} or more, got {self.length}"
+            )
+
+
+class NotApplicableError(UserError):
+    """An analysis does not apply to a model or a text; kind ``all`` leaves it out."""
+
 
 class Results(NamedTuple):
     """Figures of an analysis, and its numbers as rows with the columns :data:`COLUMNS`."""
@@ -75,52 +98,12 @@ class Results(NamedTuple):
     rows: pd.DataFrame
 
 
-class Topic(ABC):
-    """One analysis of one model: measures, draws figures and makes rows.
-
-    ``shortest``: number of tokens that it needs.
-    """
-
-    key: ClassVar[str]
-    title: ClassVar[str]
-    shortest: ClassVar[int] = 1
-
-    def __init__(self, target: Target) -> None:
-        self.target = target
-
-    @classmethod
-    def problem(cls, target: Target) -> str | None:
-        """Return why the target cannot be analysed, or None."""
-        if target.length >= cls.shortest:
-            return None
-        return f"expected a text of {cls.shortest} tokens or more, got {target.length}"
-
-    def measure(self) -> None:  # noqa: B027  synthetic spectra read no text
-        """Read the text, see :func:`~trainer.analysis.attention.capture`, and compute what figures
-        and rows need.
-
-        Everything measured within the training length must come from a pass over the target's
-        ``prefix``, if it has one: a longer text has other temperatures and frequencies.
-        """
-
-    @abstractmethod
-    def plots(self) -> list[Plot]:
-        """Draw the figures."""
-
-    @abstractmethod
-    def rows(self) -> pd.DataFrame:
-        """Return the numbers, see :func:`tidy`."""
-
-    @torch.no_grad()
-    def results(self) -> Results:
-        """Measure; return figures and rows."""
-        self.measure()
-        return finished(self.key, self.title, self.plots(), self.rows(), self.target.name)
-
-
-def finished(key: str, title: str, plots: list[Plot], rows: pd.DataFrame, model: str) -> Results:
-    """Return results with complete columns; rows that name no model are of ``model``."""
-    rows = rows.reindex(columns=COLUMNS)
+def results(
+    key: str, title: str, model: str, plots: list[Plot], tables: Sequence[pd.DataFrame]
+) -> Results:
+    """Return results with the rows of all tables, see :func:`tidy`; rows that name no model are of
+    ``model``."""
+    rows = pd.concat(tables).reindex(columns=COLUMNS)
     rows["topic"], rows["model"] = key, rows["model"].fillna(model)
     return Results(key, title, plots, rows)
 
@@ -131,23 +114,22 @@ def tidy(
     places: Mapping[str, Sequence[Any]] | None = None,
     **constants: Any,
 ) -> pd.DataFrame:
-    """Return a row for each number of arrays (or numbers) of one shape, by the metric's name.
+    """Return a row for each number of arrays (or single numbers), by the metric's name.
 
     ``axes``: column of every axis, with its index or ``places[axis][index]`` as value.
     ``constants``: other columns. NaN, for a head or a pair that a layer does not have, is left
     out.
     """
-    shape = np.shape(next(iter(values.values())))
-    size = math.prod(shape)
-    indices = dict(zip(axes, np.indices(shape).reshape(len(axes), size), strict=True))
-    columns = {
-        axis: np.asarray((places or {}).get(axis, range(shape[number])))[indices[axis]]
-        for number, axis in enumerate(axes)
-    }
-    tables = [
-        pd.DataFrame({**constants, **columns, "metric": name, "value": np.ravel(array)})
-        for name, array in values.items()
-    ]
+    tables = []
+    for metric, array in values.items():
+        shape = np.shape(array)
+        indices = np.indices(shape).reshape(len(axes), math.prod(shape))
+        columns = {
+            axis: np.asarray((places or {}).get(axis, range(size)))[index]
+            for axis, size, index in zip(axes, shape, indices, strict=True)
+        }
+        table = {**constants, **columns, "metric": metric, "value": np.ravel(array)}
+        tables.append(pd.DataFrame(table))
     return pd.concat(tables, ignore_index=True).dropna(subset="value")
 
 
@@ -158,52 +140,55 @@ def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
     at the longest of all where lengths were measured.
     """
     groups = ["model", "variant", "metric"]
+    rows = rows.fillna({"variant": "", "model": ""})
     length = rows["length"].astype(float)
-    keys = [rows[column].fillna("") for column in groups]
-    within = length.where(length <= trained).groupby(keys).transform("max")
-    beyond = length.groupby(keys).transform("max")
-    shown = rows[length.isna() | (length == within) | (length == beyond)]
-    table = shown.fillna({"variant": "", "model": ""}).groupby(
-        [*groups, "length"], dropna=False, sort=False
-    )["value"]
-    aggregated = table.agg(
-        mean="mean", low=lambda v: v.quantile(0.1), high=lambda v: v.quantile(0.9), n="count"
+    within, beyond = (
+        of.groupby([rows[column] for column in groups]).transform("max")
+        for of in (length.where(length <= trained), length)
     )
-    return aggregated.reset_index()
+    shown = rows[length.isna() | (length == within) | (length == beyond)]
+    values = shown.groupby([*groups, "length"], dropna=False, sort=False)["value"]
+    return values.agg(
+        mean="mean", low=lambda v: v.quantile(0.1), high=lambda v: v.quantile(0.9), n="count"
+    ).reset_index()
 
 
 Versions = dict[str, tuple[str, int]]
 """Label and style number in figures, by variant."""
 
 
-def versions(target: Target, *, scores: bool = False) -> Versions:
-    """Return ``plain`` and ``rotated``, or only ``rotated`` if the encoding changes at most a
-    factor.
-
-    ``scores``: also tell them apart for an ALiBi bias on the scores.
-    """
+def versions(target: Target) -> Versions:
+    """Return ``plain`` and ``rotated``, or only ``rotated`` if no head rotates."""
     if target.rotates:
         return {"plain": ("before rotation", 2), "rotated": ("after rotation", 4)}
-    if scores and any(spectrum.alibi for spectrum in target.model.layout.spectra):
-        return {"plain": ("without the bias", 2), "rotated": ("with ALiBi's bias", 4)}
     return {"rotated": ("as projected, no rotation", 1)}
 
 
-def stacked(
-    layers: Sequence[Mapping[str, Tensor]], within: Sequence[Mapping[str, Tensor]] = ()
-) -> dict[str, Array]:
+def stacked(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Array]:
     """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
-    layer.
-
-    ``within``: values of the same texts' first tokens, read without the later ones. They replace
-    the first entries of the last axis.
-    """
-    means = {
+    layer."""
+    return {
         name: np.stack([layer[name].double().mean(dim=0).cpu().numpy() for layer in layers])
         for name in layers[0]
     }
-    for name, values in (stacked(within) if within else {}).items():
-        means[name][..., : values.shape[-1]] = values
+
+
+def read(
+    target: Target,
+    measure: Callable[[Heads], Mapping[str, Tensor]],
+    of_whole: Collection[str] = (),
+) -> dict[str, Array]:
+    """Read the texts, and return means over them ``[layers, ..., positions]`` of what ``measure``
+    gives.
+
+    The target's prefix, if it has one, is read by itself, and gives the first positions, except of
+    the names ``of_whole``.
+    """
+    means = stacked(capture(target.model, target.ids, measure))
+    if target.prefix is not None:
+        within = stacked(capture(target.model, target.prefix, measure))
+        for name in within.keys() - of_whole:
+            means[name][..., : within[name].shape[-1]] = within[name]
     return means
 
 

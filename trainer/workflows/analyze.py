@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,15 +14,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.analysis.attention import NeedlePrompt
-from trainer.analysis.clusters_figures import ClusterFigures
+from trainer.analysis.clusters_figures import analyze_clusters
 from trainer.analysis.drop import compare_drop
-from trainer.analysis.frequency_entropy_figures import FrequencyEntropyFigures
-from trainer.analysis.matrix_entropy_figures import MatrixEntropyFigures
-from trainer.analysis.offset_features_figures import OffsetFeatureFigures, offset_changes
-from trainer.analysis.positional_bias_figures import PositionalBiasFigures
-from trainer.analysis.sinks import SinkFigures
-from trainer.analysis.synthetic import SyntheticFigures
-from trainer.analysis.topic import Results, Target, Topic
+from trainer.analysis.frequency_entropy_figures import analyze_frequency_entropy
+from trainer.analysis.matrix_entropy_figures import analyze_matrix_entropy
+from trainer.analysis.offset_features_figures import analyze_offset_features, offset_changes
+from trainer.analysis.positional_bias_figures import analyze_positional_bias
+from trainer.analysis.sinks import analyze_sinks
+from trainer.analysis.synthetic import analyze_synthetic
+from trainer.analysis.topic import NotApplicableError, Results, Target
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
@@ -43,24 +44,22 @@ from trainer.workflows.evaluate import held_out_corpus
 
 log = logging.getLogger(__name__)
 
-TOPICS: dict[str, type[Topic]] = {
-    topic.key: topic
-    for topic in (
-        ClusterFigures,
-        SinkFigures,
-        SyntheticFigures,
-        FrequencyEntropyFigures,
-        OffsetFeatureFigures,
-        MatrixEntropyFigures,
-        PositionalBiasFigures,
-    )
+Topic = Callable[[Target], Results]
+TOPICS: dict[str, Topic] = {
+    "clusters": analyze_clusters,
+    "sinks": analyze_sinks,
+    "synthetic": analyze_synthetic,
+    "frequency_entropy": analyze_frequency_entropy,
+    "offset_features": analyze_offset_features,
+    "matrix_entropy": analyze_matrix_entropy,
+    "positional_bias": analyze_positional_bias,
 }
 """Analyses of one model by the names that ``+analysis=`` takes, in the order of the page."""
 
 
-def analysis(topic: type[Topic]) -> type[Topic]:
-    """Register a user's topic under its key; used in a file that ``plugins`` names."""
-    TOPICS[topic.key] = topic
+def analysis(topic: Topic) -> Topic:
+    """Register a user's analysis under its name; used in a file that ``plugins`` names."""
+    TOPICS[topic.__name__] = topic
     return topic
 
 
@@ -167,20 +166,17 @@ def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel
 
 
 def analyses_of(target: Target) -> list[Results]:
-    """Make the analyses of one model, of kind ``all`` those that it has the structure for."""
-    kind, topics = target.config.kind, []
-    for key, topic in TOPICS.items():
-        problem = topic.problem(target)
-        if kind == key and problem is not None:
-            raise UserError(f"analysis.kind: {key}: {problem}")
-        if kind == key or (kind == "all" and problem is None):
-            topics.append(topic)
-        elif kind == "all":
-            log.info("Left out %s: %s", key, problem)
-    results = []
-    with Progress("Analysing", max(1, len(topics)), target.ids.numel()) as progress:
-        for done, topic in enumerate(topics, 1):
-            results.append(topic(target).results())
+    """Make the analyses of one model, of kind ``all`` those that apply to it."""
+    kind, results = target.config.kind, []
+    keys = [key for key in TOPICS if kind in ("all", key)]
+    with Progress("Analysing", max(1, len(keys)), target.ids.numel()) as progress:
+        for done, key in enumerate(keys, 1):
+            try:
+                results.append(TOPICS[key](target))
+            except NotApplicableError as reason:
+                if kind != "all":
+                    raise
+                log.info("Left out %s: %s", key, reason)
             progress.advance_to(done)
     return results
 
