@@ -450,11 +450,11 @@ class ManyShotSettings:
     """Settings of many_shot."""
 
     file: str | None = None
-    """A .jsonl of MATH (problem, solution, perhaps answer); null: arithmetic."""
+    """A .jsonl of MATH (problem, solution, perhaps answer); needed."""
     trials: Count = 100
     """Problems of a task, length and depth."""
-    new_tokens: Count | None = None
-    """Most tokens of an answer; null: 2048 with a file, 32 otherwise."""
+    new_tokens: Count = 2048
+    """Most tokens of an answer; by default the paper's (App. A.2)."""
 
 
 @configuration
@@ -481,8 +481,6 @@ class HarnessSettings:
     """Tasks and groups of lm-eval, which gets their data from the hub."""
     limit: Count | None = None
     """Questions of a task, the first ones; null: all."""
-    include_path: str | None = None
-    """Directory with more tasks; null: none."""
 
 
 @configuration

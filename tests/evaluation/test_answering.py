@@ -14,7 +14,6 @@ from tests.model.test_generate import changing
 from trainer.data.tokenizer import END_OF_TEXT
 from trainer.evaluation import answering
 from trainer.evaluation.scoring import Prompt
-from trainer.model.flops import forward_flops
 from trainer.model.generate import generate
 from trainer.positional.rescaling import longrope
 
@@ -113,22 +112,17 @@ def read(monkeypatch):
     return watch
 
 
-@pytest.mark.parametrize(
-    ("change", "enough"), [(None, 0), ("sequence", 150), ("query", 10_000), ("long", 60)]
-)
+@pytest.mark.parametrize("batch_tokens", [pytest.param(50, marks=pytest.mark.slow), 1000])
+@pytest.mark.parametrize("change", [None, "sequence", "query", "long"])
 @pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
-def test_sharing_and_batching_change_nothing(
-    build, tokenizer, positional, change, enough, monkeypatch
-):
+def test_sharing_and_batching_change_nothing(build, tokenizer, positional, change, batch_tokens):
     model = build(**positional)
-    of_a_token = forward_flops(model.config, model.layout, 1)
-    monkeypatch.setitem(answering.ENOUGH, "cpu", enough * of_a_token)
     model.layout = changing(change)(model.layout)
     prompts = [*groups(2), *singles()]
     alone = generated_alone if model.layout.follows_length else one_at_a_time
     expected = alone(model, tokenizer, prompts)
     assert len(set(expected)) > 5
-    assert answers(model, tokenizer, prompts, 1000) == expected
+    assert answers(model, tokenizer, prompts, batch_tokens) == expected
 
 
 @pytest.mark.parametrize("new", [1, 5])
@@ -140,36 +134,21 @@ def test_any_batch_size_gives_the_same(build, tokenizer, batch_tokens, new):
     assert got == one_at_a_time(model, tokenizer, prompts)
 
 
-def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, monkeypatch):
-    monkeypatch.setitem(answering.ENOUGH, "cpu", 0)
+@pytest.mark.parametrize("batch_tokens", [41, 4096])
+def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, batch_tokens):
     model = build()
     shapes = read(model)
     prompts = groups(1, cuts=(10, 20, 30), new=1)
-    answers(model, tokenizer, prompts, 4096)
-    cuts = [round(prompt.depth * 40) for prompt in prompts]
-    assert shapes == [(1, 40), *((1, 40 - cut) for cut in sorted(cuts)[:-1])]
-
-
-def test_a_group_whose_prompts_fit_only_alone_still_reads_its_beginning_once(
-    build, tokenizer, read
-):
-    model = build()
-    shapes = read(model)
-    prompts = groups(1, cuts=(10, 20, 30), new=1)
-    answers(model, tokenizer, prompts, 41)
+    answers(model, tokenizer, prompts, batch_tokens)
     cuts = sorted((round(prompt.depth * 40) for prompt in prompts), reverse=True)
-    assert shapes == [(1, 40), *((1, 40 - cut) for cut in cuts[1:])]
+    assert shapes == [(1, 39), (1, 1), *((1, 40 - cut) for cut in cuts[1:])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [None, "sequence", "query", "long"])
-@pytest.mark.parametrize("positional", MODELS.values(), ids=MODELS)
-def test_answering_in_turn_changes_nothing(build, tokenizer, positional, change):
-    model = build(**positional)
-    model.layout = changing(change)(model.layout)
-    prompts = groups(2)
-    alone = generated_alone if model.layout.follows_length else one_at_a_time
-    assert answers(model, tokenizer, prompts, 50) == alone(model, tokenizer, prompts)
+def test_groups_are_read_together(build, tokenizer, read):
+    model = build()
+    shapes = read(model)
+    answers(model, tokenizer, groups(3, cuts=(10, 20), new=1), 4096)
+    assert [rows for rows, _ in shapes] == [3, 3, 3]
 
 
 @pytest.mark.parametrize("batch_tokens", [50, 4096])
@@ -181,13 +160,6 @@ def test_answers_may_cross_the_length_at_which_longrope_switches(build, tokenize
     assert answers(model, tokenizer, prompts, batch_tokens) == (
         one_at_a_time(model, tokenizer, prompts)
     )
-
-
-def test_prompts_with_little_in_common_are_read_as_they_are(build, tokenizer, read):
-    model = build()
-    shapes = read(model)
-    answers(model, tokenizer, groups(1, cuts=(0, 2, 4), new=1), 4096)
-    assert shapes == [(3, 40)]
 
 
 def test_one_token_answers_take_one_forward_pass_a_batch(build, tokenizer, read):
@@ -243,18 +215,18 @@ def test_every_prompt_is_in_one_batch_within_the_budget(kinds, budget):
         for index, (group, size, new) in enumerate(kinds)
     ]
     batches = list(answering._batches(prompts, budget))
-    assert sorted(i for batch in batches for i in batch.prompts) == list(range(len(prompts)))
+    every = [i for batch in batches for _, row in batch for i in row]
+    assert sorted(every) == list(range(len(prompts)))
     for batch in batches:
-        sizes = {len(prompts[i].tokens) for i in batch.prompts}
-        (new,) = {prompts[i].new_tokens for i in batch.prompts}
-        rows = 1 if batch.in_turn else len(batch.prompts)
+        (rows,) = {len(row) for _, row in batch}
+        sizes = {len(prompts[i].tokens) for _, row in batch for i in row}
+        (new,) = {prompts[i].new_tokens for _, row in batch for i in row}
         assert rows == 1 or rows * (max(sizes) + new) <= budget
-        if batch.cuts:
+        if len(batch) > 1:
             assert len(sizes) == 1
-            assert list(batch.cuts) == sorted(batch.cuts)
-            assert max(batch.cuts) < max(sizes)
-            groups = len(batch.prompts) // (len(batch.cuts) + 1)
-            trunks = batch.prompts[-groups:]
-            for place, index in enumerate(batch.prompts[:-groups]):
-                cut, trunk = batch.cuts[place // groups], trunks[place % groups]
-                assert prompts[index].tokens[:cut] == prompts[trunk].tokens[:cut]
+            cuts, (_, trunks) = [cut for cut, _ in batch], batch[0]
+            assert cuts == sorted(cuts, reverse=True)
+            assert cuts[0] == max(sizes) - 1
+            for cut, row in batch:
+                for i, trunk in zip(row, trunks, strict=True):
+                    assert prompts[i].tokens[:cut] == prompts[trunk].tokens[:cut]

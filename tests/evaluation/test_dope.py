@@ -35,7 +35,7 @@ def model(tiny_decoder):
 
 
 def places(selection):
-    return [(chosen.layer, chosen.head) for chosen in selection.heads]
+    return [(chosen.layer, chosen.head) for chosen in selection]
 
 
 def captured(model, layout):
@@ -68,9 +68,9 @@ def test_all_query_heads_of_all_layers_are_ranked_with_the_keys_they_read(model,
             ranks[layer, h] = plain_rank(vectors, 4)
     selection = select(model, IDS, DopeSettings(by=by, r=4, heads=12))
     assert set(places(selection)) == set(ranks)
-    for chosen in selection.heads:
+    for chosen in selection:
         assert chosen.score == pytest.approx(ranks[chosen.layer, chosen.head], rel=1e-5)
-    assert [chosen.score for chosen in selection.heads] == pytest.approx(sorted(ranks.values()))
+    assert [chosen.score for chosen in selection] == pytest.approx(sorted(ranks.values()))
 
 
 @pytest.mark.parametrize("variant", ["by_all", "by_gaussian"])
@@ -88,7 +88,7 @@ def test_texts_are_read_one_at_a_time_and_count_together(model, variant, monkeyp
     monkeypatch.setattr(model, "hidden_states", reading)
     selection = select(model, ids, DopeSettings(variant, by="joint", r=4, heads=1))
     assert read == [(1, 40)] * 5
-    (chosen,) = selection.heads
+    (chosen,) = selection
     heads, h = layers[chosen.layer], chosen.head
     sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
     vectors = [row for x in sides for row in x[:, h].flatten(0, 1).double().tolist()]
@@ -131,7 +131,7 @@ def test_with_r_1_heads_are_sorted_by_the_configured_measure(model, by, spectral
             share = norm / (x**2).sum()
             expected[layer, h] = {"inverse": 1 / share, "share": share, "norm": norm}[spectral]
     settings = DopeSettings(by=by, spectral=spectral, order=order, heads=12)
-    heads = select(model, IDS, settings).heads
+    heads = select(model, IDS, settings)
     assert [chosen.score for chosen in heads] == pytest.approx(
         sorted(expected.values(), reverse=order == "descending"), rel=1e-5
     )
@@ -149,7 +149,7 @@ def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
 
     def scores(stage, layout):
         settings = DopeSettings(stage=stage, heads=12, entropy="vanilla")
-        return [chosen.score for chosen in select(model, IDS, settings, layout).heads]
+        return [chosen.score for chosen in select(model, IDS, settings, layout)]
 
     assert scores("post_ntk", None) == scores("post_rope", None)
     by_stage = [scores(stage, rescaled) for stage in ("pre_ntk", "post_ntk", "post_rope")]
@@ -163,8 +163,9 @@ def test_heads_change_the_model_but_not_its_trained_layout(model, settings):
     before = model(IDS)
     selection = select(model, IDS, settings, trained.rescaled(RESCALINGS["yarn"], 4.0))
     assert model.layout is trained
-    assert apply(trained, select(model, IDS, replace(settings, heads=0))) is trained
-    model.layout = apply(trained, selection)
+    none = select(model, IDS, replace(settings, heads=0))
+    assert apply(trained, none, settings, model.config) == trained
+    model.layout = apply(trained, selection, settings, model.config)
     assert not torch.equal(model(IDS), before)
     untouched = set(range(3)) - {layer for layer, _ in places(selection)}
     for layer in untouched:
@@ -174,7 +175,8 @@ def test_heads_change_the_model_but_not_its_trained_layout(model, settings):
 @every_variant
 @torch.no_grad()
 def test_reading_in_parts_and_together_is_reading_alone(model, settings):
-    model.layout = apply(model.layout, select(model, IDS, settings))
+    selection = select(model, IDS, settings)
+    model.layout = apply(model.layout, selection, settings, model.config)
     prompts = [IDS[0, :9].tolist(), IDS[1, :4].tolist()]
     assert generate(model, prompts, 8) == [generate(model, [p], 8)[0] for p in prompts]
 
@@ -183,8 +185,8 @@ def chosen_by_hand(model, settings, layer, head):
     """A selection of one head, by the rules of the settings."""
     selection = select(model, IDS, replace(settings, heads=1))
     bands = (1, 2, 3) if settings.variant == "by_parts" else (0, 1, 2, 3)
-    assert selection.heads[0].bands == bands
-    return replace(selection, heads=(replace(selection.heads[0], layer=layer, head=head),))
+    assert selection[0].bands == bands
+    return [replace(selection[0], layer=layer, head=head)]
 
 
 CHANGES = {
@@ -200,8 +202,9 @@ CHANGES = {
 def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
     """With the temperature and the attention factor that they had."""
     layout = change(model.layout).map(lambda s: s.with_temperature(scale=1.7))
-    selection = chosen_by_hand(model, DopeSettings(variant), 0, 1)
-    before, after = captured(model, layout)[0], captured(model, apply(layout, selection))[0]
+    settings = DopeSettings(variant)
+    changed = apply(layout, chosen_by_hand(model, settings, 0, 1), settings, model.config)
+    before, after = captured(model, layout)[0], captured(model, changed)[0]
     scale = layout.at(40).spectra[0].rotary_scale
     still = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     turning = [c for c in range(8) if c not in still]
@@ -221,8 +224,9 @@ def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
 @pytest.mark.parametrize("variant", ["by_parts", "by_all"])
 def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant):
     """Eq. 34 and 35 put them into queries and keys; a product needs but one zero."""
-    selection = chosen_by_hand(model, DopeSettings(variant, removal="zero"), 0, 1)
-    before, after = (captured(model, x)[0] for x in (model.layout, apply(model.layout, selection)))
+    settings = DopeSettings(variant, removal="zero")
+    changed = apply(model.layout, chosen_by_hand(model, settings, 0, 1), settings, model.config)
+    before, after = (captured(model, x)[0] for x in (model.layout, changed))
     gone = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     expected_q, expected_k = before.rotated_q.clone(), before.rotated_k.repeat_interleave(2, dim=1)
     expected_q[:, 1, :, gone] = 0
@@ -240,9 +244,9 @@ def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
     expected = tuple(m for m, f in enumerate(theta) if f < 2 * math.pi / 32)
     rescaled = model.layout.rescaled(RESCALINGS["pi"], 1000.0)
     for layout in (None, rescaled):
-        assert {c.bands for c in select(model, IDS, settings, layout).heads} == {expected}
+        assert {c.bands for c in select(model, IDS, settings, layout)} == {expected}
     whole = select(model, IDS, replace(settings, heads=12), rescaled)
-    spectra = apply(rescaled, whole).spectra
+    spectra = apply(rescaled, whole, settings, model.config).spectra
     assert [f == 0 for f in spectra[0].inv_freq] == [m in expected for m in range(4)]
 
 
@@ -250,7 +254,7 @@ def test_noise_has_the_deviations_of_the_retained_heads(model):
     """Of queries and of the keys that they read (Eq. 36 and 37)."""
     selection = select(model, IDS, DopeSettings("by_gaussian", heads=4))
     layers = captured(model, model.layout)
-    for chosen in selection.heads:
+    for chosen in selection:
         heads = layers[chosen.layer]
         lost = [h for layer, h in places(selection) if layer == chosen.layer]
         retained = [h for h in range(4) if h not in lost]
@@ -262,9 +266,10 @@ def test_noise_has_the_deviations_of_the_retained_heads(model):
 def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(model):
     settings = DopeSettings("by_gaussian", heads=6, sigma=1.0)
     selection = select(model, IDS, settings)
-    assert {chosen.noise for chosen in selection.heads} == {(1.0, 1.0)}
-    single = replace(selection, heads=(replace(selection.heads[0], layer=1, head=2),))
-    before, after = (captured(model, x)[1] for x in (model.layout, apply(model.layout, single)))
+    assert {chosen.noise for chosen in selection} == {(1.0, 1.0)}
+    single = [replace(selection[0], layer=1, head=2)]
+    changed = apply(model.layout, single, settings, model.config)
+    before, after = (captured(model, x)[1] for x in (model.layout, changed))
     copies = after.rotated_k.shape[1] // 2
     for new, old, heads in (
         (after.rotated_q, before.rotated_q, [2]),
@@ -280,7 +285,8 @@ def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(model)
 def test_layers_and_seeds_have_different_noise(model):
     def noise(seed):
         settings = DopeSettings("by_gaussian", heads=12, seed=seed, sigma=1.0)
-        layers = captured(model, apply(model.layout, select(model, IDS, settings)))
+        selection = select(model, IDS, settings)
+        layers = captured(model, apply(model.layout, selection, settings, model.config))
         return [x[0] for heads in layers for x in (heads.rotated_q, heads.rotated_k)]
 
     draws = [*noise(0), *noise(1)]
@@ -294,4 +300,4 @@ def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     chosen = places(select(model, IDS, settings))
     assert {layer for layer, _ in chosen} == {0, 2}
     assert {head for _, head in chosen} == {0, 1}
-    assert len(select(model, IDS, replace(settings, heads=5)).heads) == 4
+    assert len(select(model, IDS, replace(settings, heads=5))) == 4

@@ -18,14 +18,14 @@ from trainer.evaluation.fitting import (
     fit_line,
     is_largest_tried,
 )
-from trainer.evaluation.loss import AnsweredTexts
+from trainer.evaluation.likelihood import Request
 from trainer.evaluation.methods import method_for, tempered
 
 TEXT = FitText({8: np.zeros((2, 8), int)}, 0, {}, {8: np.zeros((1, 8), int)})
 OTHERS = {
     "windows": {8: np.zeros((3, 8), int)},
     "first_token": 1,
-    "needles": {8: AnsweredTexts(np.zeros((1, 8), int), np.ones(1, int))},
+    "needles": {8: [Request((0,) * 7, (1,))]},
     "choice": {8: np.ones((1, 8), int)},
     "parts": (0, 1),
 }

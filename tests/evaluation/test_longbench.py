@@ -15,7 +15,6 @@ from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.longbench import (
     KINDS,
-    LongBenchRow,
     classification,
     code_similarity,
     count,
@@ -186,7 +185,7 @@ def test_metrics_and_line_ends_are_those_of_the_benchmark():
 
 def task_of(name):
     classes = ["Date", "Price"] if name == "trec" else None
-    row = LongBenchRow("Who?", "A text.", ["Date"], classes)
+    row = {"input": "Who?", "context": "A text.", "answers": ["Date"], "all_classes": classes}
     return longbench_task(name, [row], None, None, 2048)
 
 
@@ -296,7 +295,7 @@ def test_a_long_text_loses_its_middle(write_rows, make_tasks, byte_tokenizer, bo
 def test_a_length_without_room_for_a_question_is_refused(write_rows, make_tasks, byte_tokenizer):
     write_rows("gov_report", {})
     (task,) = make_tasks("gov_report")
-    with pytest.raises(UserError, match=r"evaluation.lengths: expected 514 or more .*, got 513"):
+    with pytest.raises(UserError, match=r"evaluation.lengths: expected at least 514 .*, got 513"):
         task.prompts(513)
     (prompt,) = task.prompts(514)
     assert byte_tokenizer.decode(prompt.tokens) == "Y:"

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer, slowed
 from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.likelihood import Request
 from trainer.evaluation.longrope import (
     CRITICAL,
     Space,
+    answer_loss,
     critical_pair,
-    factors_of,
-    fitted_factors,
+    fitted_layout,
+    needle_requests,
     search_longrope,
     with_factors,
 )
-from trainer.evaluation.loss import AnsweredTexts, answer_loss, mean_loss
+from trainer.evaluation.loss import mean_loss
+from trainer.evaluation.needles import Haystack
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
@@ -36,6 +42,10 @@ def mixed():
     """A layout of several spectra, one of them without a pair, one without a slow pair."""
     layers = [one_layer(LENGTH, by_name(name, 32, LENGTH)).layers[0] for name in NAMES]
     return Layout(LENGTH, tuple(layers))
+
+
+def factors_of(candidate):
+    return tuple(factors for _, factors in candidate)
 
 
 def generations(space, count=40, seed=0):
@@ -118,11 +128,18 @@ def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
 
 C, S = 8, 4.0
 WINDOWS = np.random.default_rng(0).integers(0, 50, (3, 32))
-ASKED = AnsweredTexts(WINDOWS[:2], np.array([3, 5]))
+ASKED = [
+    Request(tuple(row[:-count]), tuple(row[-count:]))
+    for row, count in zip(WINDOWS.tolist(), (3, 5), strict=False)
+]
 
 
 def text_loss(model):
     return mean_loss(model, WINDOWS, 0, 64)
+
+
+def search(model, loss, name="perplexity", **options):
+    return search_longrope(model, loss, Space(model.layout, S, name == "needles"), **options)
 
 
 def loss_with(model, factors, loss):
@@ -146,29 +163,24 @@ def fitting(tmp_path):
 
 def test_the_result_is_better_than_every_starting_point(model):
     layout = model.layout
-    result = search_longrope(model, lambda: text_loss(model), S, budget=30)
+    result = search(model, lambda: text_loss(model), budget=30)
     assert model.layout is layout
     start = min(loss_with(model, factors_of(c), text_loss) for c in Space(layout, S).starts())
     assert loss_with(model, result, text_loss) < start
 
 
-@pytest.mark.parametrize("search", ["perplexity", "needles"])
-def test_a_seed_gives_the_same_factors_again_and_another_others(model, search):
-    a, b, c = (
-        search_longrope(model, lambda: text_loss(model), S, search, budget=16, seed=s)
-        for s in (1, 1, 2)
-    )
+@pytest.mark.parametrize("name", ["perplexity", "needles"])
+def test_a_seed_gives_the_same_factors_again_and_another_others(model, name):
+    a, b, c = (search(model, lambda: text_loss(model), name, budget=16, seed=s) for s in (1, 1, 2))
     assert a == b
     assert a != c
 
 
 @pytest.mark.parametrize("budget", [1, 3, 20])
-@pytest.mark.parametrize("search", ["perplexity", "needles"])
-def test_no_more_is_tried_than_the_budget_allows(model, budget, search):
+@pytest.mark.parametrize("name", ["perplexity", "needles"])
+def test_no_more_is_tried_than_the_budget_allows(model, budget, name):
     tried = []
-    search_longrope(
-        model, lambda: tried.append(model.layout) or float(len(tried)), S, search, budget
-    )
+    search(model, lambda: tried.append(model.layout) or float(len(tried)), name, budget=budget)
     assert len(tried) == len(set(tried)) == budget
 
 
@@ -180,7 +192,7 @@ def test_factors_whose_loss_is_not_a_number_are_not_taken(model):
         tried.append(model.layout)
         return next(losses)
 
-    result = search_longrope(model, loss, S, budget=16)
+    result = search(model, loss, budget=16)
     assert with_factors(model.layout, result) == tried[3]
 
 
@@ -188,8 +200,8 @@ def slowest(layout):
     return next(s for s in layout.at(C + 1).spectra if s.rotates).inv_freq[-1]
 
 
-@pytest.mark.parametrize(("search", "ideal"), [("perplexity", 2.7), ("needles", 4.4)])
-def test_the_search_approaches_the_factor_of_least_loss(model, search, ideal):
+@pytest.mark.parametrize(("name", "ideal"), [("perplexity", 2.7), ("needles", 4.4)])
+def test_the_search_approaches_the_factor_of_least_loss(model, name, ideal):
     """With a loss that is least where the slowest pair is divided by so much, the search goes
     there."""
     wanted = slowest(model.layout) / ideal
@@ -197,20 +209,21 @@ def test_the_search_approaches_the_factor_of_least_loss(model, search, ideal):
     def loss():
         return abs(math.log(slowest(model.layout) / wanted))
 
-    result = search_longrope(model, loss, S, search, budget=100)
+    result = search(model, loss, name, budget=100)
     assert next(f for f in result if f)[-1] == pytest.approx(ideal, rel=0.05)
 
 
 def test_perplexity_and_needles_search_by_their_losses_on_their_texts(model, fitting):
     """Of the last tokens that are answers alone, where it searches by needles (LongRoPE2)."""
-    for search, loss in (
+    for name, loss in (
         ("perplexity", text_loss),
         ("needles", lambda model: answer_loss(model, ASKED, 64)),
     ):
         have = fitting(model)
-        settings = LongRopeSettings(search=search, evaluations=12)
-        result = fitted_factors(have, settings, S, model.layout)
-        assert result == search_longrope(model, lambda f=loss: f(model), S, search, budget=12)
+        settings = LongRopeSettings(search=name, evaluations=12)
+        factors = search(model, lambda f=loss: f(model), name, budget=12)
+        expected = with_factors(model.layout, factors)
+        assert fitted_layout(have, settings, S, model.layout) == expected
 
 
 def test_perplexity_is_searched_on_windows_that_spread_over_all(model, fitting, monkeypatch):
@@ -225,7 +238,7 @@ def test_perplexity_is_searched_on_windows_that_spread_over_all(model, fitting, 
     monkeypatch.setattr("trainer.evaluation.longrope.mean_loss", losses)
     for count, chosen in ((1, [0]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
         settings = LongRopeSettings(evaluations=1, windows=count)
-        fitted_factors(have, settings, S, model.layout)
+        fitted_layout(have, settings, S, model.layout)
         assert read.pop() == chosen
 
 
@@ -243,3 +256,43 @@ def test_factors_divide_the_frequencies_beyond_the_training_length():
     assert after.at(64, 64).inv_freq == before.inv_freq
     slow = [f / by for f, by in zip(before.inv_freq, (1.0, 2.0, 4.0, 8.0), strict=True)]
     assert after.at(65, 64).inv_freq == pytest.approx(slow)
+
+
+NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
+
+
+def test_each_text_states_a_number_at_its_depth_and_ends_with_it(corpus):
+    documents = corpus.documents(corpus.validation, 1 << 20)
+    haystack = Haystack(corpus.tokenizer, documents, (corpus.end_of_text,))
+    decode = haystack.tokenizer.decode
+    requests = needle_requests(haystack, 4, 400)
+    for number, request in enumerate(requests):
+        assert len(request.context) + len(request.continuation) == 400
+        whole = decode([*request.context, *request.continuation])
+        key, value = NEEDLE.search(whole).groups()
+        assert whole.endswith(f"number for {key} mentioned in the provided text is: {value}")
+        assert decode(list(request.continuation)).strip() == value
+        assert request.context[0] == haystack.bos[0]
+        begin, end = NEEDLE.search(whole).span()
+        text = whole.rindex("\n\nThe special") - (end - begin)
+        assert number / 4 - 0.1 <= begin / text <= (number + 1) / 4 + 0.1
+    assert needle_requests(haystack, 4, 400) == requests
+
+
+@torch.no_grad()
+def test_the_loss_is_of_the_answers_tokens_a_mean_for_each_text(tiny_decoder):
+    """-log p of every token of an answer, its mean, and the mean of these (LongRoPE2)."""
+    model = tiny_decoder()
+    ids, counts = np.random.default_rng(0).integers(0, 50, (3, 40)), (2, 5, 1)
+    log_p = F.log_softmax(model(torch.from_numpy(ids)).double(), dim=-1)
+    expected = [
+        np.mean([-log_p[row, t - 1, ids[row, t]].item() for t in range(40 - count, 40)])
+        for row, count in enumerate(counts)
+    ]
+    requests = [
+        Request(tuple(row[:-count]), tuple(row[-count:]))
+        for row, count in zip(ids.tolist(), counts, strict=True)
+    ]
+    for batch_tokens in (40, 1000):
+        result = answer_loss(model, requests, batch_tokens)
+        assert result == pytest.approx(np.mean(expected), rel=1e-5)

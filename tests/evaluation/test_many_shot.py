@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import ManyShotSettings
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.many_shot import arithmetic, final_answer, many_shot_tasks, normalised
+from trainer.evaluation.many_shot import final_answer, many_shot_tasks, normalised
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +18,17 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def tasks(tokenizer):
-    """By name, of arithmetic."""
-    made, _ = many_shot_tasks(ManyShotSettings(trials=5), tokenizer, 7)
-    return {task.name: task for task in made}
+def tasks(tokenizer, tmp_path_factory):
+    """By name, of 400 sums."""
+    sums = [(a, b, a + b) for a in range(10, 30) for b in range(10, 30)]
+    rows = [
+        {"problem": f"What is {a} + {b}?", "solution": f"{a} + {b} = {c}.", "answer": c}
+        for a, b, c in sums
+    ]
+    file = tmp_path_factory.mktemp("math") / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ManyShotSettings(file=str(file), trials=5, new_tokens=32)
+    return {task.name: task for task in many_shot_tasks(settings, tokenizer, 7)}
 
 
 @pytest.fixture
@@ -96,16 +103,6 @@ def test_depths_of_one_problem_are_a_group_of_equal_length(tasks):
     assert len({prompt.group for prompt in prompts}) == 5
 
 
-def test_the_arithmetic_is_right():
-    problems = arithmetic()
-    assert len({p.problem for p in problems}) == len(problems) == 2 * 90**2
-    for problem in problems[::97]:
-        _, _, a, sign, b = problem.problem.removesuffix("?").split()
-        value = int(a) + int(b) if sign == "+" else int(a) - int(b)
-        assert problem.answer == str(value)
-        assert problem.solution == f"{a} {sign} {b} = {value}."
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -128,8 +125,7 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     ]
     file = math_file(*rows, rows[0], {"problem": "Q", "solution": "S", "answer": r"\text{A}"})
     settings = ManyShotSettings(file=file, new_tokens=50)
-    made, notes = many_shot_tasks(settings, tokenizer, None)
-    assert notes == []
+    made = many_shot_tasks(settings, tokenizer, None)
     prompts = made[1].prompts(1400)
     assert len(prompts) == 31
     for prompt in prompts:  # nearly all others are examples, the question never
@@ -139,7 +135,7 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     (asked,) = [p for p in prompts if tokenizer.decode(p.tokens).endswith("Half of 0?\nSolution:")]
     assert asked.answers == (r"\frac{0}{2}",)
     assert made[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
-    (*_, zero_shot), _ = many_shot_tasks(ManyShotSettings(file=file), tokenizer, None)
+    (*_, zero_shot) = many_shot_tasks(ManyShotSettings(file=file), tokenizer, None)
     assert {prompt.new_tokens for prompt in zero_shot.prompts(2200)} == {2048}
 
 

@@ -134,9 +134,12 @@ def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
     ids = torch.from_numpy(have.text.windows[64])
     rescaled = have.model.layout.rescaled(RESCALINGS["yarn"], 2.0)
     chosen = dope.select(have.model, ids, config.dope, rescaled)
-    assert layout_of("yarn+dope", have, 2.0, config) == dope.apply(rescaled, chosen)
+    assert layout_of("yarn+dope", have, 2.0, config) == dope.apply(
+        rescaled, chosen, config.dope, have.model.config
+    )
+    plain = dope.select(have.model, ids, config.dope)
     assert layout_of("dope", have, 2.0, config) == dope.apply(
-        have.model.layout, dope.select(have.model, ids, config.dope)
+        have.model.layout, plain, config.dope, have.model.config
     )
 
 
@@ -232,8 +235,11 @@ def test_heads_chosen_at_another_length_and_text_serve_the_evaluated_one(fitting
     rescaled = have.model.layout.dynamically_rescaled(RESCALINGS["ntk"])
     config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=2))
     chosen = dope.select(have.model, torch.from_numpy(ids), config.dope, rescaled)
-    assert layout_of("dynamic_ntk+dope", have, 1.0, config) == dope.apply(rescaled, chosen)
-    assert have.notes == [f"{chosen.words}, chosen on {len(ids)} texts of 64 tokens (validation)"]
+    assert layout_of("dynamic_ntk+dope", have, 1.0, config) == dope.apply(
+        rescaled, chosen, config.dope, have.model.config
+    )
+    names = ", ".join(map(str, chosen))
+    assert have.notes == [f"{names}, chosen on {len(ids)} texts of 64 tokens (validation)"]
 
 
 def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.config import MultipleChoiceSettings
 from trainer.evaluation import multiple_choice
-from trainer.evaluation.likelihood import Likelihood, Request
+from trainer.evaluation.likelihood import Request
 from trainer.evaluation.multiple_choice import (
     UNCONDITIONAL,
     multiple_choice_tasks,
@@ -41,7 +41,7 @@ def known(monkeypatch):
         multiple_choice,
         "log_likelihoods",
         lambda model, requests, batch_tokens: [
-            Likelihood(KNOWN[r.context, r.continuation], False) for r in requests
+            (KNOWN[r.context, r.continuation], False) for r in requests
         ],
     )
 

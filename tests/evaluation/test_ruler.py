@@ -95,7 +95,7 @@ def test_prompts_fill_the_length_and_a_short_one_is_refused(task, tokenizer, nam
         text = tokenizer.decode(list(prompt.tokens[1:]))
         assert prompt.tokens == (BOS, *tokenizer.encode(text, add_special_tokens=False).ids)
     assert made.score is (string_match_part if name.startswith("qa") else string_match_all)
-    with pytest.raises(UserError, match=r"evaluation\.lengths: expected more tokens"):
+    with pytest.raises(UserError, match=r"evaluation\.lengths: expected at least"):
         made.prompts(100)
 
 

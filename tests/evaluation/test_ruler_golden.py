@@ -17,9 +17,8 @@ from trainer.evaluation.ruler import (
     DEPTHS,
     READERS,
     TASKS,
-    Essay,
     answerable,
-    kind_of,
+    generated_kinds,
     ruler_tasks,
     vocabulary,
 )
@@ -218,7 +217,7 @@ def test_text_answers_and_room_are_those_of_the_program(name):
     if (task := prompt["task"]) in READERS:
         kind = answerable(ITEMS[task])
     else:
-        kind = kind_of(task, words_and_marks(), Essay([FILE["essay"]]))
+        kind = generated_kinds(words_and_marks(), [FILE["essay"]])[task]
     rng = Drawn().give(**draws_of(prompt))
     question = kind.question
     if task == "vt":

@@ -70,11 +70,22 @@ def test_they_are_others_than_those_that_are_evaluated(haystack):
     assert not any(list(prompt.tokens) in mine for prompt in asked)
 
 
+@pytest.fixture
+def math_file(tmp_path):
+    file = tmp_path / "math.jsonl"
+    rows = [
+        {"problem": f"What is {i} and {i * i}?", "solution": f"It is \\boxed{{{i + i * i}}}."}
+        for i in range(200)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
 @pytest.mark.slow
-def test_many_shots_are_others_than_those_that_are_evaluated(haystack):
+def test_many_shots_are_others_than_those_that_are_evaluated(haystack, math_file):
     name = "many_shot_skip"
-    shots = replace(CONFIG.many_shot, trials=3, new_tokens=16)
-    (_, task, _), _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
+    shots = replace(CONFIG.many_shot, file=math_file, trials=3, new_tokens=16)
+    _, task, _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
     mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
     said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
     asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]
@@ -83,14 +94,8 @@ def test_many_shots_are_others_than_those_that_are_evaluated(haystack):
 
 
 @pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
-def test_prompts_of_many_shots_have_one_length(haystack, name, tmp_path):
-    file = tmp_path / "math.jsonl"
-    rows = [
-        {"problem": f"What is {i} and {i * i}?", "solution": f"It is \\boxed{{{i + i * i}}}."}
-        for i in range(200)
-    ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    shots = replace(CONFIG.many_shot, file=str(file), new_tokens=16)
+def test_prompts_of_many_shots_have_one_length(haystack, name, math_file):
+    shots = replace(CONFIG.many_shot, file=math_file, new_tokens=16)
     found = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name)
     assert 700 - 16 - 60 < found.shape[1] <= 700 - 16
     for row in found.tolist():
@@ -158,13 +163,10 @@ def test_texts_for_a_search_by_needles_are_of_validation_text_beyond_the_trainin
 
     by_needles = LongRopeSettings(search="needles", windows=3)
     found = made("pi+longrope", by_needles)
-    assert {length: texts.tokens.shape for length, texts in found.items()} == {
-        400: (3, 400),
-        600: (3, 600),
-    }
-    for row in found[400].tokens.tolist():
-        assert row[0] == corpus.end_of_text
-        words = corpus.tokenizer.decode(row[1:])
+    assert {length: len(requests) for length, requests in found.items()} == {400: 3, 600: 3}
+    for request in found[400]:
+        assert request.context[0] == corpus.end_of_text
+        words = corpus.tokenizer.decode(list(request.context[1:]))
         assert re.search(r"Line \d+ says \d+", words)[0] in validation
     assert made("pi", by_needles) == made("longrope", LongRopeSettings()) == {}
 

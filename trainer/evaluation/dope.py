@@ -10,7 +10,7 @@ ways, and by-all multiplies queries and keys by 0 (Eq. 35), while the text remov
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +20,9 @@ from trainer.analysis.attention import Heads, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.common.errors import UserError
 from trainer.config import DopeSettings
+from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Factors, Intervention
+from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -30,44 +31,32 @@ from trainer.positional.spectrum import Spectrum
 class Chosen:
     """A chosen head.
 
-    ``head``: its index among the layer's query heads. ``bands``: pairs that it loses. ``noise``:
-    standard deviations of the noise that replaces its queries and keys.
+    ``head``: its index among the layer's query heads. ``score``: what heads are sorted by.
+    ``bands``: pairs that it loses. ``noise``: standard deviations of the noise that replaces its
+    queries and keys.
     """
 
     layer: int
     head: int
     score: float
     bands: tuple[int, ...]
-    noise: tuple[float, float] = (0.0, 0.0)
+    noise: tuple[float, float]
 
-
-@dataclass(frozen=True)
-class Selection:
-    """Chosen heads, in order, of a model with ``queries`` query heads per layer of ``head_dim``
-    channels."""
-
-    settings: DopeSettings
-    heads: tuple[Chosen, ...] = ()
-    queries: int = 0
-    head_dim: int = 0
-
-    @property
-    def words(self) -> str:
-        """The heads in words, in order: L for the layer, H for a query head."""
-        return ", ".join(f"L{head.layer}H{head.head}" for head in self.heads) or "no head"
+    def __str__(self) -> str:
+        return f"L{self.layer}H{self.head}"
 
 
 def select(
     model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: Layout | None = None
-) -> Selection:
-    """Choose heads on texts ``[B, T]``; evaluated texts may have another length (Table 3).
+) -> list[Chosen]:
+    """Choose heads on texts ``[B, T]``, in order; evaluated texts may have another length
+    (Table 3).
 
     ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
     """
-    trained, config = model.layout, model.config
-    count = config.num_attention_heads
-    places = ((i, h) for i in range(len(trained.layers)) for h in range(count))
-    rotating = [(i, h) for i, h in places if spectrum_of(trained.layers[i], h, count).rotates]
+    trained = model.layout
+    spectra = [_of_query_heads(layer, model.config).spectra for layer in trained.layers]
+    rotating = [(i, h) for i, layer in enumerate(spectra) for h, s in enumerate(layer) if s.rotates]
     grams: dict[int, Tensor] = {}
     pairs: dict[int, tuple[int, ...]] = {}
     moments: dict[int, Tensor] = {}
@@ -82,24 +71,25 @@ def select(
     with model.using(layout or trained):
         for text in ids:  # one at a time: all together would need the memory of all
             capture(model, text[None], on_layer)
-    entropies = (matrix_entropy(grams[layer], pairs[layer]) for layer in sorted(grams))
-    table = torch.stack([_scores(each, settings) for each in entropies]).tolist()
+    table = [
+        _scores(matrix_entropy(grams[i], pairs[i]), settings).tolist() for i in range(len(spectra))
+    ]
     sign = 1 if settings.order == "ascending" else -1
     ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
-    chosen = ranked[: settings.heads]
+    retained = set(ranked[settings.heads :])
     sigma = settings.sigma or 0.0
-    noise = [(sigma, sigma)] * len(table)
-    if moments:
-        retained = set(rotating) - set(chosen)
-        noise = [
-            _noise(moments[i], [(i, h) in retained for h in range(count)]) for i in sorted(moments)
-        ]
-    heads = []
-    for layer, head in chosen:
-        spectrum = spectrum_of(trained.layers[layer], head, count)
-        bands = _lost_bands(spectrum, trained.training_length, settings)
-        heads.append(Chosen(layer, head, table[layer][head], bands, noise[layer]))
-    return Selection(settings, tuple(heads), count, config.head_size)
+    noise = dict.fromkeys(range(len(spectra)), (sigma, sigma))
+    for i, of_layer in moments.items():
+        noise[i] = _deviations(of_layer, [(i, h) in retained for h in range(len(spectra[i]))])
+    return [
+        Chosen(i, h, table[i][h], _lost_bands(spectra[i][h], trained, settings), noise[i])
+        for i, h in ranked[: settings.heads]
+    ]
+
+
+def _of_query_heads(encoding: LayerEncoding, config: ModelConfig) -> LayerEncoding:
+    """Return the layer with a spectrum for every query head."""
+    return encoding.expanded(config.num_attention_heads // len(encoding.spectra))
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
@@ -141,20 +131,7 @@ def _per_query_head(values: Tensor, queries: int) -> Tensor:
     return values.repeat_interleave(queries // len(values), dim=0)
 
 
-def _lost_bands(
-    spectrum: Spectrum, training_length: int, settings: DopeSettings
-) -> tuple[int, ...]:
-    """Return the pairs to remove, chosen by their frequencies as trained.
-
-    A band is untrained beyond the training length by its trained frequency, whatever the rescaling.
-    C is the longest training length; if frequencies depend on the length, those at C count.
-    """
-    slowest = 2 * math.pi / training_length if settings.variant == "by_parts" else math.inf
-    trained = spectrum.at(training_length, training_length).inv_freq
-    return tuple(m for m, theta in enumerate(trained) if 0 < theta < slowest)
-
-
-def _noise(moments: Tensor, is_retained: list[bool]) -> tuple[float, float]:
+def _deviations(moments: Tensor, is_retained: Sequence[bool]) -> tuple[float, float]:
     """Return the standard deviations of the query and key components of a layer's retained heads.
 
     ``moments``: means and mean squares, ``[2, 2, H]``. A layer without retained heads gets the
@@ -167,81 +144,76 @@ def _noise(moments: Tensor, is_retained: list[bool]) -> tuple[float, float]:
     return query, key
 
 
-def spectrum_of(encoding: LayerEncoding, head: int, count: int) -> Spectrum:
-    """Return the spectrum of query head ``head`` out of ``count``."""
-    return encoding.spectra[head // (count // len(encoding.spectra))]
+def _lost_bands(spectrum: Spectrum, trained: Layout, settings: DopeSettings) -> tuple[int, ...]:
+    """Return the pairs to remove, chosen by their frequencies as trained.
+
+    A band is untrained beyond the training length by its trained frequency, whatever the rescaling.
+    C is the longest training length; if frequencies depend on the length, those at C count.
+    """
+    C = trained.training_length
+    slowest = 2 * math.pi / C if settings.variant == "by_parts" else math.inf
+    return tuple(m for m, theta in enumerate(spectrum.at(C, C).inv_freq) if 0 < theta < slowest)
 
 
-def apply(layout: Layout, selection: Selection) -> Layout:
+def apply(
+    layout: Layout, chosen: Sequence[Chosen], settings: DopeSettings, config: ModelConfig
+) -> Layout:
     """Return ``layout``, rescaled or not, without the bands that the chosen heads lose.
 
     Raises:
         ValueError: a layer already has an intervention.
     """
-    by_layer: dict[int, list[Chosen]] = defaultdict(list)
-    for head in selection.heads:
-        by_layer[head.layer].append(head)
-    if not by_layer:
-        return layout
-    changed = (
-        _changed(encoding, by_layer[index], selection) if index in by_layer else encoding
-        for index, encoding in enumerate(layout.layers)
-    )
-    return replace(layout, layers=tuple(changed))
+    layers = list(layout.layers)
+    for index in {head.layer for head in chosen}:
+        heads = {head.head: head for head in chosen if head.layer == index}
+        if settings.variant == "by_gaussian":
+            # One seed per layer; otherwise all layers would have the same noise.
+            seed = settings.seed * 1000 + index
+            encoding = _of_query_heads(layers[index], config)
+            layers[index] = encoding.with_intervention(_noise(heads, config, seed))
+        elif settings.removal == "zero":
+            layers[index] = _zeroed(layers[index], heads, settings, config)
+        else:
+            layers[index] = _standing_still(_of_query_heads(layers[index], config), heads)
+    return replace(layout, layers=tuple(layers))
 
 
-def _changed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
-    settings, queries = selection.settings, selection.queries
-    if settings.variant != "by_gaussian" and settings.removal == "zero":
-        return _zeroed(encoding, chosen, selection)
-    encoding = encoding.expanded(queries // len(encoding.spectra))
-    if settings.variant == "by_gaussian":
-        return _noised(encoding, chosen, selection)
-    spectra = list(encoding.spectra)
-    for head in chosen:
-        spectra[head.head] = _standing_still(spectra[head.head], head.bands)
-    return replace(encoding, spectra=tuple(spectra))
-
-
-def _standing_still(spectrum: Spectrum, bands: tuple[int, ...]) -> Spectrum:
-    """Set the frequencies of ``bands`` to zero; keep temperature and scale."""
-
-    def still(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
-
-    long = spectrum.long and replace(spectrum.long, inv_freq=still(spectrum.long.inv_freq))
-    return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long)
-
-
-def _zeroed(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
-    """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
-    by_query = {head.head: head for head in chosen}
-
-    def row(head: int) -> tuple[float, ...]:
-        if head not in by_query:
-            return (1.0,) * selection.head_dim
-        pairs = len(spectrum_of(encoding, head, selection.queries).inv_freq)
-        lost = {channel for m in by_query[head].bands for channel in (m, m + pairs)}
-        whole = selection.settings.variant == "by_all"
-        return tuple(float(not whole and c not in lost) for c in range(selection.head_dim))
-
-    rows = tuple(row(head) for head in range(selection.queries))
-    return encoding.with_intervention(Intervention(query=rows))
-
-
-def _noised(encoding: LayerEncoding, chosen: list[Chosen], selection: Selection) -> LayerEncoding:
+def _noise(heads: Mapping[int, Chosen], config: ModelConfig, seed: int) -> Intervention:
     """Replace queries and keys by noise (Eq. 36 and 37)."""
-    by_query = {head.head: head for head in chosen}
-    copies = selection.queries // len(encoding.spectra)
+    every = range(config.num_attention_heads)
+    factors = tuple((float(h not in heads),) * config.head_size for h in every)
+    query, key = (tuple(heads[h].noise[i] if h in heads else 0.0 for h in every) for i in (0, 1))
+    return Intervention(factors, factors, query, key, seed)
 
-    def rows(places: range, side: int) -> tuple[Factors, tuple[float, ...]]:
-        heads = [by_query.get(head) for head in places]
-        factors = tuple((float(head is None),) * selection.head_dim for head in heads)
-        return factors, tuple(head.noise[side] if head else 0.0 for head in heads)
 
-    query, query_noise = rows(range(selection.queries), 0)
-    key, key_noise = rows(range(0, selection.queries, copies), 1)
-    # One seed per layer; otherwise all layers would have the same noise.
-    seed = selection.settings.seed * 1000 + chosen[0].layer
-    intervention = Intervention(query, key, query_noise, key_noise, seed)
-    return encoding.with_intervention(intervention)
+def _zeroed(
+    encoding: LayerEncoding,
+    heads: Mapping[int, Chosen],
+    settings: DopeSettings,
+    config: ModelConfig,
+) -> LayerEncoding:
+    """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
+    rows = [[1.0] * config.head_size for _ in range(config.num_attention_heads)]
+    for h, spectrum in enumerate(_of_query_heads(encoding, config).spectra):
+        if h in heads and settings.variant == "by_all":
+            rows[h] = [0.0] * config.head_size
+        elif h in heads:
+            for m in heads[h].bands:
+                rows[h][m] = rows[h][m + len(spectrum.inv_freq)] = 0.0
+    return encoding.with_intervention(Intervention(query=tuple(map(tuple, rows))))
+
+
+def _standing_still(encoding: LayerEncoding, heads: Mapping[int, Chosen]) -> LayerEncoding:
+    """Set the frequencies of the bands to zero; keep temperature and scale."""
+
+    def still(spectrum: Spectrum, bands: Sequence[int]) -> Spectrum:
+        def slowed(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
+
+        long = spectrum.long and replace(spectrum.long, inv_freq=slowed(spectrum.long.inv_freq))
+        return replace(spectrum, inv_freq=slowed(spectrum.inv_freq), long=long)
+
+    spectra = list(encoding.spectra)
+    for h, head in heads.items():
+        spectra[h] = still(spectra[h], head.bands)
+    return replace(encoding, spectra=tuple(spectra))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.data.corpus import divided
 from trainer.data.order import Integers
-from trainer.evaluation.loss import AnsweredTexts
+from trainer.evaluation.likelihood import Request
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
@@ -43,14 +43,14 @@ class FitText:
 
     ``windows``: ``[N, length]`` tokens for every length of a fit; they end at the same places.
     ``parts``: the text of a mixture that each of them is from, ``[N]``; empty for a single text.
-    ``needles``: texts with questions and answers,
-    for every length at which factors are searched by needles. ``choice``: ``[texts, tokens]`` for
+    ``needles``: answers to predict, for
+    every length at which factors are searched by needles. ``choice``: ``[texts, tokens]`` for
     every length at which heads or pairs are chosen; None: the windows.
     """
 
     windows: Mapping[int, Integers]
     first_token: int
-    needles: Mapping[int, AnsweredTexts] = field(default_factory=dict)
+    needles: Mapping[int, Sequence[Request]] = field(default_factory=dict)
     choice: Mapping[int, Integers] | None = None
     parts: Sequence[int] = ()
 

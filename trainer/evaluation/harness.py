@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,7 @@ from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
 from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
-from trainer.evaluation.passes import part_of
-from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
@@ -52,8 +50,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         """Return each continuation's log-likelihood (nats), and whether it is greedy."""
         encoded = self.encoder.requests([request.args for request in requests])
         cut = [request.within(self.max_length) for request in encoded]
-        found = log_likelihoods(self.model, cut, self.batch_tokens)
-        return [(answer.log_likelihood, answer.greedy) for answer in found]
+        return log_likelihoods(self.model, cut, self.batch_tokens)
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Raise: no metric of :data:`METRICS` needs the likelihood of a whole text."""
@@ -64,11 +61,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         prompts = []
         for context, settings in (request.args for request in requests):
             new, until = int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), settings.get("until")
-            if (room := self.max_length - new) < 1:
-                raise UserError(
-                    f"evaluation.lengths: expected more than the {new} tokens that the task "
-                    f"generates, got {self.max_length}"
-                )
+            room = self.max_length - new
+            check_room(room - 1, f"{new} that are generated", self.max_length)
             (tokens,) = self.encoder.tokens([context])
             stops = [until] if isinstance(until, str) else until or ()
             read = tokens[-room:] or [self.encoder.first_token]
@@ -80,12 +74,11 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             self.batch_tokens,
             lambda text, stops: any(stop in text for stop in stops),
         )
-        return [_before(texts[i], prompt.answers) for i, prompt in enumerate(prompts)]
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first of these strings."""
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)]
+        generated = []
+        for index, prompt in enumerate(prompts):
+            places = [texts[index].find(stop) for stop in prompt.answers]
+            generated.append(texts[index][: min((p for p in places if p >= 0), default=None)])
+        return generated
 
 
 @dataclass
@@ -93,8 +86,9 @@ class Harness(Task):
     """A task or group of lm-eval; trials are the questions of all its tasks.
 
     ``metrics``: those reported, with the filters of answers. ``tasks``: the tasks of a group by
-    name, or one. ``docs``: numbers of the questions of each. A length limits what the model reads.
-    A cell has a single part, and its questions are labelled by their task if there are several.
+    name, or one. ``docs``: the questions of each, from the first. A length limits what the model
+    reads. A cell has a single part, and its questions are labelled by their task if there are
+    several.
     """
 
     name: str
@@ -124,29 +118,23 @@ class Harness(Task):
         return trial_table(len(labels), labels=labels if len(self.tasks) > 1 else None)
 
     def read(self, reading: Reading) -> list[Value]:
-        """Return the value of every metric of :data:`METRICS` for each question."""
-        docs = [(name, doc) for name, of_task in self.docs.items() for doc in of_task]
-        numbers = part_of(range(len(docs)), reading.part)
-        trials: dict[str, list[int]] = defaultdict(list)
-        for number in numbers:
-            trials[docs[number][0]].append(number)
-        if not trials:
-            return []
+        """Return the value of every metric of :data:`METRICS` for each question, in one part."""
         results = evaluate(
             HarnessModel(reading.model, self.encoder, reading.most, reading.batch_tokens),
-            {name: self.tasks[name] for name in trials},
-            samples={name: [docs[i][1] for i in of_task] for name, of_task in trials.items()},
+            dict(self.tasks),
+            samples={name: list(docs) for name, docs in self.docs.items()},
             bootstrap_iters=0,
         )
         values: list[Value] = []
-        for name, of_task in trials.items():
-            number_of = {docs[i][1]: i for i in of_task}
+        begin = 0  # number of the task's first trial
+        for name, docs in self.docs.items():
             for row in results["samples"][name]:
                 for metric in METRICS:
                     if metric in row:
                         label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
                         key = f"{self.name}_{label}"
-                        values.append((number_of[row["doc_id"]], key, float(row[metric])))
+                        values.append((begin + row["doc_id"], key, float(row[metric])))
+            begin += len(docs)
         return values
 
 
@@ -157,7 +145,7 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
         UserError: a task has no metric of :data:`METRICS`.
     """
     made: list[Harness] = []
-    index = TaskManager(include_path=settings.include_path)
+    index = TaskManager()
     for name in settings.tasks:
         tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
         for task in tasks.values():

@@ -1,8 +1,7 @@
-"""Log-likelihoods of continuations; a prefix that requests share is read once.
+"""Log-likelihoods of continuations; a context that requests share is read once.
 
 Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model. Contexts of one
-length are read together, and those that several continuations share once. Only states that predict
-a continuation pass through the head, in chunks.
+length are read together. Only states that predict a continuation pass through the head, in chunks.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.evaluation.answering import read_sharing
+from trainer.evaluation.answering import begin_with
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
 Tokens = tuple[int, ...]
 Pair = tuple[str, str]
 """A context and a continuation, a space between them belonging to the continuation."""
+Likelihood = tuple[float, bool]
+"""Log-likelihood of a continuation in nats, and whether no token is likelier than any of its."""
 
 
 @dataclass(frozen=True)
@@ -69,37 +70,21 @@ class Encoder:
         Raises:
             UserError: a continuation adds no token to its context.
         """
-        moved = [_with_spaces_in_the_continuation(*pair) for pair in pairs]
-        contexts = self.tokens([context for context, _ in moved])
-        wholes = self.tokens([context + continuation for context, continuation in moved])
+        texts = [context + continuation for context, continuation in pairs]
+        stripped = [context.rstrip() for context, _ in pairs]
+        contexts, wholes = self.tokens(stripped), self.tokens(texts)
         requests = []
-        for (text, continuation), context, whole in zip(moved, contexts, wholes, strict=True):
-            if text:
+        for text, before, context, whole in zip(texts, stripped, contexts, wholes, strict=True):
+            if before:
                 request = Request(tuple(context), tuple(whole[len(context) :]))
             else:
-                request = self._after_nothing(continuation)
+                tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+                has_first = tokens[:1] == [self.first_token]
+                request = Request((self.first_token,), tuple(tokens[has_first:]))
             if not request.continuation:
-                raise UserError(f"{continuation!r} adds no token to {text!r}")
+                raise UserError(f"{text!r} adds no token to {before!r}")
             requests.append(request)
         return requests
-
-    def _after_nothing(self, text: str) -> Request:
-        tokens = tuple(self.tokenizer.encode(text, add_special_tokens=False).ids)
-        has_bos = tokens[:1] == (self.first_token,)
-        return Request((self.first_token,), tokens[1:] if has_bos else tokens)
-
-
-def _with_spaces_in_the_continuation(context: str, continuation: str) -> Pair:
-    stripped = context.rstrip()
-    return stripped, context[len(stripped) :] + continuation
-
-
-@dataclass(frozen=True)
-class Likelihood:
-    """``log_likelihood`` of a continuation in nats; ``greedy``: whether no token is likelier."""
-
-    log_likelihood: float
-    greedy: bool
 
 
 @torch.no_grad()
@@ -108,47 +93,46 @@ def log_likelihoods(
 ) -> list[Likelihood]:
     """Return the log-likelihood of every continuation, as if each were computed alone.
 
-    ``batch_tokens``: tokens per forward pass, including cached ones (at least one context).
+    ``batch_tokens``: tokens per forward pass, including cached ones (at least one request).
     """
     longest = max((len(r.context) + len(r.continuation) - 1 for r in requests), default=0)
     # Keys that depend on what follows cannot be shared, and padding would change them.
     alone = model.follows_length(longest)
-    groups: dict[tuple[Tokens, int], list[int]] = defaultdict(list)
+    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, request in enumerate(requests):
-        groups[request.context, index if alone else 0].append(index)
-    alike: dict[tuple[int, int, int], list[list[int]]] = defaultdict(list)
-    for (context, _), group in groups.items():
-        width = len(requests[group[0]].continuation) if alone else 0
-        alike[len(context), len(group), width].append(group)
+        alike[len(request.context), len(request.continuation) if alone else 0].append(index)
     results: dict[int, Likelihood] = {}
-    for (length, count, _), same in sorted(alike.items(), reverse=True):
-        width = max(len(requests[i].continuation) for group in same for i in group)
-        together = max(1, batch_tokens // (count * (length + width)))
+    for (length, _), same in sorted(alike.items(), reverse=True):
+        width = max(len(requests[index].continuation) for index in same)
+        together = max(1, batch_tokens // (length + width))
         for first in range(0, len(same), together):
-            # read_sharing takes one request of each group after the other.
-            indices = [i for row in zip(*same[first : first + together], strict=True) for i in row]
-            results |= zip(
-                indices, _read(model, [requests[i] for i in indices], count), strict=True
-            )
+            indices = same[first : first + together]
+            likelihoods = _read(model, [requests[index] for index in indices], not alone)
+            results |= zip(indices, likelihoods, strict=True)
     return [results[index] for index in range(len(requests))]
 
 
-def _read(model: LanguageModel, requests: Sequence[Request], count: int) -> list[Likelihood]:
-    """Read requests with contexts of one length, each of which ``count`` requests share."""
+def _read(model: LanguageModel, requests: Sequence[Request], share: bool) -> list[Likelihood]:
+    """Read requests with contexts of one length; ``share``: read equal contexts once."""
     wanted, length = [request.continuation for request in requests], len(requests[0].context)
     last = max(map(len, wanted))
     # Padded on the right, which causal models do not see.
     rows = [
         [*r.context, *r.continuation[:-1], *[0] * (last - len(r.continuation))] for r in requests
     ]
-    if count > 1:
-        # The last token of the context is read again: its state predicts the first token.
-        states, _ = read_sharing(model, rows, [length - 1] * (count - 1), 0, last)
-    else:
-        states = model.prefilled(torch.tensor(rows, device=model.device), last=last)
-    return _likelihoods(
-        model, [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)], wanted
-    )
+    ids, cache, begin = torch.tensor(rows, device=model.device), None, 0
+    distinct = dict.fromkeys(request.context for request in requests)
+    contexts = {context: row for row, context in enumerate(distinct)}
+    if share and length > 1 and len(contexts) < len(requests):
+        begin = length - 1  # the state of the last token of the context predicts the first token
+        trunk = model.empty_cache(len(contexts), begin)
+        beginnings = [context[:-1] for context in contexts]
+        model.prefilled(torch.tensor(beginnings, device=model.device), cache=trunk, last=1)
+        cache = model.empty_cache(len(rows), ids.shape[1])
+        begin_with(cache, trunk, begin, [contexts[request.context] for request in requests])
+    states = model.prefilled(ids[:, begin:], cache=cache, last=last)
+    continuations = [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
+    return _likelihoods(model, continuations, wanted)
 
 
 def _likelihoods(
@@ -165,6 +149,4 @@ def _likelihoods(
     sizes = [len(tokens) for tokens in wanted]
     by_token = torch.cat(likelihoods)[:, 0].double().cpu().split(sizes)
     greedy = torch.cat(is_likeliest)[:, 0].cpu().split(sizes)
-    return [
-        Likelihood(float(a.sum()), bool(b.all())) for a, b in zip(by_token, greedy, strict=True)
-    ]
+    return [(float(a.sum()), bool(b.all())) for a, b in zip(by_token, greedy, strict=True)]

@@ -20,24 +20,23 @@ import re
 import string
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import cache, partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import end_tokens
-from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.task import PromptTask
 
 HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
@@ -173,14 +172,9 @@ def _kinds() -> dict[str, LongBenchKind]:
 
 KINDS = _kinds()
 
-
-class LongBenchRow(NamedTuple):
-    """One question as the benchmark distributes it; ``all_classes``: of a classification task."""
-
-    input: str
-    context: str
-    answers: list[str]
-    all_classes: list[str] | None = None
+Row = Mapping[str, Any]
+"""A question as the benchmark distributes it, with keys ``input``, ``context``, ``answers`` and, in
+classification tasks, ``all_classes``."""
 
 
 def root(directory: str | None) -> Traversable:
@@ -195,7 +189,7 @@ def root(directory: str | None) -> Traversable:
 
 def longbench_task(
     name: str,
-    rows: Sequence[LongBenchRow],
+    rows: Sequence[Row],
     tokenizer: Tokenizer,
     bos: int | None,
     training_length: int,
@@ -207,13 +201,13 @@ def longbench_task(
     tokens, for the labels.
     """
     kind, before = KINDS[name], () if bos is None else (bos,)
-    metric, classes = kind.metric, rows[0].all_classes or ()
+    metric = kind.metric
     if metric is classification:
-        metric = partial(classification, classes=classes)
+        metric = partial(classification, classes=rows[0]["all_classes"])
 
     @cache
     def encoded() -> list[NDArray[np.int32]]:
-        texts = (kind.template.format(**row._asdict()) for row in rows)
+        texts = (kind.template.format(**row) for row in rows)
         tokens = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
         return [np.array([*before, *ids], dtype=np.int32) for ids in tokens]
 
@@ -225,18 +219,14 @@ def longbench_task(
         applies to the prompt alone.
         """
         room, never_first = length - kind.new_tokens, tuple[int, ...]()
-        if room < 2:
-            least = kind.new_tokens + 2
-            raise UserError(
-                f"evaluation.lengths: expected {least} or more for {name}, got {length}"
-            )
+        check_room(room - 2, name, length)
         if kind.one_line:
             line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
             never_first = (*line_break, *sorted(end_tokens(tokenizer)))
         return [
             Prompt(
                 tuple(middle_out(ids, room).tolist()),
-                tuple(row.answers),
+                tuple(row["answers"]),
                 kind.new_tokens,
                 label=label(len(ids) / training_length),
                 never_first=never_first,
@@ -292,12 +282,9 @@ def longbench_tasks(
         if not file.is_file():
             notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
             continue
-        lines = [json.loads(line) for line in file.read_text("utf-8").splitlines() if line.strip()]
+        lines = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()]
         if settings.limit is not None and settings.limit < len(lines):
             sample = Random(f"{SEED} {name}").sample(range(len(lines)), settings.limit)
             lines = [lines[index] for index in sorted(sample)]
-        rows = [
-            LongBenchRow(**{key: line.get(key) for key in LongBenchRow._fields}) for line in lines
-        ]
-        tasks.append(longbench_task(name, rows, tokenizer, bos, training_length))
+        tasks.append(longbench_task(name, lines, tokenizer, bos, training_length))
     return tasks, notes

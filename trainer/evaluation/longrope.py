@@ -10,21 +10,20 @@ texts that state each answer once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import LongRopeSettings
+from trainer.config import LongRopeSettings, NeedleTaskSettings
 from trainer.evaluation.fitting import Fitting
-from trainer.evaluation.loss import answer_loss, mean_loss
+from trainer.evaluation.likelihood import Request, log_likelihoods
+from trainer.evaluation.loss import mean_loss
+from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, hidden, magic_numbers
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import (
-    Rescaling,
     longest,
     longrope,
     ntk_aware,
@@ -34,9 +33,6 @@ from trainer.positional.rescaling import (
 from trainer.positional.spectrum import Spectrum
 
 Factors = tuple[float, ...]
-LongRopeFactors = tuple[Factors, ...]
-"""One factor for each pair of each distinct spectrum in the changed layers; empty if no head
-rotates."""
 Candidate = tuple[tuple[int, Factors], ...]
 """A critical pair (0: none) and the factors of all pairs, for every distinct spectrum."""
 PARENTS = 8
@@ -70,33 +66,27 @@ class Space:
         NTK-aware scaling up to a critical pair. LongRoPE2 starts from s, or the middle of its
         factors, from a critical pair on.
         """
-        known: list[Callable[[Spectrum], tuple[int, Factors]]]
-        if self.by_needles:
-            known = [
-                partial(self._from_critical, part=part, height=height)
-                for height in (1.0, (1 + HIGHEST) / 2)
-                for part in CRITICAL
-            ]
-        else:
-            rescalings = (position_interpolation, ntk_aware, ntk_by_parts)
-            known = [
-                lambda s: (0, _ratios(s.inv_freq, s.inv_freq)),
-                *(partial(self._rescaled, by=rescaling) for rescaling in rescalings),
-                *(partial(self._from_critical, part=part) for part in CRITICAL),
-            ]
-        return list(dict.fromkeys(tuple(map(make, self.layout.spectra)) for make in known))
-
-    def _rescaled(self, spectrum: Spectrum, by: Rescaling) -> tuple[int, Factors]:
-        C = self.layout.training_length
-        inv_freq = longest(spectrum, C)
-        return 0, _ratios(inv_freq, by(inv_freq, C).frequencies(inv_freq, self.factor))
-
-    def _from_critical(
-        self, spectrum: Spectrum, part: float, height: float = 1.0
-    ) -> tuple[int, Factors]:
-        pair = _near(critical_pair(spectrum, self.layout.training_length), part)
-        factors = self._complete(pair, np.full(len(spectrum.inv_freq), height * self.factor))
-        return (pair if self.by_needles else 0), factors
+        C, s, spectra = self.layout.training_length, self.factor, self.layout.spectra
+        candidates: list[Candidate] = []
+        if not self.by_needles:
+            candidates.append(tuple((0, (1.0,) * len(each.inv_freq)) for each in spectra))
+            before = [longest(spectrum, C) for spectrum in spectra]
+            for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
+                after = [rescaling(f, C).frequencies(f, s) for f in before]
+                candidates.append(
+                    tuple((0, _ratios(f, g)) for f, g in zip(before, after, strict=True))
+                )
+        for height in (1.0, (1 + HIGHEST) / 2) if self.by_needles else (1.0,):
+            for part in CRITICAL:
+                pairs = [_near(critical_pair(spectrum, C), part) for spectrum in spectra]
+                level = [np.full(len(spectrum.inv_freq), height * s) for spectrum in spectra]
+                candidates.append(
+                    tuple(
+                        (pair if self.by_needles else 0, self._complete(pair, factors))
+                        for pair, factors in zip(pairs, level, strict=True)
+                    )
+                )
+        return list(dict.fromkeys(candidates))
 
     def child(
         self, first: Candidate, second: Candidate, generator: np.random.Generator
@@ -114,8 +104,10 @@ class Space:
                 latest = critical_pair(spectrum, self.layout.training_length)
                 moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
                 pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
-            varied = _varied(mine[1], theirs[1], width, generator)
-            child.append((pair, self._complete(pair, varied)))
+            count = len(mine[1])
+            factors = np.where(generator.random(count) < SHARE, theirs[1], mine[1])
+            steps = generator.normal(0, width, count) * (generator.random(count) < SHARE)
+            child.append((pair, self._complete(pair, factors * np.exp(steps))))
         return tuple(child)
 
     def _complete(self, pair: int, factors: NDArray[np.float64]) -> Factors:
@@ -128,11 +120,6 @@ class Space:
         reached = slow[0] if len(slow) else self.factor
         fast = reached ** (np.arange(min(pair, len(factors))) / max(pair, 1))
         return _monotone(np.concatenate([fast, slow]))
-
-
-def factors_of(candidate: Candidate) -> LongRopeFactors:
-    """Return factors for each distinct spectrum of the layout, in its order."""
-    return tuple(factors for _, factors in candidate)
 
 
 def critical_pair(spectrum: Spectrum, training_length: int) -> int:
@@ -152,24 +139,14 @@ def _near(pair: int, part: float) -> int:
 
 def _ratios(before: Factors, after: Factors) -> Factors:
     """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
-    ratios = [f / g if g else 1.0 for f, g in zip(before, after, strict=True)]
-    return _monotone(np.array(ratios))
+    return _monotone(np.array([f / g if g else 1.0 for f, g in zip(before, after, strict=True)]))
 
 
 def _monotone(factors: NDArray[np.float64]) -> Factors:
     return tuple(np.maximum.accumulate(factors).tolist())
 
 
-def _varied(
-    mine: Factors, theirs: Factors, width: float, generator: np.random.Generator
-) -> NDArray[np.float64]:
-    """Take some factors from the other parent, and change some by ``width`` on a log scale."""
-    factors = np.where(generator.random(len(mine)) < SHARE, theirs, mine)
-    steps = generator.normal(0, width, len(mine)) * (generator.random(len(mine)) < SHARE)
-    return factors * np.exp(steps)
-
-
-def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice = None) -> Layout:
+def with_factors(layout: Layout, factors: Sequence[Factors], layers: LayerChoice = None) -> Layout:
     """Set factors beyond the training length for the distinct spectra of ``layers``, in order.
 
     Raises:
@@ -187,25 +164,23 @@ def with_factors(layout: Layout, factors: LongRopeFactors, layers: LayerChoice =
 def search_longrope(
     model: LanguageModel,
     loss: Callable[[], float],
-    factor: float,
-    search: Literal["perplexity", "needles"] = "perplexity",
+    space: Space,
     budget: int = 64,
     seed: int = 0,
     layers: LayerChoice = None,
-) -> LongRopeFactors:
+) -> tuple[Factors, ...]:
     """Return the factors of least loss for every distinct spectrum of ``layers``, in order.
 
     The model's layout is restored afterwards. ``loss``: computes the loss of the model with its
-    layout at the time of the call. ``factor``: s, more than 1. ``search``: the search space, see
-    :mod:`trainer.evaluation.longrope`. ``budget``: number of candidates, starting points first.
+    layout at the time of the call. ``space``: of ``layers`` of the model's layout. ``budget``:
+    number of candidates, starting points first.
     """
     layout = model.layout
-    space = Space(layout.of_layers(layers), factor, search == "needles")
     generator = np.random.default_rng(seed)
     tried: dict[Candidate, float] = {}
 
     def measure(candidate: Candidate) -> None:
-        with model.using(with_factors(layout, factors_of(candidate), layers)):
+        with model.using(with_factors(layout, [factors for _, factors in candidate], layers)):
             result = loss()
         tried[candidate] = result if math.isfinite(result) else math.inf
 
@@ -220,29 +195,62 @@ def search_longrope(
             misses += 1
         else:
             measure(child)
-    return factors_of(min(tried, key=tried.__getitem__))
+    return tuple(factors for _, factors in min(tried, key=tried.__getitem__))
 
 
-def fitted_factors(
+def fitted_layout(
     fitting: Fitting,
     settings: LongRopeSettings,
     factor: float,
     layout: Layout,
     layers: LayerChoice = None,
-) -> LongRopeFactors:
-    """Search factors for ``layers`` of a layout on the held-out texts of the length."""
+) -> Layout:
+    """Return the layout with factors for ``layers`` that are searched on the held-out texts of the
+    length, more than the training length."""
     model, text = fitting.model, fitting.text
-    length = round(factor * model.layout.training_length)
+    length, by_needles = round(factor * model.layout.training_length), settings.search == "needles"
 
-    def text_loss() -> float:
+    def loss() -> float:
+        if by_needles:
+            return answer_loss(model, text.needles[length], fitting.batch_tokens)
         windows = text.spread(settings.windows, length)
         return mean_loss(model, windows, text.first_token, fitting.batch_tokens)
 
-    def needle_loss() -> float:
-        return answer_loss(model, text.needles[length], fitting.batch_tokens)
-
-    loss = needle_loss if settings.search == "needles" else text_loss
+    space = Space(layout.of_layers(layers), factor, by_needles)
     with model.using(layout):
-        return search_longrope(
-            model, loss, factor, settings.search, settings.evaluations, layers=layers
-        )
+        factors = search_longrope(model, loss, space, settings.evaluations, layers=layers)
+    return with_factors(layout, factors, layers)
+
+
+def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request]:
+    """Make texts of ``length`` tokens that state a number once, as in the task ``standard``, and
+    end with a question and this number, which is asked for.
+
+    The needle of text n of N, counted from 0, is at the depth (n + 1/2) / N.
+
+    Raises:
+        UserError: the needle does not fit the length, or the text is too short.
+    """
+    requests = []
+    for number in range(count):
+        settings = NeedleTaskSettings(trials=1, seed=number)
+        longer, depth = length + TOKENS_PER_VALUE, (number + 0.5) / count
+        (prompt,) = hidden(haystack, settings, longer, magic_numbers, depths=(depth,))
+        answer = haystack.encode(f" {prompt.answers[0]}")
+        # Cut behind the first tokens: answers have different numbers of tokens.
+        behind = prompt.tokens[len(haystack.bos) + len(answer) :]
+        requests.append(Request((*haystack.bos, *behind), tuple(answer)))
+    return requests
+
+
+def answer_loss(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> float:
+    """Return the mean over texts of the mean loss of their answers' tokens, in nats.
+
+    This is needle-driven perplexity (LongRoPE2).
+    """
+    results = log_likelihoods(model, requests, batch_tokens)
+    losses = [
+        -log_likelihood / len(request.continuation)
+        for request, (log_likelihood, _) in zip(requests, results, strict=True)
+    ]
+    return sum(losses) / len(losses)

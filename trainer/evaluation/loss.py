@@ -1,12 +1,6 @@
-"""Held-out loss by position and on the last tokens, and the loss of answers alone, at any length.
-
-The loss of an answer is needle-driven perplexity (LongRoPE2, Shang et al. 2025): a long text states
-the answer once and asks for it at its end.
-"""
+"""Held-out loss by position and on the last tokens, at any length."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,11 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.config import NeedleTaskSettings
 from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, hidden, magic_numbers
 from trainer.evaluation.passes import sequences_at_once
 from trainer.model.language_model import LanguageModel
 
@@ -131,55 +123,3 @@ def token_losses(
         ids[:, 0] = first_token
         losses.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
     return torch.cat(losses).view(len(windows), len(starts), size)[:, stretch, place]
-
-
-@dataclass(frozen=True)
-class AnsweredTexts:
-    """Texts that end with a question and its answer.
-
-    ``tokens``: ``[N, T]``. ``answers``: ``[N]``, the number of answer tokens at the end.
-    """
-
-    tokens: Integers
-    answers: Integers
-
-
-def answered_texts(haystack: Haystack, count: int, length: int, seed: int) -> AnsweredTexts:
-    """Make texts of ``length`` tokens with one needle each, as in the task ``standard``.
-
-    The needle of text n of N, counted from 0, is at the depth (n + 1/2) / N.
-
-    Raises:
-        UserError: the needle does not fit the length, or the text is too short.
-    """
-    rows, answers = [], []
-    for number in range(count):
-        settings = NeedleTaskSettings(trials=1, seed=seed * count + number)
-        depth = (number + 0.5) / count
-        longer = length + TOKENS_PER_VALUE
-        (prompt,) = hidden(haystack, settings, longer, magic_numbers, depths=(depth,))
-        answer = haystack.encode(f" {prompt.answers[0]}")
-        # Cut behind the first tokens: answers have different numbers of tokens.
-        whole, first = [*prompt.tokens, *answer], len(haystack.bos)
-        rows.append([*whole[:first], *whole[len(whole) - length + first :]])
-        answers.append(len(answer))
-    return AnsweredTexts(np.array(rows, dtype=np.int64), np.array(answers))
-
-
-@torch.no_grad()
-def answer_loss(model: LanguageModel, texts: AnsweredTexts, batch_tokens: int) -> float:
-    """Return the mean over texts of the mean loss of their answers' tokens, in nats.
-
-    Only these tokens pass through the head.
-    """
-    length, most = texts.tokens.shape[1], int(texts.answers.max())
-    tokens, answers = torch.from_numpy(texts.tokens), torch.from_numpy(texts.answers)
-    size = sequences_at_once(model, length, batch_tokens)
-    total = 0.0
-    for ids, counts in zip(tokens.split(size), answers.split(size), strict=True):
-        on_device = ids.to(model.device)
-        states = model.prefilled(on_device[:, :-1], length=length, last=most)
-        losses = model.losses(states, on_device[:, -most:]).double().cpu()
-        answer = torch.arange(most) >= most - counts[:, None]
-        total += ((losses * answer).sum(dim=1) / counts).sum().item()
-    return total / len(tokens)

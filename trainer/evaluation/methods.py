@@ -18,7 +18,7 @@ from trainer.config import EvaluationConfig
 from trainer.data.order import Integers
 from trainer.evaluation import dope, weighted_rope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
-from trainer.evaluation.longrope import fitted_factors, with_factors
+from trainer.evaluation.longrope import fitted_layout
 from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
@@ -234,8 +234,7 @@ def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
         layout = before(factor)
         if factor <= 1:
             return layout
-        factors = fitted_factors(fitting, config.longrope, factor, layout, config.layers)
-        return with_factors(layout, factors, config.layers)
+        return fitted_layout(fitting, config.longrope, factor, layout, config.layers)
 
     return layout_at
 
@@ -276,13 +275,18 @@ def _denoised(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
     """Remove the encoding, or parts of it, of heads of extreme matrix entropy (DoPE)."""
 
     @cache
-    def chosen(factor: float) -> dope.Selection:
+    def chosen(factor: float) -> list[dope.Chosen]:
         ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
-        selection = dope.select(fitting.model, ids, config.dope, layout)
-        fitting.notes.append(f"{selection.words}, {_chosen_on(ids, config)}")
-        return selection
+        heads = dope.select(fitting.model, ids, config.dope, layout)
+        names = ", ".join(map(str, heads)) or "no head"
+        fitting.notes.append(f"{names}, {_chosen_on(ids, config)}")
+        return heads
 
-    return lambda factor: dope.apply(before(factor), chosen(config.choice.length or factor))
+    def layout_at(factor: float) -> Layout:
+        heads = chosen(config.choice.length or factor)
+        return dope.apply(before(factor), heads, config.dope, fitting.model.config)
+
+    return layout_at
 
 
 def _weighted(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:

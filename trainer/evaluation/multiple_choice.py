@@ -97,8 +97,8 @@ class MultipleChoice(Task):
         for first in part_of(range(0, len(self.questions), TOGETHER), reading.part):
             questions = self.requests[first : first + TOGETHER]
             requests = [choice.within(reading.most) for choice in chain.from_iterable(questions)]
-            answers = log_likelihoods(reading.model, requests, reading.batch_tokens)
-            likelihoods = iter([answer.log_likelihood for answer in answers])
+            results = log_likelihoods(reading.model, requests, reading.batch_tokens)
+            likelihoods = iter([log_likelihood for log_likelihood, _ in results])
             for number, choices in enumerate(questions, first):
                 of_choices = list(islice(likelihoods, len(choices)))
                 sizes = [len(text.removeprefix(" ")) for _, text in self.questions[number].choices]

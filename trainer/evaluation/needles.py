@@ -18,7 +18,6 @@ from importlib import resources
 
 import numpy as np
 import wonderwords
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
@@ -32,6 +31,7 @@ from trainer.evaluation.scoring import (
     after_all,
     after_number,
     after_sentence,
+    check_room,
     exact_number,
     rouge_1_recall,
     string_match_all,
@@ -124,42 +124,30 @@ class Haystack:
             raise UserError(
                 f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
             )
-        last = np.searchsorted(self._starts, room, side="right")
-        begin = self._starts[random.integers(last)]
-        tokens = self.tokens[begin : begin + length]
-        # Shared Python integers: 8 bytes per token instead of 36.
-        shared = list(map(self._integers.__getitem__, tokens.tolist()))
-        return Excerpt(shared, *self._places(tokens))
-
-    def _places(self, tokens: Integers) -> tuple[Integers, Integers]:
-        opens, breaks, stops = self._kinds[:, tokens]
-        ends = breaks[1:] | (opens[1:] & stops[:-1])
-        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
-
-    @cached_property
-    def _starts(self) -> Integers:
-        return np.concatenate([[0], self._places(self.tokens)[0]])
+        starts = np.concatenate([[0], self._places[0]])
+        begin = int(starts[random.integers(np.searchsorted(starts, room, side="right"))])
+        inside = (
+            places[slice(*np.searchsorted(places, [begin + 1, begin + length]))] - begin
+            for places in self._places
+        )
+        return Excerpt(self.tokens[begin : begin + length].tolist(), *inside)
 
     @cached_property
     def _anchor(self) -> list[int]:
         return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
 
     @cached_property
-    def _integers(self) -> list[int]:
-        return list(range(self._kinds.shape[1]))
-
-    @cached_property
-    def _kinds(self) -> NDArray[np.bool_]:
-        """Whether a token begins with white space, breaks a line, ends a sentence, ``[3, V]``."""
-        ids = np.unique(self.tokens)
+    def _places(self) -> tuple[Integers, Integers]:
+        """The places of the whole stream, as in :class:`Excerpt`."""
+        ids, kinds = np.unique(self.tokens, return_inverse=True)
         known = len(self.tokenizer.decode(self._anchor))
         texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
-        kinds = np.zeros((3, self.tokens.max(initial=0) + 1), dtype=bool)
-        for token, whole in zip(ids, texts, strict=True):
-            text = whole[known:]
-            stops = SENTENCE_ENDS.search(text.rstrip()) is not None
-            kinds[:, token] = text[:1].isspace(), text[:1] == "\n", stops
-        return kinds
+        texts = [text[known:] for text in texts]
+        opens = np.array([text[:1].isspace() for text in texts])[kinds]
+        breaks = np.array([text[:1] == "\n" for text in texts])[kinds]
+        stops = np.array([bool(SENTENCE_ENDS.search(text.rstrip())) for text in texts])[kinds]
+        ends = breaks[1:] | (opens[1:] & stops[:-1])
+        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
 
 
 @cache
@@ -202,13 +190,11 @@ words between them."""
 
 @dataclass(frozen=True)
 class Quiz:
-    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: right answers.
-    ``asked``: indices of the needles that contain them."""
+    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: right ones."""
 
     needles: tuple[str, ...]
     question: str
     answers: tuple[str, ...]
-    asked: tuple[int, ...]
 
 
 def magic_numbers(
@@ -224,15 +210,15 @@ def magic_numbers(
     ]
     needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in stated]
     chosen = names if queries == keys else [names[random.integers(keys)]]
-    asked = tuple(i for i, (name, _) in enumerate(stated) if name in chosen)
+    answers = tuple(number for name, number in stated if name in chosen)
     about = f"for {listed(chosen)} mentioned in the provided text"
-    if len(asked) == 1:
+    if len(answers) == 1:
         question = f"The special magic number {about} is:"
     else:
         question = f"The special magic numbers {about} are:"
     if values > 1:
         question = f"What are all the special magic numbers {about}? {question}"
-    return Quiz(tuple(needles), question, tuple(stated[i][1] for i in asked), asked)
+    return Quiz(tuple(needles), f"\n\n{question}", answers)
 
 
 def listed(items: list[str]) -> str:
@@ -252,7 +238,6 @@ def hidden(
     depths: Sequence[float] = (),
     behind: tuple[int, ...] = (),
     opening: str = "",
-    closing: str = "\n\n",
 ) -> list[Prompt]:
     """Return prompts with needles in excerpts of a haystack, and their question at the end.
 
@@ -267,7 +252,6 @@ def hidden(
         depths: depths of a single needle, one prompt each; empty: all needles at random places.
         behind: tokens directly after every needle.
         opening: text before the haystack.
-        closing: text before every question.
 
     Raises:
         UserError: ``length`` is too short for the needles and the question, or the text for
@@ -280,19 +264,21 @@ def hidden(
         quiz = draw(haystack.numbers, np.random.default_rng((settings.seed, trial, 0)))
         new = new_tokens or TOKENS_PER_VALUE * len(quiz.answers)
         needles = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
-        question = haystack.encode(f"{closing}{quiz.question}")
+        question = haystack.encode(quiz.question)
         room = length - len(before) - sum(map(len, needles)) - len(question) - new
-        if room < 1:
-            raise UserError(
-                f"evaluation.lengths: {length} tokens are too few for needles and a question"
-            )
+        check_room(room - 1, "needles and a question", length)
         random = np.random.default_rng((settings.seed, trial, 1))
         excerpt = haystack.excerpt(room, random)
         for depth in depths or (None,):
             wanted = random.random(len(needles)) if depth is None else [depth]
             places = [excerpt.place(share) for share in wanted]
             text = excerpt.with_insertions(list(zip(places, needles, strict=True)))
-            first = round(min(places[i] for i in quiz.asked) / room, 4)
+            asked = [
+                place
+                for place, needle in zip(places, quiz.needles, strict=True)
+                if any(answer in needle for answer in quiz.answers)
+            ]
+            first = round(min(asked) / room, 4)
             where, group = (first, None) if depth is None else (depth, trial)
             tokens = (*before, *text, *question)
             prompts.append(Prompt(tokens, quiz.answers, new, where, group))
@@ -373,8 +359,11 @@ THING = "eat a sandwich and sit in Dolores Park on a sunny day."
 
 
 def _best_thing(taken: str, random: np.random.Generator) -> Quiz:
-    question = "What is the best thing to do in San Francisco?\nAnswer:"
-    return Quiz((f"{PLACE} {THING}\n",), question, (THING,), (0,))
+    question = (
+        " </book>.\nBased on the content of the book, Question: "
+        "What is the best thing to do in San Francisco?\nAnswer:"
+    )
+    return Quiz((f"{PLACE} {THING}\n",), question, (THING,))
 
 
 @needle_task(rouge_1_recall, after_sentence)
@@ -395,5 +384,4 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
         new_tokens=max(50, len(haystack.encode(f" {THING}"))),
         depths=settings.depths,
         opening="This is a very long story book: <book>",
-        closing=" </book>.\nBased on the content of the book, Question: ",
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -24,13 +24,13 @@ from uuid import UUID
 
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError
 from trainer.config import RulerSettings
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import (
     Prompt,
     after_all,
     after_any,
+    check_room,
     string_match_all,
     string_match_part,
 )
@@ -391,41 +391,40 @@ def ruler_prompts(
     """
     before = () if bos is None else (bos,)
 
-    def read(units: Sequence[tuple[int, int]]) -> Iterator[Prompt]:
-        """Yield trials by number and units, in batches that keep memory small."""
-        size = max(1, TOKENS_AT_ONCE // length)
-        for start in range(0, len(units), size):
+    def ask(units: Mapping[int, int]) -> dict[int, Prompt]:
+        """Return the prompts of trials with these units, by their numbers."""
+        prompts: dict[int, Prompt] = {}
+        numbers, size = list(units), max(1, TOKENS_AT_ONCE // length)  # keep memory small
+        for batch in (numbers[start : start + size] for start in range(0, len(numbers), size)):
             questions = [
-                kind.question(Random(f"{SEED} {name} {length} {trial}"), trial, count, length)
-                for trial, count in units[start : start + size]
+                kind.question(Random(f"{SEED} {name} {length} {n}"), n, units[n], length)
+                for n in batch
             ]
             texts = [text for text, _ in questions]
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for (_, answers), encoding in zip(questions, encoded, strict=True):
-                yield Prompt((*before, *encoding.ids), answers, kind.new_tokens)
+            for n, (_, answers), encoding in zip(batch, questions, encoded, strict=True):
+                prompts[n] = Prompt((*before, *encoding.ids), answers, kind.new_tokens)
+        return prompts
 
     def excess(prompt: Prompt) -> int:
         return len(prompt.tokens) + kind.new_tokens - length
 
-    small, larger = read([(0, kind.least), (0, kind.least + PROBE)])
-    per_unit = (excess(larger) - excess(small)) / PROBE
-    estimate = kind.least + max(0, round(-excess(small) / per_unit))
+    def of_first(count: int) -> int:
+        return excess(ask({0: count})[0])
+
+    check_room(-of_first(kind.least), f"RULER's {name}", length)
+    per_unit = (of_first(kind.least + PROBE) - of_first(kind.least)) / PROBE
+    estimate = kind.least + round(-of_first(kind.least) / per_unit)
     candidates = range(kind.least, 2 * estimate)
-    most = bisect_right(candidates, 0, key=lambda n: max(map(excess, read([(0, n)]))))
-    sizes = dict.fromkeys(range(trials), kind.least - 1 + most)
-    fitting: dict[int, Prompt] = {}
-    while missing := [number for number in sizes if number not in fitting]:
-        if min(sizes.values()) < kind.least:
-            raise UserError(
-                f"evaluation.lengths: expected more tokens for RULER's {name}, got {length}"
-            )
-        prompts = read([(number, sizes[number]) for number in missing])
-        for number, prompt in zip(missing, prompts, strict=True):
-            if excess(prompt) <= 0:
-                fitting[number] = prompt
-            else:
-                sizes[number] -= math.ceil(excess(prompt) / per_unit)
-    return [fitting[number] for number in sizes]
+    units = dict.fromkeys(range(trials), candidates[bisect_right(candidates, 0, key=of_first) - 1])
+    prompts = ask(units)
+    while too_long := [n for n, prompt in prompts.items() if excess(prompt) > 0]:
+        for n in too_long:
+            if units[n] == kind.least:
+                check_room(-excess(prompts[n]), f"RULER's {name}", length)
+            units[n] = max(kind.least, units[n] - math.ceil(excess(prompts[n]) / per_unit))
+        prompts |= ask({n: units[n] for n in too_long})
+    return list(prompts.values())
 
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -445,16 +444,16 @@ READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_ho
 TASKS = (*SEARCHES, "vt", "cwe", "fwe", *READERS)
 
 
-def kind_of(name: str, tokenizer: Tokenizer, essay: Essay) -> RulerKind:
-    """Return the kind of a task that needs no file."""
-    if name == "vt":
-        chain = partial(variable_tracking, example_lines=lines_of_example(tokenizer))
-        return RulerKind(chain, 30, HOPS + 1)
-    if name == "cwe":
-        return RulerKind(common_words, 120, COMMON + 1)
-    if name == "fwe":
-        return RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT)
-    return RulerKind(partial(needles, essay=essay, **SEARCHES[name]), 128, 1)
+def generated_kinds(tokenizer: Tokenizer, documents: Sequence[str]) -> dict[str, RulerKind]:
+    """Return the kinds of the tasks that need no file, by name."""
+    chain = partial(variable_tracking, example_lines=lines_of_example(tokenizer))
+    search = partial(needles, essay=Essay(documents))
+    return {
+        **{name: RulerKind(partial(search, **o), 128, 1) for name, o in SEARCHES.items()},
+        "vt": RulerKind(chain, 30, HOPS + 1),
+        "cwe": RulerKind(common_words, 120, COMMON + 1),
+        "fwe": RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT),
+    }
 
 
 def ruler_tasks(
@@ -465,20 +464,18 @@ def ruler_tasks(
     ``documents``: English text for the haystacks, read from the beginning in every trial,
     repeatedly if it is shorter than the length.
     """
-    essay = Essay(documents)
+    kinds = generated_kinds(tokenizer, documents)
     tasks: list[PromptTask] = []
     notes: list[str] = []
     for name in settings.tasks or TASKS:
         trials, scoring = settings.trials, (string_match_all, after_all)
-        if name not in READERS:
-            kind = kind_of(name, tokenizer, essay)
-        else:
+        if name in READERS:
             key, read = READERS[name]
             if (file := getattr(settings, key)) is None:
                 notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
             items, scoring = read(file), (string_match_part, after_any)
-            kind, trials = answerable(items), min(trials, len(items))
-        prompts = partial(ruler_prompts, name, kind, tokenizer, bos, trials)
+            kinds[name], trials = answerable(items), min(trials, len(items))
+        prompts = partial(ruler_prompts, name, kinds[name], tokenizer, bos, trials)
         tasks.append(PromptTask(name, tokenizer, prompts, *scoring))
     return tasks, notes

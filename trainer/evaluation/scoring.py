@@ -16,6 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from trainer.common.errors import UserError
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -44,19 +46,14 @@ Stop = Callable[[str, Sequence[str]], bool]
 """Whether a continuation can end here, because no further token changes its score."""
 
 
-@dataclass(frozen=True)
-class Task:
-    """A kind of question that can be asked at any length.
-
-    ``prompts``: returns the trials at a length in tokens, prompt and answer together; the same in
-    every call. It raises a ``UserError`` if the length is too short for the task, or the text too
-    short for the length. ``stop``: whether an answer may end early; None: never.
-    """
-
-    name: str
-    prompts: Callable[[int], list[Prompt]]
-    score: Score
-    stop: Stop | None = None
+def check_room(spare: int, name: str, length: int) -> None:
+    """Raise a UserError if the shortest prompt of ``name`` and its answer leave ``spare`` < 0 of
+    ``length`` tokens."""
+    if spare < 0:
+        least = length - spare
+        raise UserError(
+            f"evaluation.lengths: expected at least {least} tokens for {name}, got {length}"
+        )
 
 
 NUMBER = re.compile(r"[0-9]+")

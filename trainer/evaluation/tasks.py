@@ -23,7 +23,8 @@ from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.held_out import HeldOut, perplexity, statements
 from trainer.evaluation.longbench import longbench_tasks
-from trainer.evaluation.loss import answered_texts, windows_with_common_ends
+from trainer.evaluation.longrope import needle_requests
+from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.methods import CHOICE, PARTS, Method
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
@@ -83,7 +84,7 @@ def make_tasks(
         elif name == LONGBENCH:
             made, missing = longbench_tasks(config.longbench, tokenizer, bos, C)
         elif name == MANY_SHOT:
-            made, missing = many_shot_tasks(config.many_shot, tokenizer, bos)
+            made = many_shot_tasks(config.many_shot, tokenizer, bos)
         elif name == MULTIPLE_CHOICE:
             made = multiple_choice_tasks(config.multiple_choice, text.encoder)
         elif name == HARNESS:
@@ -125,7 +126,7 @@ def fit_text(
     needles, prompts = {}, None
     if searched or chosen:
         straw = HeldOut(corpus, text, bos_token, None).haystack
-        needles = {n: answered_texts(straw, longrope.windows, n, seed=0) for n in searched}
+        needles = {n: needle_requests(straw, longrope.windows, n) for n in searched}
         prompts = {n: choice_prompts(config, straw, n) for n in chosen} or None
     longest, parts = max(fitted, default=0), ()
     if longest and len(text.parts) > 1:  # the text of a mixture that each window is from
@@ -148,7 +149,7 @@ def choice_prompts(config: EvaluationConfig, straw: Haystack, length: int) -> In
         prompts = NEEDLE_TASKS[name](straw, needles).prompts(length)
     else:
         shots, first = replace(config.many_shot, trials=texts), next(iter(straw.bos), None)
-        tasks, _ = many_shot_tasks(shots, straw.tokenizer, first, seed=SEED + 1)
+        tasks = many_shot_tasks(shots, straw.tokenizer, first, seed=SEED + 1)
         prompts = next(task for task in tasks if task.name == name).prompts(length)
     tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
     bos = len(straw.bos)

@@ -254,7 +254,7 @@ def needle_prompt(
     haystack = Haystack(tokenizer, (), ())
     quiz = magic_numbers("", np.random.default_rng(0))
     needle = haystack.encode(f" {quiz.needles[0]}")
-    question = haystack.encode(f"\n\n{quiz.question}")
+    question = haystack.encode(quiz.question)
     text = length - len(needle) - len(question)
     if text < 4 * (len(needle) + len(question)):
         return None
