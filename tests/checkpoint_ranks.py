@@ -34,7 +34,7 @@ else:
 whole = {
     name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
     for name, value in tensors_of(model, optimizer).items()
-    if not name.startswith("rng") and (isinstance(value, DTensor) or not dist.get_rank())
+    if isinstance(value, DTensor) or not dist.get_rank()
 }
 if not dist.get_rank():
     torch.save(whole, file)

@@ -95,13 +95,13 @@ BROKEN = {
     "model.num_attention_heads": {"model": {"num_attention_heads": 7}},
     "model.head_dim": {"model": {"head_dim": 7}},
     "model.num_key_value_heads": {"model": {"num_key_value_heads": 2}},
-    "model.qk_norm.when": {"model": {"qk_norm": {"when": "after_drop"}}},
     "name": {"name": "a/b"},
     "drop.at": {"drop": {"at": 1000}},
     "phases.a.steps": {"phases": {"a": {}}},
+    "trainer.batch_size": {"trainer": {"batch_size": 3, "micro_batch_size": 2}},
     "benchmarks.every": {"benchmarks": {"tasks": ["standard"]}},
     "controls.c.branch": {"controls": {"c": {"branch": "drop"}}},
-    "controls.c.seed": {
+    "controls.c.branch: model": {
         "run_dir": "x",
         "drop": {"at": 5},
         "controls": {"c": {"branch": "drop", "seed": 1}},

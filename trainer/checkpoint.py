@@ -3,9 +3,9 @@
 ``step-000800``, or ``before-drop`` for the state just before a drop, holds
 
 - one ``.safetensors`` file a rank, written by torch's distributed checkpoint (DCP), with weights
-  ``model.NAME``, optimizer state ``optim.NAME.KEY`` and random generators ``rng.DEVICE.RANK``. A
-  rank's shard of a tensor is a slice of its first dimension. Names depend on neither strategy nor
-  world size, so that any of them reads what another wrote, and any tool reads the weights;
+  ``model.NAME`` and optimizer state ``optim.NAME.KEY``. A rank's shard of a tensor is a slice of
+  its first dimension. Names depend on neither strategy nor world size, so that any of them reads
+  what another wrote, and any tool reads the weights;
 - ``state.json``: what training resumes from, and what describes the model (configuration, layout,
   tokenizer);
 - ``manifest.json``: sizes and SHA-256 of the other files.
@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
 from trainer.common.files import checksum, synchronise, write_durably
-from trainer.common.ranks import all_gather, on_rank_zero
+from trainer.common.ranks import on_rank_zero
 from trainer.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,6 @@ MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
 SLOW_DISK = timedelta(hours=2)
 """Longest time that ranks wait for each other while they write a checkpoint."""
-MOST_THREADS = 8
-"""Files that are hashed simultaneously."""
 
 Tensors = dict[str, Tensor]
 
@@ -70,22 +68,13 @@ def weights_of(model: Decoder) -> Tensors:
 
 def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return this rank's part of a checkpoint: its shards, and on rank 0 the unsharded tensors."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
     tensors = weights_of(model)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optim.{name}.{key}"] = value if value.dim() else value.reshape(1)
-    if rank:
-        tensors = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
-    return tensors | _random_states(rank)
-
-
-def _random_states(rank: int) -> Tensors:
-    """Return the states of this rank's generators; training does not use them, but plugins may."""
-    states = {f"rng.cpu.{rank}": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states[f"rng.cuda.{rank}"] = torch.cuda.get_rng_state()
-    return states
+            tensors[f"optim.{name}.{key}"] = value
+    if dist.is_initialized() and dist.get_rank():
+        return {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
+    return tensors
 
 
 @contextmanager
@@ -139,15 +128,13 @@ def _joined(name: str, places: list[tuple[list[int], Path]]) -> Tensor:
 
 
 def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    """Load weights, optimizer state and random states, whatever strategy wrote them.
+    """Load weights and optimizer state, whatever strategy wrote them.
 
     Raises:
         RuntimeError, ValueError: a parameter is missing, or has another shape.
     """
     saved, parameters = saved_tensors(path), dict(model.named_parameters())
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    random = {k: v for k, v in _random_states(rank).items() if k in saved}
-    tensors = weights_of(model) | random
+    tensors = weights_of(model)
     states: dict[str, Tensors] = {}
     for key, description in saved.items():
         if key.startswith("optim."):
@@ -156,17 +143,11 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
     read_tensors(path, tensors)
     optimizer.state.clear()
     for name, state in states.items():
-        shape = parameters[name].shape
-        optimizer.state[parameters[name]] = {
-            part: value if value.shape == shape else value.reshape(())
-            for part, value in state.items()
-        }
-    for name, value in random.items():
-        (torch.cuda if ".cuda." in name else torch).set_rng_state(value)
+        optimizer.state[parameters[name]] = state
 
 
 def _empty(parameter: Tensor, saved: TensorStorageMetadata) -> Tensor:
-    """Allocate a tensor of optimizer state, sharded like its parameter, or a scalar as ``[1]``."""
+    """Allocate a tensor of optimizer state, sharded like its parameter, or a scalar."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if saved.size == parameter.shape:
         return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
@@ -228,21 +209,16 @@ class Writer:
 
     def _write(self, name: str, tensors: Tensors, described: bytes) -> None:
         partly = self.directory / f".{name}.partial"
-        rank = dist.get_rank() if self._group else 0
         on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
         write_tensors(partly, tensors, self._group)
-        mine = sorted(partly.glob(f"shard-{rank + 1:05d}-*"))
-        files = all_gather({f.name: [f.stat().st_size, checksum(f)] for f in mine}, self._group)
-        on_rank_zero(lambda: self._finish(partly, name, files, described), self._group)
+        on_rank_zero(lambda: self._complete(partly, self.directory / name, described), self._group)
 
-    def _finish(
-        self, partly: Path, name: str, files: list[dict[str, list[Any]]], described: bytes
-    ) -> None:
-        final = self.directory / name
+    def _complete(self, partly: Path, final: Path, described: bytes) -> None:
         write_durably(partly / STATE, described)
-        manifest = {STATE: [len(described), checksum(partly / STATE)]}
-        for of_rank in files:
-            manifest |= of_rank
+        files = sorted(partly.iterdir())
+        with ThreadPoolExecutor() as pool:
+            digests = zip(files, pool.map(checksum, files), strict=True)
+            manifest = {file.name: [file.stat().st_size, digest] for file, digest in digests}
         write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
         synchronise(partly)
         shutil.rmtree(final, ignore_errors=True)  # a rename replaces no directory that has files
@@ -308,7 +284,7 @@ def is_sound(path: Path) -> bool:
     if not (path / MANIFEST).is_file():
         return False
     manifest = json.loads((path / MANIFEST).read_bytes())
-    with ThreadPoolExecutor(MOST_THREADS) as pool:
+    with ThreadPoolExecutor() as pool:
         return all(pool.map(is_same, manifest.items()))
 
 

@@ -256,6 +256,10 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
     keys = take_keys(job, schema.RecalibrateKeys)
     if keys.text is None and job.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
+    from trainer.runs.directory import check_files
+
+    files = [keys.text] if isinstance(keys.text, str) else keys.text or []
+    check_files(files)  # before torch is imported
     from trainer.workflows import recalibrate as workflow
 
     named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
@@ -266,8 +270,8 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
         own["name"] = f"{stem.lstrip('-.+')}-drope"
         if "run_dir" not in named:
             own["run_dir"] = f"runs/{own['name']}"
-    if keys.text:
-        own["data.files"] = [keys.text] if isinstance(keys.text, str) else keys.text
+    if files:
+        own["data.files"] = files
     set_keys(job.values, own)
     run_dir, overwrite = Path(job.values["run_dir"]), job.values["overwrite"] is True
     values = workflow.chosen(keys.checkpoint, keys.minutes, given, run_dir, overwrite, began)

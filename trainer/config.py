@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
+from trainer.common.errors import UserError
 from trainer.common.fields import (
     Count,
     Natural,
@@ -267,8 +268,18 @@ class TrainerConfig:
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: never."""
 
     def accumulation(self, ranks: int = 1) -> int:
-        """Return the number of forward passes of a rank per optimizer step."""
-        return self.batch_size // ((self.micro_batch_size or self.batch_size // ranks) * ranks)
+        """Return the number of forward passes of a rank per optimizer step.
+
+        Raises:
+            UserError: the batch does not divide into micro-batches on the ranks.
+        """
+        micro = self.micro_batch_size or max(self.batch_size // ranks, 1)
+        if self.batch_size % (ranks * micro):
+            raise UserError(
+                f"trainer.batch_size: {self.batch_size} sequences do not divide into "
+                f"micro-batches of {micro} on {ranks} ranks"
+            )
+        return self.batch_size // (ranks * micro)
 
 
 @configuration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -118,10 +119,15 @@ def test_run_directory_holds_what_is_promised(uninterrupted):
     assert not list(run_dir.rglob("*.partial"))
 
 
-def test_finished_run_does_not_answer_for_another_evaluation(uninterrupted):
-    run_dir, _ = uninterrupted
-    message = refusal(run_dir, "evaluation.needles.trials=17")
-    assert "evaluation.needles.trials: 4 there, 17 here" in message
+@pytest.mark.slow
+def test_a_finished_run_is_evaluated_again_in_another_way_and_not_trained(uninterrupted, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(uninterrupted[0], run_dir)
+    ended = start(run_dir, "evaluation.methods=[none]", "evaluation.lengths=[1]").finish()
+    assert ended.returncode == 0, ended.stderr
+    assert {*Report.read(run_dir).rows.method} == {"none"}
+    logs = [(place / "log.txt").read_text() for place in (uninterrupted[0], run_dir)]
+    assert logs[0].count("INFO Training") == logs[1].count("INFO Training") == 3
 
 
 def test_another_run_does_not_take_the_directory(uninterrupted):

@@ -62,7 +62,7 @@ TIMES = "tokens_per_second", "mfu", "memory"  # differ between runs of one confi
 def assert_same_state(a, b):
     assert_same_tensors(a, b)
     first, second = read_state(a), read_state(b)
-    for part in ("step", "layout", "tally", "data", "pending_metrics", *SAVED):
+    for part in ("step", "layout", "tally", "texts", "pending_metrics", *SAVED):
         assert first[part] == second[part], part
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from trainer.common.errors import UserError
 from trainer.config import RunConfig, TrainerConfig
-from trainer.runs.parsing import check_batches, control_config, merged, parse, runs_of
+from trainer.runs.parsing import merged, parse, runs_of
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,10 @@ def controlled(*, drop=None, **controls):
 
 def test_a_control_is_the_run_with_its_changes_and_without_controls():
     values = controlled(drop=5, a={"branch": 3, "drop": {"at": 7}}, b={"seed": 4})
-    config = parse(RunConfig, values)
-    control = control_config(values, "a")
+    config, control, other = runs_of(parse(RunConfig, values)).values()
     assert (control.run_dir, control.seed) == ("runs/x/controls/a", 0)
     assert (control.controls, control.drop_step, config.drop_step) == ({}, 7, 5)
-    assert control_config(values, "b").seed == 4
+    assert other.seed == 4
 
 
 def test_branches_are_possible_from_every_step_until_which_both_are_changed_alike():
@@ -87,9 +86,9 @@ def test_a_control_that_cannot_be_compared_is_refused(control, message):
      (32, None, 1, True), (6, None, 2, True), (5, None, 2, False)],
 )  # fmt: skip
 def test_batches_divide_among_ranks_or_are_refused(batch, micro, processes, fits):
-    config = RunConfig(trainer=TrainerConfig(batch_size=batch, micro_batch_size=micro))
+    config = TrainerConfig(batch_size=batch, micro_batch_size=micro)
     if fits:
-        check_batches(config, processes)
+        assert config.accumulation(processes) * processes * (micro or batch // processes) == batch
         return
     with pytest.raises(UserError, match=f"{batch} sequences do not divide .* on {processes} ranks"):
-        check_batches(config, processes)
+        config.accumulation(processes)

@@ -88,19 +88,19 @@ def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
 
 
 @pytest.mark.parametrize(
-    ("changes", "key"),
+    "changes",
     [
-        ({"positional": {"layers": ["half_rope"]}}, "positional"),
-        ({"model": {"qk_norm": {"when": "after_drop"}}}, "model.qk_norm"),
-        ({"model": {"num_hidden_layers": 3}}, "model.num_hidden_layers"),
-        ({"optimizer": {"name": "muon"}}, "optimizer.name"),
-        ({"seed": 7}, "seed"),
+        {"positional": {"layers": ["half_rope"]}},
+        {"model": {"qk_norm": {"when": "after_drop"}}},
+        {"model": {"num_hidden_layers": 3}},
+        {"optimizer": {"name": "muon"}},
+        {"seed": 7},
     ],
 )
-def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(changes, key):
+def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(changes):
     run = {**SMALL, "drop": {"at": 50}, "optimizer": {"name": "adamw"}}
     control = {"branch": 32, **changes}
-    with pytest.raises(UserError, match=rf"{key}: a control that branches off continues with"):
+    with pytest.raises(UserError, match=r"differ from the run.s before step 32"):
         parse(RunConfig, merged(run, {"controls": {"x": control}}))
     allowed = {"branch": 32, "model": {"attention_backend": "sdpa"}}
     parse(RunConfig, merged(run, {"controls": {"x": allowed}}))
@@ -138,7 +138,7 @@ def test_a_control_that_does_not_branch_off_may_read_other_samples():
     other = {"trainer": {"batch_size": 4}}
     assert run_of(controls={"c": other}).controls == {"c": other}
     with pytest.raises(
-        UserError, match=r"^controls\.c\.branch: the run and the control differ before step 5"
+        UserError, match=r"^controls\.c\.branch: .* differ from the run.s before step 5"
     ):
         run_of(controls={"c": {**other, "branch": 5}})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -13,15 +14,17 @@ from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
 from trainer.config import EvaluationRequest, RunConfig
 from trainer.evaluation.held_out import Perplexity, Statements
-from trainer.evaluation.results import RunSummary, troubles
+from trainer.evaluation.results import FACTS, RunSummary, troubles
 from trainer.lightning.fit import TrainedRun
-from trainer.runs.descriptions import label
+from trainer.runs.descriptions import label, without_home
+from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.parsing import merged, parse, runs_of
 from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
     branch_checkpoint,
     check_machine,
+    is_finished,
     run_experiment,
     summary_of,
 )
@@ -77,6 +80,20 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tm
         config = parse(RunConfig, merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):
             check_machine(runs_of(config), Ranks(0, 2, 0, 2))
+
+
+def test_a_report_answers_for_its_evaluation_and_its_controls_alone(tmp_path):
+    values = {"run_dir": str(tmp_path / "x"), "controls": {"a": {"seed": 1}}}
+    config = parse(RunConfig, values)
+    place = open_run_directory(config)
+    assert not is_finished(config)
+    (place / FACTS).write_text(json.dumps({"config": without_home(plain(config))}))
+    assert is_finished(config)
+    assert is_finished(parse(RunConfig, values | {"name": "again"}))
+    for changes in ({"evaluation": {"windows": 3}}, {"controls": {}}, {"overwrite": True}):
+        assert not is_finished(parse(RunConfig, values | changes))
+    with pytest.raises(UserError, match="holds another run"):
+        is_finished(parse(RunConfig, values | {"seed": 1}))
 
 
 EVALUATION = {

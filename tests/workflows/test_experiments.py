@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from trainer.config import RunConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import read_metrics, saved_config
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import configured_layout, layouts_of, phases_of
+from trainer.runs.phases import configured_layout, layout_of_phase, phases_of
 from trainer.workflows import experiment
 from trainer.workflows.experiment import run_experiment
 
@@ -95,7 +96,7 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         state = read_state(find_checkpoint(str(place)))
         saved = saved_config(state["config"])
-        *_, last = layouts_of(saved, configured_layout(saved))
+        last = reduce(layout_of_phase, phases_of(saved), configured_layout(saved))
         assert last == Layout.from_dict(state["layout"])  # as was foreseen
 
 

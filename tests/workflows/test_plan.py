@@ -15,8 +15,7 @@ from trainer.config import RunConfig
 from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
-from trainer.runs.directory import plain
-from trainer.runs.parsing import control_config, parse
+from trainer.runs.parsing import parse, runs_of
 from trainer.workflows.plan import activation_bytes, flops, parameters, plan
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -50,7 +49,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     config = parse(RunConfig, values)
     model = make_decoder(config, 0)
     a_step = 3 * 8 * forward_flops(model.config, model.layout, 64)
-    rope = control_config(plain(config), "rope")
+    rope = runs_of(config)["rope"]
     assert flops(config) == 100 * a_step
     assert flops(rope, begin=config.drop_step) == 25 * a_step
     rows = plan(config, 1, 0.5)["Training"]

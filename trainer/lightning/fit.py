@@ -30,7 +30,7 @@ from trainer.checkpoint import (
 )
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.progress import Progress
-from trainer.common.ranks import Vote, current_ranks
+from trainer.common.ranks import Vote, current_ranks, on_rank_zero
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.data.tokenizer import same_tokens, vocabulary_size
@@ -60,14 +60,7 @@ from trainer.runs.phases import (
     phase_before,
     phases_of,
 )
-from trainer.runs.starting_point import (
-    Start,
-    check_same_data,
-    data_fingerprints,
-    epochs_read,
-    samples_of,
-    starting_point,
-)
+from trainer.runs.starting_point import epochs_read, samples_of, starting_point
 
 log = logging.getLogger(__name__)
 
@@ -128,18 +121,17 @@ def train(
     directory = Path(config.run_dir) / "checkpoints"
     if compiles(config):
         torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
-    start = starting_point(config, branch)
+    checkpoint, state = on_rank_zero(lambda: starting_point(directory.parent, corpus, branch))
     torch.manual_seed(config.seed + ranks.rank)
-    weights = starting_weights(config.model) if start.checkpoint is None else None
+    weights = starting_weights(config.model) if checkpoint is None else None
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
-    if start.checkpoint is not None:
-        check_same_data(start.state, corpus, config)
-        model.layout = Layout.from_dict(start.state["layout"])
+    if checkpoint is not None:
+        model.layout = Layout.from_dict(state["layout"])
         if not is_control:
-            check_divergence(start.state["tally"]["skipped_in_a_row"], start.step, directory)
-    effects = start.state.get("effects", {})
-    if start.step < last_step:
-        module = make_module(config, model, ranks, weights, draws=start.checkpoint is None)
+            check_divergence(state["tally"]["skipped_in_a_row"], state["step"], directory)
+    effects = state.get("effects", {})
+    if state["step"] < last_step:
+        module = make_module(config, model, ranks, weights, draws=checkpoint is None)
         title = f"Training {label(config)}"
         count = sum(p.numel() for p in model.parameters())
         log.info("%s: %s parameters", title, f"{count:,}")
@@ -148,12 +140,14 @@ def train(
             numerics(config),
             stop_requests(config.trainer.max_time, start_time) as asked,
         ):
-            run = RunCallback(config, corpus, start, weights, progress, asked, is_control)
+            run = RunCallback(
+                config, corpus, checkpoint, state, weights, progress, asked, is_control
+            )
             with closing(run.writer):
                 fit_phases(run, module)
         effects = run.effects
         module.to("meta")  # the checkpoint has its contents
-    is_whole = start.checkpoint in (None, branch)
+    is_whole = checkpoint in (None, branch)
     duration = time.perf_counter() - clock if is_whole else None
     return TrainedRun(config, directory / step_name(last_step), effects, duration)
 
@@ -196,7 +190,7 @@ class RunCallback(L.Callback):
     Args:
         config: the run.
         corpus: its text.
-        start: its starting point.
+        checkpoint, state: where it begins, as :func:`starting_point` returns them.
         weights: trained weights that it begins with.
         progress: the bar.
         asked: returns why this process is asked to stop, see :func:`stop_requests`.
@@ -209,7 +203,8 @@ class RunCallback(L.Callback):
         self,
         config: RunConfig,
         corpus: Corpus,
-        start: Start,
+        checkpoint: Path | None,
+        state: dict[str, Any],
         weights: Pretrained | None,
         progress: Progress,
         asked: Callable[[], str | None],
@@ -218,9 +213,9 @@ class RunCallback(L.Callback):
         self.config, self.corpus, self.ranks = config, corpus, current_ranks()
         self.asked, self.is_control = asked, is_control
         self.checkpoints = Path(config.run_dir) / "checkpoints"
-        self.begin_from, self.state, self.step = start.checkpoint, start.state, start.step
+        self.begin_from, self.state, self.step = checkpoint, state, state["step"]
         self.phases, self.permanent = phases_of(config), kept_steps(config)
-        self.effects: dict[str, dict[str, Any]] = dict(start.state.get("effects", {}))
+        self.effects: dict[str, dict[str, Any]] = dict(state.get("effects", {}))
         self.metrics = Metrics(
             Path(config.run_dir) / "metrics.csv",
             self.phases,
@@ -228,15 +223,15 @@ class RunCallback(L.Callback):
             progress,
             peak_of_ranks(config),
         )
-        self.metrics.pending |= start.state.get("pending_metrics", {})
+        self.metrics.pending |= state.get("pending_metrics", {})
         self.benchmarks = Benchmarks(config, corpus, self.ranks)
-        self.benchmarks.milestones += start.state.get("benchmarks", ())
+        self.benchmarks.milestones += state.get("benchmarks", ())
         self.user_callbacks = make_callbacks(config.callbacks)
         keep = config.trainer.keep_checkpoints, config.trainer.keep_every
         self.writer = Writer(self.checkpoints, *keep, self.permanent)
         self.saved_at, self.save_vote, self.stop_vote = time.monotonic(), Vote(), Vote()
         # The published model's files about tokens, unless this run has another tokenizer.
-        self.token_files: dict[str, str] = start.state.get("token_files", {})
+        self.token_files: dict[str, str] = state.get("token_files", {})
         if weights is not None:
             theirs = weights.tokenizer
             if theirs is None or same_tokens(theirs, corpus.tokenizer):
@@ -384,18 +379,16 @@ class RunCallback(L.Callback):
     def save(self, trainer: L.Trainer, module: LanguageModule, name: str) -> None:
         """Write a checkpoint of the present state beside training; all ranks call this together."""
         step, corpus = trainer.global_step, self.corpus
-        phase = phase_before(self.phases, step)
         with self.metrics.elsewhere():
             state = {
                 "step": step,
-                "tokens": phase.tokens_at(step),
                 "model": asdict(module.model.config),
                 "layout": module.model.layout.to_dict(),
                 "tokenizer": corpus.tokenizer.to_str(),
                 "end_of_text": corpus.end_of_text,
                 "token_files": self.token_files,
                 "config": asdict(self.config),
-                "data": data_fingerprints(corpus, phase),
+                "texts": corpus.fingerprints,
                 "tally": module.tally.state(),
                 "pending_metrics": dict(self.metrics.pending),
                 "effects": dict(self.effects),

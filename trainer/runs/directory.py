@@ -36,7 +36,6 @@ WRITTEN = (
     "facts.json",
     "checkpoints",
     "controls",
-    "cells",
     "figures",
     "evaluation*",
     "lengths",
@@ -79,10 +78,14 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return json.loads(json.dumps(asdict(config)))
 
 
-def check_run_directory(config: RunConfig, finished: bool = False) -> None:
-    """Check that a run may use its directory; changes nothing.
+def saved_config(values: dict[str, Any]) -> RunConfig:
+    """Return the configuration that a run or a checkpoint holds, without running its plugins."""
+    config: RunConfig = adapter(RunConfig).validate_python(values)
+    return config
 
-    ``finished``: the run has its report already, so its evaluation must be the same, too.
+
+def check_run_directory(config: RunConfig) -> None:
+    """Check that a run may use its directory; changes nothing.
 
     Raises:
         UserError: the directory holds another run, or other files and no run.
@@ -95,36 +98,10 @@ def check_run_directory(config: RunConfig, finished: bool = False) -> None:
     if config.overwrite:
         return
     saved = yaml.safe_load((directory / RECORD).read_text("utf-8"))
-    free = {*FREE_TO_CHANGE}
-    if finished:
-        free.remove("evaluation")
-    else:
-        free |= {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
-    if changed := differences(saved, plain(config), free):
+    controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
+    if changed := differences(saved, plain(config), {*FREE_TO_CHANGE} | controls):
         values = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
         raise UserError(f"run_dir: {config.run_dir!r} holds another run ({values})")
-
-
-def check_start(config: RunConfig) -> None:
-    """Check what shows before anything heavy is imported: the directory, and files of text.
-
-    Raises:
-        UserError: the directory holds another run or one that trains, or the files are empty.
-        FileNotFoundError: a file of text is missing.
-    """
-    check_run_directory(config)
-    directory = Path(config.run_dir)
-    if (directory / LOCK).exists():
-        with locked(directory):
-            pass
-    if (directory / RECORD).exists():
-        return
-    for text in config.data.texts.values():
-        names = text.files if text.source == "files" and not text.prepared else []
-        if any(set(name) & {*"@*?[:"} for name in names):  # a list, a pattern, an address
-            continue
-        if names and not sum(Path(name).expanduser().stat().st_size for name in names):
-            raise UserError(f"data.files: nothing in {names}")
 
 
 def differences(
@@ -142,6 +119,38 @@ def differences(
         else:
             differing.append((where, a, b))
     return differing
+
+
+def check_start(config: RunConfig) -> None:
+    """Check what shows before anything heavy is imported: the directory, and files of text.
+
+    Raises:
+        UserError: the directory holds another run or one that trains, or the files are empty.
+        FileNotFoundError: a file of text is missing.
+    """
+    check_run_directory(config)
+    directory = Path(config.run_dir)
+    if (directory / LOCK).exists():
+        with locked(directory):
+            pass
+    if (directory / RECORD).exists():
+        return
+    for text in config.data.texts.values():
+        if text.source == "files" and not text.prepared:
+            check_files(text.files)
+
+
+def check_files(names: Sequence[str]) -> None:
+    """Check that files of text exist and hold something; addresses, lists and patterns may.
+
+    Raises:
+        UserError: all files are empty.
+        FileNotFoundError: a file is missing.
+    """
+    if any(set(name) & {*"@*?[:"} for name in names):
+        return
+    if names and not sum(Path(name).expanduser().stat().st_size for name in names):
+        raise UserError(f"data.files: nothing in {[*names]}")
 
 
 @contextmanager
@@ -176,12 +185,6 @@ def open_run_directory(config: RunConfig) -> Path:
     text = yaml.safe_dump(plain(config), sort_keys=False)
     write_atomically(directory / RECORD, text)
     return directory
-
-
-def saved_config(values: dict[str, Any]) -> RunConfig:
-    """Return the configuration that a run or a checkpoint holds, without running its plugins."""
-    config: RunConfig = adapter(RunConfig).validate_python(values)
-    return config
 
 
 def log_to_file(directory: Path) -> None:

@@ -6,8 +6,7 @@ Phases with equal sequence length and mixture share one order of samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
 from trainer.common.errors import UserError
 from trainer.config import SAME, DataConfig, PhaseConfig, RunConfig
@@ -100,16 +99,15 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
     """Return the configured phases; by default pretraining and, with a drop, recalibration."""
     phases: list[Phase] = []
     for name, settings in (config.phases or _default_phases(config)).items():
-        in_phase = config_in(config, settings)
-        if not phases:
-            phases.append(Phase(name, 0, settings, in_phase))
-            continue
-        last = phases[-1]
-        order, samples = last.order, last.first_sample(last.end)
-        if reading(last.config.data) != reading(in_phase.data):
-            order, samples = order + 1, 0
-        tokens = last.tokens_at(last.end)
-        phases.append(Phase(name, last.end, settings, in_phase, tokens, order, samples))
+        phase = Phase(name, 0, settings, config_in(config, settings))
+        if phases:
+            last = phases[-1]
+            end, order, samples = last.end, last.order, last.first_sample(last.end)
+            if reading(last.config.data) != reading(phase.config.data):
+                order, samples = order + 1, 0
+            tokens = last.tokens_at(end)
+            phase = replace(phase, start=end, tokens=tokens, order=order, samples=samples)
+        phases.append(phase)
     return tuple(phases)
 
 
@@ -126,19 +124,10 @@ def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
     return {"pretrain": PhaseConfig(step), RECALIBRATION: recalibration}
 
 
-NOT_OF_SAMPLES = "num_workers", "cache_dir"
-"""Keys of ``data`` that change no sample."""
-
-
-def reading(data: DataConfig) -> tuple[object, ...]:
-    """Return a key that is equal for data read in the same order: texts, weights and lengths."""
-
-    def samples(text: DataConfig) -> str:
-        values = asdict(text).items()
-        return repr([value for key, value in values if key not in NOT_OF_SAMPLES])
-
-    texts = sorted((name, samples(text)) for name, text in data.texts.items())
-    return data.sequence_length, tuple(texts)
+def reading(data: DataConfig) -> dict[str, DataConfig]:
+    """Return the texts by name without the keys that change no sample: equal for data that is read
+    in the same order."""
+    return {name: replace(text, num_workers=0, cache_dir=None) for name, text in data.texts.items()}
 
 
 def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
@@ -203,15 +192,6 @@ def configured_layout(config: RunConfig) -> Layout:
         training_length=config.data.sequence_length,
         qk_norm=model.qk_norm.when == "always",
     )
-
-
-def layouts_of(config: RunConfig, first: Layout) -> list[Layout]:
-    """Return the layouts just before each phase, and the last one; the run begins with ``first``.
-
-    Raises:
-        ValueError: a phase asks for an impossible change.
-    """
-    return list(accumulate(phases_of(config), layout_of_phase, initial=first))
 
 
 def layout_of_phase(layout: Layout, phase: Phase) -> Layout:

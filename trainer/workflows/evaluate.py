@@ -101,7 +101,7 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
     run = model.run
     source = text or (DataConfig() if run is None else run.data)
     if text is None and run is not None and not run.model.is_trained:
-        texts = (model.state.get("data") or {}).get("texts")
+        texts = model.state.get("texts")
         corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
         if not same_tokens(corpus.tokenizer, model.tokenizer):
             raise UserError("text: the run's text has changed, and its tokenizer with it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
 import time
@@ -41,8 +42,8 @@ from trainer.runs.directory import (
     read_metrics,
 )
 from trainer.runs.models import find_model, origin
-from trainer.runs.parsing import check_batches, runs_of
-from trainer.runs.phases import tokens_at
+from trainer.runs.parsing import runs_of
+from trainer.runs.phases import phases_of, tokens_at
 from trainer.workflows.evaluate import (
     held_out_of,
     measure_models,
@@ -60,8 +61,8 @@ log = logging.getLogger(__name__)
 def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Report, bool] | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
-    An interrupted run resumes; a finished one stays unchanged. All ranks train and evaluate; rank 0
-    writes the report.
+    An interrupted run resumes. A finished one stays unchanged, unless its evaluation or its
+    controls are to be others than those of its report.
 
     ``beside``: other models that the evaluation measures as well, by their names.
 
@@ -76,7 +77,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     configs = runs_of(config)
     set_environment(config)
     with process_group(config.strategy.name, config.trainer.accelerator) as ranks:
-        if on_rank_zero(lambda: _is_finished(config)):
+        if on_rank_zero(lambda: is_finished(config)):
             return (Report.read(directory), True) if ranks.is_rank_zero else None
         set_threads(config, ranks)
         check_machine(configs, ranks)
@@ -106,12 +107,31 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     return report, False
 
 
-def _is_finished(config: RunConfig) -> bool:
-    """Whether this run has its report; raises UserError if it is another run's."""
-    if config.overwrite or not Path(config.run_dir, FACTS).exists():
+def is_finished(config: RunConfig) -> bool:
+    """Whether the run has a report of this evaluation and of these controls.
+
+    Raises:
+        UserError: the directory holds something else.
+    """
+    check_run_directory(config)
+    facts, values = Path(config.run_dir, FACTS), without_home(plain(config))
+    if config.overwrite or not facts.exists():
         return False
-    check_run_directory(config, finished=True)
-    return True
+    reported = json.loads(facts.read_bytes())["config"]
+    return all(reported[key] == values[key] for key in ("evaluation", "controls"))
+
+
+def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
+    """Check what shows without the text: names of tasks and methods, devices, batches.
+
+    Raises:
+        UserError: some of it does not fit.
+    """
+    for config in configs.values():
+        check_names(config.evaluation)
+        check_device(config)
+        for phase in phases_of(config):
+            phase.config.trainer.accumulation(ranks.world_size)
 
 
 def _open(
@@ -122,28 +142,13 @@ def _open(
     Raises:
         UserError: the text does not suffice, or a directory holds something else.
     """
-    for run in configs.values():
-        if not config.overwrite or run is config:  # overwriting the run deletes its controls too
-            check_run_directory(run)
     corpus = open_corpus(config, alone=ranks.world_size == 1)
     check_vocabularies(configs, corpus)
     lock.enter_context(locked(Path(config.run_dir)))
     for run in configs.values():
         open_run_directory(run)
     log_to_file(Path(config.run_dir))
-    return list(corpus.directories)
-
-
-def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
-    """Check what shows without the text: devices, batches, names of tasks and methods.
-
-    Raises:
-        UserError: some of it does not fit.
-    """
-    for config in configs.values():
-        check_names(config.evaluation)
-        check_device(config)
-        check_batches(config, ranks.world_size)
+    return corpus.directories
 
 
 def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
