@@ -24,8 +24,8 @@ from trainer.config import (
 from trainer.evaluation import dope, passes
 from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import Perplexity, statements
-from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.held_out import statements
+from trainer.evaluation.loss import Perplexity, windows_with_common_ends
 from trainer.evaluation.methods import method_for
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store

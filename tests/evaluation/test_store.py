@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from trainer.data.needles import Trials
-from trainer.evaluation.held_out import Perplexity, Statements
+from trainer.evaluation.held_out import Statements
+from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import PromptTask

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from trainer.config import EvaluationConfig, NeedleTaskSettings
-from trainer.evaluation.held_out import HeldOut, Perplexity, statements
-from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.held_out import HeldOut, statements
+from trainer.evaluation.loss import Perplexity, windows_with_common_ends
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask, Reading
 from trainer.evaluation.tasks import make_tasks

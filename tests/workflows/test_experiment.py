@@ -13,7 +13,8 @@ from tests.report.examples import change
 from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
 from trainer.config import EvaluationRequest, RunConfig
-from trainer.evaluation.held_out import Perplexity, Statements
+from trainer.evaluation.held_out import Statements
+from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.results import FACTS, RunSummary, troubles
 from trainer.lightning.fit import TrainedRun
 from trainer.runs.descriptions import label, without_home

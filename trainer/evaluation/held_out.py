@@ -1,8 +1,7 @@
-"""Held-out text of a model, and the tasks on its running text: perplexity and statements."""
+"""Held-out text of a model, and the task of statements in it."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,17 +9,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-from trainer.common.errors import UserError
-from trainer.config import PERPLEXITY, STATEMENTS, EvaluationConfig, NeedleTaskSettings
+from trainer.config import STATEMENTS, NeedleTaskSettings
 from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
-from trainer.data.order import Integers
 from trainer.data.tokenizer import own_first_token
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.loss import token_losses, windows_with_common_ends
+from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.needles import Haystack
 from trainer.evaluation.passes import part_of, sequences_at_once
-from trainer.evaluation.results import counted
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
 
@@ -58,62 +54,6 @@ class HeldOut:
         tokenizer = self.corpus.tokenizer
         begins = self.bos_token is not None and own_first_token(tokenizer) is None
         return Encoder(tokenizer, self.corpus.first_token, begins)
-
-
-@dataclass
-class Perplexity(Task):
-    """Held-out loss on the ``last`` tokens of windows that end at the same places.
-
-    ``windows``: ``[N, length]`` tokens of held-out text for each length.
-    """
-
-    windows: dict[int, Integers]
-    first_token: int
-    last: int
-
-    metric = "loss"
-
-    def __post_init__(self) -> None:
-        self.titles = {PERPLEXITY: "Held-out perplexity"}
-
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the windows and the averaged tokens."""
-        return fingerprint(self.windows[length], self.last, self.first_token)
-
-    def trials(self, length: int) -> pd.DataFrame:
-        """Return a trial for each window."""
-        return trial_table(len(self.windows[length]))
-
-    def read(self, reading: Reading) -> list[Value]:
-        """Return the mean loss on the last tokens of each window; NaN if it is not finite."""
-        model, length, batch_tokens, reads, part = reading
-        windows, size = self.windows[length], max(1, batch_tokens // length)
-        values: list[Value] = []
-        for first in part_of(range(0, len(windows), size), part):
-            batch = windows[first : first + size]
-            losses = token_losses(model, batch, self.first_token, batch_tokens, reads=reads)
-            means = losses.double()[:, -self.last :].mean(dim=1).tolist()
-            finite = (loss if math.isfinite(loss) else math.nan for loss in means)
-            values += [(first + i, PERPLEXITY, loss) for i, loss in enumerate(finite)]
-        return values
-
-
-def perplexity(
-    text: HeldOut, config: EvaluationConfig, lengths: list[int], last: int
-) -> tuple[list[Task], list[str]]:
-    """Return the task on the ``last`` tokens of windows, and a sentence if the text has too few."""
-    if last > min(lengths):
-        raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
-    wanted, longest = config.windows, max(lengths)
-    notes: list[str] = []
-    windows = windows_with_common_ends(text.split, wanted, lengths, last=last)
-    if (count := len(windows[longest])) < wanted:
-        notes.append(
-            f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
-            f"held-out text of {len(text.split):,} tokens has no more of {longest:,} tokens "
-            f"whose last {last:,} do not overlap."
-        )
-    return [Perplexity(windows, text.corpus.first_token, last)], notes
 
 
 @dataclass

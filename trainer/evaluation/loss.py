@@ -1,18 +1,25 @@
-"""Held-out loss by position and on the last tokens, at any length."""
+"""Held-out loss by position and on the last tokens, at any length, and the task of perplexity."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
+import pandas as pd
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.config import PERPLEXITY
 from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-from trainer.evaluation.passes import sequences_at_once
+from trainer.evaluation.passes import part_of, sequences_at_once
+from trainer.evaluation.store import fingerprint
+from trainer.evaluation.task import Reading, Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
 
 UNIGRAM_TOKENS = 2**20
@@ -123,3 +130,41 @@ def token_losses(
         ids[:, 0] = first_token
         losses.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
     return torch.cat(losses).view(len(windows), len(starts), size)[:, stretch, place]
+
+
+@dataclass
+class Perplexity(Task):
+    """Held-out loss on the ``last`` tokens of windows that end at the same places.
+
+    ``windows``: ``[N, length]`` tokens of held-out text for each length.
+    """
+
+    windows: dict[int, Integers]
+    first_token: int
+    last: int
+
+    metric = "loss"
+
+    def __post_init__(self) -> None:
+        self.titles = {PERPLEXITY: "Held-out perplexity"}
+
+    def fingerprint(self, length: int) -> str:
+        """Return a hash of the windows and the averaged tokens."""
+        return fingerprint(self.windows[length], self.last, self.first_token)
+
+    def trials(self, length: int) -> pd.DataFrame:
+        """Return a trial for each window."""
+        return trial_table(len(self.windows[length]))
+
+    def read(self, reading: Reading) -> list[Value]:
+        """Return the mean loss on the last tokens of each window; NaN if it is not finite."""
+        model, length, batch_tokens, reads, part = reading
+        windows, size = self.windows[length], max(1, batch_tokens // length)
+        values: list[Value] = []
+        for first in part_of(range(0, len(windows), size), part):
+            batch = windows[first : first + size]
+            losses = token_losses(model, batch, self.first_token, batch_tokens, reads=reads)
+            means = losses.double()[:, -self.last :].mean(dim=1).tolist()
+            finite = (loss if math.isfinite(loss) else math.nan for loss in means)
+            values += [(first + i, PERPLEXITY, loss) for i, loss in enumerate(finite)]
+        return values

@@ -21,14 +21,15 @@ from trainer.config import (
 from trainer.data.corpus import Corpus
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText, spread_evenly
-from trainer.evaluation.held_out import HeldOut, perplexity, statements
+from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.longrope import needle_requests
-from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.loss import Perplexity, windows_with_common_ends
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.methods import CHOICE, PARTS, Method
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
+from trainer.evaluation.results import counted
 from trainer.evaluation.ruler import ruler_tasks
 from trainer.evaluation.task import Task
 
@@ -96,6 +97,24 @@ def make_tasks(
     if notes and not tasks:
         raise UserError(f"evaluation.tasks: {' '.join(notes)}")
     return tasks, notes
+
+
+def perplexity(
+    text: HeldOut, config: EvaluationConfig, lengths: list[int], last: int
+) -> tuple[list[Task], list[str]]:
+    """Return the task on the ``last`` tokens of windows, and a sentence if the text has too few."""
+    if last > min(lengths):
+        raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
+    wanted, longest = config.windows, max(lengths)
+    notes: list[str] = []
+    windows = windows_with_common_ends(text.split, wanted, lengths, last=last)
+    if (count := len(windows[longest])) < wanted:
+        notes.append(
+            f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
+            f"held-out text of {len(text.split):,} tokens has no more of {longest:,} tokens "
+            f"whose last {last:,} do not overlap."
+        )
+    return [Perplexity(windows, text.corpus.first_token, last)], notes
 
 
 def fit_text(
