@@ -34,19 +34,19 @@ def main() -> None:
     parser.add_argument("measurement", choices=("prepare", "memory", "read"))
     parser.add_argument("paths", nargs="*", help="texts, or a directory that `prepare` wrote")
     parser.add_argument("--tokens", type=float, default=1e9)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
+    os.environ["RAYON_NUM_THREADS"] = str(options.threads)
     if options.measurement == "prepare":
-        speed(options.paths, options.workers)
+        speed(options.paths)
     elif options.measurement == "memory":
-        memory(int(options.tokens), options.workers)
+        memory(int(options.tokens))
     else:
         read(Path(options.paths[0]))
 
 
-def speed(paths: list[str], workers: int) -> None:
-    """Time `prepare` and the batches of `tokenizers` on as many threads, in turns."""
-    os.environ["RAYON_NUM_THREADS"] = str(workers)
+def speed(paths: list[str]) -> None:
+    """Time `prepare` and the batches of `tokenizers`, in turns."""
     from tokenizers import Tokenizer
 
     config = DataConfig(source="files", files=paths)
@@ -58,15 +58,15 @@ def speed(paths: list[str], workers: int) -> None:
         train_tokenizer(sample, VOCABULARY, []).save(path)
         for turn in range(2):
             alone = Tokenizer.from_file(path)
-            began, used, tokens = time.perf_counter(), processor_seconds(), 0
+            began, used, tokens = time.perf_counter(), time.process_time(), 0
             for start in range(0, len(texts), 256):
                 encoded = alone.encode_batch_fast(texts[start : start + 256])
                 tokens += sum(len(encoding) for encoding in encoded)
-            of_library, its_processors = time.perf_counter() - began, processor_seconds() - used
+            of_library, its_processors = time.perf_counter() - began, time.process_time() - used
             turned = DataConfig(source="files", files=paths, cache_dir=f"{directory}/{turn}")
-            began, used = time.perf_counter(), processor_seconds()
-            prepare(turned, TokenizerConfig(path=path), workers=workers)
-            ours, our_processors = time.perf_counter() - began, processor_seconds() - used
+            began, used = time.perf_counter(), time.process_time()
+            prepare(turned, TokenizerConfig(path=path))
+            ours, our_processors = time.perf_counter() - began, time.process_time() - used
             print(
                 f"tokenizers alone {tokens / of_library:12,.0f} tokens/s   prepare "
                 f"{tokens / ours:12,.0f} tokens/s   ratio {of_library / ours:.2f}, "
@@ -74,14 +74,8 @@ def speed(paths: list[str], workers: int) -> None:
             )
 
 
-def processor_seconds() -> float:
-    """Return the processor time of this process and of its finished children."""
-    kinds = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
-    return sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
-
-
-def memory(tokens: int, workers: int) -> None:
-    """Prepare a file of so many tokens, and print the processes' peak memory."""
+def memory(tokens: int) -> None:
+    """Prepare a file of so many tokens, and print the peak memory."""
     draws = np.random.default_rng(0)
     vocabulary = np.array([f" word{i}" for i in range(2_000)])
     with tempfile.TemporaryDirectory() as directory:
@@ -97,15 +91,11 @@ def memory(tokens: int, workers: int) -> None:
         files = [f"{directory}/text.jsonl"]
         config = DataConfig(source="files", files=files, cache_dir=f"{directory}/cache")
         began = time.perf_counter()
-        written = prepare(config, TokenizerConfig(path=path), workers=workers)
+        written = prepare(config, TokenizerConfig(path=path))
         seconds = time.perf_counter() - began
         count = sum(Manifest.load(written).tokens.values())
-    mine = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    print(
-        f"{count:,} tokens, {count / seconds:,.0f} tokens/s, reader {mine:,.0f} MiB, largest of "
-        f"{workers} workers {largest:,.0f} MiB"
-    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{count:,} tokens, {count / seconds:,.0f} tokens/s, peak {peak:,.0f} MiB")
 
 
 def read(directory: Path) -> None:

@@ -39,7 +39,7 @@ from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
-from trainer.data.tokenizer import end_of_text, train_tokenizer
+from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.scoring import Prompt, Stop, exact_number
@@ -66,7 +66,7 @@ def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
     """Pair a decoder with the model that transformers loads from its export."""
     with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
         to = Path(directory) / "model"
-        export_model(model, tokenizer, end_of_text(tokenizer), to)
+        export_model(model, tokenizer, special_tokens(tokenizer).end, to)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(
             to, dtype=torch.float32, trust_remote_code=True
         )
@@ -134,7 +134,7 @@ def by_transformers(
     pair: Pair, prompts: Sequence[Prompt], batch_tokens: int, stop: Stop | None
 ) -> list[str]:
     """Answer prompts of one length with transformers, in batches as large as ours."""
-    end, texts = end_of_text(pair.tokenizer), []
+    end, texts = special_tokens(pair.tokenizer).end, []
     size = max(1, batch_tokens // (len(prompts[0].tokens) + prompts[0].new_tokens))
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
@@ -155,7 +155,7 @@ def by_transformers(
 
 def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str]:
     """Measure both in turns and return a row of the table."""
-    haystack = Haystack(pair.tokenizer, stdlib_docs(), (end_of_text(pair.tokenizer),))
+    haystack = Haystack(pair.tokenizer, stdlib_docs(), (special_tokens(pair.tokenizer).end,))
     settings = NeedleTaskSettings(trials=options.trials, depths=tuple(options.depths))
     length, stop, score = options.length or pair.length, None, exact_number
     if task_name == STATEMENTS:

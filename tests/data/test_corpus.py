@@ -12,19 +12,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from tests.data.conftest import held_out, write_texts
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.data.corpus import corpus_at, divided, held_out_windows, prepare_corpus
+from trainer.data.corpus import (
+    corpus_at,
+    divided,
+    held_out_windows,
+    parts_of_windows,
+    prepare_corpus,
+)
 from trainer.data.tokenizer import (
     END_OF_TEXT,
     TextTokenizer,
     load_tokenizer,
     same_tokens,
+    special_tokens,
     train_tokenizer,
 )
 from trainer.evaluation.loss import windows_with_common_ends
+from trainer.interchange.published import read_token_files
 
 BPE = TokenizerConfig(vocab_size=300)
 
@@ -59,9 +68,9 @@ def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path
     corpus = prepare_corpus(both, BPE)
     alone = prepare_corpus(config, BPE)
     assert [part.name for part in corpus.parts] == ["a", "b"]
-    assert corpus.parts[0].text.fingerprint == alone.fingerprint
+    assert corpus.parts[0].fingerprint == alone.fingerprint
     assert corpus.fingerprint != alone.fingerprint
-    assert len(corpus.test) == sum(len(part.text.test) for part in corpus.parts)
+    assert len(corpus.test) == sum(len(part.test) for part in corpus.parts)
     texts = texts_of(corpus, "train")
     assert any("Document 1001" in text for text in texts)
     again = corpus_at(both, corpus.directories)
@@ -113,7 +122,7 @@ def test_text_is_prepared_anew_if_published_settings_name_another_end(config, tm
     assert other.directories != plain.directories
     assert other.end_of_text == other.first_token == tokenizer.token_to_id("<eos>")
     before, after = (
-        texts.parts[0].text.train.documents(texts.end_of_text, 10**9) for texts in (plain, other)
+        texts.parts[0].train.documents(texts.end_of_text, 10**9) for texts in (plain, other)
     )
     assert [ids[:-1].tolist() for ids in before] == [ids[:-1].tolist() for ids in after]
     assert {int(ids[-1]) for ids in before} == {0}
@@ -125,6 +134,54 @@ def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):
     Tokenizer(WordLevel({"<s>": 0, "a": 1}, unk_token="a")).save(str(path))
     with pytest.raises(UserError, match=r"tokenizer\.path: expected an end-of-text token"):
         prepare_corpus(config, TokenizerConfig(path=str(path)))
+
+
+WORDS = ["a", "</s>", "<eos>", "<end_of_turn>", "<s>", "b"]
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "of_tokenizer", "end", "stops"),
+    [
+        ({}, {}, {}, 1, {1, 3}),  # by names
+        ({"eos_token_id": 2}, {}, {}, 2, {2}),
+        ({"eos_token_id": 2}, {"eos_token_id": [3, 5]}, {}, 2, {2, 3, 5}),
+        ({"eos_token_id": 3}, {}, {}, 1, {1, 3}),  # a turn's end separates no documents
+        ({"eos_token_id": 5}, {}, {}, 5, {5}),
+        ({"eos_token_id": [99, -1, None]}, {}, {"eos_token": {"content": "<eos>"}}, 2, {2, 3}),
+        ({}, {}, {"eos_token": "b"}, 5, {3, 5}),
+    ],
+)
+def test_special_tokens_are_those_of_published_settings_or_else_of_their_names(
+    tmp_path, config, generation, of_tokenizer, end, stops
+):
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    names = ("config.json", "generation_config.json", "tokenizer_config.json")
+    for name, values in zip(names, (config, generation, of_tokenizer), strict=True):
+        (tmp_path / name).write_text(json.dumps(values))
+    tokens = special_tokens(tokenizer, read_token_files(tmp_path))
+    assert (tokens.end, tokens.stops) == (end, stops)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"bos_token_id": 4}, 4),
+        ({"bos_token_id": 0}, 0),
+        ({"text_config": {"bos_token_id": 4}, "bos_token_id": 5}, 4),
+        *(({"bos_token_id": odd}, None) for odd in (9, -1, None)),
+        ({}, None),
+    ],
+)
+def test_the_first_token_is_the_tokenizers_own_or_that_of_training(tmp_path, config, named):
+    """A published configuration names one, which the tokenizer may not add."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    files = read_token_files(tmp_path)
+    published, trained = special_tokens(tokenizer, files), special_tokens(tokenizer, files, 5)
+    assert (published.first, published.named_bos, published.end) == (None, named, 1)
+    assert (trained.first, trained.named_bos, trained.end) == (5, named, 5)
+    tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 4)])
+    assert [special_tokens(tokenizer, files, end).first for end in (None, 5)] == [4, 4]
 
 
 def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
@@ -198,10 +255,10 @@ def test_windows_of_a_mixture_come_from_its_texts_by_weight_whatever_their_sizes
 
 def test_it_is_known_from_which_text_a_window_comes():
     text = mixed(100, 200, 50, weights=[5, 3, 2])
-    shares = text.shares(10, 7)
-    assert shares == [5, 3, 2]
     windows = held_out_windows(text, 10, 7)
-    np.testing.assert_array_equal(text.parts_of_windows(shares), windows[:, 0] // 1000 - 1)
+    parts = parts_of_windows(text, 10, 7)
+    assert np.bincount(parts).tolist() == [5, 3, 2]
+    np.testing.assert_array_equal(parts, windows[:, 0] // 1000 - 1)
 
 
 def test_a_text_that_is_too_short_gives_what_it_has():
@@ -243,11 +300,11 @@ def test_held_out_text_of_a_corpus_has_its_weights(config, tmp_path):
     corpus = prepare_corpus(both, BPE)
     for split in ("validation", "test"):
         text = getattr(corpus, split)
-        assert len(text) == sum(len(getattr(part.text, split)) for part in corpus.parts)
+        assert len(text) == sum(len(getattr(part, split)) for part in corpus.parts)
         windows = held_out_windows(text, 40, 16)
-        first = getattr(corpus.parts[0].text, split)
+        first = getattr(corpus.parts[0], split)
         alone = held_out(first.windows(np.zeros(1, int), len(first))[0])
-        mine = text.parts_of_windows(text.shares(40, 16)) == 0
+        mine = parts_of_windows(text, 40, 16) == 0
         np.testing.assert_array_equal(windows[mine], held_out_windows(alone, 30, 16))
     numbers = [int(text.split()[1]) for text in corpus.documents(corpus.test, 600)]
     assert {number >= 1000 for number in numbers} == {True, False}  # for haystacks of both

@@ -19,7 +19,7 @@ from trainer.config import DataConfig, TokenizerConfig
 from trainer.data import prepared
 from trainer.data.prepared import (
     Manifest,
-    TokenFile,
+    Tokens,
     cut,
     directory_of,
     document_hash,
@@ -46,7 +46,7 @@ def texts_of(config):
 
 
 def test_every_split_is_its_documents_in_order_with_an_end_behind_each(config):
-    directory = prepare(config, BPE, workers=1)
+    directory = prepare(config, BPE)
     text, manifest = open_prepared(directory), Manifest.load(directory)
     expected = {split: [] for split in prepared.SPLITS}
     for document in texts_of(config):
@@ -65,39 +65,32 @@ def test_every_split_is_its_documents_in_order_with_an_end_behind_each(config):
         assert 100 - 60 < sum(map(len, few)) <= 100
 
 
-@pytest.mark.slow
-def test_several_processes_write_the_same_bytes(config, monkeypatch, tmp_path):
-    monkeypatch.setattr(prepared, "BATCH", 50)
-    expected = bytes_of(prepare(config, BPE, workers=1))
-    other = replace(config, cache_dir=str(tmp_path / "other"))
-    assert bytes_of(prepare(other, BPE, workers=2)) == expected
-
-
 @pytest.mark.parametrize("saved", [1, 10**6])
 def test_an_interrupted_preparation_resumes_to_the_same_bytes(config, monkeypatch, tmp_path, saved):
-    expected = bytes_of(prepare(config, BPE, workers=1))
+    """In small batches, and the expected bytes in one."""
+    expected = bytes_of(prepare(config, BPE))
     monkeypatch.setattr(prepared, "SAVED", saved)
     monkeypatch.setattr(prepared, "BATCH", 500)
     other = replace(config, cache_dir=str(tmp_path / "other"))
-    call, encoded = prepared.Encoder.__call__, []
+    batches, encoded = prepared._batches, []
 
-    def fail(self, texts):
-        if len(encoded) == 9:
-            raise KeyboardInterrupt
-        encoded.append(texts)
-        return call(self, texts)
+    def interrupted(texts):
+        for batch in batches(texts):
+            if len(encoded) == 9:
+                raise KeyboardInterrupt
+            encoded.append(batch)
+            yield batch
 
-    monkeypatch.setattr(prepared.Encoder, "__call__", fail)
+    monkeypatch.setattr(prepared, "_batches", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        prepare(other, BPE, workers=1)
+        prepare(other, BPE)
     directory = directory_of(other, BPE)
     assert not is_prepared(directory)
     assert (Manifest.load(directory).read > 0) == (saved == 1)
     with pytest.raises(UserError, match="expected complete prepared text"):
         open_prepared(directory)
-    encoded.clear()
-    monkeypatch.setattr(prepared.Encoder, "__call__", call)
-    assert bytes_of(prepare(other, BPE, workers=1)) == expected
+    monkeypatch.setattr(prepared, "_batches", batches)
+    assert bytes_of(prepare(other, BPE)) == expected
     monkeypatch.setattr(prepared, "_write", None)  # what is complete is not written again
     assert prepare(other, BPE) == directory
 
@@ -140,7 +133,7 @@ def test_few_files_of_text_are_cut_so_that_their_shares_are_held_out(files, tmp_
         (path := tmp_path / f"{number}.txt").write_text("".join(lines))
     names = [str(tmp_path / f"{number}.txt") for number in range(files)]
     config = DataConfig(source="files", files=names, cache_dir=str(tmp_path / "cache"))
-    tokens = Manifest.load(prepare(config, BPE, workers=1)).tokens
+    tokens = Manifest.load(prepare(config, BPE)).tokens
     total = sum(tokens.values())
     assert abs(tokens["validation"] / total - 0.03) < 0.011
     assert abs(tokens["test"] / total - 0.07) < 0.011
@@ -157,7 +150,7 @@ def test_the_tokenizer_sees_no_held_out_document(config, monkeypatch):
         return train_tokenizer(seen, 300, [])
 
     monkeypatch.setattr(prepared, "train_tokenizer", train)
-    directory = prepare(config, BPE, workers=1)
+    directory = prepare(config, BPE)
     bounds = Manifest.load(directory).bounds
     assert seen == [text for text in texts_of(config) if split_of(text, bounds) == "train"]
 
@@ -170,7 +163,7 @@ def test_special_tokens_in_text_are_text_and_many_words_make_ids_of_four_bytes(c
     lines = [json.dumps({"text": f"{i} {END_OF_TEXT}"}) + "\n" for i in range(30)]
     (tmp_path / "texts" / "0.jsonl").write_text("".join(lines))
     path = TokenizerConfig(path=str(tmp_path / "tokenizer.json"))
-    directory = prepare(config, path, workers=1)
+    directory = prepare(config, path)
     manifest = Manifest.load(directory)
     assert manifest.dtype == "<u4"
     ids = [np.fromfile(directory / f"{split}.bin", "<u4") for split in prepared.SPLITS]
@@ -203,18 +196,18 @@ def test_a_text_is_another_with_any_key_of_its_source(config, source):
 def test_a_changed_source_is_another_text_and_the_old_one_is_found_by_its_fingerprint(
     config, tmp_path
 ):
-    before = prepare(config, BPE, workers=1)
+    before = prepare(config, BPE)
     write_texts(tmp_path / "texts", documents=41)
     after = directory_of(config, BPE)
     assert after != before
     fingerprint = open_prepared(before).fingerprint
     assert directory_of(config, BPE, wanted=fingerprint) == before
     assert directory_of(config, BPE, wanted="../evil") == after
-    assert open_prepared(prepare(config, BPE, workers=1)).fingerprint != fingerprint
+    assert open_prepared(prepare(config, BPE)).fingerprint != fingerprint
 
 
 def test_text_of_another_size_than_its_manifest_says_is_refused(config):
-    directory = prepare(config, BPE, workers=1)
+    directory = prepare(config, BPE)
     with (directory / "train.bin").open("ab") as file:
         file.truncate(100)
     with pytest.raises(UserError, match="expected complete prepared text"):
@@ -227,7 +220,7 @@ def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
     with path.open("wb") as file:  # sparse
         file.seek(2 * (count - 3))
         file.write(np.array([7, 8, 9], "<u2").tobytes())
-    stream = TokenFile(path, "<u2", count)
+    stream = Tokens.in_file(path, "<u2", count)
     pickled = pickle.dumps(stream)
     assert len(pickled) < 1000
     for tokens in (stream, pickle.loads(pickled)):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import EvaluationConfig, TemperatureSettings
-from trainer.data.corpus import HeldOutText
+from trainer.data.corpus import HeldOutText, parts_of_windows
 from trainer.evaluation.fitting import (
     FitText,
     Fitting,
@@ -41,7 +41,7 @@ def test_the_key_of_fits_has_all_texts():
 @pytest.mark.parametrize("shares", [(26, 6), (22, 10), (13, 10, 9)])
 def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
     """As many as their shares of four, apart from each other; a heavy text is not taken alone."""
-    parts = HeldOutText(tuple((n, range(100)) for n in shares)).parts_of_windows(shares).tolist()
+    parts = parts_of_windows(HeldOutText(tuple((n, range(100)) for n in shares)), 32, 1).tolist()
     text = FitText({1: np.arange(32)[:, None]}, 0, parts=tuple(parts))
     chosen = text.spread(4, 1)[:, 0]
     assert sorted(set(chosen)) == chosen.tolist()

@@ -8,7 +8,7 @@ import pytest
 from tests.model.test_decoder import published
 from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
-from trainer.data.tokenizer import END_OF_TEXT, end_of_text, train_tokenizer
+from trainer.data.tokenizer import END_OF_TEXT, special_tokens, train_tokenizer
 from trainer.evaluation.likelihood import Encoder
 
 pytest.importorskip("lm_eval")
@@ -54,7 +54,8 @@ def models(tiny_decoder, tokenizer):
         batch_size=2,
         device="cpu",
     )
-    return HarnessModel(decoder, Encoder(tokenizer, end_of_text(tokenizer)), MAX_LENGTH, 64), theirs
+    encoder = Encoder(tokenizer, special_tokens(tokenizer).end)
+    return HarnessModel(decoder, encoder, MAX_LENGTH, 64), theirs
 
 
 def asked(*arguments):

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from trainer.common.errors import UserError
-from trainer.data.tokenizer import train_tokenizer
+from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.interchange import export as module
 from trainer.interchange.export import TEXT, export_model
 from trainer.interchange.pretrained import read_pretrained
@@ -204,7 +204,7 @@ def test_the_code_follows_the_length_in_temperatures_and_not_in_frequencies(deco
 
 
 def test_wrong_logits_leave_nothing(decoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_changes", lambda *_: ())
+    monkeypatch.setattr(module, "exported", lambda model, name, _: model.get_parameter(name).data)
     model = decoder(layers=["half_rope"])
     with pytest.raises(UserError, match="logits as transformers computes them differ"):
         export_model(model, TOKENIZER, 0, tmp_path / "export")
@@ -250,7 +250,8 @@ def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
     assert json.loads((place / "config.json").read_text())["eos_token_id"] == [3, 4]
     assert (place / "chat_template.jinja").read_text() == "{{ y }}"
     read = read_pretrained(str(place))
-    assert (read.eos, read.stops) == ((3, 4), {4})
+    tokens = special_tokens(read.tokenizer, read.token_files)
+    assert (tokens.end, tokens.stops) == (3, {3, 4})
     assert AutoTokenizer.from_pretrained(place)(TEXT)["input_ids"] == TOKENIZER.encode(TEXT).ids
 
 

@@ -5,11 +5,9 @@ import math
 
 import pytest
 import transformers
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trainer.common.errors import UserError
 from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config
-from trainer.interchange.published import named_bos
 from trainer.positional.rescaling import rescaled, yarn
 
 LLAMA = {
@@ -94,52 +92,6 @@ def test_the_length_before_extension_may_stand_beside_the_parameters():
     assert (layout.training_length, layout.longest) == (512, 2048)
 
 
-LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-SCALINGS = {
-    "default": {},
-    "linear": {"factor": 4.0},
-    "yarn": {"factor": 4.0},
-    "longrope": LONG,
-    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-}
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(
-    ("original", "theta"),
-    [((None, 512), (5e4, None)), ((512, None), (None, 5e4)), ((512, 256), (5e4, 7e4))],
-)
-def test_a_key_that_stands_in_two_places_counts_where_transformers_takes_it(
-    kind, key, original, theta
-):
-    """Beside the parameters and among them, with other values. The reference: what the published
-    class computes of the same file."""
-    lengths = {} if kind in ("default", "linear") else {"original_max_position_embeddings": 0}
-    rope = {"rope_type": kind, **SCALINGS[kind], **dict.fromkeys(lengths, original[1])}
-    rope |= {"rope_theta": theta[1]}
-    beside = dict.fromkeys(lengths, original[0]) | {"rope_theta": theta[0]}
-    values = {
-        **{k: v for k, v in beside.items() if v is not None},
-        key: {k: v for k, v in rope.items() if v is not None},
-    }
-    sizes = {
-        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
-        "max_position_embeddings": 2048,
-    }  # fmt: skip
-    theirs = LlamaRotaryEmbedding(transformers.LlamaConfig(**sizes, **copy.deepcopy(values)))
-    _, layout = from_hf_config({"architectures": ["LlamaForCausalLM"], **sizes, **values})
-    spectrum = layout.spectra[0]
-    assert spectrum.inv_freq == pytest.approx(theirs.original_inv_freq.tolist(), rel=1e-6)
-    assert spectrum.rotary_scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
-    if kind == "longrope":
-        assert (
-            spectrum.long.length
-            == theirs.config.rope_parameters["original_max_position_embeddings"]
-        )
-
-
 def test_the_old_key_counts_where_the_new_one_stands_beside_it():
     old, new = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 4.0}
     assert read(rope_scaling=old, rope_parameters=new) == read(rope_scaling=old)
@@ -154,7 +106,8 @@ def test_a_base_that_is_stated_and_not_used_is_a_warning(caplog):
     both = {"rope_scaling": old, "rope_parameters": new}
     config = transformers.LlamaConfig(**copy.deepcopy(both))
     assert config.rope_parameters["rope_theta"] == 10_000
-    assert read(rope_theta=None, **both) == read(rope_theta=1e4, rope_scaling=old)
+    without = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+    assert from_hf_config(without | both) == read(rope_theta=1e4, rope_scaling=old)
     assert caplog.messages == ["rope_theta: 500123 is not used; the base is 10000"]
 
 
@@ -168,12 +121,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_yarn_in_a_file_reaches_its_factor_times_the_length_before(
     changes, longest, reach, warned, caplog
 ):
-    """Warned as transformers does, which also takes the factor; a further YaRN starts from the
+    """transformers warns, and also takes the factor; a further YaRN starts from the
     reach."""
     rope = YARN | changes
     _, layout = read(max_position_embeddings=longest, rope_scaling=rope)
     assert (layout.training_length, layout.longest) == (64, reach)
-    assert ["is used, though max_position" in text for text in caplog.messages] == [True] * warned
+    assert ["Using the explicit factor" in text for text in caplog.messages] == [True] * warned
     for length in (64, 128, reach):
         assert layout.rescaled(yarn, length / 64) == layout
     farther = layout.rescaled(yarn, 2 * reach / 64).spectra[0]
@@ -191,16 +144,6 @@ def test_qwen2_has_biases_and_windows_in_its_upper_layers():
     assert windows(layout) == [None, 128] * 4
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
-def test_windows_of_qwen_begin_where_those_of_transformers_do(kind):
-    """Where a file leaves out from which layer on, and how wide they are."""
-    values = {"num_hidden_layers": 30, "use_sliding_window": True}
-    theirs = getattr(transformers, f"{kind}Config")(**values)
-    expected = [4096 if "sliding" in layer else None for layer in theirs.layer_types]
-    assert expected == [None] * 28 + [4096] * 2
-    assert windows(read(architectures=[f"{kind}ForCausalLM"], **values)[1]) == expected
-
-
 def test_smollm3_does_not_rotate_in_some_layers():
     smollm3 = {"architectures": ["SmolLM3ForCausalLM"]}
     assert rotating(read(**smollm3)[1]) == [True, True, True, False] * 2
@@ -216,20 +159,6 @@ def test_a_file_may_name_its_type_alone():
     assert from_hf_config(values | {"model_type": "llama"}) == read()
     with pytest.raises(UserError, match="expected one of LlamaForCausalLM"):
         from_hf_config(values | {"model_type": "gpt2"})
-
-
-@pytest.mark.parametrize(
-    ("values", "token"),
-    [
-        ({"bos_token_id": 3}, 3),
-        ({"bos_token_id": 0}, 0),
-        ({"text_config": {"bos_token_id": 3, "vocab_size": 9}, "bos_token_id": 4}, 3),
-        *(({"bos_token_id": odd}, None) for odd in (9, -1, None, [3])),
-        ({}, None),
-    ],
-)
-def test_the_first_token_that_is_named_is_one_of_the_vocabulary(values, token):
-    assert named_bos({"vocab_size": 9} | values) == token
 
 
 @pytest.mark.parametrize(

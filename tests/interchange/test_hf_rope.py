@@ -152,9 +152,9 @@ def test_proportional(head_dim, share, factor):
     assert_same(values, head_dim)
 
 
-def test_the_old_key_names_the_type_too_and_null_is_no_value():
+def test_null_is_no_value():
     new = ours({"rope_type": "linear", "factor": 2.0})
-    assert ours({"type": "linear", "factor": 2.0, "attention_factor": None}) == new
+    assert ours({"rope_type": "linear", "factor": 2.0, "attention_factor": None}) == new
 
 
 @pytest.mark.parametrize("values", [{"rope_type": "dynamic", "factor": 2.0}, LONG])

@@ -253,7 +253,7 @@ def test_scripts_of_the_page_run_on_a_directory_of_prepared_text(number, base, t
     small = {
         "32_768": f"{vocabulary_size(corpus.tokenizer)}, **{shape}, num_key_value_heads=3",
         "layers=30": "layers=2",
-        "corpus/": corpus.parts[0].text.directory,
+        "corpus/": corpus.parts[0].directory,
         "HuggingFaceTB/SmolLM2-135M": tmp_path,
         **{"length=2048": "length=32", "batch_size=32": "batch_size=4, workers=0"},
         **{"10_000, warmup=500": "4, warmup=2", "10_000,\n": "4,\n", "8_500": "2", "2_000": "2"},

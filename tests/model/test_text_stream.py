@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from trainer.data.tokenizer import end_of_text, train_tokenizer
+from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.model.generate import TextStream
 
 WORDS = ["Grüße aus 中国 🙂 naïve", "the end of the text"]
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_text_do_not_end_a_stream_with_an_error(tokens):
 
 
 def test_special_tokens_are_omitted_everywhere():
-    end, text = end_of_text(BYTE_LEVEL), BYTE_LEVEL.encode("the end").ids
+    end, text = special_tokens(BYTE_LEVEL).end, BYTE_LEVEL.encode("the end").ids
     for tokens in ([end, *text], [*text[:2], end, *text[2:]], [*text, end]):
         assert "".join(streamed(BYTE_LEVEL, tokens)) == "the end"
 

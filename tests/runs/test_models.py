@@ -12,14 +12,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from tokenizers.processors import TemplateProcessing
 
 from tests.interchange.families import made
 from tests.lightning.test_run import checkpoint_of, contents_of
 from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
-from trainer.data.tokenizer import end_of_text
 from trainer.evaluation.saved_model import distinct
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
@@ -44,7 +42,7 @@ def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
     assert newest.run == config
     assert newest.state["step"] == 12
     assert newest.parameters == sum(p.numel() for p in newest.load().parameters())
-    assert newest.bos_token == end_of_text(newest.tokenizer)
+    assert newest.tokens.first == newest.tokens.end == 0
     earlier = find_model(str(checkpoint_of(config, 6)))
     assert (earlier.name, earlier.role) == ("RoPE (step-000006)", "rope")
     assert earlier.fingerprint != newest.fingerprint
@@ -58,19 +56,7 @@ def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finishe
     assert run.with_training_length(C // 2).longest_context == run.longest_context == C
     published = replace(run, run=None)
     assert published.with_training_length(C // 2).longest_context == C
-
-
-def test_published_weights_begin_as_their_tokenizer_does(finished):
-    run = find_model(finished[0].run_dir)
-    assert replace(run, run=None).bos_token is None
-    assert replace(run, run=None, name="a/b").home == Path("runs/a/b")
-    tokenizer = Tokenizer(WordLevel({"<s>": 3, "a": 0}, unk_token="a"))
-    tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 3)])
-    assert (
-        replace(run, tokenizer=tokenizer).bos_token
-        == replace(run, tokenizer=tokenizer, run=None).bos_token
-    )
-    assert replace(run, tokenizer=tokenizer).bos_token == 3
+    assert replace(published, name="a/b").home == Path("runs/a/b")
 
 
 def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
@@ -139,7 +125,7 @@ def test_published_settings_end_the_answers_of_a_model(tmp_path, prefix):
     ends = tmp_path / "generation_config.json"
     ends.write_text("{}")
     found = find_model(f"{prefix}{tmp_path}")
-    assert found.text_tokenizer.end_of_text == 2
+    assert found.tokens.end == 2
     assert found.load().end_tokens == {2}
     ends.write_text('{"eos_token_id": [2, 3]}')
     again = find_model(f"{prefix}{tmp_path}")
@@ -153,12 +139,12 @@ def test_published_settings_end_the_answers_of_a_model(tmp_path, prefix):
 def test_a_run_ends_as_the_published_model_in_which_it_began(finished, monkeypatch):
     read, token_files = models.read_state, {"generation_config.json": '{"eos_token_id": [5, 9]}'}
     run = find_model(finished[0].run_dir)
-    assert run.state["end_of_text"] == run.bos_token == 0
+    assert run.state["end_of_text"] == run.tokens.first == 0
     assert run.load().end_tokens == {0}
     changes = {"token_files": token_files, "end_of_text": 7}
     monkeypatch.setattr(models, "read_state", lambda path: read(path) | changes)
     changed = find_model(finished[0].run_dir)
-    assert changed.bos_token == 7
+    assert changed.tokens.first == 7
     assert changed.load().end_tokens == {5, 7, 9}
 
 

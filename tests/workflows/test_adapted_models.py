@@ -83,7 +83,7 @@ def test_the_first_token_that_a_configuration_names_is_known_by_both_programs(ll
     (directory / "config.json").write_text(json.dumps(values | {"bos_token_id": 5}))
     for prefix in ("", "hf:"):
         candidate = find_model(f"{prefix}{directory}")
-        assert (candidate.bos_token, candidate.named_bos) == (None, 5)
+        assert (candidate.tokens.first, candidate.tokens.named_bos) == (None, 5)
 
 
 def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from tests.data.conftest import held_out
 from trainer.analysis.topic import Target
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
-from trainer.data.tokenizer import train_tokenizer
+from trainer.data.tokenizer import SpecialTokens, train_tokenizer
 from trainer.workflows import analyze
 from trainer.workflows.analyze import choice_texts, needle_prompt, page_texts
 
@@ -47,7 +47,8 @@ def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokeniz
         end_of_text=END,
     )
     layout = SimpleNamespace(training_length=C)
-    candidate = SimpleNamespace(layout=layout, bos_token=bos, named_bos=named, tokenizer=tokenizer)
+    special = SpecialTokens(bos, named, END, frozenset())
+    candidate = SimpleNamespace(layout=layout, tokens=special, tokenizer=tokenizer)
     more = () if page is None else (page,)
     return read(corpus, AnalysisConfig(**config), candidate, *more)
 

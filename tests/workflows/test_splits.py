@@ -23,6 +23,7 @@ from trainer.config import (
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
+from trainer.data.tokenizer import SpecialTokens
 from trainer.lightning.benchmarks import Benchmarks
 from trainer.lightning.fit import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
@@ -110,7 +111,8 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )
     candidate = SimpleNamespace(
         name="tiny", fingerprint="", config=replace(config.model, vocab_size=600), layout=layout,
-        bos_token=None, run=config, computed_by=None, training_length=32,
+        tokens=SpecialTokens(None, None, 0, frozenset()), run=config, computed_by=None,
+        training_length=32,
     )  # fmt: skip
     asked = {}
 
@@ -145,7 +147,7 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
 
 def test_analyses_look_at_test_text(corpus, seen):
     layout = SimpleNamespace(training_length=32)
-    candidate = SimpleNamespace(layout=layout, bos_token=None, named_bos=None)
+    candidate = SimpleNamespace(layout=layout, tokens=SpecialTokens(None, None, 0, frozenset()))
     config = replace(AnalysisConfig(), length=64, texts=4)
     ids = page_texts(corpus, config, candidate)
     assert seen(ids.numpy()) == {"test"}
@@ -154,7 +156,7 @@ def test_analyses_look_at_test_text(corpus, seen):
 
 def test_pairs_are_chosen_on_validation_text_where_that_is_asked_for(corpus, seen):
     layout = SimpleNamespace(training_length=32)
-    candidate = SimpleNamespace(layout=layout, bos_token=None, named_bos=None)
+    candidate = SimpleNamespace(layout=layout, tokens=SpecialTokens(None, None, 0, frozenset()))
     settings = AttenuationSettings(choice="validation")
     page = torch.zeros(3, 64)
     config = replace(AnalysisConfig(), attenuation=settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,11 +29,7 @@ from trainer.data.tokenizer import TextTokenizer, load_tokenizer, own_first_toke
 
 @dataclass(frozen=True)
 class HeldOutText:
-    """One held-out split of all texts of a run: the weight and the tokens of each.
-
-    Windows of a mixture come from its parts in the shares of their weights, whatever their sizes.
-    Each window lies within one part.
-    """
+    """One held-out split of all texts of a run: the weight and the tokens of each."""
 
     parts: tuple[tuple[float, Tokens], ...]
 
@@ -46,57 +42,41 @@ class HeldOutText:
         """Number of tokens of the longest window."""
         return max(len(tokens) for _, tokens in self.parts)
 
-    def shares(self, count: int, length: int, apart: int | None = None) -> list[int]:
-        """Divide ``count`` windows of ``length`` tokens among the parts by their weights.
-
-        A part with too little text gives what it has, and the others give the rest.
-        ``apart``: least distance between two windows (None: they may overlap). Together the parts
-        may have fewer windows than ``count``.
-        """
-
-        def most(tokens: Tokens) -> int:
-            spare = len(tokens) - length
-            if spare < 0:
-                return 0
-            return count if apart is None else spare // apart + 1
-
-        weights = [weight for weight, _ in self.parts]
-        return divided(count, weights, [most(tokens) for _, tokens in self.parts])
-
-    def windows(
-        self, shares: Sequence[int], windows_of: Callable[[Tokens, int], Integers]
-    ) -> Integers:
-        """Return the windows of all parts, those of each part spread evenly among the others.
-
-        ``windows_of``: returns so many windows of one part.
-        """
-        parts = zip(self.parts, shares, strict=True)
-        rows = [windows_of(tokens, n) for (_, tokens), n in parts if n]
-        return rows[0] if len(rows) == 1 else np.concatenate(rows)[_spread(shares)]
-
-    def parts_of_windows(self, shares: Sequence[int]) -> Integers:
-        """Return the index of the part of each window of :meth:`windows`."""
-        return np.repeat(np.arange(len(shares)), shares)[_spread(shares)]
-
 
 def held_out_windows(
     text: HeldOutText, count: int, length: int, apart: int | None = None
 ) -> Integers:
     """Return ``[count, length]`` tokens, evenly spaced in each part of held-out text.
 
-    ``apart``: as for :meth:`HeldOutText.shares`.
+    The parts share the windows by their weights, and the windows of each part are spread evenly
+    among the others. A part with too little text gives what it has, and the others give the rest.
+    ``apart``: least distance between two windows (None: they may overlap). Together the parts may
+    have fewer windows than ``count``.
 
     Raises:
         ValueError: the text is shorter than one window.
     """
     if text.longest < length:
         raise ValueError(f"{text.longest} tokens do not fill a window of {length}")
+    shares = _shares(text, count, length, apart)
+    windows = [
+        tokens.windows(np.linspace(0, len(tokens) - length, share).astype(np.int64), length)
+        for (_, tokens), share in zip(text.parts, shares, strict=True)
+    ]
+    return np.concatenate(windows)[_spread(shares)]
 
-    def of_part(stream: Tokens, windows: int) -> Integers:
-        starts = np.linspace(0, len(stream) - length, windows).astype(np.int64)
-        return stream.windows(starts, length)
 
-    return text.windows(text.shares(count, length, apart), of_part)
+def parts_of_windows(text: HeldOutText, count: int, length: int) -> Integers:
+    """Return the index of the part of each window of :func:`held_out_windows`."""
+    shares = _shares(text, count, length, None)
+    return np.repeat(np.arange(len(shares)), shares)[_spread(shares)]
+
+
+def _shares(text: HeldOutText, count: int, length: int, apart: int | None) -> list[int]:
+    """Divide windows among the parts of a text, as far as each has room for them."""
+    spare = [len(tokens) - length for _, tokens in text.parts]
+    most = [0 if n < 0 else count if apart is None else n // apart + 1 for n in spare]
+    return divided(count, [weight for weight, _ in text.parts], most)
 
 
 def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -131,21 +111,20 @@ def _spread(shares: Sequence[int]) -> Integers:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One text of a run and its sampling weight."""
-
-    name: str
-    weight: float
-    text: Prepared
-
-
-@dataclass(frozen=True)
 class Corpus:
-    """Texts of a run with their common tokenizer; ``end_of_text`` is the id after each document."""
+    """Texts of a run, which have one tokenizer."""
 
-    tokenizer: Tokenizer
-    end_of_text: int
-    parts: tuple[Part, ...]
+    parts: tuple[Prepared, ...]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all texts."""
+        return self.parts[0].tokenizer
+
+    @property
+    def end_of_text(self) -> int:
+        """Id after each document."""
+        return self.parts[0].end_of_text
 
     @cached_property
     def first_token(self) -> int:
@@ -157,18 +136,18 @@ class Corpus:
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change whenever the tokens or the weights change."""
         if len(self.parts) == 1:
-            return self.parts[0].text.fingerprint
-        return digest([[part.text.fingerprint, part.weight] for part in self.parts])
+            return self.parts[0].fingerprint
+        return digest([[part.fingerprint, part.weight] for part in self.parts])
 
     @property
     def fingerprints(self) -> list[str]:
         """Fingerprint of each text."""
-        return [part.text.fingerprint for part in self.parts]
+        return [part.fingerprint for part in self.parts]
 
     @property
     def training_tokens(self) -> int:
         """Number of tokens of the training text of all parts."""
-        return sum(len(part.text.train) for part in self.parts)
+        return sum(len(part.train) for part in self.parts)
 
     @cached_property
     def validation(self) -> HeldOutText:
@@ -182,12 +161,12 @@ class Corpus:
 
     def split(self, name: Split) -> HeldOutText:
         """Return one split of all texts."""
-        return HeldOutText(tuple((part.weight, getattr(part.text, name)) for part in self.parts))
+        return HeldOutText(tuple((part.weight, getattr(part, name)) for part in self.parts))
 
     @property
     def directories(self) -> list[str]:
         """Directory of each part, as :func:`corpus_at` takes them."""
-        return [str(part.text.directory) for part in self.parts]
+        return [str(part.directory) for part in self.parts]
 
     def mixed(self, config: DataConfig) -> Corpus:
         """Return the corpus with only the texts that ``config`` mixes, weighted as it says."""
@@ -267,11 +246,10 @@ def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
                     f"data: expected {config.sequence_length} tokens or more in the {split} split "
                     f"of {directory}, got {count}"
                 )
-        parts.append(Part(name, source.weight, text))
-    first = parts[0].text
+        parts.append(replace(text, name=name, weight=source.weight))
     for part in parts[1:]:
-        if not same_tokens(part.text.tokenizer, first.tokenizer):
+        if not same_tokens(part.tokenizer, parts[0].tokenizer):
             raise UserError(
                 f"data.mixture.{part.name}: expected the tokenizer of {parts[0].name}, got another"
             )
-    return Corpus(first.tokenizer, first.end_of_text, tuple(parts))
+    return Corpus(tuple(parts))

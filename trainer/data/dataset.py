@@ -38,7 +38,7 @@ class TrainingSamples(Dataset[Batch]):
     def __init__(self, corpus: Corpus, config: DataConfig, seed: int) -> None:
         self.corpus, self.config, self.seed = corpus, config, seed
         C = config.sequence_length
-        self.blocks = [len(part.text.train) // C for part in corpus.parts]
+        self.blocks = [len(part.train) // C for part in corpus.parts]
         self.mixture = Mixture.from_weights([part.weight for part in corpus.parts])
         self.vocabulary = (
             NeedleVocabulary.from_tokenizer(corpus.tokenizer) if config.needles.share else None
@@ -75,7 +75,7 @@ class TrainingSamples(Dataset[Batch]):
         targets = np.empty((len(numbers), C), np.int64)
         for part in np.unique(parts):
             mine = parts == part
-            targets[mine] = self.corpus.parts[part].text.train.windows(blocks[mine] * C, C)
+            targets[mine] = self.corpus.parts[part].train.windows(blocks[mine] * C, C)
         weights = np.ones(targets.shape, np.float32)
         if self.vocabulary is not None:
             end = self.corpus.end_of_text if self.config.document_mask else None

@@ -12,28 +12,25 @@ import json
 import logging
 import os
 import re
-import signal
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain, islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 from tqdm import tqdm
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.common.processes import cores
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
@@ -49,12 +46,13 @@ from trainer.data.sources import (
 from trainer.data.tokenizer import (
     SAMPLE_MEGABYTES,
     TextTokenizer,
-    end_of_text,
     load_tokenizer,
+    special_tokens,
     tokenizer_identity,
     train_tokenizer,
     vocabulary_size,
 )
+from trainer.interchange.published import tokenizer_from_file
 
 log = logging.getLogger(__name__)
 
@@ -65,17 +63,28 @@ MEASURED = 256 << 20
 """Characters up to which a text is read once more, to hold out exact shares of it."""
 PIECES = 100
 """Documents that a text of one or two documents is cut into."""
-BATCH = 1 << 18
+BATCH = 1 << 20
 """Characters of the documents that are tokenized together."""
 SAVED = 1 << 26
 """Tokens after which the manifest is written; an interrupted preparation resumes there."""
 
 
 class Tokens:
-    """Token ids of one text."""
+    """Token ids of one text, in memory or in a file that is mapped into it."""
 
     def __init__(self, ids: NDArray[Any]) -> None:
         self.ids = ids
+
+    @classmethod
+    def in_file(cls, path: Path | str, dtype: str, count: int) -> Tokens:
+        """Map a flat file of ``count`` ids; an empty file cannot be mapped."""
+        return cls(np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle no tokens of a file: another process maps it itself."""
+        if isinstance(self.ids, np.memmap):
+            return Tokens.in_file, (self.ids.filename, self.ids.dtype.str, len(self))
+        return Tokens, (self.ids,)
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -93,20 +102,6 @@ class Tokens:
         ids = np.asarray(self.ids[:tokens])
         ends = np.flatnonzero(ids == end) + 1
         return np.split(ids[: ends[-1]], ends[:-1]) if len(ends) else []
-
-
-class TokenFile(Tokens):
-    """Token ids in a flat file, memory-mapped."""
-
-    def __init__(self, path: Path, dtype: str, count: int) -> None:
-        is_empty = count == 0  # which cannot be mapped
-        ids = np.empty(0, dtype) if is_empty else np.memmap(path, dtype, "r", shape=(count,))
-        super().__init__(ids)
-        self._arguments = path, dtype, count
-
-    def __reduce__(self) -> tuple[type[TokenFile], tuple[Path, str, int]]:
-        """Pickle no tokens: another process maps the file itself."""
-        return TokenFile, self._arguments
 
 
 @dataclass
@@ -152,16 +147,21 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One text: its tokenizer, the id after each document, and its splits."""
+    """One text: its splits, its tokenizer and the id after each document.
+
+    ``fingerprint``: sixteen hexadecimal digits that change whenever the tokens change. ``name`` and
+    ``weight``: of the text in a mixture.
+    """
 
     directory: Path
     tokenizer: Tokenizer
     end_of_text: int
-    train: TokenFile
-    validation: TokenFile
-    test: TokenFile
+    train: Tokens
+    validation: Tokens
+    test: Tokens
     fingerprint: str
-    """Sixteen hexadecimal digits that change whenever the tokens change."""
+    name: str = "text"
+    weight: float = 1.0
 
     @property
     def text_tokenizer(self) -> TextTokenizer:
@@ -186,13 +186,12 @@ def open_prepared(directory: Path) -> Prepared:
     if not manifest.is_complete or sizes != [manifest.tokens[split] for split in SPLITS]:
         raise UserError(f"{directory}: expected complete prepared text, got {manifest.tokens}")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    files = {
-        split: TokenFile(directory / f"{split}.bin", manifest.dtype, manifest.tokens[split])
+    train, validation, test = (
+        Tokens.in_file(directory / f"{split}.bin", manifest.dtype, manifest.tokens[split])
         for split in SPLITS
-    }
-    return Prepared(
-        directory, tokenizer, manifest.end_of_text, fingerprint=manifest.fingerprint, **files
     )
+    end, fingerprint = manifest.end_of_text, manifest.fingerprint
+    return Prepared(directory, tokenizer, end, train, validation, test, fingerprint)
 
 
 def request_of(
@@ -241,11 +240,8 @@ def prepare(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
     tokenizer: TextTokenizer | None = None,
-    workers: int | None = None,
 ) -> Path:
     """Prepare a text or the rest of it, unless it is complete; return its directory.
-
-    ``workers``: processes that tokenize (None: one per core).
 
     Raises:
         UserError: there are fewer than three different documents.
@@ -258,9 +254,8 @@ def prepare(
         if not is_prepared(directory):
             log.info("Preparing %s in %s", describe(config), directory)
             if not (directory / "manifest.json").is_file():
-                request = request_of(config, tokenizer_config, tokenizer)
-                _begin(directory, config, tokenizer_config, tokenizer, request)
-            _write(directory, config, workers or cores())
+                _begin(directory, config, tokenizer_config, tokenizer)
+            _write(directory, config)
     return directory
 
 
@@ -269,9 +264,9 @@ def _begin(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
     tokenizer: TextTokenizer | None,
-    request: dict[str, Any],
 ) -> None:
     """Decide on the splits and the tokenizer, and write both."""
+    request = request_of(config, tokenizer_config, tokenizer)
     revision = revision_of(config)
     few = [len(text) for text in islice(documents(config, revision), PIECES)]
     longest = LONGEST
@@ -288,7 +283,7 @@ def _begin(
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
         trained = train_tokenizer(sample, tokenizer_config.vocab_size, WORDS)
-        tokenizer = TextTokenizer(trained, end_of_text(trained))
+        tokenizer = TextTokenizer(trained, special_tokens(trained).end)
     dtype = "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4"
     write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str())
     Manifest(request, revision, tokenizer.end_of_text, dtype, bounds, longest).save(directory)
@@ -334,11 +329,12 @@ def split_bounds(texts: Iterable[str], validation: float, test: float) -> tuple[
     return ordered[first], ordered[second]
 
 
-def _write(directory: Path, config: DataConfig, workers: int) -> None:
+def _write(directory: Path, config: DataConfig) -> None:
     """Tokenize the documents that the files do not hold yet, and append them."""
     manifest = Manifest.load(directory)
-    tokenizer = (directory / "tokenizer.json").read_text()
-    arguments = (tokenizer, manifest.end_of_text, manifest.bounds, manifest.dtype)
+    dtype, end = np.dtype(manifest.dtype), manifest.end_of_text
+    tokenizer = tokenizer_from_file(directory / "tokenizer.json")
+    tokenizer.encode_special_tokens = True  # their names in a document are text
     texts = _cut(documents(config, manifest.revision), manifest.longest)
     texts = islice(texts, manifest.read, None)
     unsaved = 0
@@ -347,17 +343,17 @@ def _write(directory: Path, config: DataConfig, workers: int) -> None:
             split: stack.enter_context((directory / f"{split}.bin").open("ab")) for split in SPLITS
         }
         for split, file in files.items():  # what an interrupted preparation wrote after its record
-            file.truncate(manifest.tokens[split] * np.dtype(manifest.dtype).itemsize)
-        encoded = stack.enter_context(_encoders(workers, arguments))
+            file.truncate(manifest.tokens[split] * dtype.itemsize)
         often = 1 if sys.stderr.isatty() else 60
         bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, delay=2, mininterval=often))
-        for count, splits in encoded(_batches(texts)):
-            manifest.read += count
-            for split, ids in splits.items():
+        for batch, encodings in _tokenized(tokenizer, texts):
+            for text, encoding in zip(batch, encodings, strict=True):
+                split, ids = split_of(text, manifest.bounds), np.array([*encoding.ids, end], dtype)
                 files[split].write(ids.data)
                 manifest.tokens[split] += len(ids)
                 unsaved += len(ids)
                 bar.update(len(ids))
+            manifest.read += len(batch)
             if unsaved > SAVED:
                 unsaved = 0
                 _synchronize(files)
@@ -365,6 +361,26 @@ def _write(directory: Path, config: DataConfig, workers: int) -> None:
         _synchronize(files)
     manifest.is_complete = True
     manifest.save(directory)
+
+
+def _tokenized(
+    tokenizer: Tokenizer, texts: Iterable[str]
+) -> Iterator[tuple[list[str], list[Encoding]]]:
+    """Yield batches of documents and their encodings.
+
+    `tokenizers` encodes a batch on all cores and without the interpreter's lock, while the caller
+    works on the batch before.
+    """
+    encode = partial(tokenizer.encode_batch_fast, add_special_tokens=False)
+    waiting: deque[tuple[list[str], Future[list[Encoding]]]] = deque()
+    with ThreadPoolExecutor(1) as thread:
+        for batch in _batches(texts):
+            waiting.append((batch, thread.submit(encode, batch)))
+            if len(waiting) > 1:
+                done, encodings = waiting.popleft()
+                yield done, encodings.result()
+        for done, encodings in waiting:
+            yield done, encodings.result()
 
 
 def _synchronize(files: Mapping[Split, IO[bytes]]) -> None:
@@ -402,29 +418,6 @@ def split_of(text: str, bounds: tuple[int, int]) -> Split:
     return "validation" if number < bounds[1] else "test"
 
 
-class Encoder:
-    """Tokenizer of batches of documents; ``end`` is the id after each, ``dtype`` that of the
-    ids."""
-
-    def __init__(self, tokenizer: str, end: int, bounds: tuple[int, int], dtype: str) -> None:
-        self.tokenizer = Tokenizer.from_str(tokenizer)
-        # Documents may contain the text of special tokens; treat it as text.
-        self.tokenizer.encode_special_tokens = True
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
-        self.end, self.bounds, self.dtype = end, bounds, np.dtype(dtype)
-
-    def __call__(self, texts: list[str]) -> dict[Split, NDArray[Any]]:
-        """Return the ids of the documents of each split, each document with ``end`` behind it."""
-        encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        ids: dict[Split, list[NDArray[Any]]] = {}
-        end = np.array([self.end], self.dtype)
-        for text, encoding in zip(texts, encodings, strict=True):
-            of_split = ids.setdefault(split_of(text, self.bounds), [])
-            of_split += [np.array(encoding.ids, self.dtype), end]
-        return {split: np.concatenate(of_split) for split, of_split in ids.items()}
-
-
 def cut(text: str, longest: int) -> list[str]:
     """Split a text into parts of at most ``longest`` characters, before a space if possible."""
     parts = []
@@ -435,65 +428,3 @@ def cut(text: str, longest: int) -> list[str]:
         parts.append(text[begin:end])
         begin = end
     return [*parts, text[begin:]]
-
-
-_encoder: Encoder | None = None
-
-
-def start_worker(*arguments: Any) -> None:
-    """Create this worker's encoder; exit when the parent process exits.
-
-    Workers ignore signals sent to the whole job, which the parent handles. They watch the parent
-    because a killed parent leaves no message in the queue.
-    """
-    global _encoder  # noqa: PLW0603  a pool's initializer has no other place
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_reader, daemon=True).start()
-    _encoder = Encoder(*arguments)
-
-
-def _end_with_reader() -> None:
-    reader = parent_process()
-    assert reader is not None
-    reader.join()
-    os._exit(1)
-
-
-def encode(texts: list[str]) -> dict[Split, NDArray[Any]]:
-    """Tokenize a batch in a worker process."""
-    assert _encoder is not None
-    return _encoder(texts)
-
-
-Encoded = tuple[int, dict[Split, NDArray[Any]]]
-"""Number of documents in a batch, and their ids by split."""
-
-
-@contextmanager
-def _encoders(
-    workers: int, arguments: tuple[Any, ...]
-) -> Iterator[Callable[[Iterator[list[str]]], Iterator[Encoded]]]:
-    """Yield a function that tokenizes batches in order, in other processes if there are several."""
-    encoder = Encoder(*arguments)
-    if workers == 1:
-        yield lambda batches: ((len(batch), encoder(batch)) for batch in batches)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), start_worker, arguments)
-
-    def several(batches: Iterator[list[str]]) -> Iterator[Encoded]:
-        yield from ((len(b), encoder(b)) for b in islice(batches, 16))  # enough for a small text
-        waiting: deque[tuple[int, Future[dict[Split, NDArray[Any]]]]] = deque()
-        for batch in batches:
-            waiting.append((len(batch), pool.submit(encode, batch)))
-            if len(waiting) > 3 * workers:
-                count, encoded = waiting.popleft()
-                yield count, encoded.result()
-        for count, encoded in waiting:
-            yield count, encoded.result()
-
-    try:
-        yield several
-    finally:
-        pool.shutdown(cancel_futures=True)

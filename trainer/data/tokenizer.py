@@ -1,10 +1,10 @@
-"""Byte-level BPE trained on the training text, or a published tokenizer."""
+"""Byte-level BPE trained on the training text, or a published tokenizer; and special tokens."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trainer.common.errors import UserError
 from trainer.config import TokenizerConfig
-from trainer.interchange.published import eos_ids, read_token_files, tokenizer_from_file
+from trainer.interchange.published import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_CONFIG,
+    read_token_files,
+    settings,
+    tokenizer_from_file,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 """Separates documents, and begins every sequence if the tokenizer puts no token before texts."""
@@ -52,6 +59,68 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str])
     return tokenizer
 
 
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Ids of the tokens that are no text.
+
+    ``first``: begins every text (None: nothing does). ``named_bos``: the ``bos_token_id`` of a
+    published configuration, which the tokenizer may not add by itself. ``end``: separates
+    documents. ``stops``: end an answer.
+    """
+
+    first: int | None
+    named_bos: int | None
+    end: int
+    stops: frozenset[int]
+
+
+def special_tokens(
+    tokenizer: Tokenizer, files: Mapping[str, str] | None = None, end: int | None = None
+) -> SpecialTokens:
+    """Find special tokens by a published model's settings, or else by their names.
+
+    An instruct model's settings may call only the ends of turns the end of a text; a token that is
+    named after the end of a text then separates documents.
+
+    Args:
+        files: as :func:`~trainer.interchange.published.read_token_files` returns them.
+        end: separated the documents that the model was trained on, and began its sequences if
+            the tokenizer begins no text (None: it was trained elsewhere).
+
+    Raises:
+        UserError: the tokenizer has no known end-of-text token.
+    """
+    of_tokenizer, config, generation = (
+        settings(files or {}, name) for name in (TOKENIZER_CONFIG, CONFIG, GENERATION_CONFIG)
+    )
+    word = of_tokenizer.get("eos_token")
+    word = word["content"] if isinstance(word, dict) else word
+    of_config, of_generation = (
+        _ids(tokenizer, values.get("eos_token_id")) for values in (config, generation)
+    )
+    eos = [*_ids(tokenizer, word), *of_config, *of_generation]
+    named, turns = _ids(tokenizer, TEXT_ENDS), _ids(tokenizer, TURN_ENDS)
+    ends = [*(i for i in named if i in eos), *(i for i in eos if i not in turns), *named, *eos]
+    first = own_first_token(tokenizer)
+    if end is not None:
+        ends, first = [end], end if first is None else first
+    if not ends:
+        raise UserError(
+            "tokenizer.path: expected an end-of-text token such as <|endoftext|>, got none"
+        )
+    bos = next(iter(_ids(tokenizer, config.get("bos_token_id"))), None)
+    stops = of_generation or of_config or turns
+    return SpecialTokens(first, bos, ends[0], frozenset([*stops, ends[0]]))
+
+
+def _ids(tokenizer: Tokenizer, tokens: Any) -> list[int]:
+    """Return the ids of a token or of several, names or ids, that the tokenizer has."""
+    tokens = tokens if isinstance(tokens, list | tuple) else [tokens]
+    ids = [tokenizer.token_to_id(token) if isinstance(token, str) else token for token in tokens]
+    numbers = (i for i in ids if isinstance(i, int) and i >= 0)
+    return [i for i in numbers if tokenizer.id_to_token(i) is not None]
+
+
 def load_tokenizer(path: str) -> TextTokenizer:
     """Load a ``tokenizer.json``, or that of a model on the hub.
 
@@ -60,16 +129,16 @@ def load_tokenizer(path: str) -> TextTokenizer:
     Raises:
         UserError: it has no end-of-text token.
     """
-    eos: tuple[int, ...] = ()
+    files: Mapping[str, str] = {}
     if is_tokenizer_file(path):
         tokenizer = tokenizer_from_file(path)
         if Path(path).name == "tokenizer.json":
-            eos = eos_ids(read_token_files(Path(path).parent), tokenizer)
+            files = read_token_files(Path(path).parent)
     else:
         from huggingface_hub import hf_hub_download
 
         tokenizer = tokenizer_from_file(hf_hub_download(path, "tokenizer.json"))
-    return TextTokenizer(tokenizer, end_of_text(tokenizer, eos))
+    return TextTokenizer(tokenizer, special_tokens(tokenizer, files).end)
 
 
 def is_tokenizer_file(path: str) -> bool:
@@ -117,39 +186,3 @@ def own_first_token(tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that the tokenizer puts before every text, such as ``<s>``, or
     None."""
     return next(iter(tokenizer.encode("").ids), None)
-
-
-def end_of_text(tokenizer: Tokenizer, eos: Collection[int] = ()) -> int:
-    """Return the id of the token that separates documents.
-
-    ``eos``: ids that a published model's settings call the end of a text. An instruct model's may
-    end turns alone; a token that is named after the end of a text then separates documents.
-
-    Raises:
-        UserError: the tokenizer has no known end-of-text token.
-    """
-    named, turns = _ids(tokenizer, TEXT_ENDS), _ids(tokenizer, TURN_ENDS)
-    by_name_too = [token for token in named if token in eos]
-    ends = (*by_name_too, *(token for token in eos if token not in turns), *named, *eos)
-    if not ends:
-        raise UserError(
-            "tokenizer.path: expected an end-of-text token such as <|endoftext|>, got none"
-        )
-    return ends[0]
-
-
-def end_tokens(tokenizer: Tokenizer, eos: Collection[int] = ()) -> frozenset[int]:
-    """Return the ids of the tokens whose names end an answer: end-of-text, and ends of turns.
-
-    ``eos``: see :func:`end_of_text`.
-
-    Raises:
-        UserError: the tokenizer has no known end-of-text token.
-    """
-    return frozenset({end_of_text(tokenizer, eos), *_ids(tokenizer, TURN_ENDS)})
-
-
-def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> list[int]:
-    """Return the ids of the tokens that the tokenizer has."""
-    ids = map(tokenizer.token_to_id, names)
-    return [number for number in ids if number is not None]

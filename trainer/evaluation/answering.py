@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.data.order import Integers
-from trainer.data.tokenizer import end_tokens
+from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.passes import WHOLE, Piece, longest_first, part_of
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.model.cache import KVCache
@@ -45,7 +45,7 @@ def answers(
     of the batches to answer.
     """
     texts: dict[int, str] = {}
-    ends = model.end_tokens or end_tokens(tokenizer)
+    ends = model.end_tokens or special_tokens(tokenizer).stops
     for batch in part_of(list(_batches(prompts, batch_tokens)), part):
         answered: dict[int, list[int]] = {index: [] for _, row in batch for index in row}
 

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.config import LongBenchSettings
-from trainer.data.tokenizer import end_tokens
+from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.task import PromptTask
 
@@ -222,7 +222,7 @@ def longbench_task(
         check_room(room - 2, name, length)
         if kind.one_line:
             line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
-            never_first = (*line_break, *sorted(end_tokens(tokenizer)))
+            never_first = (*line_break, *sorted(special_tokens(tokenizer).stops))
         return [
             Prompt(
                 tuple(middle_out(ids, room).tolist()),

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY
-from trainer.data.corpus import HeldOutText
+from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.order import Integers
-from trainer.data.prepared import Tokens
 from trainer.evaluation.passes import part_of, sequences_at_once
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
@@ -57,16 +56,8 @@ def windows_with_common_ends(
             f"evaluation.lengths: expected at most the {text.longest} tokens of the {name} text, "
             f"got {longest}"
         )
-    shares = text.shares(count, longest, last)
-
-    def of_length(length: int) -> Integers:
-        def of_part(stream: Tokens, windows: int) -> Integers:
-            ends = np.linspace(longest, len(stream), windows).astype(np.int64)
-            return stream.windows(ends - length, length)
-
-        return text.windows(shares, of_part)
-
-    return {length: of_length(length) for length in lengths}
+    windows = held_out_windows(text, count, longest, last)
+    return {length: windows[:, longest - length :] for length in lengths}
 
 
 def mean_loss(

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.order import Integers
-from trainer.data.tokenizer import end_of_text
+from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -329,7 +329,8 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list
     They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
     noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
     """
-    sink = haystack.bos[-1] if haystack.bos else end_of_text(haystack.tokenizer, haystack.eos)
+    end = next(iter(haystack.eos), None)
+    sink = haystack.bos[-1] if haystack.bos else special_tokens(haystack.tokenizer, end=end).end
     behind = (sink,) * SINKS
     return hidden(haystack, settings, length, magic_numbers, depths=settings.depths, behind=behind)
 

@@ -15,13 +15,7 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 from trainer.common.ranks import best_precision
 from trainer.config import RunConfig
-from trainer.data.tokenizer import (
-    TextTokenizer,
-    end_of_text,
-    end_tokens,
-    own_first_token,
-    same_tokens,
-)
+from trainer.data.tokenizer import SpecialTokens, same_tokens
 from trainer.evaluation.store import fingerprint
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -52,17 +46,16 @@ class SavedModel:
     ``reference``: the user's name for it. ``weights``: loads it onto a device, by default the CPU,
     and in a dtype, by default float32. ``hash``: of its weights. ``run``: configuration of the run
     that trained it (None: published weights). ``role``: its role in comparisons, such as ``drope``.
-    ``state``: the description in its checkpoint. ``named_bos``: id of the first token of a text, if
-    a published configuration gives one. ``longest_context``: the longest context, in tokens, that
-    it was ever trained with or that its own rescaling reaches. ``eos``: ids that its settings call
-    the end of a text; ``stops``: of an answer. ``computed_by``: the program that computes it, if
-    not this one.
+    ``state``: the description in its checkpoint. ``longest_context``: the longest context, in
+    tokens, that it was ever trained with or that its own rescaling reaches. ``computed_by``: the
+    program that computes it, if not this one.
     """
 
     name: str
     reference: str
     path: Path
     tokenizer: Tokenizer
+    tokens: SpecialTokens
     config: ModelConfig
     layout: Layout
     weights: Callable[..., LanguageModel]
@@ -71,9 +64,6 @@ class SavedModel:
     run: RunConfig | None = None
     role: str | None = None
     state: dict[str, Any] = field(default_factory=dict)
-    named_bos: int | None = None
-    eos: tuple[int, ...] = ()
-    stops: frozenset[int] = frozenset()
     computed_by: str | None = None
 
     @property
@@ -85,8 +75,7 @@ class SavedModel:
         """Load the model with its training length and the tokens that end its answers."""
         model = self.weights(device, DTYPES[dtype])
         model.layout = self.layout
-        if self.end_tokens is not None:
-            model.end_tokens = self.end_tokens
+        model.end_tokens = self.tokens.stops
         return model
 
     def for_inference(self, device: str, dtype: Dtype, chunk: int | None = None) -> LanguageModel:
@@ -109,16 +98,9 @@ class SavedModel:
         return model
 
     @property
-    def end_tokens(self) -> frozenset[int] | None:
-        """Ids that end an answer; None if its settings name none."""
-        if self.stops:
-            return self.stops | {self.text_tokenizer.end_of_text}
-        return end_tokens(self.tokenizer, self.eos) if self.eos else None
-
-    @property
     def fingerprint(self) -> str:
         """Hash that changes with the weights, C and the tokens that end answers."""
-        return fingerprint(self.hash, self.training_length, sorted(self.end_tokens or ()))
+        return fingerprint(self.hash, self.training_length, sorted(self.tokens.stops))
 
     def with_training_length(self, length: int | None) -> SavedModel:
         """Return the same model with another C, from which methods and lengths count; None: as it
@@ -133,19 +115,6 @@ class SavedModel:
     def home(self) -> Path:
         """The run directory; for published weights a directory of their name among the runs."""
         return self.path.parent.parent if self.run is not None else Path("runs", self.name)
-
-    @property
-    def text_tokenizer(self) -> TextTokenizer:
-        """Tokenizer for text that the model reads."""
-        return TextTokenizer(self.tokenizer, end_of_text(self.tokenizer, self.eos))
-
-    @property
-    def bos_token(self) -> int | None:
-        """Id of the first token of texts, if any: the tokenizer's own, or end-of-text as in
-        training."""
-        if (first := own_first_token(self.tokenizer)) is not None:
-            return first
-        return self.text_tokenizer.end_of_text if self.run is not None else None
 
     @property
     def parameters(self) -> int:

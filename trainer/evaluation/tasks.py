@@ -18,7 +18,7 @@ from trainer.config import (
     STATEMENTS,
     EvaluationConfig,
 )
-from trainer.data.corpus import Corpus
+from trainer.data.corpus import Corpus, parts_of_windows
 from trainer.data.order import Integers
 from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.held_out import HeldOut, statements
@@ -149,8 +149,7 @@ def fit_text(
         prompts = {n: choice_prompts(config, straw, n) for n in chosen} or None
     longest, parts = max(fitted, default=0), ()
     if longest and len(text.parts) > 1:  # the text of a mixture that each window is from
-        shares = text.shares(config.fit_windows, longest)
-        parts = tuple(text.parts_of_windows(shares).tolist())
+        parts = tuple(parts_of_windows(text, config.fit_windows, longest).tolist())
     windows = windows_with_common_ends(text, config.fit_windows, fitted, name="validation")
     return FitText(windows, corpus.first_token, needles, prompts, parts)
 

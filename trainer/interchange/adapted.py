@@ -14,7 +14,6 @@ weights safetensors.
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 import sys
@@ -24,7 +23,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -189,34 +188,25 @@ def first_step(tables: Tables) -> Tensor:
     return both[::2] if torch.equal(both[::2], both[1::2]) else both
 
 
-class Trial(NamedTuple):
-    """A layer's call of a few tokens at positions 0, 1, ..., T - 1.
+def rotation_of(
+    plain: Encoded, rotated: Encoded, tables: Tables | None
+) -> tuple[Spectrum, Order | None]:
+    """Determine a layer's spectrum, and the order of its channels (None: nothing rotates).
 
-    ``plain``: queries and keys with tables of no rotation. ``rotated``: with its own ``tables``
-    (None: it has none). ``window``: keys that a query sees.
-    """
-
-    plain: Encoded
-    rotated: Encoded
-    tables: Tables | None
-    window: int | None
-
-
-def found_rotation(trial: Trial) -> tuple[Spectrum, Order | None]:
-    """Determine the spectrum of one layer, and the order of its channels (None: any).
+    ``plain``, ``rotated``: a few tokens' queries and keys at positions 0, 1, ..., with tables of no
+    rotation and with the layer's own ``tables`` (None: it gets none).
 
     Raises:
         UserError: no known arrangement fits.
     """
-    plain, rotated, tables, _ = trial
     if all(map(torch.equal, plain, rotated)):
         return Spectrum(), None
-    size, T = rotated[0].shape[-1], rotated[0].shape[2]
     if tables is not None:
         once = first_step(tables)
         scale = once.abs().mean().item()
         scale = 1.0 if abs(scale - 1) < 1e-6 else scale
         spectrum = Spectrum(tuple(once.angle().tolist()), rotary_scale=scale)
+        T, size = rotated[0].shape[-2:]
         cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
         turning = spectrum.rotary_dim
         # The pairs are halves or neighbours of the first or the last channels.
@@ -248,36 +238,34 @@ class AdaptedModel(LanguageModel):
         UserError: its attention cannot be observed, or rotates in an unknown way.
     """
 
+    @torch.no_grad()
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf.eval()
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
-        # From transformers 5.24 on, the argument past_key_values is called cache.
-        names = inspect.signature(self._base.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"
+        self._usual = hf.config._attn_implementation
+        if self._usual not in _MASKS:
+            self._usual = "eager"
+        hf.set_attn_implementation(f"unrope_{self._usual}")
         self._observe: OnLayer | None = None
-        text = hf.config.get_text_config()
-        trials = self._trials(text.num_hidden_layers)
-        found = [found_rotation(trial) for trial in trials]
-        orders = {order for _, order in found if order is not None}
-        shapes = {tuple(x.shape for x in trial.plain) for trial in trials}
-        inside = any("inv_freq" in n for n, _ in hf.named_buffers())  # past the tables
-        if inside and any(trial.tables is None for trial in trials):
-            raise UserError("its layers rotate queries and keys in an unknown way")
-        if len(orders) > 1 or len(shapes) > 1:
+        text, ids = hf.config.get_text_config(), torch.arange(TRIED, device=self.device)[None]
+        self._note_layers(ids, text.num_hidden_layers)
+        spectra, orders, windows, shapes = zip(*self._try_layers(ids), strict=True)
+        rotating_orders = {order for order in orders if order is not None}
+        if len(rotating_orders) > 1 or len(set(shapes)) > 1:
             raise UserError("expected layers with heads of one kind")
-        ((_, heads, _, size), (_, kv_heads, _, _)) = shapes.pop()
-        order = list(next(iter(orders), range(size)))
+        ((_, heads, _, size), (_, kv_heads, _, _)) = shapes[0]
+        order = list(next(iter(rotating_orders), range(size)))
         self._order = order if order != sorted(order) else None
         layers = (
-            LayerEncoding((spectrum,) * kv_heads, trial.window)
-            for (spectrum, _), trial in zip(found, trials, strict=True)
+            LayerEncoding((spectrum,) * kv_heads, window)
+            for spectrum, window in zip(spectra, windows, strict=True)
         )
         self.own_layout = self.layout = self._with_lengths(text, tuple(layers))
         self.config = ModelConfig(
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            num_hidden_layers=len(trials),
+            num_hidden_layers=len(spectra),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=size,
@@ -285,26 +273,14 @@ class AdaptedModel(LanguageModel):
             tie_word_embeddings=bool(text.tie_word_embeddings),
         )
 
-    @torch.no_grad()
-    def _trials(self, depth: int) -> list[Trial]:
-        """Run a few tokens with and without the rotation of each layer.
-
-        Attention goes through :func:`_attend` from now on. The attention layers, the type of the
-        outputs and the shapes in the cache are noted.
-        """
-        self._usual = self.hf.config._attn_implementation
-        # transformers 5.5 to 5.12 compute Gemma 2 with SDPA, which omits the soft-cap.
-        capped = getattr(self.hf.config, "attn_logit_softcapping", None) is not None
-        if self._usual not in _MASKS or capped:
-            self._usual = "eager"
-        self.hf.set_attn_implementation(f"unrope_{self._usual}")
+    def _note_layers(self, ids: Tensor, depth: int) -> None:
+        """Note the attention layers, the type of the outputs and the shapes in the cache."""
         self._attentions: list[nn.Module] = []
 
         def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Encoded:
             self._attentions.append(module)
             return q, k
 
-        ids = torch.arange(TRIED, device=self.device)[None]
         with _watching(note):
             outputs = self._base(ids, use_cache=True)
         if len(self._attentions) != depth:
@@ -315,13 +291,20 @@ class AdaptedModel(LanguageModel):
         self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
         self._cached = [
-            (layer.keys.shape[1::2], layer.values.shape[1::2])
-            for layer in outputs[self._cache_name].layers
+            (layer.keys.shape[1::2], layer.values.shape[1::2]) for layer in outputs.cache.layers
         ]
-        trials: list[Trial] = []
+
+    def _try_layers(self, ids: Tensor) -> list[tuple[Spectrum, Order | None, Any, Any]]:
+        """Run each layer with and without its rotation.
+
+        Returns its spectrum, the order of its channels, its window in tokens (None: all), and the
+        shapes of its queries and keys.
+        """
+        found: list[tuple[Spectrum, Order | None, Any, Any]] = []
+        has_frequencies = any("inv_freq" in name for name, _ in self.hf.named_buffers())
 
         def before(index: int, module: nn.Module, args: Any, given: dict[str, Any]) -> None:
-            seen: list[tuple[Encoded, int | None]] = []
+            seen: list[tuple[Encoded, Any]] = []
 
             def see(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **options: Any) -> Encoded:
                 seen.append(((q, k), options.get("sliding_window")))
@@ -331,11 +314,15 @@ class AdaptedModel(LanguageModel):
                 module.forward(*args, **_without_rotation(given))
                 module.forward(*args, **given)
             (plain, _), (rotated, window) = seen
-            trials.append(Trial(plain, rotated, given.get("position_embeddings"), window))
+            tables = given.get("position_embeddings")
+            if tables is None and has_frequencies:  # it rotates past the tables
+                raise UserError("a layer rotates queries and keys in an unknown way")
+            shapes = tuple(x.shape for x in plain)
+            found.append((*rotation_of(plain, rotated, tables), window, shapes))
 
         with self._before(before):
             self._base(ids, use_cache=False)
-        return trials
+        return found
 
     def _with_lengths(self, text: Any, layers: tuple[LayerEncoding, ...]) -> Layout:
         """Return the layout with the lengths of a configuration.
@@ -392,7 +379,7 @@ class AdaptedModel(LanguageModel):
         options: dict[str, Any] = {}
         if cache is not None:
             layers: list[Any] = [_Layer(layer) for layer in cache.layers]
-            options[self._cache_name] = Cache(layers=layers)
+            options["cache"] = Cache(layers=layers)
         if cache is not None and cache.begins:
             begins = torch.tensor(cache.begins, device=ids.device)[:, None]
             lengths = [(length or len(keys)) - begin for begin in cache.begins]

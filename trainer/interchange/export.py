@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from trainer.interchange.published import (
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import alibi_slopes
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum, Temperature
 
 log = logging.getLogger(__name__)
@@ -45,25 +44,8 @@ log = logging.getLogger(__name__)
 KEPT, DECODED, BEYOND, USUAL, LONGEST = 32, 4, 256, 512, 2304
 """Of the comparison: last positions, generated tokens, tokens beyond the training length, tokens
 that are read of any model, and the most tokens."""
+CODE = "modeling_unrope.py"
 TEXT = "The lighthouse keeper counted seventeen ships before the fog came in."
-
-
-HeadChange = tuple[tuple[int, ...], tuple[float, ...]]
-"""Change of one layer's query and key channels for another arrangement of pairs: the index of our
-channel for each exported channel, and factors on the exported query channels, ``[head_dim]``."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Form of an exported model.
-
-    ``values``: of ``config.json``, except tokens. ``changes``: for each layer's queries
-    and keys; empty if they stay unchanged.
-    """
-
-    architecture: str
-    values: dict[str, Any]
-    changes: tuple[HeadChange, ...] = ()
 
 
 def export_model(
@@ -93,19 +75,28 @@ def export_model(
     Raises:
         UserError: the directory is not empty, or the loaded model differs; nothing is left then.
     """
+    from huggingface_hub import save_torch_state_dict
+
     if to.exists() and any(to.iterdir()):
         raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")
     tokenizer = tokenizer if token_files else prompting(tokenizer, end)
-    plan = make_plan(model.config, model.layout)
-    log.info("Written as %s", plan.architecture)
+    values = config_of(model.config, model.layout)
+    (architecture,) = values["architectures"]
+    log.info("Written as %s", architecture)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
-        _write_model(model, plan, partial)
-        _write_settings(plan, tokenizer, end, partial, token_files or {})
+        weights = {
+            published_name(name): exported(model, name, values.get("rope_parameters")).contiguous()
+            for name, _ in model.named_parameters()
+            if not waits(name, model.layout)
+        }
+        save_torch_state_dict(weights, partial)
+        if architecture == OWN:
+            shutil.copyfile(Path(__file__).with_name(CODE), partial / CODE)
+        _write_settings(values, tokenizer, end, partial, token_files or {})
         if card:
             (partial / "README.md").write_text(card, encoding="utf-8")
-        custom = plan.architecture == OWN
-        difference = largest_difference(model.eval(), tokenizer, partial, custom=custom)
+        difference = largest_difference(model.eval(), tokenizer, partial)
         log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
         if not difference <= tolerance:
             raise UserError(
@@ -113,7 +104,7 @@ def export_model(
                 f"largest, more than tolerance={tolerance:g}"
             )
         partial.rename(to)
-    return plan.architecture
+    return architecture
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
@@ -131,15 +122,15 @@ def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
     return copy
 
 
-def make_plan(config: ModelConfig, layout: Layout) -> Plan:
-    """Return the first architecture that represents a decoder of this shape and layout."""
+def config_of(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """Return the ``config.json``, but for tokens, of the first architecture that represents a
+    decoder of this shape and layout."""
     turning = [s for s in layout.spectra if s.rotates] or [Spectrum()]
     rope = rope_parameters(turning[0], config.head_size, layout.longest)
     for name, architecture in ARCHITECTURES.items():
         if rope is not None and _represents(architecture, name, config, layout):
-            values = _native_values(config, layout, architecture, rope)
-            return Plan(name, values, _changes(config, layout, rope))
-    return Plan(OWN, _custom_values(config, layout))
+            return _shape(name, config, layout) | _native_values(layout, architecture, rope)
+    return _shape(OWN, config, layout) | _custom_values(config, layout)
 
 
 def _represents(architecture: Architecture, name: str, config: ModelConfig, layout: Layout) -> bool:
@@ -166,35 +157,10 @@ def _represents(architecture: Architecture, name: str, config: ModelConfig, layo
     )
 
 
-def _changes(config: ModelConfig, layout: Layout, rope: Parameters) -> tuple[HeadChange, ...]:
-    D = config.head_size
-    read_back = spectrum_from_rope_parameters(rope, D, layout.longest)
-    changes = tuple(_change(layer, read_back, D) for layer in layout.layers)
-    return () if set(changes) == {(tuple(range(D)), (1.0,) * D)} else changes
-
-
-def _change(layer: LayerEncoding, read_back: Spectrum, head_dim: int) -> HeadChange:
-    """Move pair m, here channels m and m + M, to channels m and m + head_dim / 2.
-
-    Scales of rotated channels apply to both queries and keys; the queries absorb both.
-    """
-    spectrum, half = layer.spectra[0], head_dim // 2
-    pairs = len(spectrum.inv_freq) if spectrum.rotates else half
-    still = list(range(2 * pairs, head_dim))
-    middle = len(still) // 2
-    order = [*range(pairs), *still[:middle], *range(pairs, 2 * pairs), *still[middle:]]
-    theirs = read_back.rotary_scale if spectrum.rotates else 1.0
-
-    def factor(channel: int) -> float:
-        ours = spectrum.rotary_scale if channel < spectrum.rotary_dim else 1.0
-        scale = spectrum.temperature.scale * (ours / theirs) ** 2
-        return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-9) else scale
-
-    return tuple(order), tuple(factor(channel) for channel in order)
-
-
-def _shape(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+def _shape(architecture: str, config: ModelConfig, layout: Layout) -> dict[str, Any]:
     return {
+        "architectures": [architecture],
+        "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_hidden_layers,
@@ -208,10 +174,8 @@ def _shape(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _native_values(
-    config: ModelConfig, layout: Layout, architecture: Architecture, rope: Parameters
-) -> dict[str, Any]:
-    values = _shape(config, layout) | {"hidden_act": "silu", "rope_parameters": rope}
+def _native_values(layout: Layout, architecture: Architecture, rope: Parameters) -> dict[str, Any]:
+    values: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": rope}
     # transformers 4 and engines built on it read these two keys. Without them they rotate with base
     # 10,000; a type that they do not know is an error there.
     values["rope_theta"] = rope["rope_theta"]
@@ -242,7 +206,7 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
             "or norms that no architecture of transformers has"
         )
     biased = any(spectrum.alibi for spectrum in layout.spectra)
-    return _shape(config, layout) | {
+    return {
         "qkv_bias": config.qkv_bias,
         "qk_norm_kind": config.qk_norm.kind,
         "qk_norm_targets": config.qk_norm.targets,
@@ -256,23 +220,8 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _write_model(model: Decoder, plan: Plan, directory: Path) -> None:
-    """Write the weights, and the code if there is any."""
-    from huggingface_hub import save_torch_state_dict
-
-    weights = {
-        published_name(name): exported(model, name, plan).contiguous()
-        for name, _ in model.named_parameters()
-        if not waits(name, model.layout)
-    }
-    save_torch_state_dict(weights, directory)
-    if plan.architecture == OWN:
-        code = "modeling_unrope.py"
-        shutil.copyfile(Path(__file__).with_name(code), directory / code)
-
-
 def _write_settings(
-    plan: Plan,
+    values: Mapping[str, Any],
     tokenizer: Tokenizer,
     end: int,
     directory: Path,
@@ -290,52 +239,54 @@ def _write_settings(
     token = tokenizer.id_to_token(end)
     of_tokenizer = settings(token_files, TOKENIZER_CONFIG)
     contents = {
-        CONFIG: {
-            "architectures": [plan.architecture],
-            "model_type": plan.architecture.removesuffix("ForCausalLM").lower(),
-            **plan.values,
-            **tokens,
-            "dtype": "float32",
-        },
+        CONFIG: {**values, **tokens, "dtype": "float32"},
         GENERATION_CONFIG: generation,
         TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": tokenizer.id_to_token(bos),
             "eos_token": token,
             "pad_token": token,
-            "model_max_length": plan.values["max_position_embeddings"],
+            "model_max_length": values["max_position_embeddings"],
             "model_input_names": ["input_ids", "attention_mask"],  # else token_type_ids come too
             "clean_up_tokenization_spaces": False,
             **{k: v for k, v in of_tokenizer.items() if k not in OF_TOKENIZER},
         },
     }
-    texts = {name: json.dumps(values, indent=2) for name, values in contents.items() if values}
+    texts = {name: json.dumps(content, indent=2) for name, content in contents.items() if content}
     texts |= {name: token_files[name] for name in COPIED if name in token_files}
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def exported(model: Decoder, name: str, plan: Plan) -> Tensor:
-    """Return one parameter in float32, with query and key channels changed as the plan says.
+def exported(model: Decoder, name: str, rope: Parameters | None) -> Tensor:
+    """Return one parameter in float32, with query and key channels in the order of ``rope``.
 
-    Factors go to the last weight of the queries, which is the gain of their norm, if any.
+    Pair m, here channels m and m + M, moves to channels m and m + head_dim / 2. Scales of rotated
+    channels apply to both queries and keys; the queries absorb both and the temperature, in their
+    last weight, which is the gain of their norm, if any. ``rope``: None for our own code.
     """
     value, kind = model.get_parameter(name).detach(), name.split(".")[-2]
-    if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or not plan.changes:
+    if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or rope is None:
         return value
-    index = int(name.split(".")[1])
-    order, factors = plan.changes[index]
-    heads = value.unflatten(0, (-1, len(order)))[:, list(order)]
-    if kind == ("q_norm" if model.layout.layers[index].qk_norm else "q_proj"):
+    D, layer = model.config.head_size, model.layout.layers[int(name.split(".")[1])]
+    spectrum = layer.spectra[0]
+    pairs = len(spectrum.inv_freq) if spectrum.rotates else D // 2
+    still = list(range(2 * pairs, D))
+    middle = len(still) // 2
+    order = [*range(pairs), *still[:middle], *range(pairs, 2 * pairs), *still[middle:]]
+    heads = value.unflatten(0, (-1, D))[:, order]
+    if kind == ("q_norm" if layer.qk_norm else "q_proj"):
+        read_back = spectrum_from_rope_parameters(rope, D, model.layout.longest)
+        theirs = read_back.rotary_scale if spectrum.rotates else 1.0
+        scales = [spectrum.rotary_scale if c < spectrum.rotary_dim else 1.0 for c in order]
+        factors = [spectrum.temperature.scale * (scale / theirs) ** 2 for scale in scales]
         heads = heads * torch.tensor(factors).view(1, -1, *[1] * (value.dim() - 1))
     return heads.flatten(0, 1)
 
 
 @torch.no_grad()
-def largest_difference(
-    model: Decoder, tokenizer: Tokenizer, directory: Path, *, custom: bool
-) -> float:
+def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) -> float:
     """Return the largest difference between the decoder's logits and those of transformers.
 
     It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass,
@@ -344,14 +295,15 @@ def largest_difference(
     those of a batch from its longest row, so then one prompt is continued within the training
     length.
 
-    ``model``: on the CPU. ``custom``: whether our code in the directory is needed.
+    ``model``: on the CPU.
 
     Raises:
         UserError: transformers tokenizes differently.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": custom}
+    is_ours = (directory / CODE).is_file()
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": is_ours}
     if AutoTokenizer.from_pretrained(directory, **options)(TEXT)["input_ids"] != (
         tokenizer.encode(TEXT).ids
     ):

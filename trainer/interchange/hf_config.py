@@ -8,10 +8,11 @@ queries, keys or both. The code beside either is for transformers and never run 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -30,37 +31,21 @@ class Architecture:
     """Implicit properties of a published architecture.
 
     ``nope_layers``: whether some layers do not rotate (``no_rope_layers``). ``windows``: whether
-    ``sliding_window`` applies to no layer, every layer, or some (``layer_types``). ``defaults``:
-    values of absent keys.
+    ``sliding_window`` applies to no layer, every layer, or some (``layer_types``).
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     nope_layers: bool = False
     windows: Literal["none", "every", "some"] = "none"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(),
-    "MistralForCausalLM": Architecture(windows="every", defaults={"sliding_window": 4096}),
-    "Qwen2ForCausalLM": Architecture(
-        qkv_bias=True, windows="some", defaults={"sliding_window": 4096, "max_window_layers": 28}
-    ),
-    "Qwen3ForCausalLM": Architecture(
-        qk_norm=True,
-        windows="some",
-        defaults={"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
-    ),
-    "SmolLM3ForCausalLM": Architecture(
-        nope_layers=True,
-        windows="some",
-        defaults={
-            "no_rope_layer_interval": 4,
-            "rope_theta": 2_000_000.0,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "MistralForCausalLM": Architecture(windows="every"),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, windows="some"),
+    "Qwen3ForCausalLM": Architecture(qk_norm=True, windows="some"),
+    "SmolLM3ForCausalLM": Architecture(nope_layers=True, windows="some"),
 }
 # Keys that change the computation, with the values supported here; null always is.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -105,27 +90,57 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
             "its directory lets transformers compute it"
         )
     architecture = ARCHITECTURES[name]
-    values = {**architecture.defaults, **values}
     for key, allowed in _NEUTRAL.items():
         if values.get(key) is not None and values[key] not in allowed:
             expected = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{key}: expected {expected}, got {values[key]!r}")
-    config = _model_config(
-        values,
-        default_eps=1e-6,
-        qkv_bias=architecture.qkv_bias,
-        qk_norm=QKNormConfig("always" if architecture.qk_norm else "never"),
-    )
-    length, rope = values["max_position_embeddings"], _rope_parameters(values)
+    values = _completed(json.dumps(values), name)
+    norm = QKNormConfig("always" if architecture.qk_norm else "never")
+    config = _model_config(values, qkv_bias=architecture.qkv_bias, qk_norm=norm)
+    length, rope = values["max_position_embeddings"], values["rope_parameters"]
+    if rope.get("partial_rotary_factor") not in (None, 1) and rope["rope_type"] != "proportional":
+        raise UserError(
+            "partial_rotary_factor: expected 1, since transformers rotates whole heads of these "
+            f"architectures all the same, got {rope['partial_rotary_factor']}"
+        )
     spectrum = spectrum_from_rope_parameters(rope, config.head_size, length)
     trained, reach = trained_and_reach(rope, length) if spectrum.rotates else (length, 0)
-    rotates = _rotating(values, architecture, config.num_hidden_layers)
-    heads = config.num_key_value_heads
+    depth, window = config.num_hidden_layers, values.get("sliding_window")
+    rotates = values["no_rope_layers"][:depth] if architecture.nope_layers else [True] * depth
+    slides = [architecture.windows == "every"] * depth
+    if architecture.windows == "some" and values["use_sliding_window"]:
+        slides = [kind == "sliding_attention" for kind in values["layer_types"]]
     layers = (
-        LayerEncoding((spectrum if turns else Spectrum(),) * heads, window, architecture.qk_norm)
-        for turns, window in zip(rotates, _windows(values, architecture, rotates), strict=True)
+        LayerEncoding(
+            (spectrum if turns else Spectrum(),) * config.num_key_value_heads,
+            window if sliding else None,
+            architecture.qk_norm,
+        )
+        for turns, sliding in zip(rotates, slides, strict=True)
     )
     return config, Layout(trained, tuple(layers), reach)
+
+
+@cache  # so that it warns once, however often a file is read
+def _completed(text: str, architecture: str) -> dict[str, Any]:
+    """Return a file's values as transformers reads them: with defaults, and ``rope_parameters``.
+
+    transformers warns of factors and lengths that contradict each other.
+    """
+    from transformers import CONFIG_MAPPING
+
+    values = json.loads(text)
+    given = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
+    stated = given, given.get("rope_parameters") or {}
+    bases = [place["rope_theta"] for place in stated if place.get("rope_theta") is not None]
+    config = CONFIG_MAPPING[architecture.removesuffix("ForCausalLM").lower()](**given)
+    config.standardize_rope_params()  # takes original_max_position_embeddings from beside them
+    completed: dict[str, Any] = config.to_dict()
+    base = completed["rope_parameters"]["rope_theta"]
+    for unused in bases:
+        if unused != base:
+            log.warning("rope_theta: %g is not used; the base is %g", unused, base)
+    return completed
 
 
 def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
@@ -135,93 +150,22 @@ def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
     the rescaling. YaRN's reach is ``factor`` times C, as transformers computes it, whatever the
     ratio of the lengths; Llama 3's and LongRoPE's is ``longest``.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind not in ("yarn", "longrope", "llama3"):
         return longest, 0
     trained = rope.get("original_max_position_embeddings") or longest
     reach = round(rope["factor"] * trained) if kind == "yarn" else longest
-    if kind == "yarn" and longest not in (trained, reach):
-        _warn(
-            f"rope_parameters.factor: {rope['factor']} is used, though max_position_embeddings is "
-            f"{longest / trained:g} times original_max_position_embeddings"
-        )
     return trained, reach if reach > trained else 0
 
 
-@cache
-def _warn(text: str) -> None:
-    """Log a warning once, however often a file is read."""
-    log.warning("%s", text)
-
-
-def _model_config(
-    values: Mapping[str, Any], *, default_eps: float, **properties: Any
-) -> ModelConfig:
+def _model_config(values: Mapping[str, Any], **properties: Any) -> ModelConfig:
     """Return the shape; ``properties`` are derived from other keys."""
-    heads, eps = values["num_attention_heads"], values.get("rms_norm_eps")
-    names = "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"
-    return adapter(ModelConfig).validate_python(
-        {name: values[name] for name in names}
-        | {
-            "num_attention_heads": heads,
-            "num_key_value_heads": values.get("num_key_value_heads") or heads,
-            "head_dim": values.get("head_dim"),
-            "rms_norm_eps": default_eps if eps is None else eps,
-            "tie_word_embeddings": values.get("tie_word_embeddings") or False,
-        }
-        | properties
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings"),
     )
-
-
-def _rope_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters in the new style, including older top-level keys."""
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
-    beside = {
-        "rope_theta": values.get("rope_theta") or 10_000.0,
-        "partial_rotary_factor": values.get("partial_rotary_factor"),
-    }
-    merged = beside | {key: value for key, value in rope.items() if value is not None}
-    base = merged["rope_theta"]
-    for stated in (values, values.get("rope_parameters") or {}):
-        if stated.get("rope_theta") not in (None, base):
-            _warn(f"rope_theta: {stated['rope_theta']:g} is not used; the base is {base:g}")
-    # The one top-level key that takes precedence over the parameters.
-    if original := values.get("original_max_position_embeddings"):
-        merged["original_max_position_embeddings"] = original
-    kind = merged.get("rope_type", merged.get("type", "default"))
-    if merged.get("partial_rotary_factor") not in (None, 1) and kind != "proportional":
-        raise UserError(
-            "partial_rotary_factor: expected 1, since transformers rotates whole heads of these "
-            f"architectures all the same, got {merged['partial_rotary_factor']}"
-        )
-    return merged
-
-
-def _rotating(values: Mapping[str, Any], architecture: Architecture, depth: int) -> list[bool]:
-    """Return whether each layer rotates."""
-    if not architecture.nope_layers:
-        return [True] * depth
-    if (listed := values.get("no_rope_layers")) is not None:
-        return [bool(turns) for turns in listed[:depth]]
-    return [(index + 1) % values["no_rope_layer_interval"] != 0 for index in range(depth)]
-
-
-def _windows(
-    values: Mapping[str, Any], architecture: Architecture, rotates: list[bool]
-) -> list[int | None]:
-    """Return the sliding window of each layer, in tokens."""
-    window, depth = values.get("sliding_window"), len(rotates)
-    if architecture.windows == "every":
-        return [window] * depth
-    if architecture.windows == "none" or not values.get("use_sliding_window"):
-        return [None] * depth
-    if (types := values.get("layer_types")) is not None:
-        slides = [kind == "sliding_attention" for kind in types[:depth]]
-    elif architecture.nope_layers:
-        slides = [not turns for turns in rotates]
-    else:
-        slides = [index >= values["max_window_layers"] for index in range(depth)]
-    return [window if sliding else None for sliding in slides]
+    shape = {name: values[name] for name in names} | {"head_dim": values.get("head_dim")}
+    return adapter(ModelConfig).validate_python(shape | properties)
 
 
 OWN = "UnropeForCausalLM"
@@ -231,7 +175,7 @@ OWN = "UnropeForCausalLM"
 def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     """Return shape and layout; the inverse of what an export writes."""
     norm = {"kind": values["qk_norm_kind"], "targets": values["qk_norm_targets"]}
-    config = _model_config(values, default_eps=1e-5, qkv_bias=values["qkv_bias"], qk_norm=norm)
+    config = _model_config(values, qkv_bias=values["qkv_bias"], qk_norm=norm)
     layout = Layout.from_dict(values["layout"])
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.

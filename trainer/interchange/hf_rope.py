@@ -49,7 +49,7 @@ def spectrum_from_rope_parameters(
 ) -> Spectrum:
     """Return the spectrum that transformers computes from these parameters.
 
-    ``values``: ``rope_type`` (or ``type``), ``rope_theta`` and the keys of the type.
+    ``values``: ``rope_type``, ``rope_theta`` and the keys of the type.
     ``original_max_position_embeddings``, the length before the extension, defaults to
     ``training_length``, which is ``max_position_embeddings``. ``head_dim`` is even.
 
@@ -58,7 +58,7 @@ def spectrum_from_rope_parameters(
         KeyError: a key is missing.
     """
     rope = {key: value for key, value in values.items() if value is not None}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise UserError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {kind!r}")
     if unknown := rope.keys() - KEYS:

@@ -21,13 +21,10 @@ from torch import Tensor
 from trainer.common.errors import UserError
 from trainer.interchange.hf_config import is_unused, shape_and_layout
 from trainer.interchange.published import (
-    eos_ids,
     find_pretrained,
-    named_bos,
     read_config,
     read_token_files,
     read_tokenizer,
-    stop_ids,
 )
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder, initial_value
@@ -66,10 +63,10 @@ def read_tensor(path: Path, name: str) -> Tensor:
 class Pretrained:
     """A model whose files were checked, and whose weights are still in them.
 
-    ``tensors``: functions that read them, by the decoder's parameter names. ``bos_token``,
-    ``token_files``, ``eos``, ``stops``: see ``named_bos``, ``read_token_files``, ``eos_ids`` and
-    ``stop_ids`` of :mod:`~trainer.interchange.published`. ``tokenizer``: None if the model came
-    without one.
+    ``tensors``: functions that read them, by the decoder's parameter names. ``tokenizer``: None if
+    the model came without one. ``token_files``: see
+    :func:`~trainer.interchange.published.read_token_files`. ``end_of_text``: id after each document
+    of the text that a run was trained on.
     """
 
     name: str
@@ -77,10 +74,8 @@ class Pretrained:
     layout: Layout
     tokenizer: Tokenizer | None
     tensors: Mapping[str, Callable[[], Tensor]]
-    bos_token: int | None = None
     token_files: Mapping[str, str] = field(default_factory=dict)
-    eos: tuple[int, ...] = ()
-    stops: frozenset[int] = frozenset()
+    end_of_text: int | None = None
 
     @torch.no_grad()
     def fill(self, model: Decoder) -> None:
@@ -154,10 +149,7 @@ def read_pretrained(location: str) -> Pretrained:
         layout,
         tokenizer,
         {name: tensors[name] for name in shapes},
-        named_bos(values),
         files,
-        () if tokenizer is None else eos_ids(files, tokenizer),
-        frozenset() if tokenizer is None else stop_ids(files, tokenizer),
     )
 
 

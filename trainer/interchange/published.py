@@ -62,58 +62,21 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     return tokenizer_from_file(path) if path.is_file() else None
 
 
-def named_bos(values: Mapping[str, Any]) -> int | None:
-    """Return the id of the token that texts begin with by a ``config.json``, or None.
-
-    The model's tokenizer may not add this token itself.
-    """
-    values = values.get("text_config") or values
-    token, size = values.get("bos_token_id"), values.get("vocab_size", 0)
-    return token if isinstance(token, int) and 0 <= token < size else None
-
-
 def read_token_files(directory: Path) -> dict[str, str]:
     """Return the texts of a published model's files about its tokens, by their names.
 
-    Of config.json, only :data:`TOKEN_IDS`.
+    Of config.json, only :data:`TOKEN_IDS`, which may stand in its ``text_config``.
     """
     paths = {name: directory / name for name in TOKEN_FILES}
     files = {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
     if CONFIG in files:
         values = json.loads(files[CONFIG])
+        values |= values.get("text_config") or {}
         files[CONFIG] = json.dumps({key: values[key] for key in TOKEN_IDS if key in values})
     return files
-
-
-def eos_ids(files: Mapping[str, str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that the files call the end of a text, without repetition.
-
-    ``files``: as :func:`read_token_files` returns them.
-    """
-    word = settings(files, TOKENIZER_CONFIG).get("eos_token")
-    word = word.get("content") if isinstance(word, dict) else word
-    first = tokenizer.token_to_id(word) if isinstance(word, str) else None
-    ids = [i for name in (CONFIG, GENERATION_CONFIG) for i in _ends(files, name, tokenizer)]
-    return tuple(dict.fromkeys([*([] if first is None else [first]), *ids]))
-
-
-def stop_ids(files: Mapping[str, str], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids at which the model ends an answer, as transformers reads them.
-
-    Empty if the files name none. ``files``: as :func:`read_token_files` returns them.
-    """
-    ids = (_ends(files, name, tokenizer) for name in (GENERATION_CONFIG, CONFIG))
-    return frozenset(next(filter(None, ids), ()))
 
 
 def settings(files: Mapping[str, str], name: str) -> dict[str, Any]:
     """Return the values of a file, or none if it is not there."""
     values: dict[str, Any] = json.loads(files.get(name, "{}"))
     return values
-
-
-def _ends(files: Mapping[str, str], name: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids under ``eos_token_id``, a number or a list, that the tokenizer has."""
-    ids = settings(files, name).get("eos_token_id")
-    known = (i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int))
-    return [i for i in known if tokenizer.id_to_token(i) is not None]

@@ -25,16 +25,13 @@ from trainer.checkpoint import (
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import checksum
+from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.saved_model import SavedModel
 from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
 from trainer.interchange.published import (
-    eos_ids,
     find_pretrained,
-    named_bos,
-    read_config,
     read_token_files,
     read_tokenizer,
-    stop_ids,
 )
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -86,17 +83,16 @@ def find_model(reference: str) -> SavedModel:
             "state": state,
         }
         length = training_length_at(run, step) if step else None
+    tokenizer = weights.require_tokenizer()
     model = SavedModel(
         reference=reference,
         path=path,
-        tokenizer=weights.require_tokenizer(),
+        tokenizer=tokenizer,
         config=weights.config,
         layout=weights.layout,
         longest_context=weights.layout.longest,
         weights=weights.decoder,
-        named_bos=weights.bos_token,
-        eos=weights.eos,
-        stops=weights.stops,
+        tokens=special_tokens(tokenizer, weights.token_files, weights.end_of_text),
         **details,
     )
     return model.with_training_length(length)
@@ -134,8 +130,7 @@ def read_run(path: Path) -> Pretrained:
         tokenizer,
         {name: read[f"model.{name}"] for name in names if not waits(name, layout)},
         token_files=state["token_files"],
-        eos=(state["end_of_text"],),
-        stops=stop_ids(state["token_files"], tokenizer),
+        end_of_text=state["end_of_text"],
     )
 
 
@@ -185,9 +180,7 @@ def _computed_by_transformers(reference: str) -> SavedModel:
         weights=load,
         hash=f"{program} {_files_fingerprint(path)}",
         computed_by=program,
-        named_bos=named_bos(read_config(path)),
-        eos=eos_ids(files, tokenizer),
-        stops=stop_ids(files, tokenizer),
+        tokens=special_tokens(tokenizer, files),
     )
 
 

@@ -237,7 +237,7 @@ def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
 
 def after_bos(windows: Integers, corpus: Corpus, saved: SavedModel) -> Tensor:
     """Return windows after the model's first token, or a separator."""
-    known = (saved.bos_token, saved.named_bos, corpus.end_of_text)
+    known = (saved.tokens.first, saved.tokens.named_bos, corpus.end_of_text)
     bos = next(token for token in known if token is not None)
     return torch.from_numpy(np.insert(windows, 0, bos, axis=1))
 

@@ -21,7 +21,7 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import same_tokens
+from trainer.data.tokenizer import TextTokenizer, same_tokens
 from trainer.evaluation.engine import Settings, measure_cells, plan_cells
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
@@ -106,13 +106,14 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
         if not same_tokens(corpus.tokenizer, model.tokenizer):
             raise UserError("text: the run's text has changed, and its tokenizer with it")
         return corpus
-    return prepare_corpus(source, TokenizerConfig(), model.text_tokenizer)
+    tokenizer = TextTokenizer(model.tokenizer, model.tokens.end)
+    return prepare_corpus(source, TokenizerConfig(), tokenizer)
 
 
 def held_out_of(corpus: Corpus, first: SavedModel) -> HeldOut:
     """Return the test split, in the tokens of the first model, for tasks and fits."""
     share = None if first.run is None else first.run.data.needles.share
-    return HeldOut(corpus, corpus.test, first.bos_token, share)
+    return HeldOut(corpus, corpus.test, first.tokens.first, share)
 
 
 def measure_models(

@@ -10,7 +10,6 @@ import torch
 from trainer.common.processes import usual_threads
 from trainer.common.ranks import device_type
 from trainer.config import GenerationRequest
-from trainer.data.tokenizer import end_tokens
 from trainer.evaluation.saved_model import precision_of
 from trainer.model.generate import Sampler, TextStream, generate
 from trainer.runs.models import find_model
@@ -34,7 +33,7 @@ def continue_prompts(
     names = dict.fromkeys((saved.name, saved.path.name))  # an export has one name
     say(", ".join(names))
     tokenizer = saved.tokenizer
-    bos = [] if saved.bos_token is None else [saved.bos_token]
+    bos = [] if saved.tokens.first is None else [saved.tokens.first]
     prompts = [
         [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
     ]
@@ -53,8 +52,8 @@ def continue_prompts(
         model,
         prompts,
         request.max_new_tokens,
+        end_tokens=saved.tokens.stops,
         sampler=Sampler(request.temperature, request.top_p, request.seed),
-        end_tokens=model.end_tokens or end_tokens(tokenizer),
         on_token=on_token,
     )
     rests = [text.finish() for text in texts]

@@ -11,7 +11,7 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, open_prepared, prepare
 from trainer.data.sources import describe
-from trainer.data.tokenizer import TextTokenizer, end_of_text, same_tokens, vocabulary_size
+from trainer.data.tokenizer import TextTokenizer, same_tokens, special_tokens, vocabulary_size
 from trainer.runs.models import starting_weights
 from trainer.runs.parsing import runs_of
 from trainer.runs.starting_point import texts_read
@@ -26,7 +26,8 @@ def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
     tokenizer = start.require_tokenizer()
-    return TextTokenizer(tokenizer, end_of_text(tokenizer, start.eos))
+    tokens = special_tokens(tokenizer, start.token_files, start.end_of_text)
+    return TextTokenizer(tokenizer, tokens.end)
 
 
 def prepare_texts(config: RunConfig) -> Iterator[str]:
