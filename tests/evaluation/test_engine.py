@@ -21,7 +21,7 @@ from trainer.config import (
     NeedleTaskSettings,
     TemperatureSettings,
 )
-from trainer.evaluation import dope, passes
+from trainer.evaluation import dope
 from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import statements
@@ -261,7 +261,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
 def small_parts(monkeypatch):
     """Cells of many parts: each part has one batch, of one sequence of 64 tokens or two of 32."""
     monkeypatch.setitem(PART, "cpu", 1.0)
-    monkeypatch.setattr(passes, "IN_CACHE", 64 * 32)
+    monkeypatch.setattr("trainer.evaluation.loss.IN_CACHE", 64 * 32)
 
 
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
@@ -281,7 +281,7 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     def counting(task, reading):
         if len(parts) == 2:
             raise KeyboardInterrupt
-        parts.append((reading.length, reading.part[0]))
+        parts.append((reading.length, reading.part.start))
         return read(task, reading)
 
     with monkeypatch.context() as patch:
@@ -292,7 +292,7 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     parts.clear()
 
     def counting_on(task, reading):
-        parts.append((reading.length, reading.part[0]))
+        parts.append((reading.length, reading.part.start))
         return read(task, reading)
 
     monkeypatch.setattr(Perplexity, "read", counting_on)

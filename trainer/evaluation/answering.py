@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import special_tokens
-from trainer.evaluation.passes import WHOLE, Piece, longest_first, part_of
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.model.cache import KVCache
 from trainer.model.generate import continue_from_cache, generate
@@ -35,18 +34,18 @@ def answers(
     prompts: Sequence[Prompt],
     batch_tokens: int,
     stop: Stop | None = None,
-    part: Piece = WHOLE,
+    part: slice = slice(None),
 ) -> dict[int, str]:
     """Return the model's answers by the indices of their prompts, as if each were computed alone.
 
     An answer ends at end-of-text or the end of a turn, after its prompt's ``new_tokens``, or when
     ``stop``, called after each of its tokens, returns True. ``batch_tokens``: most prompt tokens
-    read together (at least one prompt); the cache holds at most twice as many. ``part``: the part
-    of the batches to answer.
+    read together (at least one prompt); the cache holds at most twice as many. ``part``: the
+    batches to answer.
     """
     texts: dict[int, str] = {}
     ends = model.end_tokens or special_tokens(tokenizer).stops
-    for batch in part_of(list(_batches(prompts, batch_tokens)), part):
+    for batch in list(_batches(prompts, batch_tokens))[part]:
         answered: dict[int, list[int]] = {index: [] for _, row in batch for index in row}
 
         def on_token(index: int, token: int, answered: dict[int, list[int]] = answered) -> bool:
@@ -155,9 +154,11 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[list[Roun
         else:
             sharing[length, new, len(members)].append(members)
     for new, indices in sorted(single.items(), reverse=True):
-        lengths = [len(prompts[index].tokens) + new for index in indices]
-        for batch in longest_first(lengths, batch_tokens):
-            yield [(0, [indices[place] for place in batch])]
+        left = sorted(indices, key=lambda index: -len(prompts[index].tokens))
+        while left:
+            size = max(1, batch_tokens // (len(prompts[left[0]].tokens) + new))
+            yield [(0, left[:size])]
+            left = left[size:]
     for (length, new, _), alike in sharing.items():
         count = max(1, batch_tokens // (length + new))
         for first in range(0, len(alike), count):

@@ -91,7 +91,8 @@ class Cell:
         began, reads = time.perf_counter(), self.method.reads
         reads = reads if reads and reads < self.length else None
         with model.using(layout):
-            values = self.task.read(Reading(model, self.length, tokens, reads, (part, self.parts)))
+            every_nth = slice(part, None, self.parts)
+            values = self.task.read(Reading(model, self.length, tokens, reads, every_nth))
         return {"values": values, "seconds": time.perf_counter() - began}
 
     def trials(self, parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:

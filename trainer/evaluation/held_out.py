@@ -14,9 +14,8 @@ from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.tokenizer import own_first_token
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.loss import windows_with_common_ends
+from trainer.evaluation.loss import sequences_at_once, windows_with_common_ends
 from trainer.evaluation.needles import Haystack
-from trainer.evaluation.passes import part_of, sequences_at_once
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
 
@@ -90,7 +89,7 @@ class Statements(Task):
         prompts[:, 0] = self.first_token
         size = sequences_at_once(model, prompts.shape[1], reading.batch_tokens)
         values: list[Value] = []
-        for first in part_of(range(0, len(prompts), size), reading.part):
+        for first in range(0, len(prompts), size)[reading.part]:
             ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
             predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
             hits = predicted == trials.answers[first : first + size]

@@ -16,7 +16,6 @@ from trainer.common.errors import UserError
 from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
-from trainer.evaluation.passes import part_of
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
 
@@ -94,7 +93,7 @@ class MultipleChoice(Task):
     def read(self, reading: Reading) -> list[Value]:
         """Return ``acc`` and ``acc_norm`` of each question in the part."""
         values: list[Value] = []
-        for first in part_of(range(0, len(self.questions), TOGETHER), reading.part):
+        for first in range(0, len(self.questions), TOGETHER)[reading.part]:
             questions = self.requests[first : first + TOGETHER]
             requests = [choice.within(reading.most) for choice in chain.from_iterable(questions)]
             results = log_likelihoods(reading.model, requests, reading.batch_tokens)

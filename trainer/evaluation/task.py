@@ -14,7 +14,6 @@ import pandas as pd
 from tokenizers import Tokenizer
 
 from trainer.evaluation.answering import answers
-from trainer.evaluation.passes import WHOLE, Piece
 from trainer.evaluation.scoring import Prompt, Score, Stop
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
@@ -27,14 +26,16 @@ class Reading(NamedTuple):
     """How a model reads a part of a task's trials.
 
     ``length``: in tokens. ``batch_tokens``: tokens of a forward pass. ``reads``: number of last
-    tokens of a sequence that the model reads; None: every token.
+    tokens of a sequence that the model reads; None: every token. ``part``: the batches that are
+    read, such as ``slice(0, None, 2)``. Batches stay whole, so that trials measured in parts have
+    the same numbers, digit for digit, as all at once.
     """
 
     model: LanguageModel
     length: int
     batch_tokens: int
     reads: int | None = None
-    part: Piece = WHOLE
+    part: slice = slice(None)
 
     @property
     def most(self) -> int:

@@ -34,7 +34,7 @@ class Benchmarks:
         self.C = config.training_length
         if asked.every is None:
             return
-        self.share = (ranks.rank, ranks.world_size)
+        self.share = slice(ranks.rank, None, ranks.world_size)
         self.batch_tokens = config.evaluation.batch_tokens // ranks.world_size
         self.lengths = [round(self.C * factor) for factor in sorted(set(asked.lengths))]
         text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
