@@ -661,12 +661,6 @@ class RunConfig:
         return (lengths[-1] if lengths else None) or self.data.sequence_length
 
     @property
-    def longest_sequence(self) -> int:
-        """Largest number of tokens per sequence that the model is trained on, over all phases."""
-        lengths = (phase.sequence_length or 0 for phase in self.phases.values())
-        return max(self.data.sequence_length, *lengths, 0)
-
-    @property
     def drop_step(self) -> int | None:
         """Number of steps trained before the first drop, or None."""
         if self.phases:

@@ -68,7 +68,6 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
     assert config.trainer.max_steps == step
     assert tokens_at(config, step) == tokens
     assert config.training_length == orders[-1][0]
-    assert config.longest_sequence == max(32, *(length for length, _ in orders))
 
 
 def test_without_phases_a_drop_makes_two():
@@ -124,9 +123,9 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
 def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
     config = configured({"a": {"steps": 4}, "b": {"steps": 2, "sequence_length": 16}})
     assert [training_length_at(config, step) for step in range(1, 7)] == [32] * 4 + [16] * 2
-    assert (config.training_length, config.longest_sequence) == (16, 32)
+    assert config.training_length == 16
     back = configured({"a": {"steps": 4, "sequence_length": 64}, "b": {"steps": 2}})
-    assert (back.training_length, back.longest_sequence) == (32, 64)
+    assert back.training_length == 32
     assert configured({}).training_length == training_length_at(configured({}), 1) == 32
 
 

@@ -14,6 +14,7 @@ from trainer.data.sources import describe
 from trainer.data.tokenizer import TextTokenizer, same_tokens, special_tokens, vocabulary_size
 from trainer.runs.models import starting_weights
 from trainer.runs.parsing import runs_of
+from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 
 
@@ -53,7 +54,8 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
-    longest = max(run.longest_sequence for run in runs_of(config).values())
+    phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
+    longest = max(phase.config.data.sequence_length for phase in phases)
     data, tokenizer = replace(config.data, sequence_length=longest), tokenizer_of_weights(config)
     return prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
 
