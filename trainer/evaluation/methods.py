@@ -151,7 +151,8 @@ def why_idle(name: str, model: SavedModel, config: EvaluationConfig) -> str:
         chosen = layout.of_layers(layers)
         if not (chosen.rotates if part.rotation else chosen.layers):
             return "has no such layer that sees more than the training length (evaluation.layers)"
-    if names & {"temperature", "temperature_rope_id"} and layout.has_trained_temperature:
+    trained = any(s.temperature.is_trained(layout.training_length) for s in layout.spectra)
+    if names & {"temperature", "temperature_rope_id"} and trained:
         return "was trained with logits that follow the length"
     has_positions = any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
     if "temperature" in names and has_positions and config.temperature.models != "all":

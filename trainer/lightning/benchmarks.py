@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from trainer.common.ranks import Ranks, all_gather
@@ -45,41 +45,25 @@ class Benchmarks:
             replace(task, limit=asked.limit) if isinstance(task, PromptTask) else task
             for task in tasks
         ]
-        for task in self.tasks:
-            for length in self.lengths:
-                task.fingerprint(length)  # makes the prompts: all must fit
+        for task, length in product(self.tasks, self.lengths):
+            task.fingerprint(length)  # makes the prompts: all must fit
 
     def measure(self, model: Decoder, step: int, tokens: int, dropped: bool) -> dict[str, float]:
         """Add a milestone, the same on all ranks; return its known scores under names of metrics.
 
         ``step``, ``tokens``: of the model. ``dropped``: whether its encoding was dropped by then.
         """
-        scores = self._scores(model)
+        scores: dict[str, float] = {}
+        with evaluating(model), gathered(model):
+            for task, length in product(self.tasks, self.lengths):
+                read = task.read(Reading(model, length, self.batch_tokens, part=self.share))
+                for key in task.titles:
+                    mine = [value for _, name, value in read if name == key]
+                    values = [value for of_rank in all_gather(mine) for value in of_rank]
+                    mean = sum(values) / len(values) if values else math.nan
+                    score = math.exp(mean) if task.metric == "loss" else mean
+                    scores[f"{key}/{length / self.C:g}x"] = score
         self.milestones.append(
             {"step": step, "tokens": tokens, "dropped": dropped, "scores": scores}
         )
         return {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
-
-    def _scores(self, model: Decoder) -> dict[str, float | None]:
-        """Return the scores by task and length."""
-        scores: dict[str, float | None] = {}
-        with evaluating(model), gathered(model):
-            for task in self.tasks:
-                for length in self.lengths:
-                    reading = Reading(model, length, self.batch_tokens, part=self.share)
-                    values = task.read(reading)
-                    for key in task.titles:
-                        mine = [value for _, name, value in values if name == key]
-                        mean = _mean(_gathered(mine))
-                        score = math.exp(mean) if task.metric == "loss" else mean
-                        scores[f"{key}/{length / self.C:g}x"] = score
-        return scores
-
-
-def _gathered(values: Sequence[float]) -> list[float]:
-    """Gather the values of all ranks."""
-    return [value for of_rank in all_gather(list(values)) for value in of_rank]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan

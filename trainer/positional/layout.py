@@ -124,11 +124,6 @@ class Layout:
         """Lengths beyond which all tokens have other frequencies at once (LongRoPE)."""
         return {s.long.length for s in self.spectra if s.long and s.long.inv_freq != s.inv_freq}
 
-    @property
-    def has_trained_temperature(self) -> bool:
-        """Whether a temperature depends on lengths within the training length too."""
-        return any(s.temperature.is_trained(self.training_length) for s in self.spectra)
-
     def at(self, length: int) -> Layout:
         """Return the layout for sequences of ``length`` tokens, with fixed frequencies and
         temperatures."""

@@ -176,16 +176,13 @@ def _temperature(
 
 
 def encode_queries(q: Tensor, groups: Groups) -> Tensor:
-    """Rotate and temper queries ``[B, Hq, T, D]``; return them unchanged if their encoding is
-    empty."""
-    if all(group.cos is None and group.temperature is None for group in groups):
-        return q
+    """Rotate and temper queries ``[B, Hq, T, D]``."""
     return _by_group(q, groups, _encode_queries)
 
 
 def encode_keys(k: Tensor, groups: Groups) -> Tensor:
-    """Rotate keys ``[B, Hkv, T, D]``; return them unchanged if their encoding is empty."""
-    return k if all(group.cos is None for group in groups) else _by_group(k, groups, _rotated)
+    """Rotate keys ``[B, Hkv, T, D]``."""
+    return _by_group(k, groups, _rotated)
 
 
 def _by_group(x: Tensor, groups: Groups, change: Callable[[Tensor, HeadGroup], Tensor]) -> Tensor:
