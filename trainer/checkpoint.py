@@ -88,23 +88,6 @@ def _own_errors() -> Iterator[None]:
             raise next(iter(error.failures.values()))[0] from None
 
 
-def saved_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shapes and dtypes of a checkpoint's tensors by name."""
-    tensors = dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    return {k: v for k, v in tensors.items() if isinstance(v, TensorStorageMetadata)}
-
-
-def read_tensors(path: Path, tensors: Tensors) -> None:
-    """Read ``tensors`` in place, all ranks together.
-
-    Raises:
-        RuntimeError, ValueError: one is missing, or has another shape.
-    """
-    reader = dcp.HuggingFaceStorageReader(str(path))
-    with _own_errors():
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-
-
 def readers(path: Path) -> dict[str, Callable[[], Tensor]]:
     """Return a function for each tensor that reads it as a whole, on this rank alone."""
     shards: dict[str, list[tuple[list[int], Path]]] = defaultdict(list)
@@ -133,25 +116,23 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
     Raises:
         RuntimeError, ValueError: a parameter is missing, or has another shape.
     """
-    saved, parameters = saved_tensors(path), dict(model.named_parameters())
+    reader, parameters = dcp.HuggingFaceStorageReader(str(path)), dict(model.named_parameters())
     tensors = weights_of(model)
     states: dict[str, Tensors] = {}
-    for key, description in saved.items():
-        if key.startswith("optim."):
+    for key, saved in reader.read_metadata().state_dict_metadata.items():
+        if key.startswith("optim.") and isinstance(saved, TensorStorageMetadata):
             name, _, part = key.removeprefix("optim.").rpartition(".")
-            tensors[key] = states.setdefault(name, {})[part] = _empty(parameters[name], description)
-    read_tensors(path, tensors)
+            parameter, dtype = parameters[name], saved.properties.dtype
+            if saved.size == parameter.shape:  # sharded like the parameter
+                value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            else:
+                value = torch.zeros(saved.size, dtype=dtype, device=parameter.device)
+            tensors[key] = states.setdefault(name, {})[part] = value
+    with _own_errors():
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     optimizer.state.clear()
     for name, state in states.items():
         optimizer.state[parameters[name]] = state
-
-
-def _empty(parameter: Tensor, saved: TensorStorageMetadata) -> Tensor:
-    """Allocate a tensor of optimizer state, sharded like its parameter, or a scalar."""
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    if saved.size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=saved.properties.dtype, device=local.device)
 
 
 # Writing
@@ -210,7 +191,14 @@ class Writer:
     def _write(self, name: str, tensors: Tensors, described: bytes) -> None:
         partly = self.directory / f".{name}.partial"
         on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
-        write_tensors(partly, tensors, self._group)
+        storage = dcp.HuggingFaceStorageWriter(str(partly), save_distributed=True)
+        with _own_errors():
+            dcp.save(
+                dict(tensors),
+                storage_writer=storage,
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
         on_rank_zero(lambda: self._complete(partly, self.directory / name, described), self._group)
 
     def _complete(self, partly: Path, final: Path, described: bytes) -> None:
@@ -228,15 +216,6 @@ class Writer:
             step = step_of(path)
             if step not in self.permanent and (self.keep_every is None or step % self.keep_every):
                 shutil.rmtree(path)
-
-
-def write_tensors(
-    directory: Path, tensors: Tensors, group: dist.ProcessGroup | None = None
-) -> None:
-    """Write a safetensors file a rank, all ranks of ``group`` together (None: this rank alone)."""
-    writer = dcp.HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    with _own_errors():
-        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
 
 
 # Finding and reading

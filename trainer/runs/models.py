@@ -66,10 +66,7 @@ def find_model(reference: str) -> SavedModel:
         return _computed_by_transformers(reference)
     if (path := published_place(reference)) is not None:
         weights = read_pretrained(reference)
-        details: dict[str, Any] = {
-            "name": path.stem if path.is_file() else Path(reference).name,
-            "hash": _files_fingerprint(path),
-        }
+        details: dict[str, Any] = {"name": Path(reference).name, "hash": _files_fingerprint(path)}
         length = None
     else:
         path = check_sound(find_checkpoint(reference))
@@ -186,7 +183,7 @@ def _computed_by_transformers(reference: str) -> SavedModel:
 
 def _files_fingerprint(path: Path) -> str:
     """Return a fingerprint of names, sizes and times of files; hashing contents would take long."""
-    files = [path] if path.is_file() else sorted(path.iterdir())
+    files = sorted(path.iterdir())
     return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])
 
 
