@@ -55,6 +55,11 @@ def test_qk_norm_comes_on_only_where_the_encoding_went():
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]
 
 
+def test_norms_that_were_trained_stay_on_where_the_encoding_goes():
+    after = drop(MIXED)
+    assert [layer.qk_norm for layer in after.layers] == [False, False, True, False]
+
+
 def test_another_encoding_may_take_the_place():
     after = drop(MIXED, layers=[1], to=SLOW)
     assert after.layers[1].spectra == (SLOW, SLOW)

@@ -98,6 +98,17 @@ def test_the_mean_is_over_tasks_with_the_same_lengths_and_pairs_their_texts():
     assert [mean[n].mean for n in lengths] == [pytest.approx((0.5 + 0.25 + 1.0) / 3)] * 2
 
 
+def test_every_task_counts_once_in_the_mean_however_many_texts_it_has():
+    """Its interval is that of a sum of independent means (Zou and Donner 2008)."""
+    scores = {"a": [1.0, 0.0, 0.0], "b": [0.0] + [1.0] * 7, "c": [1.0, 0.0] * 10}
+    made = report(*(cell(each, task=task) for task, each in scores.items()))
+    value, low, high, n = values(made, "mean")
+    alone = [estimate(each) for each in scores.values()]
+    assert (value, n) == (pytest.approx((1 / 3 + 7 / 8 + 1 / 2) / 3), 31)
+    assert value - low == pytest.approx(math.hypot(*(e.mean - e.low for e in alone)) / 3)
+    assert high - value == pytest.approx(math.hypot(*(e.high - e.mean for e in alone)) / 3)
+
+
 def test_the_last_tokens_default_to_the_shortest_length():
     assert report(loss(4.0, length=32), config={"evaluation": {"last": 16}}).last == 16
     assert report(loss(4.0, length=32), config={"evaluation": {"last": None}}).last == 32
