@@ -367,15 +367,13 @@ def test_a_window_is_no_wider_than_the_training_length():
 
 
 @pytest.mark.parametrize(("coefficient", "exponent"), [(0.412, 1.0), (0.1, 2.0)])
-@pytest.mark.parametrize("per", ["sequence", "query"])
-def test_temperatures_of_the_papers(coefficient, exponent, per):
-    (spectrum,) = tempered(layout(), coefficient, per, exponent).spectra
-    assert spectrum.temperature.per == per
+def test_temperatures_of_the_papers(coefficient, exponent):
+    (spectrum,) = tempered(layout(), coefficient, exponent).spectra
     temperature = spectrum.temperature
+    assert temperature.per == "sequence"
     assert (temperature.coefficient, temperature.exponent) == (coefficient, exponent)
-    if per == "sequence":
-        expected = (1 + coefficient * math.log(4)) ** exponent
-        assert temperature.at(256, 64).scale == pytest.approx(expected)
+    expected = (1 + coefficient * math.log(4)) ** exponent
+    assert temperature.at(256, 64).scale == pytest.approx(expected)
     assert spectrum.inv_freq == layout().spectra[0].inv_freq
 
 

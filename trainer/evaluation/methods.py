@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -170,7 +170,6 @@ def windowed(layout: Layout) -> Layout:
 def tempered(
     layout: Layout,
     coefficient: float,
-    per: Literal["sequence", "query"] = "sequence",
     exponent: float = 1.0,
     layers: LayerChoice = None,
 ) -> Layout:
@@ -182,7 +181,7 @@ def tempered(
     """
     return layout.map(
         lambda spectrum: spectrum.with_temperature(
-            coefficient=coefficient, exponent=exponent, per=per, reference=None, steps=False
+            coefficient=coefficient, exponent=exponent, per="sequence", reference=None, steps=False
         ),
         layout.chosen(layers),
     )
@@ -225,7 +224,7 @@ def _dropped(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
 def _rope_id_temperature(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or with another exponent."""
     exponent = config.temperature.rope_id_exponent
-    return tempered(layout, 0.1, "sequence", exponent, config.layers)
+    return tempered(layout, 0.1, exponent, config.layers)
 
 
 def _longrope(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:

@@ -169,13 +169,13 @@ def estimates(
 ) -> dict[Row, dict[int, Estimate]]:
     """Return value and interval by model and method, in the order of rows, and by length."""
     chosen = rows[(rows.task == task) & (rows.metric == metric)].dropna(subset="value")
-    made: dict[Row, dict[int, Estimate]] = {}
-    for row in chosen.sort_values("length", kind="stable").itertuples():
-        made.setdefault((row.model, row.method), {})[row.length] = Estimate(
-            row.value, row.low, row.high
-        )
-    order = dict.fromkeys(zip(rows.model, rows.method, strict=True))
-    return {row: made[row] for row in order if row in made}
+    return {
+        row: {
+            cell.length: Estimate(cell.value, cell.low, cell.high)
+            for cell in cells.sort_values("length").itertuples()
+        }
+        for row, cells in chosen.groupby(["model", "method"], sort=False)
+    }
 
 
 def lengths_of(rows: pd.DataFrame) -> dict[int, float]:
