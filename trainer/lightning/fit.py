@@ -34,7 +34,6 @@ from trainer.common.ranks import Vote, current_ranks, on_rank_zero
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.benchmarks import Benchmarks
 from trainer.lightning.datamodule import TokenData
 from trainer.lightning.drop import apply_change, losses_of
@@ -119,8 +118,6 @@ def train(
     start_time, clock = start_time or time.time(), time.perf_counter()
     ranks, last_step = current_ranks(), config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
-    if compiles(config):
-        torch.compiler.reset()  # shapes of an earlier run in this process would make sizes dynamic
     checkpoint, state = on_rank_zero(lambda: starting_point(directory.parent, corpus, branch))
     torch.manual_seed(config.seed + ranks.rank)
     weights = starting_weights(config.model) if checkpoint is None else None
@@ -129,6 +126,11 @@ def train(
         model.layout = Layout.from_dict(state["layout"])
         if not is_control:
             check_divergence(state["tally"]["skipped_in_a_row"], state["step"], directory)
+    # The published model's files about tokens, unless this run has another tokenizer.
+    if weights is not None and (
+        weights.tokenizer is None or same_tokens(weights.tokenizer, corpus.tokenizer)
+    ):
+        state["token_files"] = dict(weights.token_files)
     effects = state.get("effects", {})
     if state["step"] < last_step:
         module = make_module(config, model, ranks, weights, draws=checkpoint is None)
@@ -140,9 +142,7 @@ def train(
             numerics(config),
             stop_requests(config.trainer.max_time, start_time) as asked,
         ):
-            run = RunCallback(
-                config, corpus, checkpoint, state, weights, progress, asked, is_control
-            )
+            run = RunCallback(config, corpus, checkpoint, state, progress, asked, is_control)
             with closing(run.writer):
                 fit_phases(run, module)
         effects = run.effects
@@ -159,8 +159,8 @@ def fit_phases(run: RunCallback, module: LanguageModule) -> None:
         gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
         run.phase, settings = phase, phase.config
         shape = settings.trainer.batch_size, settings.data
-        if last_shape not in (None, shape) and compiles(run.config):
-            torch.compiler.reset()  # compile for the new length, not for dynamic ones
+        if shape != last_shape and compiles(run.config):
+            torch.compiler.reset()  # compile for this length; with others sizes become dynamic
         last_shape = shape
         data = TokenData(
             run.corpus,
@@ -191,7 +191,6 @@ class RunCallback(L.Callback):
         config: the run.
         corpus: its text.
         checkpoint, state: where it begins, as :func:`starting_point` returns them.
-        weights: trained weights that it begins with.
         progress: the bar.
         asked: returns why this process is asked to stop, see :func:`stop_requests`.
         is_control: see :func:`train`.
@@ -205,7 +204,6 @@ class RunCallback(L.Callback):
         corpus: Corpus,
         checkpoint: Path | None,
         state: dict[str, Any],
-        weights: Pretrained | None,
         progress: Progress,
         asked: Callable[[], str | None],
         is_control: bool,
@@ -230,12 +228,6 @@ class RunCallback(L.Callback):
         keep = config.trainer.keep_checkpoints, config.trainer.keep_every
         self.writer = Writer(self.checkpoints, *keep, self.permanent)
         self.saved_at, self.save_vote, self.stop_vote = time.monotonic(), Vote(), Vote()
-        # The published model's files about tokens, unless this run has another tokenizer.
-        self.token_files: dict[str, str] = state.get("token_files", {})
-        if weights is not None:
-            theirs = weights.tokenizer
-            if theirs is None or same_tokens(theirs, corpus.tokenizer):
-                self.token_files = dict(weights.token_files)
 
     # The start of a phase
 
@@ -386,7 +378,7 @@ class RunCallback(L.Callback):
                 "layout": module.model.layout.to_dict(),
                 "tokenizer": corpus.tokenizer.to_str(),
                 "end_of_text": corpus.end_of_text,
-                "token_files": self.token_files,
+                "token_files": self.state.get("token_files", {}),
                 "config": asdict(self.config),
                 "texts": corpus.fingerprints,
                 "tally": module.tally.state(),
