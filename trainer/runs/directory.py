@@ -200,7 +200,6 @@ def log_to_file(directory: Path) -> None:
 
 # metrics.csv
 
-DROP_LOSSES = "drop/loss_before", "drop/loss_after", "drop/loss_end"
 COLUMNS = (
     "step",
     "tokens",
@@ -213,7 +212,9 @@ COLUMNS = (
     "tokens_per_second",
     "memory",
     "mfu",
-    *DROP_LOSSES,
+    "drop/loss_before",
+    "drop/loss_after",
+    "drop/loss_end",
 )
 """Columns of ``metrics.csv``, which docs/cluster.md explains.
 

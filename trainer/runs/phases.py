@@ -14,8 +14,6 @@ from trainer.positional.config import build_layout, spectrum_of
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import RESCALINGS
 
-RECALIBRATION = "recalibrate"
-"""The phase after the drop of a run that names no phases."""
 ORDERS = 1_000_003
 """Distance between the seeds of two orders of samples in a run."""
 
@@ -121,7 +119,7 @@ def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
         drop=None if change.to == SAME else change,
         optimizer_state=change.optimizer_state,
     )
-    return {"pretrain": PhaseConfig(step), RECALIBRATION: recalibration}
+    return {"pretrain": PhaseConfig(step), "recalibrate": recalibration}
 
 
 def reading(data: DataConfig) -> dict[str, DataConfig]:
