@@ -17,7 +17,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
-from trainer.runs.descriptions import label
+from trainer.runs.descriptions import name_and_role
 from trainer.runs.directory import read_metrics
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
@@ -221,8 +221,8 @@ def test_a_run_that_begins_with_a_dropped_model_goes_on_and_drops_nothing_again(
         return parse(RunConfig, merged(begun, {"model": model, **changes}))
 
     last = config(whole.run_dir, drop={"at": None})
-    assert (label(last), last.positional.layers) == ("NoPE, continued", ["nope"])
+    assert (name_and_role(last)[0], last.positional.layers) == ("NoPE, continued", ["nope"])
     before = config(early, drop={"at": None}, norms="never")
-    assert (label(before), before.positional) == ("RoPE", whole.positional)
+    assert (name_and_role(before)[0], before.positional) == ("RoPE", whole.positional)
     assert config(whole.run_dir).drop_step is None
-    assert label(config(early)) == "DroPE"
+    assert name_and_role(config(early))[0] == "DroPE"

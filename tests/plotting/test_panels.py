@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from trainer.plotting.panels import (
     Line,
     Panel,
-    by_length,
     diagonal,
     draw,
     graded,
@@ -48,7 +47,7 @@ def test_a_legend_above_panels_is_no_wider_than_the_figure():
 def test_lines_intervals_and_references_of_a_panel():
     lines = [
         Line("low", 0, [1, 2], [3, 1]),
-        Line("high", 1, [1, 2], [2, 4], low=[1, 3], high=[2.5, 6], marked=False),
+        Line("high", 1, [1, 2], [2, 4], low=[1, 3], high=[2.5, 6]),
         Line("ends early", 7, [1, 2], [2, math.nan], raw=[1, 3]),
     ]
     levels = ((0.5, "chance"), (3, "best"))
@@ -63,6 +62,11 @@ def test_lines_intervals_and_references_of_a_panel():
     (bars,) = axes.containers
     segments = bars.lines[2][0].get_segments()
     assert [segment.tolist() for segment in segments] == [[[1, 1], [1, 2.5]], [[2, 3], [2, 6]]]
+
+
+def test_only_a_line_of_few_points_has_markers():
+    figure = draw([Panel("", [Line(str(n), 0, range(n), range(n)) for n in (16, 17)])])
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["o", "None"]
 
 
 def test_a_line_and_a_reference_are_named_once_for_all_panels():
@@ -100,7 +104,7 @@ def test_a_line_is_the_mean_and_its_band_has_four_fifths_of_the_heads():
 def test_the_training_length_is_marked_in_every_panel_and_named_once():
     line = over_heads("heads", 0, [32, 64, 128], np.random.default_rng(0).random((2, 4, 3)))
     panels = [Panel(title, [line], y="y", faint=np.ones((8, 3))) for title in "abcd"]
-    figure = by_length(panels, x="tokens", trained=64)
+    figure = draw(panels, x="tokens", trained=64)
     assert [axes.get_title() for axes in figure.axes] == list("abcd")
     for axes in figure.axes:
         assert axes.get_xscale() == "log"

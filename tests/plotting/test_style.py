@@ -1,11 +1,7 @@
-"""Styles of names, light and dark pages, and files of figures."""
+"""Styles of names, and files of figures."""
 
 from __future__ import annotations
 
-import re
-
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.text import Text
@@ -13,8 +9,6 @@ from PIL import Image
 
 from trainer.plotting.panels import Line, Panel, draw
 from trainer.plotting.style import (
-    DARK_COLOURS,
-    ON_BRIGHT,
     STYLE_NUMBERS,
     blank,
     paper_style,
@@ -23,46 +17,13 @@ from trainer.plotting.style import (
 )
 
 
-def luminance(colour):
-    """Relative, from 0 to 1 (WCAG 2)."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return np.dot([0.2126, 0.7152, 0.0722], linear)
-
-
-def contrast(first, second):
-    low, high = sorted((luminance(first), luminance(second)))
-    return (high + 0.05) / (low + 0.05)
-
-
-@pytest.fixture
-def drawing(tmp_path):
-    series = [Line(str(i), i, [1, 2, 3], [i, i + 1, i]) for i in range(7)]
-    with paper_style():
-        return save(draw([Panel("", series, "x", "y")]), tmp_path / "a").read_text()
-
-
-def test_the_ground_is_the_page_s(drawing):
-    assert "#ffffff" not in drawing
-
-
-def test_every_colour_that_is_drawn_stands_out_from_a_dark_page(drawing):
-    drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", drawing))
-    assert len(drawn) > 8
-    for colour in drawn:
-        if contrast(colour, "#ffffff") < 2:  # the grid, which stands out from neither
-            continue
-        assert contrast(DARK_COLOURS.get(colour, colour), "#181818") > 3, colour
-    assert ON_BRIGHT not in DARK_COLOURS
-
-
 def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tmp_path):
     with paper_style():
-        figure = blank(2, width=3)
+        figure = blank(2)
         figure.add_subplot().plot([1, 2], [1, 2])
         drawing = save(figure, tmp_path / "a")
     image = Image.open(tmp_path / "a.png")
-    assert image.size == (900, 600)
+    assert image.size == (2025, 600)
     assert image.convert("RGB").getpixel((0, 0)) == (255,) * 3
     assert "Software" not in image.info
     text = drawing.read_text()

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from trainer.analysis.topic import COLUMNS, Results, tidy
-from trainer.plotting.panels import Panel, by_length, over_heads
+from trainer.plotting.panels import Panel, draw, over_heads
 from trainer.plotting.style import Plot
 from trainer.report.pages import write_analysis
 
@@ -15,7 +15,7 @@ from trainer.report.pages import write_analysis
 def results(key):
     values = np.random.default_rng(0).random((2, 4, 3))
     line = over_heads("heads", 0, [32, 64, 128], values)
-    figure = by_length([Panel("panel", [line], y="y")], x="tokens", trained=64)
+    figure = draw([Panel("panel", [line], y="y")], x="tokens", trained=64)
     places = {"length": [32, 64, 128]}
     rows = tidy({"m": values}, "layer", "head", "length", places=places, model="tiny")
     plots = [Plot(f"{key}_curves", figure, "Curves <by> length (A paper, Fig. 1).")]

@@ -151,7 +151,7 @@ def test_losses_over_steps_with_the_drop():
         RunSummary("not logged", "rope", 1, 2, 3),
     )
     made = report(runs=runs, drop=change(2, 4.0, 8.5, None))
-    (plot,) = training(made, {"DroPE": 4, "RoPE": 0})
+    (plot,) = training(made)
     (axes,) = plot.figure.axes
     assert drawn(axes)[:3:2] == [([1, 2, 4, 100], [5, 4, None, 3]), ([1, 2], [6, 5.5])]
     assert drawn(axes)[-1][0] == [2, 2]
@@ -162,7 +162,7 @@ def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
     """Three of 120."""
     losses = [float(step % 3) for step in range(120)]
     run = RunSummary("RoPE", "rope", 1, 120, 3, None, tuple(enumerate(losses)))
-    (plot,) = training(report(runs=(run,)), {"RoPE": 0})
+    (plot,) = training(report(runs=(run,)))
     raw, thick = plot.figure.axes[0].lines
     assert list(raw.get_ydata()) == losses
     assert list(thick.get_ydata())[:-1] == pytest.approx([0.5, *[1.0] * 118])

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -20,12 +21,13 @@ from trainer.report import terminal
 from trainer.report.tables import compare, perplexity, tables
 
 
-def lines(monkeypatch, made, width=100, color=None):
+def lines(monkeypatch, tables, width=100, color=None):
     """The lines of a terminal of that width."""
-    out = Console(file=io.StringIO(), width=width, color_system=color, force_terminal=True)
-    monkeypatch.setattr(terminal, "Console", lambda: out)
-    terminal.print_tables(tables(made))
-    return out.file.getvalue().splitlines()
+    shown = io.StringIO()
+    look = {"width": width, "color_system": color, "force_terminal": True}
+    monkeypatch.setattr(terminal, "Console", partial(Console, file=shown, **look))
+    terminal.print_tables(tables)
+    return shown.getvalue().splitlines()
 
 
 def test_the_mean_comes_first_and_perplexity_last():
@@ -49,13 +51,9 @@ def test_a_cell_is_a_mean_its_interval_and_a_mark():
     assert (yarn.value, yarn.interval, yarn.mark, yarn.best) == ("45.0", "25.8–65.8", "↑", True)
 
 
-def test_columns_are_lengths_and_the_effective_length():
+def test_columns_are_lengths():
     (table,) = tables(report(cell([1.0], length=2048), cell([1.0], length=1024)))
-    lengths = (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
-    assert table.columns == (*lengths, ("effective", "≥85% of 1×"))
-    (table,) = tables(report(cell([1.0], length=2048), cell([1.0], length=4096)))
-    assert [head for head, _ in table.columns] == ["2048 tokens", "4096 tokens"]
-    assert "Effective" not in table.legend
+    assert table.columns == (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
 
 
 def test_unmeasured_cells_are_empty_and_unmeasured_rows_left_out():
@@ -102,7 +100,7 @@ def test_a_unit_below_the_training_length_is_not_called_trained():
     """Models of context 8,192 whose lengths count from 1,024."""
     made = report(cell([1.0] * 10), cell([1.0] * 10, length=1024), longest_context=8192)
     (table,) = tables(made)
-    assert [column[1] for column in table.columns[:2]] == ["1×", "2×"]
+    assert [column[1] for column in table.columns] == ["1×", "2×"]
 
 
 def test_a_table_has_as_many_lengths_as_fit_and_continues_below(monkeypatch):
@@ -110,7 +108,7 @@ def test_a_table_has_as_many_lengths_as_fit_and_continues_below(monkeypatch):
     factors = (1, 2, 4, 8, 16, 32, 64, 128)
     made = example(models=("RoPE",), methods=("none", "yarn"), factors=factors, trials=4)
     for width, together in ((80, 4), (100, 5), (240, 5)):
-        shown = lines(monkeypatch, replace(made, methods=names), width)
+        shown = lines(monkeypatch, tables(replace(made, methods=names)), width)
         assert max(len(line.rstrip()) for line in shown) <= min(width, 100)
         heads = [line for line in shown if "tokens  " in line]
         assert {line.count("tokens") for line in heads} <= {together, 8 - together}
@@ -121,14 +119,14 @@ def test_the_only_task_has_the_losses_beside_its_scores(monkeypatch):
     cells = statements("RoPE", (100, 90, 50, 10), (4.0, 4.1, 4.2, 10.534))
     cells += [({**about, "method": "yarn"}, measured) for about, measured in cells]
     made = report(*cells, statements("DroPE", (90, 80, 70, 60))[0], training_length=64)
-    shown = lines(monkeypatch, made)
+    shown = lines(monkeypatch, tables(made))
     rows = [p for p in pairwise(shown) if re.search(r"\d–\d", p[1])]
     assert [row.split() for row in rows[0]] == [
-        ["RoPE", "100.0", "4.000", "89.8", "4.100", "50.0", "4.200", "10.2", "10.534", "128"],
+        ["RoPE", "100.0", "4.000", "89.8", "4.100", "50.0", "4.200", "10.2", "10.534"],
         ["98.5–100.0", "85.5–93.0", "43.9–56.1", "7.0–14.5"],  # Wilson's, of 256
     ]
     assert rows[1][0].startswith("  + YaRN ")
-    assert rows[2][0].split() == ["DroPE", "89.8↓", "·", "·", "·", "·", "·"]
+    assert rows[2][0].split() == ["DroPE", "89.8↓", "·", "·", "·", "·"]
     assert "perplexity" not in " ".join(shown)  # a detail
 
 
@@ -138,7 +136,7 @@ def test_the_best_of_a_column_is_bold_and_nothing_else(monkeypatch):
         cell([1.0] * hits + [0.0] * (20 - hits), model, length=length)
         for (model, length), hits in rates.items()
     ]
-    shown = "\n".join(lines(monkeypatch, report(*cells), color="standard"))
+    shown = "\n".join(lines(monkeypatch, tables(report(*cells)), color="standard"))
     assert re.findall(r"\x1b\[1m *(\d+\.\d+)", shown) == ["90.0", "25.0", "25.0"]
 
 
@@ -167,6 +165,14 @@ def test_runs_are_named_by_their_directories_and_have_a_column_for_each_length(t
     ]
     assert scores.rows[0][2][0].interval == "25.0–75.0"
     assert losses.rows[0][2] == (("3.250", "", "", False, ""),)
+
+
+def test_a_blank_line_stands_between_tables_that_share_a_legend(tmp_path, monkeypatch):
+    loss = {"task": "perplexity", "metric": "loss", "value": 3.25}
+    shown = lines(monkeypatch, compare([run(tmp_path / "a", {}, loss)]))
+    second = next(n for n, line in enumerate(shown) if line.startswith("perplexity, loss"))
+    assert not shown[second - 1].strip()
+    assert sum("95% intervals" in line for line in shown) == 1
 
 
 def test_runs_whose_directories_have_one_name_have_their_paths(tmp_path):

@@ -10,12 +10,10 @@ import pytest
 from trainer.config import DropConfig, RunConfig, TrainerConfig
 from trainer.positional.config import PositionalConfig
 from trainer.runs.descriptions import (
-    checkpoint_label,
     is_dropped,
-    label,
     lacks_schedule_control,
+    name_and_role,
     reference_first,
-    role,
     without_home,
 )
 from trainer.runs.directory import open_run_directory
@@ -45,34 +43,26 @@ def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
 )  # fmt: skip
 def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of, label_of):
     config = RunConfig(positional=PositionalConfig(**positional))
-    assert (role(config, False), label(config)) == (role_of, label_of)
-    assert (role(config, True), label(config, True)) == ("drope", "DroPE")
+    assert name_and_role(config) == (label_of, role_of)
+    assert name_and_role(replace(config, drop=DropConfig(at=0.5))) == ("DroPE", "drope")
 
 
 @pytest.mark.parametrize(
     ("drop", "expected"),
     [
-        ({}, ("drope", "DroPE")),
-        ({"to": "none"}, ("drope", "DroPE")),
-        ({"to": "alibi"}, (None, "RoPE, drop to alibi")),
-        ({"layers": [0, 1]}, (None, "RoPE, drop of layers 0, 1 to nope")),
-        ({"heads": [0]}, (None, "RoPE, drop of heads 0 to nope")),
-        ({"windows": [16]}, (None, "RoPE, drop to nope and windows")),
+        ({}, ("DroPE", "drope")),
+        ({"to": "none"}, ("DroPE", "drope")),
+        ({"to": "alibi"}, ("RoPE, drop to alibi", None)),
+        ({"layers": [0, 1]}, ("RoPE, drop of layers 0, 1 to nope", None)),
+        ({"heads": [0]}, ("RoPE, drop of heads 0 to nope", None)),
+        ({"windows": [16]}, ("RoPE, drop to nope and windows", None)),
     ],
 )
 def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
     positional = PositionalConfig(encodings={"none": {"type": "nope"}})
     config = replace(DROPS, drop=DropConfig(at=10, **drop), positional=positional)
-    assert (role(config, True), label(config)) == expected
-    assert (role(config, False), label(config, False)) == ("rope", "RoPE")
-
-
-@pytest.mark.parametrize(
-    ("step", "called"),
-    [(5, "RoPE (a)"), (10, "RoPE (a)"), (11, "DroPE (a)"), (20, "DroPE")],
-)
-def test_a_checkpoint_is_called_by_what_the_run_was_then(step, called):
-    assert checkpoint_label(DROPS, step, "a") == called
+    assert name_and_role(config) == expected
+    assert [name_and_role(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
 
 
 def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():

@@ -17,7 +17,7 @@ from trainer.evaluation.held_out import Statements
 from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.results import FACTS, RunSummary, troubles
 from trainer.lightning.fit import TrainedRun
-from trainer.runs.descriptions import label, without_home
+from trainer.runs.descriptions import name_and_role, without_home
 from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.parsing import merged, parse, runs_of
 from trainer.runs.phases import phases_of
@@ -39,7 +39,7 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
     }
     values = {"name": "x", "run_dir": "runs/x", "drop": {"at": 10}}
     config = parse(RunConfig, {**values, "controls": controls})
-    labels = {name: label(run) for name, run in runs_of(config).items()}
+    labels = {name: name_and_role(run)[0] for name, run in runs_of(config).items()}
     assert labels == {"main": "DroPE", "rope": "RoPE", "early": "DroPE", "nope": "NoPE"}
     checkpoints = Path("runs/x/checkpoints")
     branches = {name: branch_checkpoint(config, name) for name in labels}
@@ -57,7 +57,7 @@ def test_an_encoding_without_rotation_has_nothing_to_drop():
         config = parse(RunConfig, values)
         assert config.drop_step == step
         assert len(phases_of(config)) == (1 if step is None else 2)
-    assert label(config) == "NoPE"
+    assert name_and_role(config)[0] == "NoPE"
 
 
 def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
@@ -71,7 +71,10 @@ def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
     assert of_control[1].settings.optimizer_state == of_run[1].settings.optimizer_state == "reset"
     assert of_run[1].settings.drop is not None
     assert of_control[1].settings.drop is None
-    assert [label(run) for run in (run, control)] == ["DroPE", "RoPE, schedule of a drop"]
+    assert [name_and_role(run)[0] for run in (run, control)] == [
+        "DroPE",
+        "RoPE, schedule of a drop",
+    ]
 
 
 def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tmp_path):

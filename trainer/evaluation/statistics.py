@@ -1,4 +1,4 @@
-"""Confidence intervals of mean scores, tests of paired differences, and effective lengths.
+"""Confidence intervals of mean scores, and tests of paired differences.
 
 Scores are fractions from 0 to 1 and independent of each other: one for each trial, or for each text
 that several trials share. Intervals are 95% intervals over them; they do not cover the choice of a
@@ -8,7 +8,7 @@ training seed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -136,44 +136,3 @@ def sign_mark(scores: Sequence[float], reference: Sequence[float]) -> str:
     """Return ``↑`` or ``↓`` if scores are better or worse with p < 0.05, otherwise nothing."""
     better, worse, p = sign_test(scores, reference)
     return "" if p >= SIGNIFICANT else "↑" if better > worse else "↓"
-
-
-KEPT = 0.85
-"""Share of the score at the training length that a longer length must keep (NoLiMa, Modarressi et
-al. 2025, arXiv 2502.05167, with short texts in place of the training length)."""
-
-
-def effective_length(
-    scores: Mapping[int, Estimate | None], training_length: int, chance: float = 0.0
-) -> tuple[int, bool] | None:
-    """Return the longest n with S(m) >= 0.85 S(C) at all evaluated lengths m from C to n.
-
-    As in RULER (Hsieh et al. 2024, arXiv 2404.06654, Sec. 4), the first length below the threshold
-    ends the search, even if the score recovers later. Lengths below C do not count. The second
-    value says whether the score falls at a longer length; otherwise n may be longer.
-
-    Returns None without a measurement at C or at the next longer length, and 0 if S(C) is at
-    chance.
-
-    Args:
-        scores: estimate of S at every evaluated length; None, for a length without a measurement,
-            ends the search too.
-        training_length: C.
-        chance: score of a guess. S(C) is at chance if its 95% interval reaches it.
-    """
-    first = scores.get(training_length)
-    longer = sorted(n for n in scores if n > training_length)
-    if first is None or not longer or scores[longer[0]] is None:
-        return None
-    if first.low <= chance:
-        return 0, True
-    reached = training_length
-    for length in longer:
-        score = scores[length]
-        if score is None:
-            break
-        # Scores are sums of rounded fractions: 0.85 * 1.0 and 0.85 itself may differ by 1e-16.
-        if score.mean < KEPT * first.mean - ROUNDING:
-            return reached, True
-        reached = length
-    return reached, False

@@ -49,7 +49,7 @@ from trainer.lightning.setup import (
     peak_of_ranks,
 )
 from trainer.positional.layout import Layout
-from trainer.runs.descriptions import label
+from trainer.runs.descriptions import name_and_role
 from trainer.runs.models import starting_weights
 from trainer.runs.phases import (
     Phase,
@@ -134,7 +134,7 @@ def train(
     effects = state.get("effects", {})
     if state["step"] < last_step:
         module = make_module(config, model, ranks, weights, draws=checkpoint is None)
-        title = f"Training {label(config)}"
+        title = f"Training {name_and_role(config)[0]}"
         count = sum(p.numel() for p in model.parameters())
         log.info("%s: %s parameters", title, f"{count:,}")
         with (

@@ -5,21 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LogNorm, Normalize
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import LogFormatter
 
 from trainer.plotting.panels import panel_grid
-from trainer.plotting.style import ON_BRIGHT, UNKNOWN, blank, paper_style
+from trainer.plotting.style import blank, paper_style
 
 Array = np.ndarray
 _BRIGHT = 0.55  # relative height in the colour map above which text is black
 # Perceptually uniform and readable for colour-blind readers.
-_COLOURS, _SIGNED = "cividis", "RdBu_r"
+_COLOURS, _SIGNED, _UNKNOWN = "cividis", "RdBu_r", "#e3e3e3"
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,6 @@ class Scale:
         return Normalize(
             low if self.low is None else self.low, high if self.high is None else self.high
         )
-
-    @property
-    def colours(self) -> Colormap:
-        """Colour map, with grey for cells without a number."""
-        return colormaps[_SIGNED if self.signed else _COLOURS].with_extremes(bad=UNKNOWN)
 
 
 def heat_maps(
@@ -83,7 +79,7 @@ def heat_maps(
             tall, wide = values.shape
             image = axes.imshow(
                 np.ma.masked_invalid(values),
-                cmap=colours.colours,
+                cmap=colormaps[_SIGNED if colours.signed else _COLOURS].with_extremes(bad=_UNKNOWN),
                 norm=norm,
                 aspect="auto",
                 interpolation="nearest",
@@ -96,21 +92,12 @@ def heat_maps(
                 axes.locator_params(integer=True, nbins=6)
             else:
                 _number(axes, values, norm, names)
-            if not shared:
-                figure.colorbar(image, label=colours.label, pad=0.02, format="%g")
-        if shared:
-            label = scales[0].label
-            bar = figure.colorbar(image, ax=grid, label=label, pad=0.02, aspect=30, format="%g")
-            if scales[0].log:
-                low, high = image.get_clim()
-                narrow = high < 100 * low
-                bar.minorformatter = FuncFormatter(_two_or_five) if narrow else NullFormatter()
+            if not shared or axes is grid[-1]:
+                place: dict[str, Any] = {"ax": grid, "aspect": 30} if shared else {"ax": axes}
+                bar = figure.colorbar(image, label=colours.label, pad=0.02, format="%g", **place)
+                if colours.log:
+                    bar.minorformatter = LogFormatter()  # the default one writes formulas
     return figure
-
-
-def _two_or_five(value: float, _: int) -> str:
-    """Return the label of a minor tick between powers of ten."""
-    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _number(
@@ -119,7 +106,7 @@ def _number(
     """Write a whole number into every cell, a dot for NaN, and name columns and rows."""
     for (row, column), value in np.ndenumerate(values):
         known = math.isfinite(value)
-        colour = ON_BRIGHT if not known or norm(value) > _BRIGHT else "white"
+        colour = "black" if not known or norm(value) > _BRIGHT else "white"
         text = f"{value:.0f}" if known else "·"
         axes.text(column, row, text, color=colour, fontsize=5.5, ha="center", va="center")
     axes.set_xticks(range(len(names[0])), names[0], fontsize=6)

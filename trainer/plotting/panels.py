@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from trainer.plotting.style import (
     BLUE,
@@ -26,12 +26,12 @@ from trainer.plotting.style import (
     WIDTH,
     blank,
     paper_style,
-    whole_ticks,
 )
 
 Array = np.ndarray
 GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK)
 """Colours of groups of points, in their order; keys come first and queries after them."""
+_MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
@@ -42,7 +42,7 @@ class Line:
     """A line ``y`` over ``x``, with NaN where nothing was measured.
 
     ``style``: its style number (:func:`~trainer.plotting.style.style_numbers`). ``low``, ``high``:
-    its interval at every x. ``raw``: unsmoothed values, drawn thin. ``marked``: with markers.
+    its interval at every x. ``raw``: unsmoothed values, drawn thin.
     """
 
     label: str
@@ -102,7 +102,7 @@ def over_heads(
     rows = values.reshape(-1, values.shape[-1])
     low, high = np.nanquantile(rows, [0.1, 0.9], axis=0).tolist()
     mean = (np.nanmedian if median else np.nanmean)(rows, axis=0).tolist()
-    return Line(label, style, x, mean, low, high, marked=marked)
+    return Line(label, style, x, mean, low, high)
 
 
 def draw(
@@ -114,21 +114,24 @@ def draw(
     y: str = "",
     trained: int | None = None,
     index: str = "",
-    size: float = 5.0,
+    size: float | None = None,
     share: bool = False,
 ) -> Figure:
     """Draw panels in rows of ``columns`` (None: all), with one legend and one colour bar.
 
     ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
     ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic, and
-    intervals are bands instead of bars. ``index``: label of the colour bar. ``size``: area of a
-    point. ``share``: all panels have the same axes.
+    intervals are bands instead of bars. ``index``: label of the colour bar. ``share``: all panels
+    have the same axes.
     """
     columns = min(columns or len(panels), len(panels))
     small = columns > 3
     numbers = [panel.index for panel in panels if panel.index is not None]
     top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
     norm = Normalize(0, max(top, 1e-9))
+    most = max(sum(map(len, panel.points.values())) for panel in panels)
+    # Many points in a small panel are small, so that they cover each other less.
+    size = float(np.clip(420 * height * WIDTH / columns / max(most, 1), 1.5, 14))
     with paper_style():
         figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
         grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=share)
@@ -142,11 +145,10 @@ def draw(
             axes.tick_params(labelsize=6 if small else 7)
         _legend(figure)
         if numbers:
-            bar = figure.colorbar(grid[0].collections[0], ax=grid, label=index, pad=0.02, aspect=30)
-            if all(np.issubdtype(n.dtype, np.integer) for n in numbers):
-                whole_ticks(bar.locator)
-            if bar.solids is not None:
-                bar.solids.set_alpha(1)
+            whole = all(np.issubdtype(n.dtype, np.integer) for n in numbers)
+            ticks = MaxNLocator(5, integer=True) if whole else None
+            points = grid[0].collections[0]
+            figure.colorbar(points, ax=grid, label=index, pad=0.02, aspect=30, ticks=ticks)
     return figure
 
 
@@ -161,7 +163,7 @@ def histogram(values: Mapping[str, Array], x_label: str, *, low: float, high: fl
     """Draw the shares of each group's values in 20 bins from ``low`` to ``high``; dashed: means."""
     edges = np.linspace(low, high, 21).tolist()
     with paper_style():
-        figure = blank(2.3, width=0.62 * WIDTH)
+        figure = blank(2.3)
         axes = figure.add_subplot()
         look: dict[str, Any] = {"alpha": 0.45, "histtype": "stepfilled", "linewidth": 1}
         for (label, group), colour in zip(values.items(), GROUPS, strict=False):
@@ -204,13 +206,12 @@ def _legend(figure: Figure) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     shown = sorted(handles.values(), key=lambda handle: -handle.get_zorder())
-    for count in range(min(4, len(shown)), 0, -1):
-        legend = figure.legend(
-            handles=shown, loc="outside upper center", ncols=count, frameon=False, handlelength=2.6
-        )
+    look: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 2.6}
+    for columns in range(min(4, len(shown)), 0, -1):
+        legend = figure.legend(handles=shown, ncols=columns, **look)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a dollar sign in a name must not start a formula
-        if count == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
+        if columns == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
             return
         legend.remove()
 
@@ -222,7 +223,7 @@ def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None
             look |= {"color": colour, "alpha": 0.5}
             axes.plot([], [], "o", color=colour, markersize=4, label=name)
         else:
-            look |= {"c": panel.index, "cmap": GRADED, "norm": norm, "alpha": 0.85}
+            look |= {"c": panel.index, "cmap": GRADED, "norm": norm}
         axes.scatter(group[:, 0], group[:, 1], **look)
 
 
@@ -260,23 +261,15 @@ def _draw_line(axes: Axes, line: Line, *, bands: bool) -> None:
         if bands:
             axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1.5)
         else:
-            axes.errorbar(
-                line.x,
-                line.y,
-                yerr=[line.y - low, high - line.y],
-                fmt="none",
-                ecolor=colour,
-                elinewidth=0.8,
-                capsize=1.5,
-                capthick=0.8,
-                zorder=2,
-            )
+            errors = [line.y - low, high - line.y]
+            look: dict[str, Any] = {"ecolor": colour, "elinewidth": 0.8, "capsize": 1.5}
+            axes.errorbar(line.x, line.y, errors, fmt="none", capthick=0.8, zorder=2, **look)
     axes.plot(
         line.x,
         line.y,
         color=colour,
         linestyle=_DASHES[line.style // len(COLOURS) % len(_DASHES)],
-        marker=_MARKERS[line.style % len(_MARKERS)] if line.marked else None,
+        marker=_MARKERS[line.style % len(_MARKERS)] if len(line.x) <= _MARKED else None,
         label=line.label,
         zorder=3,
     )

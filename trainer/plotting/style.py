@@ -1,11 +1,11 @@
-"""Style of figures on light and dark pages, and writing them to files."""
+"""Style of figures, and writing them to files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from io import BytesIO
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,46 +31,13 @@ COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
 GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
 """Perceptually uniform colours for a number, without the yellow that fades on white."""
 
-DARK_INK = "#e8e6e3"
-DARK_COLOURS = {
-    "#000000": DARK_INK,
-    "#0072b2": "#2f7ed1",
-    "#009e73": "#1fbf92",
-    "#d55e00": "#f0802e",
-    "#707070": "#a3a09b",
-    "#b0b0b0": "#6d6d6d",
-    "#bbbbbb": "#666666",
-    "#d0d0d0": "#4a4a4a",
-    "#dcdcdc": "#444444",
-    "#e4e4e4": "#3a3a3a",
-}
-"""Replacement on a dark page for each colour of a light page that would be hard to see there."""
-ON_BRIGHT = "#010101"
-"""A black that is not replaced on dark pages, for text on bright cells."""
-UNKNOWN = (0.5, 0.5, 0.5, 0.22)
-"""A grey close to the background of either page, for cells without a number."""
-
-STYLE_NUMBERS = {
-    "RoPE": 0,
-    "RoPE + PI": 1,
-    "RoPE + NTK-aware": 2,
-    "RoPE + YaRN": 3,
-    "DroPE": 4,
-    "DroPE + temperature": 5,
-    "NoPE from scratch": 6,
-    "NoPE": 6,
-    "NoPE from scratch + temperature": 7,
-    "NoPE + temperature": 7,
-    "HalfRoPE": 8,
-    "High-frequency RoPE": 9,
-    "high frequency": 9,
-    "RoPE-ID": 10,
-    "p-RoPE": 11,
-    "HoPE": 12,
-    "ALiBi": 13,
-    "RoPE + cropped": 14,
-    "RoPE + temperature": 15,
-}
+_FIXED = (
+    *("RoPE", "RoPE + PI", "RoPE + NTK-aware", "RoPE + YaRN", "DroPE", "DroPE + temperature"),
+    *("NoPE", "NoPE + temperature", "HalfRoPE", "High-frequency RoPE", "RoPE-ID", "p-RoPE"),
+    *("HoPE", "ALiBi", "RoPE + cropped", "RoPE + temperature"),
+)
+STYLE_NUMBERS = {name: number for number, name in enumerate(_FIXED)}
+STYLE_NUMBERS["NoPE from scratch"] = STYLE_NUMBERS["NoPE"]
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
 _CLOUD_DPI = 200  # of the bitmaps in SVGs
@@ -79,7 +46,6 @@ _RC: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # ships with matplotlib, so it is the same everywhere
     "font.size": 8,
     "axes.titlesize": 8,
-    "axes.labelsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
     "legend.fontsize": 7.5,
@@ -93,7 +59,6 @@ _RC: dict[Any, Any] = {
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.4,
     "lines.markersize": 4,
-    "figure.dpi": 100,
     "savefig.dpi": 300,
     "svg.fonttype": "path",  # looks the same without the font
     "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
@@ -113,9 +78,10 @@ def paper_style() -> AbstractContextManager[None]:
     return mpl.rc_context(_RC)
 
 
-def blank(height: float, width: float = WIDTH) -> Figure:
-    """Return an empty figure of that size in inches, with constrained layout and no window."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+def blank(height: float) -> Figure:
+    """Return an empty figure :data:`WIDTH` wide and as high, in inches, with constrained layout and
+    no window."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -129,29 +95,25 @@ def whole_ticks(locator: Locator) -> None:
 def style_numbers(names: Iterable[str]) -> dict[str, int]:
     """Return a distinct style number for every name.
 
-    A name in :data:`STYLE_NUMBERS` gets its fixed number, also if a checkpoint or directory
-    follows it in brackets. Other names, and names whose number is taken, get the lowest free one of
-    an unused colour, or else the lowest free one.
+    A name in :data:`STYLE_NUMBERS` gets its fixed number, also with "from scratch", or with a
+    checkpoint or directory in brackets after it. Other names, and names whose number is taken, get
+    the lowest free one.
     """
     wanted = list(dict.fromkeys(names))
-    fixed = {name: STYLE_NUMBERS.get(name.split(" (")[0]) for name in wanted}
+    common = {name: name.split(" (")[0].replace(" from scratch", "") for name in wanted}
+    fixed = {name: STYLE_NUMBERS.get(common[name]) for name in wanted}
     numbers: dict[str, int] = {}
-    for name in sorted(wanted, key=lambda name: (fixed[name] is None, name not in STYLE_NUMBERS)):
-        taken = {*numbers.values()}
-        number = fixed[name]
+    for name in sorted(wanted, key=lambda name: (fixed[name] is None, common[name] != name)):
+        taken, number = {*numbers.values()}, fixed[name]
         if number is None or number in taken:
-            colours = {number % len(COLOURS) for number in taken}
-            unused = (number for number in range(len(COLOURS)) if number not in colours)
-            number = next(chain(unused, (number for number in count() if number not in taken)))
+            number = next(number for number in count() if number not in taken)
         numbers[name] = number
     return {name: numbers[name] for name in wanted}
 
 
 def save(figure: Figure, stem: Path) -> Path:
-    """Write ``stem.png`` (300 dpi, white) and ``stem.svg`` (transparent); return the SVG's path.
-
-    The SVG follows the page's colour scheme. The files carry no dates.
-    """
+    """Write ``stem.png`` (300 dpi) and ``stem.svg``, both on white and without dates; return the
+    SVG's path."""
     path = stem.with_name(f"{stem.name}.svg")
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a name must not start a formula
@@ -159,26 +121,10 @@ def save(figure: Figure, stem: Path) -> Path:
         png = _rendered(figure, "png", metadata={"Software": None})
         figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
         metadata = {"Date": None, "Creator": None}
-        svg = _rendered(figure, "svg", transparent=True, dpi=_CLOUD_DPI, metadata=metadata)
+        svg = _rendered(figure, "svg", dpi=_CLOUD_DPI, metadata=metadata)
     write_atomically(stem.with_name(f"{stem.name}.png"), png)
-    write_atomically(path, follow_scheme(svg.decode()))
+    write_atomically(path, svg)
     return path
-
-
-def follow_scheme(svg: str) -> str:
-    """Add rules to one of matplotlib's SVGs that make it readable on a dark page too.
-
-    Programs that ignore colour schemes show it as on a light page.
-    """
-    rules = [
-        f'[style*="{kind}: {light}"]{{{kind}:{dark}!important}}'
-        for light, dark in DARK_COLOURS.items()
-        for kind in ("fill", "stroke")
-    ]
-    # The root's fill applies where matplotlib sets none, which means black.
-    dark = f":root{{fill:{DARK_INK}}}{''.join(rules)}"
-    scheme = f":root{{color-scheme:light dark}}@media (prefers-color-scheme:dark){{{dark}}}"
-    return svg.replace("</style>", f"{scheme}</style>", 1)
 
 
 def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:

@@ -13,8 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from functools import partial
 from typing import Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
 
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import (
@@ -57,7 +60,7 @@ class Point(NamedTuple):
     name: str
     length: int
     value: Estimate
-    each: tuple[float, ...] = ()
+    each: list[float]
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,10 @@ class Evidence:
         report, row = self.report, (self.models.get(role, ""), method or AS_IS)
         metric = "loss" if task == PERPLEXITY else "score"
         trials = report.trials[(report.trials.task == task) & (report.trials.metric == "loss")]
-        of_row = trials[(trials.model == row[0]) & (trials.method == row[1])]
+        losses = trials[(trials.model == row[0]) & (trials.method == row[1])]
         return {
             length / report.training_length: Point(
-                report.row_name(row), length, value, tuple(of_row.value[of_row.length == length])
+                report.row_name(row), length, value, losses.value[losses.length == length].tolist()
             )
             for length, value in estimates(report.rows, task, metric).get(row, {}).items()
         }
@@ -99,8 +102,6 @@ class Evidence:
 
 Verdict = tuple[bool | None, str]
 """Whether a claim is shown (None: not judged), and the numbers."""
-Predicate = Callable[[Evidence], Verdict | None]
-"""Judges a claim; None without the numbers."""
 Place = Literal["trained", "longest", "from 4x"]
 
 
@@ -153,91 +154,83 @@ def certainly_exceeds(p: Estimate, q: Estimate, times: float) -> bool:
     return p.mean - times * q.mean - least > 0
 
 
+def compared(
+    ours: Mapping[float, Point], theirs: Mapping[float, Point], at: Place, their_at: Place
+) -> list[tuple[Point, Point]]:
+    """Return the pairs of points that a claim compares, among the lengths that both have.
+
+    ``at``, ``their_at``: the training length, the longest length beyond it, or all from four times
+    the training length on.
+    """
+    shared = [factor for factor in ours if factor in theirs]
+    longer = [factor for factor in shared if factor > 1]
+    factors = {
+        "trained": [factor for factor in shared if factor == 1],
+        "longest": longer[-1:],
+        "from 4x": [factor for factor in longer if factor >= 4],
+    }
+    return [(ours[x], theirs[y]) for x, y in zip(factors[at], factors[their_at], strict=False)]
+
+
 def retrieves(
+    evidence: Evidence,
     a: str,
     b: str,
     times: float,
     at: Place = "longest",
     b_at: Place | None = None,
-    *,
     learned: Sequence[str] | None = None,
-) -> Predicate:
-    """Return a predicate: ``a`` retrieves more than ``times`` ``b``.
+) -> Verdict | None:
+    """Judge whether ``a`` retrieves more than ``times`` ``b``.
 
-    ``at``, ``b_at``: the training length, the longest length of both, or all from four times the
-    training length on. ``learned``: roles that must have learned the task (None: both).
+    ``at``, ``b_at``: see :func:`compared`. ``learned``: roles that must have learned the task
+    (None: both).
     """
-
-    def judge(evidence: Evidence) -> Verdict | None:
-        ours, theirs = evidence.points(a), evidence.points(b)
-        factors = zip(_at(at, ours, theirs), _at(b_at or at, ours, theirs), strict=False)
-        places = [(ours[x], theirs[y]) for x, y in factors]
-        if not places:
-            return None
-        for role in (a, b) if learned is None else learned:
-            trained = evidence.points(role).get(1.0)
-            if trained is None:
-                return None, f"{places[0][0].name} was not measured at its training length."
-            if trained.value.mean < LEARNED:
-                return None, f"{_rate(trained)} has not learned the task (below {LEARNED:.0%})."
-        shown = all(certainly_exceeds(p.value, q.value, times) for p, q in places)
-        return shown, " ".join(f"{_rate(p)}, {_rate(q)}." for p, q in places)
-
-    return judge
+    pairs = compared(evidence.points(a), evidence.points(b), at, b_at or at)
+    if not pairs:
+        return None
+    for role in (a, b) if learned is None else learned:
+        trained = evidence.points(role).get(1.0)
+        if trained is None:
+            return None, f"{pairs[0][0].name} was not measured at its training length."
+        if trained.value.mean < LEARNED:
+            return None, f"{_rate(trained)} has not learned the task (below {LEARNED:.0%})."
+    shown = all(certainly_exceeds(p.value, q.value, times) for p, q in pairs)
+    return shown, " ".join(f"{_rate(p)}, {_rate(q)}." for p, q in pairs)
 
 
-def _at(place: Place, ours: Mapping[float, Point], theirs: Mapping[float, Point]) -> list[float]:
-    """Return the factors of a place among those of both."""
-    shared = [factor for factor in ours if factor in theirs]
-    longer = [factor for factor in shared if factor > 1]
-    if place == "trained":
-        return [factor for factor in shared if factor == 1]
-    return longer[-1:] if place == "longest" else [factor for factor in longer if factor >= 4]
+def falls(evidence: Evidence, role: str) -> Verdict | None:
+    """Judge whether the role loses over half of its retrieval at the longest length."""
+    return retrieves(evidence, role, role, 2, "trained", "longest")
 
 
-def falls(role: str) -> Predicate:
-    """Return a predicate: the role loses over half of its retrieval at the longest length."""
-    return retrieves(role, role, 2, "trained", "longest")
-
-
-def loss(a: str, b: str, margin: float, at: Place = "trained", *, rises: bool = False) -> Predicate:
-    """Return a predicate: the loss of ``a`` is at most ``margin`` above that of ``b`` at its
-    training length, with the whole interval over the windows of text on which both were measured;
-    ``rises``: it is more than ``margin`` above."""
-
-    def judge(evidence: Evidence) -> Verdict | None:
-        ours, theirs = (evidence.points(role, PERPLEXITY) for role in (a, b))
-        places = _at(at, ours, ours)
-        if not places or 1.0 not in theirs:
-            return None
-        p, q = ours[places[-1]], theirs[1.0]
-        if len(p.each) == len(q.each) > 1:
-            difference = change(p.each, q.each)
-        else:
-            difference = Estimate(p.value.mean / q.value.mean - 1, -math.inf, math.inf)
-        numbers = (
-            f"Text loss: {q.name} {q.value.mean:.3f} at {q.length} tokens, {p.name} "
-            f"{p.value.mean:.3f} at {p.length} tokens, {_signed(difference)}."
-        )
-        if a != b and not evidence.one_text:
-            return None, f"The models trained on different text. {numbers}"
-        return difference.low > margin if rises else difference.high <= margin, numbers
-
-    return judge
-
-
-def combined(rule: Callable[[list[bool | None]], bool], *parts: Predicate) -> Predicate:
-    """Return a predicate: ``any`` or ``all`` of the parts are shown."""
-
-    def judge(evidence: Evidence) -> Verdict | None:
-        verdicts = [verdict for part in parts if (verdict := part(evidence)) is not None]
-        if len(verdicts) < (len(parts) if rule is all else 1):
-            return None
-        shown = [shown for shown, _ in verdicts]
-        text = " ".join(text for _, text in verdicts)
-        return None if rule is all and None in shown else rule(shown), text
-
-    return judge
+def loss(
+    evidence: Evidence,
+    a: str,
+    b: str,
+    margin: float,
+    at: Place = "trained",
+    *,
+    rises: bool = False,
+) -> Verdict | None:
+    """Judge whether the loss of ``a`` is at most ``margin`` above that of ``b`` at its training
+    length, with the whole interval over the windows of text on which both were measured; ``rises``:
+    whether it is more than ``margin`` above."""
+    ours, theirs = (evidence.points(role, PERPLEXITY) for role in (a, b))
+    pairs = compared(ours, theirs, at, "trained")
+    if not pairs:
+        return None
+    ((p, q),) = pairs
+    if not len(p.each) == len(q.each) > 1:
+        return None
+    difference = change(p.each, q.each)
+    numbers = (
+        f"Text loss: {q.name} {q.value.mean:.3f} at {q.length} tokens, {p.name} "
+        f"{p.value.mean:.3f} at {p.length} tokens, {_signed(difference)}."
+    )
+    if a != b and not evidence.one_text:
+        return None, f"The models trained on different text. {numbers}"
+    return difference.low > margin if rises else difference.high <= margin, numbers
 
 
 def _rate(point: Point) -> str:
@@ -247,10 +240,7 @@ def _rate(point: Point) -> str:
 
 
 def _signed(difference: Estimate) -> str:
-    text = f"{difference.mean:+.1%}"
-    if math.isinf(difference.high):
-        return text
-    return f"{text} ({difference.low:+.1%} to {difference.high:+.1%})"
+    return f"{difference.mean:+.1%} ({difference.low:+.1%} to {difference.high:+.1%})"
 
 
 def learns_slower(evidence: Evidence) -> Verdict | None:
@@ -258,16 +248,15 @@ def learns_slower(evidence: Evidence) -> Verdict | None:
     fast, slow = evidence.run("rope"), evidence.run("nope")
     if fast is None or slow is None:
         return None
-    others = dict(fast.curve)
-    pairs = [(a, others.get(step)) for step, a in slow.curve]
-    finite = [(a, b) for a, b in pairs if is_known(a) and is_known(b)]
-    if not finite:
+    curves = pd.DataFrame({"fast": dict(fast.curve), "slow": dict(slow.curve)}, dtype=float)
+    curves = curves[np.isfinite(curves).all(axis=1)]
+    if curves.empty:
         return None
-    ours, theirs = zip(*finite, strict=True)
-    difference = change(ours, theirs)
+    difference = change(curves.slow.tolist(), curves.fast.tolist())
     return difference.low > SAME, (
-        f"Mean training loss over {len(finite)} logged points: {slow.name} {fmean(ours):.3f}, "
-        f"{fast.name} {fmean(theirs):.3f} nats/token, {_signed(difference)}."
+        f"Mean training loss over {len(curves)} logged points: {slow.name} "
+        f"{curves.slow.mean():.3f}, {fast.name} {curves.fast.mean():.3f} nats/token, "
+        f"{_signed(difference)}."
     )
 
 
@@ -277,25 +266,44 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     drop = evidence.report.drop
     if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
         return None  # the run itself comes first, and its drop may be another one
-    measured = drop["loss_before"], drop["loss_after"], drop["loss_end"]
-    losses = [loss for loss in measured if is_known(loss)]
-    if len(losses) < len(measured):
+    losses = {name: drop[f"loss_{name}"] for name in ("before", "after", "end")}
+    if not all(map(is_known, losses.values())):
         return None, "A loss before, after or at the end is missing."
-    names = "before", "after", "end"
-    each = [[x for x in drop["sequences"].get(name, ()) if is_known(x)] for name in names]
-    before, after, end = each if all(each) else ([loss] for loss in losses)
-    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses)
+    before, after, end = (
+        np.array(drop["sequences"].get(name) or [loss], float) for name, loss in losses.items()
+    )
+    numbers = "Loss {before:.3f} before, {after:.3f} after, {end:.3f} at the end".format(**losses)
     numbers = f"{numbers} (step {drop['step']})."
-    if change(after, before).low <= SAME:
+    if change(after.tolist(), before.tolist()).low <= SAME:
         return None, f"{numbers} The drop raises it by no more than {SAME:.0%}."
-    lost, won = ([a - b for a, b in zip(after, other, strict=True)] for other in (before, end))
-    share = change(won, lost)
-    limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(won) > 1 else ""
+    share = change((after - end).tolist(), (after - before).tolist())
+    limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(before) > 1 else ""
     text = f"{numbers} {1 + share.mean:.0%}{limits} of the rise is won back."
     return 1 + share.low >= KEPT, text
 
 
-CLAIMS: dict[str, dict[str, Predicate]] = {
+def ends_behind(evidence: Evidence) -> Verdict | None:
+    """Judge whether NoPE is behind RoPE in retrieval or in text loss."""
+    both = (
+        retrieves(evidence, "rope", "nope", 1, "trained", learned=()),
+        loss(evidence, "nope", "rope", SAME, rises=True),
+    )
+    known = [verdict for verdict in both if verdict is not None]
+    shown = any(shown for shown, _ in known)
+    return (shown, " ".join(numbers for _, numbers in known)) if known else None
+
+
+def keeps_only_loss(evidence: Evidence, role: str) -> Verdict | None:
+    """Judge whether the role keeps its text loss at the longest length and not its retrieval."""
+    retrieval, kept = falls(evidence, role), loss(evidence, role, role, RISEN, "longest")
+    if retrieval is None or kept is None:
+        return None
+    numbers = f"{retrieval[1]} {kept[1]}"
+    return (None if retrieval[0] is None else retrieval[0] and kept[0]), numbers
+
+
+Claims = dict[str, dict[str, Callable[[Evidence], Verdict | None]]]
+CLAIMS: Claims = {
     "DroPE, Obs. 1": {
         f"NoPE learns more slowly than RoPE: its training loss is over {SAME:.0%} higher": (
             learns_slower
@@ -303,79 +311,75 @@ CLAIMS: dict[str, dict[str, Predicate]] = {
     },
     "DroPE, Obs. 1 and Fig. 3": {
         "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
-        f"{SAME:.0%} in text loss": combined(
-            any,
-            retrieves("rope", "nope", 1, "trained", learned=()),
-            loss("nope", "rope", SAME, rises=True),
-        ),
+        f"{SAME:.0%} in text loss": ends_behind,
     },
     "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1": {
-        "RoPE loses more than half of its retrieval beyond its training length": falls("rope"),
+        "RoPE loses more than half of its retrieval beyond its training length": (
+            lambda e: falls(e, "rope")
+        ),
     },
     "DroPE, Sec. 1": {
         f"RoPE's text loss rises beyond its training length too, by more than {RISEN:.0%}": (
-            loss("rope", "rope", RISEN, "longest", rises=True)
+            lambda e: loss(e, "rope", "rope", RISEN, "longest", rises=True)
         ),
     },
     "DroPE, Sec. 4 and Fig. 5": {
         f"YaRN keeps its text loss (within {RISEN:.0%}) at the longest length, and yet loses more "
-        "than half of its retrieval": (
-            combined(all, falls("rope+yarn"), loss("rope+yarn", "rope+yarn", RISEN, "longest"))
-        ),
+        "than half of its retrieval": lambda e: keeps_only_loss(e, "rope+yarn"),
     },
     "RoPE-ID, Table 1": {
         "HalfRoPE loses more than half of its retrieval beyond its training length": (
-            falls("half_rope")
+            lambda e: falls(e, "half_rope")
         ),
         "YaRN retrieves at least twice as much as RoPE at the longest length": (
-            retrieves("rope+yarn", "rope", 2)
+            lambda e: retrieves(e, "rope+yarn", "rope", 2)
         ),
         "High-frequency RoPE retrieves less than RoPE already at the training length": (
-            retrieves("rope", "high_frequency", 1, "trained", learned=["rope"])
+            lambda e: retrieves(e, "rope", "high_frequency", 1, "trained", learned=["rope"])
         ),
         f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length": (
-            retrieves("rope_id*", "rope_id*", HELD, "longest", "trained")
+            lambda e: retrieves(e, "rope_id*", "rope_id*", HELD, "longest", "trained")
         ),
         "RoPE-ID retrieves at least twice as much as RoPE at the longest length": (
-            retrieves("rope_id*", "rope", 2)
+            lambda e: retrieves(e, "rope_id*", "rope", 2)
         ),
         "A softmax temperature helps RoPE-ID at the longest length": (
-            retrieves("rope_id+temperature", "rope_id", 1)
+            lambda e: retrieves(e, "rope_id+temperature", "rope_id", 1)
         ),
     },
 }
-"""Predicates by the place in a paper and by the claim."""
-DROP_CLAIMS: dict[str, dict[str, Predicate]] = {
+"""Judges by the place in a paper and by the claim; they return None without the numbers."""
+DROP_CLAIMS: Claims = {
     "DroPE, Obs. 3 and Sec. 5.1": {
         f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs": (
             is_won_back
         ),
         f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length": (
-            retrieves("drope", "rope", KEPT, "trained", learned=["rope"])
+            lambda e: retrieves(e, "drope", "rope", KEPT, "trained", learned=["rope"])
         ),
     },
     "DroPE, Fig. 2 and Table 7": {
         f"DroPE's text loss at the training length matches RoPE's, within {SAME:.0%}": (
-            loss("drope", "rope", SAME)
+            lambda e: loss(e, "drope", "rope", SAME)
         ),
         f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR:.0%}": (
-            loss("drope", "nope", NEAR)
+            lambda e: loss(e, "drope", "nope", NEAR)
         ),
     },
     "DroPE, Obs. 3 and Table 3": {
         "DroPE retrieves at least twice as much as RoPE from 4× the training length on": (
-            retrieves("drope", "rope", 2, "from 4x")
+            lambda e: retrieves(e, "drope", "rope", 2, "from 4x")
         ),
     },
     "DroPE, Table 1": {
         f"DroPE retrieves more than {name} at the longest length": (
-            retrieves("drope*", rival if "+" in rival else f"{rival}*", 1)
+            partial(retrieves, a="drope*", b=rival if "+" in rival else f"{rival}*", times=1)
         )
         for rival, name in RIVALS.items()
     },
     "DroPE, App. C.2": {
         "A softmax temperature helps DroPE at the longest length": (
-            retrieves("drope+temperature", "drope", 1)
+            lambda e: retrieves(e, "drope+temperature", "drope", 1)
         ),
     },
 }

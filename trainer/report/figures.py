@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator
 
-from trainer.config import PERPLEXITY
+from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import (
     AS_IS,
     MEAN,
@@ -23,11 +23,9 @@ from trainer.evaluation.results import (
     RunSummary,
     estimates,
     factor_label,
-    is_known,
     lengths_of,
     percent,
 )
-from trainer.evaluation.statistics import Estimate
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.panels import Line, Panel, draw, log_if_wide
 from trainer.plotting.style import Plot, style_numbers
@@ -37,6 +35,7 @@ CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
 FALLING = ("perplexity", "bits_per_byte")
 """Suffixes of metrics where lower is better."""
+_CHANCES = {"chance": "chance", "chance_listed": "any listed value"}
 _MOST_LINES = 8  # in one panel; more become a panel for each model
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
 _MOST, _BINS = 11, 10  # more different depths than _MOST are grouped into _BINS
@@ -48,13 +47,11 @@ _INTERVALS = "Bars: 95% intervals over texts. Dashed: the training length."
 
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
-    names = (*map(report.row_name, _rows(report)), *(run.name for run in report.runs))
-    styles = style_numbers(names)
     for task in report.scored:
         if len(lengths_of(report.rows[report.rows.task == task])) > 1:
-            yield _success(report, task, styles)
-    yield from _contrast(report, styles)
-    yield from training(report, styles)
+            yield _success(report, task)
+    yield from _contrast(report)
+    yield from training(report)
     yield from benchmarks(report)
     for task in report.scored:
         yield from _by_depth(report, task)
@@ -64,6 +61,12 @@ def _rows(report: Report) -> list[Row]:
     return list(dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True)))
 
 
+def _styles(report: Report) -> dict[str, int]:
+    """Return the style numbers of all rows and runs by name."""
+    names = (*map(report.row_name, _rows(report)), *(run.name for run in report.runs))
+    return style_numbers(names)
+
+
 def _groups(rows: Collection[Row], most: int) -> dict[str, list[Row]]:
     """Return all rows under an empty name, or the rows of each model if there are too many."""
     if len(rows) <= most:
@@ -71,17 +74,15 @@ def _groups(rows: Collection[Row], most: int) -> dict[str, list[Row]]:
     return {model: [row for row in rows if row[0] == model] for model, _ in rows}
 
 
-def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
+def _success(report: Report, task: str) -> Plot:
     title, scores = report.tasks[task], estimates(report.rows, task)
     chances = tuple(
-        (100 * report.task[key], f"{text} ({percent(report.task[key])}%)")
-        for key, text in (("chance", "chance"), ("chance_listed", "any listed value"))
-        if report.chance(task) and key in report.task
+        (100 * report.task[key], f"{name} ({percent(report.task[key])}%)")
+        for key, name in _CHANCES.items()
+        if task == STATEMENTS and key in report.task
     )
     panels = [
-        _successes(
-            report, task, [_line(report, r, scores[r], styles) for r in group], model, chances
-        )
+        replace(_successes(report, task, group), title=model, horizontal=chances)
         for model, group in _groups(scores, _MOST_LINES).items()
     ]
     return Plot(
@@ -92,31 +93,31 @@ def _success(report: Report, task: str, styles: Mapping[str, int]) -> Plot:
     )
 
 
-def _line(
-    report: Report, row: Row, scores: Mapping[int, Estimate], styles: Mapping[str, int]
-) -> Line:
-    y, low, high = ([100 * getattr(e, k) for e in scores.values()] for k in ("mean", "low", "high"))
-    name = report.row_name(row)
-    return Line(name, styles[name], list(scores), y, low, high)
+def _successes(report: Report, task: str, rows: Sequence[Row]) -> Panel:
+    """Return the scores of rows in % with their intervals."""
+    scores, styles, lines = estimates(report.rows, task), _styles(report), []
+    for row in rows:
+        name, of_row = report.row_name(row), scores.get(row, {})
+        y, low, high = ([100 * e[part] for e in of_row.values()] for part in range(3))
+        lines.append(Line(name, styles[name], list(of_row), y, low, high))
+    return _over_lengths(report, task, apart(lines), "success (%)", _percent)
 
 
-def _contrast(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
+def _contrast(report: Report) -> Iterator[Plot]:
     """Draw perplexity beside retrieval of all models as is, and the first with some methods."""
     losses = estimates(report.rows, PERPLEXITY, "loss")
     if not (losses and report.scored):
         return
-    task = report.scored[0]
-    scores, first = estimates(report.rows, task), next(iter(losses))[0]
-    perplexities, successes = [], []
-    for row in _rows(report):
-        if row[1] in (CONTRASTED if row[0] == first else (AS_IS,)):
-            known = {n: perplexity(loss.mean) for n, loss in losses.get(row, {}).items()}
-            name = report.row_name(row)
-            perplexities.append(Line(name, styles[name], list(known), list(known.values())))
-            successes.append(_line(report, row, scores.get(row, {}), styles))
+    task, first, styles = report.scored[0], next(iter(losses))[0], _styles(report)
+    rows = [r for r in _rows(report) if r[1] in (CONTRASTED if r[0] == first else (AS_IS,))]
+    lines = []
+    for row in rows:
+        known = {n: perplexity(loss.mean) for n, loss in losses.get(row, {}).items()}
+        name = report.row_name(row)
+        lines.append(Line(name, styles[name], list(known), list(known.values())))
     panels = [
-        _over_lengths(report, PERPLEXITY, perplexities, y="perplexity", prepare=_perplexities),
-        _successes(report, task, successes),
+        _over_lengths(report, PERPLEXITY, lines, "perplexity", _perplexities),
+        _successes(report, task, rows),
     ]
     yield Plot(
         "perplexity_and_retrieval",
@@ -191,17 +192,6 @@ def _perplexities(axes: Axes) -> None:
         axes.set_ylim(low - room, high + room)
 
 
-def _successes(
-    report: Report,
-    task: str,
-    lines: Sequence[Line],
-    title: str = "",
-    chances: tuple[tuple[float, str], ...] = (),
-) -> Panel:
-    panel = _over_lengths(report, task, apart(lines), y="success (%)", prepare=_percent)
-    return replace(panel, title=title, horizontal=chances)
-
-
 def _over_lengths(
     report: Report, task: str, lines: Sequence[Line], y: str, prepare: Callable[[Axes], None]
 ) -> Panel:
@@ -230,47 +220,35 @@ def apart(lines: Sequence[Line]) -> list[Line]:
     ]
 
 
-def training(report: Report, styles: Mapping[str, int]) -> Iterator[Plot]:
-    """Draw the training loss if a run has a curve; ``styles``: style numbers by run."""
-    runs, drop = [run for run in report.runs if run.curve], report.drop
+def training(report: Report) -> Iterator[Plot]:
+    """Draw the training loss if a run has a curve."""
+    runs, drop, styles = [run for run in report.runs if run.curve], report.drop, _styles(report)
     if not runs:
         return
     caption = (
         "Training loss over training steps for each run. Thick: centred mean over 1/40 of the "
-        "logged points; thin: as logged."
+        "logged points; thin: as logged. It weighs needle statements and text as the configuration "
+        "says, so it is not comparable with the held-out text loss."
     )
-    if drop:
-        caption += " The vertical line is the step at which the positional encoding was dropped."
-    if report.config.get("data", {}).get("needles", {}).get("share", 1) > 0:
-        caption += (
-            " The training loss weighs needle statements and text as the configuration says, so it "
-            "is not comparable with the held-out text loss."
-        )
 
     def prepare(axes: Axes) -> None:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
     mark = (float(drop["step"]), f"encoding dropped at step {drop['step']}") if drop else None
-    lines = [_smoothed_line(run, drop, styles[run.name]) for run in runs]
+    lines = [_smoothed(run, drop, styles[run.name]) for run in runs]
     panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
     yield Plot("training", draw([panel], height=2.8), caption)
 
 
-def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return the centred mean over up to ``window`` neighbours, fewer at the ends, without NaN."""
-    near = pd.Series(values, dtype=float).rolling(2 * (window // 2) + 1, min_periods=1, center=True)
-    return near.mean().tolist()
-
-
-def _smoothed_line(run: RunSummary, drop: dict[str, Any] | None, style: int) -> Line:
-    steps = [step for step, _ in run.curve]
-    losses = [math.nan if loss is None else loss for _, loss in run.curve]
+def _smoothed(run: RunSummary, drop: dict[str, Any] | None, style: int) -> Line:
+    """Return the centred mean of a run's loss over its neighbours, fewer at the ends."""
+    losses = pd.Series(dict(run.curve), dtype=float)
+    window = 2 * (len(losses) // _SMOOTHING // 2) + 1
     # Smooth each side of the drop separately: a mean across it would blur the jump.
-    cut = sum(step <= drop["step"] for step in steps) if drop else len(steps)
-    window = len(steps) // _SMOOTHING
-    smooth = smoothed(losses[:cut], window) + smoothed(losses[cut:], window)
-    return Line(run.name, style, steps, smooth, raw=losses, marked=False)
+    sides = losses.groupby(losses.index > (drop["step"] if drop else math.inf))
+    smooth = sides.transform(lambda side: side.rolling(window, 1, center=True).mean())
+    return Line(run.name, style, losses.index.tolist(), smooth.tolist(), raw=losses.tolist())
 
 
 def benchmarks(report: Report) -> Iterator[Plot]:
@@ -279,7 +257,9 @@ def benchmarks(report: Report) -> Iterator[Plot]:
     lines: list[Line] = []
     dropped = None
     for run in report.runs:
-        scores = 100 * pd.DataFrame([_scored(m["scores"]) for m in run.milestones])
+        scores = 100 * pd.DataFrame([m["scores"] for m in run.milestones], dtype=float)
+        rising = [k for k in scores if not (k.startswith(f"{PERPLEXITY}/") or k.endswith(FALLING))]
+        scores = scores[rising].dropna(axis="columns", how="all")
         if scores.empty:
             continue
         if len(scores.columns) > 1:
@@ -290,7 +270,7 @@ def benchmarks(report: Report) -> Iterator[Plot]:
         else:
             dropped = next((m["tokens"] for m in run.milestones if m["dropped"]), None)
         for key, y in scores.items():
-            lines.append(Line(f"{run.name}, {key}", len(lines), tokens, y.tolist(), marked=False))
+            lines.append(Line(f"{run.name}, {key}", len(lines), tokens, y.tolist()))
     if not lines:
         return
 
@@ -307,12 +287,3 @@ def benchmarks(report: Report) -> Iterator[Plot]:
         "over these; its controls in the mean. Where the encoding was dropped the run was measured "
         "on both sides.",
     )
-
-
-def _scored(scores: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the known scores where higher is better."""
-    return {
-        key: value
-        for key, value in scores.items()
-        if is_known(value) and not (key.startswith(f"{PERPLEXITY}/") or key.endswith(FALLING))
-    }

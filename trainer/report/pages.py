@@ -18,7 +18,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
-from trainer.config import STATEMENTS
 from trainer.evaluation.results import (
     VERDICTS,
     Report,
@@ -30,13 +29,12 @@ from trainer.evaluation.results import (
     troubles,
 )
 from trainer.evaluation.statistics import ROUNDING
-from trainer.plotting.style import WIDTH, Plot, save
+from trainer.plotting.style import Plot, save
 from trainer.report.figures import plots
 from trainer.report.tables import TABLE, interval, tables
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of runs
-_WIDEST = 52  # width in rem of a figure as wide as the text
 
 
 def write_renderings(report: Report, directory: Path) -> None:
@@ -100,7 +98,6 @@ def _saved(plots: Iterable[Plot], directory: Path) -> list[dict[str, str]]:
             "title": plot.name.replace("_", " "),
             "caption": plot.caption,
             "svg": b64encode(save(plot.figure, directory / plot.name).read_bytes()).decode(),
-            "width": f"{min(plot.figure.get_figwidth() / WIDTH, 1) * _WIDEST:.1f}rem",
         }
         for plot in plots
     ]
@@ -149,7 +146,7 @@ def lead(report: Report) -> str:
     first = next(iter(scores))
     alike = f" (and {counted(len(ties), 'other row')})" if ties else ""
     text = f"Trained at {report.trained} tokens and tested at up to {longest} ({times}). There "
-    chance = report.task.get("chance_listed", 0.0) if task == STATEMENTS else 0.0
+    chance = report.chance(task)
     if far[best].low <= chance:
         return f"{text}no model retrieves better than chance ({percent(chance)}%)."
     text += f"{report.row_name(best)}{alike} scores highest in {report.tasks[task]}, {shown[best]}"

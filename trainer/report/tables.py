@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -21,18 +21,15 @@ from trainer.evaluation.results import (
     averaged,
     by_text,
     counted,
-    estimates,
     factor_label,
     lengths_of,
     percent,
     read_csv,
 )
-from trainer.evaluation.statistics import KEPT, ROUNDING, effective_length, sign_mark
+from trainer.evaluation.statistics import ROUNDING, sign_mark
 
 MISSING = "·"
 TABLE = "results.csv"
-EFFECTIVE = "effective"
-"""Column of effective lengths."""
 
 
 class Cell(NamedTuple):
@@ -47,10 +44,6 @@ class Cell(NamedTuple):
     mark: str = ""
     best: bool = False
     loss: str = ""
-
-
-Cells = dict[tuple[Row, int | str], Cell]
-"""Cells by row and column: a length or :data:`EFFECTIVE`."""
 
 
 class Table(NamedTuple):
@@ -74,12 +67,12 @@ def tables(report: Report) -> list[Table]:
     A single task has the held-out losses beside its scores if both were measured at the same
     lengths, and then no table of perplexities follows.
     """
-    losses = _measured(report.rows, PERPLEXITY, "loss")
-    scores = {task: _measured(report.rows, task, "score") for task in report.scored}
+    rows = report.rows.dropna(subset="value")
+    losses = rows[(rows.task == PERPLEXITY) & (rows.metric == "loss")]
+    scores = {task: rows[(rows.task == task) & (rows.metric == "score")] for task in report.scored}
     beside = len(scores) == 1 and all({*s.length} == {*losses.length} for s in scores.values())
-    made = [
-        _scores(report, task, rows, losses[: beside * len(losses)]) for task, rows in scores.items()
-    ]
+    shown = losses if beside else losses[:0]
+    made = [_scores(report, task, of_task, shown) for task, of_task in scores.items()]
     return made + ([] if beside or losses.empty else [_perplexities(report, losses)])
 
 
@@ -95,20 +88,18 @@ def compare(runs: Sequence[str]) -> list[Table]:
     names = [Path(run).resolve().name for run in runs]
     names = names if len({*names}) == len(names) else list(runs)
     named = zip(names, map(_results, runs), strict=True)
-    parts = [rows.assign(model=f"{name}: " + rows.model) for name, rows in named]
-    made = []
-    known = pd.concat(parts).dropna(subset="value")
-    for (task, metric, _), rows in known.groupby(["task", "metric", "text"], sort=False):
-        show = percent if metric == "score" else "{:.3f}".format
-        cells: Cells = {
-            ((row.model, row.method), row.length): Cell(
-                show(row.value), "" if pd.isna(row.low) else f"{show(row.low)}–{show(row.high)}"
-            )
-            for row in rows.itertuples()
-        }
-        heads = _heads(lengths_of(rows))
-        made.append(_table(f"{task}, {metric}", "", "With 95% intervals.", heads, cells, {}))
-    return made
+    rows = pd.concat([rows.assign(model=f"{name}: " + rows.model) for name, rows in named])
+
+    def cell(row: Any) -> Cell:
+        show = percent if row.metric == "score" else "{:.3f}".format
+        limits = "" if pd.isna(row.low) else f"{show(row.low)}–{show(row.high)}"
+        return Cell(show(row.value), limits)
+
+    groups = rows.dropna(subset="value").groupby(["task", "metric", "text"], sort=False)
+    return [
+        _table(f"{task}, {metric}", "", "With 95% intervals.", of_task, cell)
+        for (task, metric, _), of_task in groups
+    ]
 
 
 def _results(run: str) -> pd.DataFrame:
@@ -131,21 +122,16 @@ def interval(low: float, high: float) -> str:
     return f"{percent(low)}–{percent(high)}"
 
 
-def trials_of(report: Report, task: str) -> str:
+def _trials(report: Report, task: str) -> str:
     """Return ``256 trials``, ``2 to 4 trials`` or ``2,816 trials on 256 texts``."""
     trials = report.trials[(report.trials.task == task) & (report.trials.metric == "score")]
-    sizes = trials.groupby(["model", "method", "length"]).text.agg(["size", "nunique"])
-    texts = f" on {_range(sizes['nunique'], 'text')}"
-    return _range(sizes["size"], "trial") + texts * bool((sizes["size"] != sizes["nunique"]).any())
-
-
-def _range(counts: Iterable[int], noun: str) -> str:
-    least, *more = sorted({*counts})
-    return f"{least:,} to {counted(more[-1], noun)}" if more else counted(least, noun)
-
-
-def _measured(rows: pd.DataFrame, task: str, metric: str) -> pd.DataFrame:
-    return rows[(rows.task == task) & (rows.metric == metric)].dropna(subset="value")
+    cells = trials.groupby(["model", "method", "length"]).text.agg(["size", "nunique"])
+    counts = {
+        noun: f"{least:,} to {counted(most, noun)}" if least < most else counted(most, noun)
+        for noun, least, most in zip(("trial", "text"), cells.min(), cells.max(), strict=True)
+    }
+    several = (cells["size"] != cells["nunique"]).any()
+    return f"{counts['trial']} on {counts['text']}" if several else counts["trial"]
 
 
 def _scores(report: Report, task: str, scores: pd.DataFrame, losses: pd.DataFrame) -> Table:
@@ -153,14 +139,13 @@ def _scores(report: Report, task: str, scores: pd.DataFrame, losses: pd.DataFram
     beside = {((r.model, r.method), r.length): f"{r.value:.3f}" for r in losses.itertuples()}
     marks = _marks(report, task)
     highest = scores.groupby("length").value.max()
-    cells: Cells = {}
-    for r in scores.itertuples():
-        at = (r.model, r.method), r.length
-        best = r.value > 0 and highest[r.length] - r.value <= ROUNDING
+
+    def cell(row: Any) -> Cell:
+        at = (row.model, row.method), row.length
+        best = row.value > 0 and highest[row.length] - row.value <= ROUNDING
         loss = beside.get(at, MISSING * bool(beside))
-        cells[at] = Cell(percent(r.value), interval(r.low, r.high), marks.get(at, ""), best, loss)
-    lengths = lengths_of(scores)
-    heads = _heads(lengths, report.trained)
+        return Cell(percent(row.value), interval(row.low, row.high), marks.get(at, ""), best, loss)
+
     legend = "Success in %, with its 95% interval."
     if marks:
         legend += (
@@ -171,35 +156,16 @@ def _scores(report: Report, task: str, scores: pd.DataFrame, losses: pd.DataFram
     if beside:
         legend += f" Then the held-out loss in nats per token, on the last {report.last} tokens"
         legend += " of each window."
-    reached = {
-        row: effective
-        for row, of_row in estimates(scores, task).items()
-        if (
-            effective := effective_length(
-                {n: of_row.get(n) for n in lengths}, report.training_length, report.chance(task)
-            )
-        )
-    }
-    if reached:
-        heads[EFFECTIVE] = "effective", f"≥{KEPT:.0%} of 1×"
-        longest = max(length for length, _ in reached.values())
-        for row, (length, falls) in reached.items():
-            text = f"{'' if falls else '≥'}{length}" if length else "none"
-            cells[row, EFFECTIVE] = Cell(text, best=0 < length == longest)
-        legend += (
-            f" Effective: the longest length, in tokens, up to which the score is at least "
-            f"{KEPT:.0%} of its value at the training length (≥: at every length measured; none: "
-            "at the training length the score is at chance)."
-        )
     note = (
-        f"{trials_of(report, task)} a cell."
+        f"{_trials(report, task)} a cell."
         if task != MEAN
         else (
             "Unweighted mean. Differences are tested on one score per text, its mean over the "
             "tasks with equally many texts."
         )
     )
-    return _table(report.tasks[task], note, legend, heads, cells, report.methods)
+    title = report.tasks[task]
+    return _table(title, note, legend, scores, cell, report.methods, report.trained)
 
 
 def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
@@ -225,17 +191,18 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
 def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
     by_length = losses.groupby("length").value
     lowest, among = by_length.min(), by_length.agg(["size", "nunique"])
-    cells: Cells = {}
-    for r in losses.itertuples():
-        size, different = among.loc[r.length]
-        best = r.value == lowest[r.length] and (different > 1 or size == 1)
-        cells[(r.model, r.method), r.length] = Cell(_number(perplexity(r.value)), best=best)
+
+    def cell(row: Any) -> Cell:
+        size, different = among.loc[row.length]
+        best = row.value == lowest[row.length] and (different > 1 or size == 1)
+        return Cell(_number(perplexity(row.value)), best=best)
+
     note = (
         f"exp of the mean loss on the last {report.last} tokens of held-out sequences, "
         "the same at every length, so that more context only adds what lies before them."
     )
-    heads, legend = _heads(lengths_of(losses), report.trained), "Bold: the lowest of a column."
-    return _table(report.tasks[PERPLEXITY], note, legend, heads, cells, report.methods)
+    title, legend = report.tasks[PERPLEXITY], "Bold: the lowest of a column."
+    return _table(title, note, legend, losses, cell, report.methods, report.trained)
 
 
 def _number(value: float) -> str:
@@ -245,35 +212,33 @@ def _number(value: float) -> str:
     return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
 
 
-def _heads(
-    lengths: Mapping[int, float], trained: int | None = None
-) -> dict[int | str, tuple[str, str]]:
-    """Return two lines for each length: ``2048 tokens`` and ``2×``."""
-    return {
-        length: (f"{length} tokens", factor_label(factor) + " (trained)" * (length == trained))
-        for length, factor in lengths.items()
-    }
-
-
 def _table(
     title: str,
     note: str,
     legend: str,
-    heads: Mapping[int | str, tuple[str, str]],
-    cells: Cells,
-    methods: Mapping[str, str],
+    rows: pd.DataFrame,
+    cell: Callable[[Any], Cell],
+    methods: Mapping[str, str] | None = None,
+    trained: int | None = None,
 ) -> Table:
-    """Return a table with the rows in which something was measured.
+    """Return the table of ``rows``, of one task and metric.
 
-    ``methods``: titles by key. The rows of a model after its first are named by their method alone.
+    ``cell``: shows a row. ``methods``: titles by key. ``trained``: the length to mark. The rows of
+    a model after its first are named by their method alone.
     """
+    lengths = lengths_of(rows)
+    columns = tuple(
+        (f"{length} tokens", factor_label(factor) + " (trained)" * (length == trained))
+        for length, factor in lengths.items()
+    )
+    cells = {(row.model, row.method, row.length): cell(row) for row in rows.itertuples()}
     shown, before = [], None
-    for model, method in dict.fromkeys(row for row, _ in cells):
-        added = "" if method == AS_IS else f"+ {methods.get(method, method)}"
+    for model, method in dict.fromkeys(key[:2] for key in cells):
+        added = "" if method == AS_IS else f"+ {(methods or {}).get(method, method)}"
         name = added if added and model == before else f"{model} {added}".rstrip()
-        entries = tuple(cells.get(((model, method), column)) for column in heads)
+        entries = tuple(cells.get((model, method, length)) for length in lengths)
         shown.append((model != before, name, entries))
         before = model
     if any(None in entries for *_, entries in shown):
         legend += f" {MISSING} not measured."
-    return Table(title, note, legend, tuple(heads.values()), tuple(shown))
+    return Table(title, note, legend, columns, tuple(shown))

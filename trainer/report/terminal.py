@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from textwrap import wrap
 
 from rich import box
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
-from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.common.processes import is_first_process
 from trainer.common.progress import console
-from trainer.evaluation.results import Report, troubles
+from trainer.evaluation.results import VERDICTS, Report, troubles
 from trainer.report.tables import MISSING, Cell, Table, tables
 
 WIDTH = 100
 _NAME, _CELL = 19, len("131072 tokens")
+_COLOURS = {True: "green", False: "red", None: "dim", "↑": "green", "↓": "red", "": ""}
 
 
 def set_up_console() -> None:
@@ -54,11 +51,12 @@ def print_tables(shown: Sequence[Table]) -> None:
             out.print(_drawn(table, slice(start, start + fitting)))
         legend = "" if following and following.legend == table.legend else table.legend
         for text in filter(None, (table.note, legend)):
-            out.print(Text(f"{text}\n", style="dim"))
+            out.print(Text(text, style="dim"))
+        out.print()
 
 
 def _console() -> Console:
-    out = Console()
+    out = Console(highlight=False, markup=False)
     out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
     return out
 
@@ -78,10 +76,7 @@ def _drawn(table: Table, columns: slice) -> RichTable:
     for number, (is_first, name, cells) in enumerate(table.rows):
         if is_first and number:
             drawn.add_section()
-        # Methods are indented below their model's name.
-        indent = ("", "") if is_first else ("  ", "    ")
-        lines = wrap(name, _NAME, initial_indent=indent[0], subsequent_indent=indent[1])
-        drawn.add_row(Text("\n".join(lines)), *map(_cell, cells[columns]))
+        drawn.add_row(Text(name if is_first else f"  {name}"), *map(_cell, cells[columns]))
     return drawn
 
 
@@ -91,7 +86,7 @@ def _cell(cell: Cell | None) -> Text:
         return Text(MISSING, style="dim")
     text = Text(f"{cell.value:>5}", style="bold" if cell.best else "")
     if cell.interval or cell.mark:
-        text.append(cell.mark or " ", style={"↑": "green", "↓": "red"}.get(cell.mark, ""))
+        text.append(cell.mark or " ", style=_COLOURS[cell.mark])
     if cell.loss:
         text.append(f"{cell.loss:>6}", style="cyan")
     if cell.interval:
@@ -100,42 +95,39 @@ def _cell(cell: Cell | None) -> Text:
 
 
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
-    """Print the tables, the observations in words, and the path of the page."""
+    """Print the tables, what training changed, the verdicts on the papers' claims, and the path of
+    the page, which has their numbers."""
     print_tables(tables(report))
     out = _console()
-    say = partial(out.print, highlight=False, markup=False)
     for run in report.runs:
         for change in run.changes:
             losses = (change[f"loss_{when}"] for when in ("before", "after", "end"))
             before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
-            say(
-                f"{run.name}, after step {change['step']}: {change['what']}; held-out loss "
-                f"at {change['length']:,} tokens {before} before, {after} just after, {end} at the "
+            out.print(
+                f"{run.name}, after step {change['step']}: {change['what']}; held-out loss at "
+                f"{change['length']:,} tokens {before} before, {after} just after, {end} at the "
                 "end."
             )
     for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))
-    marks = {True: "[green]shown[/]", False: "[red]not shown[/]", None: "[dim]not judged[/]"}
     for observation in report.observations:
-        verdict = f"{marks[observation.shown]}: {escape(observation.claim)}"
-        out.print(f"{verdict} [dim]({escape(observation.source)})[/]")
-        if not observation.shown:
-            out.print(Padding(Text(observation.evidence, style="dim"), (0, 0, 0, 4)))
+        verdict = Text(f"{VERDICTS[observation.shown]:10}", style=_COLOURS[observation.shown])
+        out.print(verdict, observation.claim)
     for note in report.notes:
-        say(f"Note: {note}")
+        out.print(f"Note: {note}")
     if existing:
-        say("This run was finished before; nothing was trained. overwrite=true starts again.")
-    say(f"Report: {Path(run_dir) / 'report.html'}")
+        out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
+    out.print(f"Report: {Path(run_dir) / 'report.html'}")
 
 
 def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
     """Print the tables of a plan, by title."""
-    out = Console(width=WIDTH)
+    out = _console()
     for title, rows in tables.items():
         table = RichTable(title, "", box=None, width=WIDTH, title_justify="left")
         table.columns[0].min_width = 32
         table.columns[1].ratio = 1
         for row in rows.items():
             table.add_row(*map(Text, row))
-        out.print(table, highlight=False)
+        out.print(table)
         out.print()

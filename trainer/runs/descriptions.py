@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,33 +60,26 @@ def is_dropped(config: RunConfig, step: int) -> bool:
     return config.drop_step is not None and step > config.drop_step
 
 
-def role(config: RunConfig, dropped: bool) -> str | None:
-    """Return the role of a run in the papers' claims: ``drope`` if it has dropped all of its
-    encodings, otherwise its encoding, with ``_window`` if it has windows; None for variants."""
-    if dropped:
-        return None if _partial_drops(config) else "drope"
-    if _is_rescheduled(config) or _is_continued(config):
-        return None
-    return _encoding(config)
+def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str | None]:
+    """Return the name of a run in tables and its role in the papers' claims.
 
-
-def label(config: RunConfig, dropped: bool | None = None) -> str:
-    """Return the name of a run in tables.
-
-    ``dropped``: whether it has dropped its encoding yet; None for a finished run.
+    The role is ``drope`` if the run has dropped all of its encodings, otherwise its encoding, with
+    ``_window`` if it has windows; None for variants. ``step``: number of steps trained; None: all.
     """
-    if dropped is None:
-        dropped = config.drop_step is not None
-    changes = _partial_drops(config) if dropped else []
-    if dropped and not changes:
-        return "DroPE"
-    title = ENCODING_TITLES.get(_encoding(config) or "", encodings(config))
-    if _is_continued(config):
-        title += ", continued"
-    for change in changes:
+    dropped = is_dropped(config, config.trainer.max_steps if step is None else step)
+    partial = _partial_drops(config) if dropped else []
+    if dropped and not partial:
+        return "DroPE", "drope"
+    encoding, variants = _encoding(config), []
+    if config.model.from_run is not None and encoding == "nope":
+        variants.append("continued")
+    for change in partial:
         windows = " and windows" if change.windows else ""
-        title += f", drop{change.of_what} to {change.to}{windows}"
-    return f"{title}, schedule of a drop" if _is_rescheduled(config) else title
+        variants.append(f"drop{change.of_what} to {change.to}{windows}")
+    if config.drop.to == SAME and config.drop.at is not None:
+        variants.append("schedule of a drop")
+    title = ENCODING_TITLES.get(encoding or "", encodings(config))
+    return ", ".join([title, *variants]), None if variants else encoding
 
 
 def encodings(config: RunConfig) -> str:
@@ -115,21 +109,6 @@ def _partial_drops(config: RunConfig) -> list[ChangeConfig]:
     return partial
 
 
-def _is_continued(config: RunConfig) -> bool:
-    """Whether a run of NoPE began with the weights of another, and not from scratch."""
-    return config.model.from_run is not None and _encoding(config) == "nope"
-
-
-def _is_rescheduled(config: RunConfig) -> bool:
-    return config.drop.to == SAME and config.drop.at is not None
-
-
-def checkpoint_label(config: RunConfig, step: int, name: str) -> str:
-    """Return the name of a run's checkpoint in tables; adds ``name`` for any but the last."""
-    called = label(config, is_dropped(config, step))
-    return called if step == config.trainer.max_steps else f"{called} ({name})"
-
-
 def describe_task(training_share: float, needles: int) -> dict[str, Any]:
     """Describe the retrieval trials for the report.
 
@@ -146,11 +125,7 @@ def describe_task(training_share: float, needles: int) -> dict[str, Any]:
 
 def without_home(value: Any) -> Any:
     """Replace the user's home directory by ``~`` in plain values, so that reports can be shared."""
-    if isinstance(value, dict):
-        return {key: without_home(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_home(item) for item in value]
-    return value.replace(str(Path.home()), "~") if isinstance(value, str) else value
+    return json.loads(json.dumps(value, ensure_ascii=False).replace(str(Path.home()), "~"))
 
 
 def environment(corpus: Corpus) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.descriptions import checkpoint_label, is_dropped, role, without_home
+from trainer.runs.descriptions import name_and_role, without_home
 from trainer.runs.directory import saved_config
 from trainer.runs.phases import phases_of, training_length_at
 
@@ -72,11 +72,12 @@ def find_model(reference: str) -> SavedModel:
         path = check_sound(find_checkpoint(reference))
         state, weights = read_state(path), read_run(path)
         run, step = saved_config(state["config"]), state["step"]
+        title, role = name_and_role(run, step)
         details = {
-            "name": checkpoint_label(run, step, path.name),
+            "name": title if step == run.trainer.max_steps else f"{title} ({path.name})",
             "hash": checksum(path / MANIFEST),
             "run": run,
-            "role": role(run, is_dropped(run, step)),
+            "role": role,
             "state": state,
         }
         length = training_length_at(run, step) if step else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -172,7 +171,7 @@ def measure_models(
         methods={key: titles[key] for key in config.methods if key in titles},
         tasks=task_titles,
         notes=(*notes, *task_notes, *fit_notes),
-        config={"evaluation": without_home(json.loads(json.dumps(asdict(config))))},
+        config={"evaluation": without_home(asdict(config))},
         environment={**environment(corpus), "precision": multiplied_in(dtype, device)},
         task=describe_task(text.training_share or 0.0, needles.needles)
         if STATEMENTS in task_titles
