@@ -185,7 +185,7 @@ def _snapshots(clouds: Mapping[Place, Clouds], looks: Versions) -> Plot:
             )
     return Plot(
         "clusters_snapshots",
-        draw(panels, columns=len(panels) // len(clouds), height=1.9, size=3),
+        draw(panels, columns=len(panels) // len(clouds), height=1.9),
         "Keys and the queries that read them in the plane of their first two principal components, "
         "lines through the origin; a row a key head, with the stable rank of its keys (RoPE-ID, "
         "Fig. 3, 14).",

@@ -125,7 +125,7 @@ def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Ar
     ]
     return Plot(
         "drop_heads",
-        draw(panels, columns=3, size=14, index="layer"),
+        draw(panels, columns=3, index="layer"),
         f"Every head in {' (x) and '.join(names)} (y) (DroPE, Def. 3.1, Sec. 5).",
     )
 
@@ -138,8 +138,7 @@ def _positions(
 
     def panel(title: str, styles: Mapping[str, int], y: str) -> Panel:
         lines = [
-            Line(label, style, middles, curves[label].tolist(), marked=False)
-            for label, style in styles.items()
+            Line(label, style, middles, curves[label].tolist()) for label, style in styles.items()
         ]
         return Panel(title, lines, y=y)
 

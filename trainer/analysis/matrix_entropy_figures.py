@@ -134,7 +134,7 @@ def _needle_plots(view: NeedleView, shown: Mapping[Place, str], prompt: NeedlePr
         kinds = {"average": view.average[place], "last token": view.last[place]}
         for kind, attention in kinds.items():
             values = (np.add.reduceat(attention, starts) / widths).tolist()
-            line = Line("", 1, starts.tolist(), values, marked=False)
+            line = Line("", 1, starts.tolist(), values)
             panels.append(Panel(f"{title}\n{kind}", [line], prepare=_from_zero, vertical=mark))
     return [
         Plot(

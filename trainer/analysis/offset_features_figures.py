@@ -208,7 +208,7 @@ def points_of_head(view: HeadView, trained: int, pairs: Sequence[int]) -> Plot:
     columns = min(8, math.ceil(math.sqrt(len(panels))))
     return Plot(
         f"offset_points_L{view.layer}H{view.head}",
-        draw(panels, columns=columns, height=6.6 / columns, size=2),
+        draw(panels, columns=columns, height=6.6 / columns),
         f"Queries and keys of the pairs of layer {view.layer} head {view.head} before rotation, by "
         "index and turns within C; lines: means, star: the first key, green: turn of the mean "
         "query within C (Fig. 7, 12, 13).",
@@ -252,10 +252,10 @@ def terms(features: pd.DataFrame, shown: Sequence[Any], trained: int) -> Plot:
         of_head = (features["layer"] == strong.layer) & (features["head"] == strong.head)
         parts = contributions(features[of_head], distances.tolist())
         term, total = parts[strong.pair], parts.sum(axis=0)
-        of_pair = Line("the feature", 0, x, term.tolist(), marked=False)
+        of_pair = Line("the feature", 0, x, term.tolist())
         sums = [
-            Line("all pairs", 1, x, total.tolist(), marked=False),
-            Line("all but the feature", 4, x, (total - term).tolist(), marked=False),
+            Line("all pairs", 1, x, total.tolist()),
+            Line("all but the feature", 4, x, (total - term).tolist()),
         ]
         title, mark = f"L{strong.layer}H{strong.head}, pair {strong.pair}", (float(trained), "C")
         look: dict[str, Any] = {"prepare": log_x, "vertical": mark}
@@ -279,7 +279,7 @@ def sinks_plot(pairs: pd.DataFrame) -> Plot:
     margin = _graded(pairs, "margin", "margin_of_pair", "layer", x=x, y=y)
     return Plot(
         "offset_sinks",
-        draw([_without_pair("the first token", pairs), margin], size=14, index="layer"),
+        draw([_without_pair("the first token", pairs), margin], index="layer"),
         "Attention on the first token with and without the strongest pair under the upper bound, "
         "and the pair's part of the first key's score, a point a head (Sec. 4.2).",
     )
@@ -291,7 +291,7 @@ def steps_plot(pairs: pd.DataFrame) -> Plot:
     steps = _graded(pairs, "key_radius", "steps", "layer", x=x, y=y, horizontal=step)
     return Plot(
         "offset_steps",
-        draw([steps, _without_pair("the token before", pairs)], size=14, index="layer"),
+        draw([steps, _without_pair("the token before", pairs)], index="layer"),
         "The fastest pair of every head: its angle by its radius, and attention on the token "
         "before with and without it (Sec. 4.3.1).",
     )
@@ -354,7 +354,7 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
     panel = _graded(table, "x", "change", "layer", prepare=prepare, **labels)
     return Plot(
         "offset_changes_by_pair",
-        draw([panel], height=2.0, size=4, index="layer"),
+        draw([panel], height=2.0, index="layer"),
         f"From {first} to {second}: change of the radius of every head's mean keys; dashed and "
         "dotted: their upper bounds (App. C, Fig. 16).",
     )
@@ -398,6 +398,6 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
         )
     return Plot(
         "offset_changes_of_pairs",
-        draw(panels, size=7),
+        draw(panels),
         "Radius and angle of single pairs in every head of both models (App. C, Fig. 15).",
     )

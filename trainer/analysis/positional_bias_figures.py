@@ -27,13 +27,13 @@ from trainer.analysis.positional_bias import (
 from trainer.analysis.topic import Results, Target, results, stacked, tidy
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.panels import Line, Panel, draw, log_if_wide
-from trainer.plotting.style import STYLE_NUMBERS, Plot, whole_ticks
+from trainer.plotting.style import STYLE_NUMBERS, Plot
 from trainer.positional.spectrum import Spectrum
 
 KINDS = {"diagonal": "its own token", "previous": "the previous token"}
 VERSIONS = {
     "encoded": ("fresh, with positions", STYLE_NUMBERS["RoPE"]),
-    "nope": ("fresh, NoPE", STYLE_NUMBERS["NoPE from scratch"]),
+    "nope": ("fresh, NoPE", STYLE_NUMBERS["NoPE"]),
     "model": ("this model", 1),
 }
 """Labels and style numbers of a model before training and as it is."""
@@ -172,7 +172,7 @@ def gradients_plot(fresh: FreshResult) -> Plot:
 
     def prepare(axes: Axes) -> None:
         log_if_wide(axes)
-        whole_ticks(axes.xaxis.get_major_locator())
+        axes.locator_params(axis="x", integer=True)
 
     panels = []
     for kind, towards in enumerate(KINDS.values()):

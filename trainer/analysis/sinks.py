@@ -114,7 +114,7 @@ def _by_position(
 
     def panel(title: str, y: str, measure: str) -> Panel:
         curves = lines[measure].items()
-        heads = [over_heads(*look, middles, curve, marked=False) for look, curve in curves]
+        heads = [over_heads(*look, middles, curve) for look, curve in curves]
         return Panel(title, heads, y=y)
 
     by_query = [

@@ -107,9 +107,9 @@ def analyze_synthetic(target: Target) -> Results:
             tidy({"fsv_limit": limit(spectrum, head_dim)}, variant=name),
         ]
     for name, style in reversed(style_numbers(spectra).items()):
-        of_lengths.append(Line(name, style, lengths, ratios[name].tolist(), marked=False))
+        of_lengths.append(Line(name, style, lengths, ratios[name].tolist()))
         means = _means(distances, decays[name], lengths)
-        of_distances.append(Line(name, style, *means, marked=False))
+        of_distances.append(Line(name, style, *means))
     panels = [
         Panel("first singular value", of_lengths, y="after / before the rotation"),
         Panel("dot product with itself", of_distances, y="relative to distance 0"),

@@ -52,7 +52,6 @@ class Line:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     raw: Sequence[float] | None = None
-    marked: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,6 @@ def over_heads(
     x: Sequence[float],
     values: Array,
     *,
-    marked: bool = True,
     median: bool = False,
 ) -> Line:
     """Return the mean (or median) over heads of ``values`` ``[layers, heads, x]``.
@@ -114,7 +112,6 @@ def draw(
     y: str = "",
     trained: int | None = None,
     index: str = "",
-    size: float | None = None,
     share: bool = False,
 ) -> Figure:
     """Draw panels in rows of ``columns`` (None: all), with one legend and one colour bar.
@@ -245,7 +242,7 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
         axes.axhline(height, linestyle=dash, label=name, **look)
     vertical = panel.vertical
     if trained is not None:
-        log_lengths(axes)
+        _log_lengths(axes)
         vertical = trained, f"training length ({trained:,} tokens)"
     if vertical is not None:
         axes.axvline(vertical[0], linestyle="--", label=vertical[1], **look)
@@ -285,7 +282,7 @@ def log_if_wide(axes: Axes) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
 
 
-def log_lengths(axes: Axes) -> None:
+def _log_lengths(axes: Axes) -> None:
     """Make the x axis logarithmic in tokens, with ticks at powers of two."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(2, numticks=7))

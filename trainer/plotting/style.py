@@ -15,7 +15,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import Locator, MaxNLocator
 
 from trainer.common.files import write_atomically
 
@@ -37,7 +36,6 @@ _FIXED = (
     *("HoPE", "ALiBi", "RoPE + cropped", "RoPE + temperature"),
 )
 STYLE_NUMBERS = {name: number for number, name in enumerate(_FIXED)}
-STYLE_NUMBERS["NoPE from scratch"] = STYLE_NUMBERS["NoPE"]
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
 _CLOUD_DPI = 200  # of the bitmaps in SVGs
@@ -84,12 +82,6 @@ def blank(height: float) -> Figure:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
-
-
-def whole_ticks(locator: Locator) -> None:
-    """Place ticks at whole numbers only."""
-    assert isinstance(locator, MaxNLocator)  # the locator of every linear axis
-    locator.set_params(integer=True)
 
 
 def style_numbers(names: Iterable[str]) -> dict[str, int]:
