@@ -94,9 +94,9 @@ def test_contributions_are_dot_products_of_rotated_means():
 
 def test_contributions_have_the_scale_and_the_temperature_of_the_encoding():
     heads = layer_of_heads(D=8)
-    scaled = heads.encoding.map(
-        lambda spectrum: replace(spectrum, rotary_scale=1.2).with_temperature(scale=1.5)
-    )
+    spectra = (replace(s, rotary_scale=1.2) for s in heads.encoding.spectra)
+    tempered = tuple(spectrum.with_temperature(scale=1.5) for spectrum in spectra)
+    scaled = replace(heads.encoding, spectra=tempered)
     plain, measured = (
         contributions_of(replace(heads, encoding=encoding)) for encoding in (heads.encoding, scaled)
     )

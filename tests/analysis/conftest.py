@@ -1,0 +1,21 @@
+"""Figures of analyses are drawn in slow tests only: axes take longer than tiny models."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from trainer.workflows import analyze
+
+DRAWING = ("draw", "by_length", "heat_maps", "histogram")
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch):
+    if request.node.get_closest_marker("slow"):
+        return
+    for function in (*analyze.TOPICS.values(), analyze.compare_drop):
+        module = sys.modules[function.__module__]
+        for name in set(DRAWING) & set(vars(module)):
+            monkeypatch.setattr(module, name, lambda *_, **__: None)
