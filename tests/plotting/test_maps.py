@@ -43,14 +43,6 @@ def test_maps_of_one_scale_share_a_bar():
     assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")
 
 
-def test_maps_of_own_scales_have_bars_of_their_own():
-    panels = {"one": np.array([[1.0, 2.0]]), "two": np.array([[-3.0, 3.0]])}
-    scales = Scale("a", log=True), Scale("b", low=-4, high=4, signed=True)
-    figure = heat_maps(panels, scales, x="x", y="y", columns=1, height=1.5)
-    assert [axes.get_ylabel() for axes in figure.axes[2:]] == ["a", "b"]
-    assert [axes.images[0].norm.vmax for axes in figure.axes[:2]] == [2, 4]
-
-
 def test_named_cells_show_their_numbers():
     names = (["1×", "2×"], ["0", "50", "100"])
     values = np.array([[99.6, NAN], [50.0, 1.0], [0.0, 100.0]])

@@ -52,7 +52,7 @@ class Scale:
 
 def heat_maps(
     panels: Mapping[str, Array],
-    scale: Scale | Sequence[Scale],
+    scale: Scale,
     *,
     x: str,
     y: str,
@@ -63,23 +63,21 @@ def heat_maps(
 ) -> Figure:
     """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
 
-    ``scale``: one for all panels, or one for each. ``x``, ``y``: labels of the columns and of the
-    rows. ``columns``: panels in a row. ``cell``: width and height of a cell in units of x and y.
-    ``height``: inches of a row of panels. ``names``: of the columns and of the rows; every cell
-    then shows its number.
+    ``x``, ``y``: labels of the columns and of the rows. ``columns``: panels in a row. ``cell``:
+    width and height of a cell in units of x and y. ``height``: inches of a row of panels.
+    ``names``: of the columns and of the rows; every cell then shows its number.
     """
     columns = min(columns, len(panels))
-    shared, named = isinstance(scale, Scale), names is not None
-    scales = [scale] * len(panels) if isinstance(scale, Scale) else list(scale)
+    norm, named = scale.norm(list(panels.values())), names is not None
+    colours = colormaps[_SIGNED if scale.signed else _COLOURS].with_extremes(bad=_UNKNOWN)
     with paper_style():
         figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
         grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=named)
-        for axes, (title, values), colours in zip(grid, panels.items(), scales, strict=True):
-            norm = colours.norm(list(panels.values()) if shared else [values])
+        for axes, (title, values) in zip(grid, panels.items(), strict=True):
             tall, wide = values.shape
             image = axes.imshow(
                 np.ma.masked_invalid(values),
-                cmap=colormaps[_SIGNED if colours.signed else _COLOURS].with_extremes(bad=_UNKNOWN),
+                cmap=colours,
                 norm=norm,
                 aspect="auto",
                 interpolation="nearest",
@@ -92,11 +90,10 @@ def heat_maps(
                 axes.locator_params(integer=True, nbins=6)
             else:
                 _number(axes, values, norm, names)
-            if not shared or axes is grid[-1]:
-                place: dict[str, Any] = {"ax": grid, "aspect": 30} if shared else {"ax": axes}
-                bar = figure.colorbar(image, label=colours.label, pad=0.02, format="%g", **place)
-                if colours.log:
-                    bar.minorformatter = LogFormatter()  # the default one writes formulas
+        look: dict[str, Any] = {"pad": 0.02, "aspect": 30, "format": "%g"}
+        bar = figure.colorbar(image, ax=grid, label=scale.label, **look)
+        if scale.log:
+            bar.minorformatter = LogFormatter()  # the default one writes formulas
     return figure
 
 
