@@ -13,10 +13,10 @@ import torch
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
 from trainer.checkpoint import read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError
-from trainer.lightning import fit, metrics
-from trainer.lightning.fit import check_divergence
+from trainer.lightning import metrics
 from trainer.lightning.metrics import Metrics, flops_per_token
 from trainer.lightning.module import LanguageModule
+from trainer.lightning.run import check_divergence
 from trainer.model.flops import training_flops
 
 
@@ -60,7 +60,7 @@ def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeyp
         return loss * float("nan") if module.global_step >= 7 else loss
 
     monkeypatch.setattr(LanguageModule, "training_step", broken)
-    monkeypatch.setattr(fit, "MOST_SKIPPED", 4)
+    monkeypatch.setattr("trainer.lightning.run.MOST_SKIPPED", 4)
     message = r"not finite in steps 8 to 11; the last healthy checkpoint is \S+/step-000007"
     changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
     with pytest.raises(DivergedError, match=message):

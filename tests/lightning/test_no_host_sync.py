@@ -16,7 +16,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import drop, setup
-from trainer.lightning.fit import RunCallback, train
+from trainer.lightning.fit import train
+from trainer.lightning.run import RunCallback
 from trainer.runs.parsing import merged, parse
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ from trainer.common.errors import PreemptedError
 from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
-from trainer.lightning.fit import effect_probe, train
+from trainer.lightning.fit import train
+from trainer.lightning.run import effect_probe
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of

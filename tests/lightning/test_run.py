@@ -28,9 +28,10 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning import metrics
-from trainer.lightning.fit import effect_probe, train
+from trainer.lightning.fit import train
 from trainer.lightning.metrics import log_results
 from trainer.lightning.module import LanguageModule
+from trainer.lightning.run import effect_probe
 from trainer.lightning.setup import make_decoder
 from trainer.positional.layout import drop
 from trainer.runs.directory import read_metrics, write_metrics

@@ -25,7 +25,7 @@ from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
 from trainer.data.tokenizer import SpecialTokens
 from trainer.lightning.benchmarks import Benchmarks
-from trainer.lightning.fit import effect_probe
+from trainer.lightning.run import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
