@@ -261,7 +261,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
 def small_parts(monkeypatch):
     """Cells of many parts: each part has one batch, of one sequence of 64 tokens or two of 32."""
     monkeypatch.setitem(PART, "cpu", 1.0)
-    monkeypatch.setattr("trainer.evaluation.loss.IN_CACHE", 64 * 32)
+    monkeypatch.setattr("trainer.evaluation.answering.IN_CACHE", 64 * 32)
 
 
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):

@@ -13,9 +13,9 @@ from tests.data.conftest import held_out
 from trainer.common.errors import UserError
 from trainer.data.corpus import HeldOutText
 from trainer.data.prepared import Tokens
+from trainer.evaluation.answering import sequences_at_once
 from trainer.evaluation.loss import (
     mean_loss,
-    sequences_at_once,
     token_losses,
     unigram_loss,
     windows_with_common_ends,
@@ -159,5 +159,5 @@ def test_no_more_than_allowed_and_than_the_cache_holds(
     tiny_decoder, monkeypatch, length, batch_tokens, expected
 ):
     model = tiny_decoder()
-    monkeypatch.setattr("trainer.evaluation.loss.IN_CACHE", 128 * model.config.hidden_size)
+    monkeypatch.setattr("trainer.evaluation.answering.IN_CACHE", 128 * model.config.hidden_size)
     assert sequences_at_once(model, length, batch_tokens) == expected

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from trainer.data.order import Integers
 from trainer.data.tokenizer import special_tokens
@@ -23,6 +24,8 @@ from trainer.model.cache import KVCache
 from trainer.model.generate import continue_from_cache, generate
 from trainer.model.language_model import LanguageModel
 
+IN_CACHE = 2**18
+"""Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 Round = tuple[int, Sequence[int]]
 """Tokens that prompts share with their trunks, and the indices of these prompts."""
 
@@ -96,9 +99,8 @@ def _answer_groups(
     count = prompts[trunks[0]].new_tokens
     trunk = model.empty_cache(rows, length + count - 1)
     ids = torch.tensor([prompts[index].tokens for index in trunks], device=model.device)
-    # With its length, which frequencies may follow, but without the last token: every prompt has
-    # one of its own to read.
-    model.prefilled(ids[:, :-1], cache=trunk, length=length, last=1)
+    # Without the last token: every prompt has one of its own to read.
+    _read(model, ids[:, :-1], trunk, 0, length)
     together = max(1, batch_tokens // (rows * (length + count)))
     # A single row is never moved, and unless it is read again it keeps what the next one shares.
     in_place = rows == together == 1 and not model.layout.switches
@@ -112,7 +114,7 @@ def _answer_groups(
             part = cache.part(place * rows, rows, 0)
             begin_with(part, trunk, cut)
             ids = torch.tensor([prompts[i].tokens[cut:] for i in of_round], device=model.device)
-            logits.append(model(ids, cache=part, last=1)[:, 0])
+            logits.append(_read(model, ids, part, cut, length))
         cache = cache.part(0, len(tokens), 0)
         cache.fill((), length)
 
@@ -122,6 +124,31 @@ def _answer_groups(
         continue_from_cache(
             model, torch.cat(logits), cache, tokens, count, end_tokens=ends, on_token=on_row
         )
+
+
+def _read(model: LanguageModel, ids: Tensor, cache: KVCache, cut: int, length: int) -> Tensor:
+    """Read tokens ``[B, T]`` after the first ``cut`` in the cache; return the logits ``[B, vocab]``
+    after the last one. A pass has as many rows as :func:`sequences_at_once` says.
+
+    ``length``: of the whole prompts, which frequencies may follow.
+    """
+    size, logits = sequences_at_once(model, ids.shape[1], ids.numel()), []
+    for first in range(0, len(ids), size):
+        rows = cache.part(first, size, 0)
+        rows.fill((), cut)
+        logits.append(model(ids[first : first + size], cache=rows, length=length, last=1)[:, 0])
+    return torch.cat(logits)
+
+
+def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> int:
+    """Return the number of sequences of ``length`` tokens in a forward pass.
+
+    It is at least one, and otherwise at most ``batch_tokens`` tokens in all. On a CPU, the batch
+    must also fit in the caches: a larger one is bound by memory bandwidth.
+    """
+    if model.device.type == "cpu":
+        batch_tokens = min(batch_tokens, IN_CACHE // model.config.hidden_size)
+    return max(1, batch_tokens // length)
 
 
 def begin_with(

@@ -13,8 +13,9 @@ from trainer.config import STATEMENTS, NeedleTaskSettings
 from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.tokenizer import own_first_token
+from trainer.evaluation.answering import sequences_at_once
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.loss import sequences_at_once, windows_with_common_ends
+from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.needles import Haystack
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table

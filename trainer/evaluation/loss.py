@@ -16,14 +16,13 @@ from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY
 from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.order import Integers
+from trainer.evaluation.answering import sequences_at_once
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
 
 UNIGRAM_TOKENS = 2**20
 """Tokens of a text whose frequencies are counted."""
-IN_CACHE = 2**18
-"""Elements of a layer's input that fit in a processor's cache while the layer uses them."""
 
 
 def windows_with_common_ends(
@@ -82,17 +81,6 @@ def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> fl
 
     known, wanted = shares(counted, 1), shares(text, 0)
     return float(-(wanted * np.log(known)).sum())
-
-
-def sequences_at_once(model: LanguageModel, length: int, batch_tokens: int) -> int:
-    """Return the number of sequences of ``length`` tokens in a forward pass.
-
-    It is at least one, and otherwise at most ``batch_tokens`` tokens in all. On a CPU, the batch
-    must also fit in the caches: a larger one is bound by memory bandwidth.
-    """
-    if model.device.type == "cpu":
-        batch_tokens = min(batch_tokens, IN_CACHE // model.config.hidden_size)
-    return max(1, batch_tokens // length)
 
 
 @torch.no_grad()
