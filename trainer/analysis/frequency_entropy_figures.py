@@ -137,8 +137,8 @@ def _layers_plot(measure: str, values: Array, chosen: Sequence[Place]) -> Plot:
     layers of the chosen heads."""
     shown = list(dict.fromkeys(layer for layer, _ in chosen)) or list(range(len(values)))
     panels = [_panel(f"layer {i}", measure, values[i]) for i in shown]
-    columns, height, size = (COLUMNS, 1.75, 5.0) if len(shown) <= COLUMNS else (6, 0.95, 1.5)
-    look: dict[str, Any] = {"columns": columns, "height": height, "size": size, "share": True}
+    columns, height = (COLUMNS, 1.75) if len(shown) <= COLUMNS else (6, 0.95)
+    look: dict[str, Any] = {"columns": columns, "height": height, "share": True}
     return Plot(
         f"frequency_entropy_layers_{measure}",
         draw(panels, x=PAIR_INDEX, y=NAMES[measure], index="head", **look),
