@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trainer.lightning.metrics import LENGTH
-from trainer.runs.directory import DROP_LOSSES
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
@@ -47,7 +46,11 @@ SECTIONS = {
         Panel("Skipped steps", ("skipped_steps",)),
     ),
     "Drop": (
-        Panel("Held-out loss around the drop (nats per token)", DROP_LOSSES, x=None),
+        Panel(
+            "Held-out loss around the drop (nats per token)",
+            ("drop/loss_before", "drop/loss_after", "drop/loss_end"),
+            x=None,
+        ),
         Panel("Phase", ("phase",)),
     ),
     "Length generalisation": (

@@ -19,7 +19,6 @@ from trainer.checkpoint import (
     STATE,
     Writer,
     find_checkpoint,
-    is_sound,
     newest_checkpoint,
     read_state,
     regular_checkpoints,
@@ -161,7 +160,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(saved, harm, pat
 def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
     (tmp_path / STATE).write_text(json.dumps({"format": 2, "step": 3}))
     (tmp_path / MANIFEST).write_text("{}")
-    with pytest.raises(UserError, match="has format 2, expected 3"):
+    with pytest.raises(UserError, match="has format 2, expected 4"):
         read_state(tmp_path)
 
 
@@ -223,11 +222,8 @@ def test_a_name_of_nothing_is_refused(tmp_path):
 
 
 def test_the_manifest_names_the_files_of_all_ranks(tmp_path):
-    partly = tmp_path / ".partial"
+    partly, final = tmp_path / ".partial", tmp_path / "step-000003"
     partly.mkdir()
-    for file in ("shard-1", "shard-2"):
-        (partly / file).write_text(file)
-    Writer(tmp_path, 1)._complete(partly, tmp_path / "step-000003", b"{}")
-    manifest = json.loads((tmp_path / "step-000003" / MANIFEST).read_text())
-    assert [*manifest] == ["shard-1", "shard-2", STATE]
-    assert is_sound(tmp_path / "step-000003")
+    files = [{"shard-1": [1, "a"]}, {"shard-2": [2, "b"]}]
+    Writer(tmp_path, 1)._complete(partly, final, files, b"{}")
+    assert [*json.loads((final / MANIFEST).read_text())] == [STATE, "shard-1", "shard-2"]

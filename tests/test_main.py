@@ -42,6 +42,10 @@ def test_help_names_the_command_and_its_options(capsys, name):
             ["schedule.name=cosin"],
             "schedule.name: Input should be 'cosine', 'wsd' or 'constant', got 'cosin'",
         ),
+        (
+            ["positional=nope", "drop=late", "model.qk_norm.when=after_drop"],
+            "model.qk_norm.when: 'after_drop', but there is no drop",
+        ),
         (["trian"], f"expected a command of {', '.join(COMMANDS)}, got 'trian'"),
         (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
         (

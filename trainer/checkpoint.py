@@ -42,12 +42,12 @@ from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
 from trainer.common.files import checksum, synchronise, write_durably
-from trainer.common.ranks import on_rank_zero
+from trainer.common.ranks import all_gather, on_rank_zero
 from trainer.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 """Number of the format, in ``state.json``."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
@@ -199,14 +199,20 @@ class Writer:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        on_rank_zero(lambda: self._complete(partly, self.directory / name, described), self._group)
+        rank = dist.get_rank() if self._group else 0
+        mine = {f.name: _described(f) for f in partly.glob(f"shard-{rank + 1:05d}-*")}
+        files = all_gather(mine, self._group)
+        on_rank_zero(
+            lambda: self._complete(partly, self.directory / name, files, described), self._group
+        )
 
-    def _complete(self, partly: Path, final: Path, described: bytes) -> None:
+    def _complete(
+        self, partly: Path, final: Path, files: list[dict[str, list[Any]]], described: bytes
+    ) -> None:
         write_durably(partly / STATE, described)
-        files = sorted(partly.iterdir())
-        with ThreadPoolExecutor() as pool:
-            digests = zip(files, pool.map(checksum, files), strict=True)
-            manifest = {file.name: [file.stat().st_size, digest] for file, digest in digests}
+        manifest = {STATE: _described(partly / STATE)}
+        for of_rank in files:
+            manifest |= of_rank
         write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
         synchronise(partly)
         shutil.rmtree(final, ignore_errors=True)  # a rename replaces no directory that has files
@@ -216,6 +222,11 @@ class Writer:
             step = step_of(path)
             if step not in self.permanent and (self.keep_every is None or step % self.keep_every):
                 shutil.rmtree(path)
+
+
+def _described(file: Path) -> list[Any]:
+    """Return size and checksum of a file."""
+    return [file.stat().st_size, checksum(file)]
 
 
 # Finding and reading

@@ -175,7 +175,11 @@ def run_config(job: Job) -> schema.RunConfig:
             if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
                 key = word.partition("=")[0].lstrip("+")
                 raise UserError(f"{key}: the trained weights bring their shape")
-    return parse(schema.RunConfig, job.values)
+    config = parse(schema.RunConfig, job.values)
+    drops = config.drop_step is not None or config.controls  # which may drop
+    if config.model.qk_norm.when == "after_drop" and not drops:
+        raise UserError("model.qk_norm.when: 'after_drop', but there is no drop")
+    return config
 
 
 def forget_absent_weights(values: dict[str, Any]) -> None:
@@ -256,15 +260,12 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
     keys = take_keys(job, schema.RecalibrateKeys)
     if keys.text is None and job.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
-    from trainer.runs.directory import check_files
+    from trainer.runs.directory import RECORD, check_files
 
     files = [keys.text] if isinstance(keys.text, str) else keys.text or []
-    check_files(files)  # before torch is imported
-    from trainer.workflows import recalibrate as workflow
-
     named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
     given = {key: reduce(getitem, key.split("."), job.values) for key in named if "." in key}
-    own: dict[str, Any] = {f"model.{workflow.source_of(keys.checkpoint)}": keys.checkpoint}
+    own: dict[str, Any] = {}
     if "name" not in named:
         stem = re.sub(r"[^\w.+-]", "-", Path(keys.checkpoint).absolute().name)
         own["name"] = f"{stem.lstrip('-.+')}-drope"
@@ -274,6 +275,11 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
         own["data.files"] = files
     set_keys(job.values, own)
     run_dir, overwrite = Path(job.values["run_dir"]), job.values["overwrite"] is True
+    if overwrite or not (run_dir / RECORD).is_file():
+        check_files(files)  # before torch is imported
+    from trainer.workflows import recalibrate as workflow
+
+    set_keys(job.values, {f"model.{workflow.source_of(keys.checkpoint)}": keys.checkpoint})
     values = workflow.chosen(keys.checkpoint, keys.minutes, given, run_dir, overwrite, began)
     set_keys(job.values, values)
     return keys, values

@@ -36,6 +36,13 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
         assert [(trial, key) for trial, key, _ in result] == [(i, "perplexity") for i in range(3)]
 
 
+def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
+    settings = NeedleTaskSettings(trials=8, needles=2, seed=1)
+    alone = statements(corpus, corpus.test, [64], settings)
+    beside = statements(corpus, corpus.test, [16, 32, 64], settings)
+    assert alone.fingerprint(64) == beside.fingerprint(64)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("reads", [None, 40, 64, 65])
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):

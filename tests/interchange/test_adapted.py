@@ -304,6 +304,7 @@ def test_models_that_need_code_or_elsewhere_are_refused(saved):
 
     refused("code of a model is never run", model_type="mine")
     refused("attn_implementation", attn_implementation="someone/kernel")
+    refused("attn_implementation", attn_implementation={"": "someone/kernel"})
     refused("attn_implementation", text_config={"_attn_implementation": "someone/kernel"})
     refused("transformers_weights", transformers_weights="../x")
     (saved / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')

@@ -170,7 +170,7 @@ def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[list[Roun
     groups: dict[tuple[int | None, int, int], list[int]] = defaultdict(list)
     single: dict[int, list[int]] = defaultdict(list)  # by new tokens
     for index, prompt in enumerate(prompts):
-        if prompt.group is None:
+        if prompt.group is None or prompt.never_first:
             single[prompt.new_tokens].append(index)
         else:
             groups[prompt.group, len(prompt.tokens), prompt.new_tokens].append(index)

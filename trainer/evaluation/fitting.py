@@ -43,9 +43,9 @@ class FitText:
 
     ``windows``: ``[N, length]`` tokens for every length of a fit; they end at the same places.
     ``parts``: the text of a mixture that each of them is from, ``[N]``; empty for a single text.
-    ``needles``: answers to predict, for
-    every length at which factors are searched by needles. ``choice``: ``[texts, tokens]`` for
-    every length at which heads or pairs are chosen; None: the windows.
+    ``needles``: answers to predict, for every length at which factors are searched by needles.
+    ``choice``: ``[texts, tokens]`` for every length at which heads or pairs are chosen; None: the
+    windows.
     """
 
     windows: Mapping[int, Integers]

@@ -105,12 +105,11 @@ class Harness(Task):
         return 1
 
     def fingerprint(self, length: int) -> str:
-        """Return a hash of the tasks' settings and questions."""
-        settings = [task.dump_config() for task in self.tasks.values()]
+        """Return a hash of the tasks, by names and version of lm-eval, and their questions."""
         questions = [
             [task.eval_docs[i] for i in self.docs[name]] for name, task in self.tasks.items()
         ]
-        return fingerprint(lm_eval.__version__, repr(settings), repr(questions))
+        return fingerprint(lm_eval.__version__, list(self.tasks), repr(questions))
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question, labelled by its task if there are several."""
@@ -118,7 +117,9 @@ class Harness(Task):
         return trial_table(len(labels), labels=labels if len(self.tasks) > 1 else None)
 
     def read(self, reading: Reading) -> list[Value]:
-        """Return the value of every metric of :data:`METRICS` for each question, in one part."""
+        """Return the value of every reported metric for each question, in the first part."""
+        if reading.part.start:
+            return []
         results = evaluate(
             HarnessModel(reading.model, self.encoder, reading.most, reading.batch_tokens),
             dict(self.tasks),
@@ -130,8 +131,8 @@ class Harness(Task):
         for name, docs in self.docs.items():
             for row in results["samples"][name]:
                 for metric in METRICS:
-                    if metric in row:
-                        label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
+                    label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
+                    if metric in row and label in self.metrics:
                         key = f"{self.name}_{label}"
                         values.append((begin + row["doc_id"], key, float(row[metric])))
             begin += len(docs)

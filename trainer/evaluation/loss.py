@@ -57,7 +57,7 @@ def windows_with_common_ends(
             f"got {longest}"
         )
     windows = held_out_windows(text, count, longest, last)
-    return {length: windows[:, longest - length :] for length in lengths}
+    return {length: windows[:, longest - length :].copy() for length in lengths}
 
 
 def mean_loss(

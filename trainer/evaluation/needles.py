@@ -85,7 +85,7 @@ class Excerpt:
 class Haystack:
     """Documents as one token stream, with a blank line before each.
 
-    ``bos``: tokens before every prompt. ``eos``: see :func:`~trainer.data.tokenizer.end_of_text`.
+    ``bos``: tokens before every prompt. ``eos``: token between documents, if known.
     """
 
     tokenizer: Tokenizer

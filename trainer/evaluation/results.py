@@ -301,6 +301,7 @@ class Report:
 
     def write(self, directory: Path) -> None:
         """Write ``results.csv``, ``trials.parquet`` and last ``facts.json``, each atomically."""
+        (directory / FACTS).unlink(missing_ok=True)
         buffer = BytesIO()
         self.trials.to_parquet(buffer, index=False)
         write_csv(directory / "results.csv", self.rows)

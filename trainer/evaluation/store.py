@@ -66,8 +66,7 @@ class Store:
 
     def path(self, kind: str, key: dict[str, Any]) -> Path:
         """Return the path of a result's file."""
-        text = json.dumps(key, sort_keys=True, default=str)
-        return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+        return self.directory / f"{kind}-{fingerprint(key)}.json"
 
     def has(self, kind: str, key: dict[str, Any]) -> bool:
         """Return whether the result is stored."""
@@ -75,7 +74,7 @@ class Store:
 
     def put(self, kind: str, key: dict[str, Any], value: Any) -> None:
         """Store a JSON value."""
-        text = json.dumps({"key": key, "value": value}, default=str)
+        text = json.dumps({"key": key, "value": value})
         write_atomically(self.path(kind, key), text + "\n")
 
     def wait(self, kind: str, key: dict[str, Any]) -> Any:

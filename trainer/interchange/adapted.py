@@ -75,8 +75,8 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> Adapted
             f"{directory}: model_type: {kind!r} needs code, and code of a model is never run"
         )
     # For an implementation of another name, transformers may download a kernel and run it.
-    kernels = set(re.findall(r'_implementation": "([^"]*)', json.dumps(values)))
-    if unknown := kernels - {"eager", "sdpa", "grouped_mm", "batched_mm"}:
+    kernels = set(re.findall(r'_implementation": ("[^"]*"|.)', json.dumps(values)))
+    if unknown := kernels - {'"eager"', '"sdpa"', '"grouped_mm"', '"batched_mm"', "n"}:  # or null
         raise UserError(f"{directory}: attn_implementation: {unknown} needs code of others")
     elsewhere = (directory / "adapter_config.json").exists()
     if elsewhere or values.get("transformers_weights") is not None:

@@ -41,7 +41,7 @@ from trainer.positional.spectrum import Spectrum, Temperature
 
 log = logging.getLogger(__name__)
 
-KEPT, DECODED, BEYOND, USUAL, LONGEST = 32, 4, 256, 512, 2304
+KEPT, DECODED, BEYOND, USUAL, LONGEST = 32, 4, 256, 1100, 2304
 """Of the comparison: last positions, generated tokens, tokens beyond the training length, tokens
 that are read of any model, and the most tokens."""
 CODE = "modeling_unrope.py"

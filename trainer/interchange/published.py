@@ -71,7 +71,7 @@ def read_token_files(directory: Path) -> dict[str, str]:
     files = {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
     if CONFIG in files:
         values = json.loads(files[CONFIG])
-        values |= values.get("text_config") or {}
+        values = (values.get("text_config") or {}) | values
         files[CONFIG] = json.dumps({key: values[key] for key in TOKEN_IDS if key in values})
     return files
 

@@ -138,8 +138,7 @@ class TokenData(L.LightningDataModule):
             num_workers=self.workers,
             pin_memory=self.trainer.strategy.root_device.type == "cuda",
             worker_init_fn=_ignore_signals,
-            # The default generator's state is restored on resume: do not draw from it here.
-            generator=torch.Generator(),
+            generator=torch.Generator(),  # the default one is left to callbacks
         )
 
     def val_dataloader(self) -> DataLoader[Any]:

@@ -222,7 +222,7 @@ def loss(
         return None
     ((p, q),) = pairs
     if not len(p.each) == len(q.each) > 1:
-        return None
+        return None, "Measured on fewer than two common windows."
     difference = change(p.each, q.each)
     numbers = (
         f"Text loss: {q.name} {q.value.mean:.3f} at {q.length} tokens, {p.name} "

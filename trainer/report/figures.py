@@ -33,8 +33,6 @@ from trainer.report.tables import perplexity
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
-FALLING = ("perplexity", "bits_per_byte")
-"""Suffixes of metrics where lower is better."""
 _CHANCES = {"chance": "chance", "chance_listed": "any listed value"}
 _MOST_LINES = 8  # in one panel; more become a panel for each model
 _TOGETHER = 15  # heat maps in one figure; more become a figure for each model
@@ -258,7 +256,7 @@ def benchmarks(report: Report) -> Iterator[Plot]:
     dropped = None
     for run in report.runs:
         scores = 100 * pd.DataFrame([m["scores"] for m in run.milestones], dtype=float)
-        rising = [k for k in scores if not (k.startswith(f"{PERPLEXITY}/") or k.endswith(FALLING))]
+        rising = [k for k in scores if not k.startswith(f"{PERPLEXITY}/")]
         scores = scores[rising].dropna(axis="columns", how="all")
         if scores.empty:
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint import (
-    STATE,
     check_sound,
     newest_checkpoint,
     read_state,
@@ -58,8 +56,8 @@ def starting_point(
 def texts_read(run_dir: Path) -> list[str] | None:
     """Return fingerprints of the texts that the run in a directory has read, or None."""
     for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
-        with suppress(ValueError):  # damaged: training resumes from the one before it
-            return json.loads((path / STATE).read_bytes())["texts"]
+        with suppress(ValueError):  # damaged, or of another format
+            return read_state(path)["texts"]
     return None
 
 

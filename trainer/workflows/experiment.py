@@ -108,7 +108,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether the run has a report of this evaluation and of these controls.
+    """Whether the run has a report of these controls and of this evaluation, if it has one.
 
     Raises:
         UserError: the directory holds something else.
@@ -118,7 +118,8 @@ def is_finished(config: RunConfig) -> bool:
     if config.overwrite or not facts.exists():
         return False
     reported = json.loads(facts.read_bytes())["config"]
-    return all(reported[key] == values[key] for key in ("evaluation", "controls"))
+    keys = ("controls", "evaluation") if config.evaluation.enabled else ("controls",)
+    return all(reported[key] == values[key] for key in keys)
 
 
 def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:

@@ -55,7 +55,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         f"training length {layout.training_length:,} tokens.\n"
     )
     if began_with:
-        card += f"Training began with {Path(began_with).name}, whose licence holds.\n"
+        card += f"Training began with {Path(began_with).name}.\n"
     return export_model(
         model,
         saved.tokenizer,
