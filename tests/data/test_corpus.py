@@ -167,7 +167,8 @@ def test_special_tokens_are_those_of_published_settings_or_else_of_their_names(
     [
         ({"bos_token_id": 4}, 4),
         ({"bos_token_id": 0}, 0),
-        ({"text_config": {"bos_token_id": 4}, "bos_token_id": 5}, 4),
+        ({"text_config": {"bos_token_id": 4}}, 4),
+        ({"text_config": {"bos_token_id": 4}, "bos_token_id": 5}, 5),  # as in transformers
         *(({"bos_token_id": odd}, None) for odd in (9, -1, None)),
         ({}, None),
     ],
