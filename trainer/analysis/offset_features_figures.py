@@ -69,7 +69,7 @@ def analyze_offset_features(target: Target) -> Results:
     on_first = pd.DataFrame([row for rows, _ in measured for row in rows])
     on_previous = pd.DataFrame([row for _, rows in measured for row in rows])
     on_previous = on_previous.merge(features, on=PLACE)
-    # In steps of a token (Sec. 4.3.1); an angle just under a full turn is -0.1 steps, not 6.2.
+    # Angles become steps of a token (Sec. 4.3.1). Just under a full turn means just below 0.
     turned = np.mod(on_previous.angle + on_previous.inv_freq / 2, TURN)
     on_previous["steps"] = turned / on_previous.inv_freq - 0.5
     plots = [all_pairs(features, C), stability_plot(features)]

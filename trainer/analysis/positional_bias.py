@@ -62,11 +62,12 @@ def positional_biases(rows: Rows) -> dict[str, Tensor]:
 
 
 def bias_gradients(model: Decoder, ids: Tensor) -> Array:
-    """Compute the Frobenius norms ``[2, 2, layers, query heads]`` of the gradients of A^c towards
-    the diagonal and the previous token (first axis) by W_Q and W_K (second axis; Fig. 4), averaged
-    over the texts ``ids`` ``[B, T]``, whose attention is held as a whole.
+    """Compute norms of the gradients of A^c, ``[2, 2, layers, query heads]`` (Fig. 4).
 
-    A^c is the head's, and the states that enter its layer are constants.
+    First axis: A^c towards the diagonal, and towards the previous token. Second axis: gradients by
+    W_Q and by W_K, of which this is the Frobenius norm. It is averaged over the texts ``ids``
+    ``[B, T]``, whose attention is held as a whole. A^c is
+    the head's, and the states that enter its layer are constants.
     """
     measured: list[Tensor] = []  # [heads, 2, 2] of every layer of every text
 

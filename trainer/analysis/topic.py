@@ -1,4 +1,4 @@
-"""What analyses share: model and text, figures and rows, and means over texts."""
+"""Shared parts of analyses: their model and text, their figures and rows, means over texts."""
 
 from __future__ import annotations
 

@@ -99,10 +99,11 @@ def _answer_groups(
     count = prompts[trunks[0]].new_tokens
     trunk = model.empty_cache(rows, length + count - 1)
     ids = torch.tensor([prompts[index].tokens for index in trunks], device=model.device)
-    # Without the last token: every prompt has one of its own to read.
+    # The last token stays out, so that every prompt has one to read by itself.
     _read(model, ids[:, :-1], trunk, 0, length)
     together = max(1, batch_tokens // (rows * (length + count)))
-    # A single row is never moved, and unless it is read again it keeps what the next one shares.
+    # A single row stays in its place. It keeps the tokens that the next prompt shares with it,
+    # unless the layout changes with the length and they are read again.
     in_place = rows == together == 1 and not model.layout.switches
     for first in range(0, len(rounds), together):
         chosen = rounds[first : first + together]

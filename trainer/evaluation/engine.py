@@ -41,7 +41,7 @@ COLUMNS = (*TRIAL_COLUMNS, "seconds")
 
 @dataclass(frozen=True)
 class Settings:
-    """How models are computed, and this process's share of the work.
+    """Settings that decide how models are computed and which parts this process takes.
 
     ``batch_tokens``: of a forward pass. ``device``: "cpu" or "cuda". ``dtype``: of the weights.
     ``rank``: this process among ``ranks`` that share the work.

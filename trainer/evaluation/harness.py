@@ -54,7 +54,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Raise: no metric of :data:`METRICS` needs the likelihood of a whole text."""
-        raise NotImplementedError
+        raise UserError("evaluation.harness.tasks: likelihoods of whole texts are not supported")
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return the greedy continuation of each context, up to the first of its stop strings."""

@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint import (
-    step_name,
-)
+from trainer.checkpoint import step_name
 from trainer.common.errors import UserError
 from trainer.common.progress import Progress
 from trainer.common.ranks import current_ranks, on_rank_zero
@@ -39,10 +37,7 @@ from trainer.lightning.setup import (
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import name_and_role
 from trainer.runs.models import starting_weights
-from trainer.runs.phases import (
-    phase_at,
-    phases_of,
-)
+from trainer.runs.phases import phase_at, phases_of
 from trainer.runs.starting_point import samples_of, starting_point
 
 log = logging.getLogger(__name__)
