@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -18,18 +17,15 @@ from tests.analysis.attention_examples import captured, cells
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
-    Gate,
-    attenuation,
     frequency_entropies,
-    rules,
     sequence_fe,
     spectrum_fe,
 )
 from trainer.analysis.frequency_entropy_figures import analyze_frequency_entropy, in_words
 from trainer.analysis.topic import NotApplicableError, Target
+from trainer.analysis.weighted_rope import apply, rules_of
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime
-from trainer.evaluation.weighted_rope import apply
 from trainer.positional.intervention import Intervention
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
@@ -128,20 +124,6 @@ def test_a_model_s_heads(tiny_decoder, model):
             np.testing.assert_allclose(ours, expected, rtol=1e-4)
 
 
-ATTENUATED_TEXT = torch.randint(50, (1, 200), generator=torch.Generator().manual_seed(3))
-
-
-def test_pairs_that_stand_still_keep_their_size(tiny_decoder):
-    model = tiny_decoder()
-    still = replace(model.layout.layers[0].spectra[0], inv_freq=(1.0, 0.0, 0.1, 0.0))
-    model.layout = model.layout.map(lambda _: still)
-    entropies = frequency_entropies(model, ATTENUATED_TEXT, ["sequence"])
-    gate = Gate("sequence", "below", 1.1)
-    changed, pairs = attenuation(model.layout, entropies, [gate], [0.0], 8)
-    assert pairs == 2 * (4 + 2) * 2
-    assert changed[1].key[1] == (0.0, 1.0) * 4
-
-
 def text(length, texts=1):
     return torch.randint(50, (texts, length), generator=torch.Generator().manual_seed(3))
 
@@ -182,17 +164,6 @@ def test_a_text_shorter_than_a_frame_has_the_gates_of_the_other_entropy(tiny_dec
         rows_with(Target("tiny", target.model, text(5)))
 
 
-def test_a_gate_has_one_rule_or_several():
-    assert rules("spectrum<0.2") == (("spectrum", "below", 0.2),)
-    assert rules("spectrum > 0.4 + sequence<.6") == (
-        ("spectrum", "above", 0.4),
-        ("sequence", "below", 0.6),
-    )
-    for wrong in ("spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
-        with pytest.raises(ValueError, match=re.escape(wrong)):
-            rules(wrong)
-
-
 def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder):
     """Fig. 4: perplexity by alpha of what Eq. 11 and 12 attenuate, queries and keys by their own
     entropies, here of another text; and both rules of Sec. 5.3 together."""
@@ -228,7 +199,7 @@ def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder)
         return float(losses.exp())
 
     for (name, pairs), n in itertools.product(gates.items(), (40, 80)):
-        variant = in_words(rules(name))
+        variant = in_words(rules_of(name))
         count = cells(rows, "attenuated_pairs", variant=variant, length=n).item()
         assert count == pairs["query"].sum() + pairs["key"].sum()
         for alpha in (*alphas, 1.0):

@@ -1,13 +1,18 @@
-"""A tiny corpus, and a decoder that reads its tokens."""
+"""A tiny corpus, a decoder that reads its tokens, and text for fits."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from tests.data.conftest import held_out
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
+from trainer.evaluation.fitting import FitText
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.store import fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +30,11 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def model(tiny_decoder, corpus):
     return tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
+
+
+def fit_text(*ids, count, longest, weights=None):
+    """Windows of one text or a mixture of several, each with such token ids."""
+    text = held_out(*ids, weights=weights)
+    key = fingerprint([[int(token) for token in of_text] for of_text in ids])
+    corpus = SimpleNamespace(first_token=0, fingerprint=key)
+    return FitText(HeldOut(corpus, text, None, None), count, longest)

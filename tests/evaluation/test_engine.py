@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from trainer.config import (
 from trainer.evaluation import dope
 from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import statements
+from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.loss import Perplexity, windows_with_common_ends
 from trainer.evaluation.methods import method_for
 from trainer.evaluation.results import rows_of
@@ -57,6 +56,10 @@ def rows(trials):
     return rows_of(trials, "run", 0).drop(columns="seconds").fillna(-1.0).to_dict("records")
 
 
+def fit_text(corpus, count=2):
+    return FitText(HeldOut(corpus, corpus.validation, None, None), count, 64)
+
+
 def perplexity(corpus, lengths=LENGTHS):
     windows = windows_with_common_ends(corpus.test, 3, lengths)
     return Perplexity(windows, corpus.end_of_text, 32)
@@ -79,14 +82,13 @@ def evaluation(model, corpus, tmp_path):
         tokens=4096,
     ):
         config = EvaluationConfig(methods=list(methods))
-        end = corpus.end_of_text
         of_model = {"tiny": [method_for(name, model.layout, config) for name in methods]}
         needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
         tasks = [
             perplexity(corpus, lengths),
             statements(corpus, corpus.test, lengths, needles),
         ]
-        text = FitText({}, end)
+        text = fit_text(corpus)
         plans = plan_cells(
             [saved("tiny", model, load)], of_model, tasks, lengths, text, Settings(tokens)
         )
@@ -156,7 +158,7 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     config = EvaluationConfig()
     methods = {name: [method_for("none", shape.layout, config)] for name in "ab"}
     del shape
-    text = FitText({}, corpus.end_of_text)
+    text = fit_text(corpus)
     plans = plan_cells(models, methods, [perplexity(corpus)], LENGTHS, text, Settings())
     measure_cells(plans, text, Store(tmp_path), Settings())
     assert alive == [0, 0, 0]
@@ -174,11 +176,11 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus):
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
 
     def keys(windows):
-        text = FitText({64: np.zeros((windows, 64), int)}, 0)
+        text = fit_text(corpus, windows)
         return [cell.key for cell in cells_of(model, corpus, config, text)]
 
     first, second = keys(1), keys(2)
-    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False]
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 4 + [False] * 2
 
 
 def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
@@ -189,7 +191,7 @@ def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
     methods = {
         n: [method_for(m, layout, config) for m in config.methods] for n, layout in layouts.items()
     }
-    text = FitText({64: np.zeros((1, 64), np.int64)}, corpus.end_of_text)
+    text = fit_text(corpus)
 
     def keys(*models):
         plans = plan_cells(models, methods, [perplexity(corpus)], LENGTHS, text, Settings())
@@ -202,10 +204,9 @@ def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
 def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
     names = ["none", "dope", "yarn+weighted_rope"]
 
-    def keys(text=0, **choice):
+    def keys(count=2, **choice):
         config = EvaluationConfig(lengths=[1, 2], methods=names, choice=ChoiceSettings(**choice))
-        read = FitText({}, 0, choice={n: np.full((2, n), text) for n in LENGTHS})
-        return [cell.key for cell in cells_of(model, corpus, config, read)]
+        return [cell.key for cell in cells_of(model, corpus, config, fit_text(corpus, count))]
 
     first = keys()
     for others in (keys(length=2), keys(text="standard"), keys(texts=1), keys(1)):
@@ -214,12 +215,11 @@ def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
 
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
     config = EvaluationConfig(lengths=[1, 2], methods=["dope"], dope=DopeSettings(heads=2))
-    windows = windows_with_common_ends(corpus.validation, 3, LENGTHS)
-    text = FitText(windows, 0)
+    text = fit_text(corpus, 3)
     cells = cells_of(model, corpus, config, text)
     _, notes = measure_cells(cells, text, Store(tmp_path), Settings())
     for length, note in zip(LENGTHS, notes, strict=True):
-        chosen = dope.select(model, torch.from_numpy(windows[length]), config.dope)
+        chosen = dope.select(model, torch.from_numpy(text.windows(length)), config.dope)
         heads = ", ".join(map(str, chosen))
         assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
 
@@ -232,8 +232,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     config = EvaluationConfig(
         lengths=[1, 2], methods=["dope", "temperature"], temperature=temperature
     )
-    windows = windows_with_common_ends(corpus.validation, 2, LENGTHS)
-    text = FitText(windows, corpus.end_of_text)
+    text = fit_text(corpus)
     cells = cells_of(model, corpus, config, text)
 
     def go(folder):
@@ -318,8 +317,7 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
         methods=["none", "temperature", "yarn+temperature"],
         temperature=TemperatureSettings(models="all"),
     )
-    windows = windows_with_common_ends(corpus.validation, 2, [64])
-    text = FitText(windows, corpus.end_of_text)
+    text = fit_text(corpus)
     load = partial(copy.deepcopy, model)  # each process has its own
     cells = cells_of(model, corpus, config, text, 64, load)
     alone, notes = measure_cells(cells, text, Store(tmp_path / "alone"), Settings(64))

@@ -1,70 +1,174 @@
-"""Keys of fits and choices, and the fit of a temperature."""
+"""Text of fits and choices, and the fit of a temperature."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import json
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers.processors import TemplateProcessing
 
-from trainer.config import EvaluationConfig, TemperatureSettings
-from trainer.data.corpus import HeldOutText, parts_of_windows
+from tests.evaluation.conftest import fit_text
+from trainer.config import (
+    ChoiceSettings,
+    EvaluationConfig,
+    LongRopeSettings,
+    TemperatureSettings,
+)
+from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.fitting import (
     FitText,
     Fitting,
+    choice_prompts,
     fit_coefficient,
     fit_line,
     is_largest_tried,
 )
-from trainer.evaluation.likelihood import Request
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import method_for, tempered
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 
-TEXT = FitText({8: np.zeros((2, 8), int)}, 0, {}, {8: np.zeros((1, 8), int)})
-OTHERS = {
-    "windows": {8: np.zeros((3, 8), int)},
-    "first_token": 1,
-    "needles": {8: [Request((0,) * 7, (1,))]},
-    "choice": {8: np.ones((1, 8), int)},
-    "parts": (0, 1),
-}
+BOS = 0
+CONFIG = EvaluationConfig()
 
 
-def test_the_key_of_fits_has_all_texts():
-    assert {item.name for item in fields(FitText)} == {*OTHERS}
-    keys = [replace(TEXT, **{name: other}).key for name, other in OTHERS.items()]
-    assert len({TEXT.key, *keys}) == 1 + len(OTHERS)
-    assert replace(TEXT).key == TEXT.key
+def test_the_key_of_fits_follows_the_text_and_its_windows():
+    text = fit_text(range(50), count=2, longest=8)
+    others = [
+        fit_text(range(1, 51), count=2, longest=8),
+        replace(text, count=3),
+        replace(text, longest=9),
+        replace(text, held_out=replace(text.held_out, bos_token=1)),
+    ]
+    assert len({text.key, *(other.key for other in others)}) == 5
+    assert replace(text).key == text.key
+
+
+def test_windows_of_all_lengths_end_at_the_same_places():
+    text = fit_text(range(100), count=3, longest=40)
+    for length in (5, 40):
+        assert text.windows(length)[:, -5:].tolist() == text.windows(40)[:, -5:].tolist()
 
 
 @pytest.mark.parametrize("shares", [(26, 6), (22, 10), (13, 10, 9)])
 def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
     """As many as their shares of four, apart from each other; a heavy text is not taken alone."""
-    parts = parts_of_windows(HeldOutText(tuple((n, range(100)) for n in shares)), 32, 1).tolist()
-    text = FitText({1: np.arange(32)[:, None]}, 0, parts=tuple(parts))
-    chosen = text.spread(4, 1)[:, 0]
-    assert sorted(set(chosen)) == chosen.tolist()
-    counts = np.bincount(np.array(parts)[chosen])
-    assert (abs(counts - 4 * np.array(shares) / 32) < 1).all()
-    assert max(chosen) - min(chosen) > 20
-    assert text.spread(40, 1)[:, 0].tolist() == list(range(32))
+    texts = [range(100 * i, 100 * i + 100) for i in range(len(shares))]
+    text = fit_text(*texts, weights=shares, count=32, longest=1)
+    windows, chosen = text.windows(1)[:, 0].tolist(), text.spread(4, 1)[:, 0]
+    places = [windows.index(token) for token in chosen]
+    assert sorted(set(places)) == places
+    assert (abs(np.bincount(chosen // 100) - 4 * np.array(shares) / 32) < 1).all()
+    assert max(places) - min(places) > 20
+    assert text.spread(40, 1)[:, 0].tolist() == windows
 
 
-@pytest.mark.parametrize("by_file", [False, True])
-def test_texts_of_a_choice_spread_over_all_windows(tiny_decoder, by_file):
+def test_texts_of_a_choice_spread_over_all_windows(tiny_decoder):
     """The first ones overlap in almost all of their tokens."""
-    windows = {16: np.arange(9)[:, None].repeat(16, 1)}
-    text = FitText({} if by_file else windows, 0, {}, windows if by_file else None)
     model = tiny_decoder(training_length=8)
-    have = Fitting(lambda: model, text, 64)
+    have = Fitting(lambda: model, fit_text(range(24), count=9, longest=16), 64)
     for texts, rows in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
-        ids = have.ids(2.0, texts)
+        ids = have.ids(2.0, replace(CONFIG, choice=ChoiceSettings(texts=texts)))
         assert (ids.shape, ids[:, 0].tolist()) == ((len(rows), 16), rows)
 
 
+@pytest.fixture(scope="module")
+def haystack():
+    text = " ".join(f"Sentence {i} of a text that says {i * i}." for i in range(400))
+    tokenizer = train_tokenizer([], 257, [])
+    # Every text begins with the token once, though the tokenizer would add another.
+    name = tokenizer.id_to_token(BOS)
+    tokenizer.post_processor = TemplateProcessing(f"{name} $A", special_tokens=[(name, BOS)])
+    return Haystack(tokenizer, [text], (BOS,))
+
+
+def texts(haystack, length, *, config=CONFIG, **choice):
+    config = replace(config, choice=ChoiceSettings(**choice))
+    return choice_prompts(config, haystack, length)
+
+
+def test_prompts_with_needles_end_with_their_question(haystack):
+    rows = texts(haystack, 600, text="standard", texts=3)
+    assert rows.shape[0] == 3
+    assert rows[:, 0].tolist() == [BOS] * 3
+    places = []
+    for row in rows.tolist():
+        said = haystack.tokenizer.decode(row[1:])
+        key = re.search(r"One of the special magic numbers for (.+?) is: \d{7}\.", said)
+        assert said.endswith(
+            f"The special magic number for {key[1]} mentioned in the provided text is:"
+        )
+        places.append(key.start() / len(said))
+    # The trials spread over the depths, from the beginning to the end.
+    assert places == pytest.approx([0, 0.4, 0.8], abs=0.2)
+    assert places == sorted(places)
+
+
+def test_they_are_others_than_those_that_are_evaluated(haystack):
+    asked = NEEDLE_TASKS["standard"](haystack, replace(CONFIG.needles, trials=4)).prompts(600)
+    mine = texts(haystack, 600, text="standard").tolist()
+    assert not any(list(prompt.tokens) in mine for prompt in asked)
+
+
+@pytest.fixture
+def math_file(tmp_path):
+    file = tmp_path / "math.jsonl"
+    rows = [
+        {"problem": f"What is {i} and {i * i}?", "solution": f"It is \\boxed{{{i + i * i}}}."}
+        for i in range(200)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+@pytest.mark.slow
+def test_many_shots_are_others_than_those_that_are_evaluated(haystack, math_file):
+    name = "many_shot_skip"
+    shots = replace(CONFIG.many_shot, file=math_file, trials=3, new_tokens=16)
+    _, task, _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
+    mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
+    said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
+    asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]
+    assert len(said) == len(asked) == 3
+    assert not {*said} & {*asked}
+
+
+@pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
+def test_prompts_of_many_shots_have_one_length(haystack, name, math_file):
+    shots = replace(CONFIG.many_shot, file=math_file, new_tokens=16)
+    found = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name)
+    assert 700 - 16 - 60 < found.shape[1] <= 700 - 16
+    for row in found.tolist():
+        said = haystack.tokenizer.decode(row[1:])
+        assert said.endswith("Solution:")
+        assert said.count("boxed") > 5
+
+
+@pytest.mark.parametrize("name", ["dope+temperature", "longrope+temperature"])
+def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus, name):
+    """The temperature is fitted at a length of its own, where the parts before it choose, too."""
+    config = EvaluationConfig(
+        lengths=[10],
+        choice=ChoiceSettings(text="standard", texts=2),
+        longrope=LongRopeSettings(search="needles", evaluations=2, windows=1),
+        temperature=TemperatureSettings(grid=[0.0, 0.5], models="all", lengths=[12.0]),
+    )
+    made = method_for(name, model.layout, config)
+    longest = round(32 * max(made.fits))
+    text = FitText(HeldOut(corpus, corpus.test, corpus.end_of_text, None), 2, longest)
+    fitting = Fitting(lambda: model, text, 4096)
+    assert made.layouts(fitting)(10.0) != model.layout
+    assert any("logits times" in note for note in fitting.notes)
+
+
 C, GRID = 8, [0.0, 0.5, 1.0, 2.0]
-WINDOWS = {n: np.random.default_rng(n).integers(0, 50, (3, n)) for n in (16, 32)}
+TEXT = fit_text(np.random.default_rng(0).integers(0, 50, 100), count=3, longest=32)
+WINDOWS = {n: TEXT.windows(n) for n in (16, 32)}
 
 
 def summed_loss(model, layout):
@@ -84,7 +188,7 @@ def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers):
     layout = model.layout
     settings = TemperatureSettings(grid=GRID, models="all")
     config = EvaluationConfig(lengths=[2, 4], temperature=settings)
-    fitting = Fitting(lambda: model, FitText(WINDOWS, 0), 64)
+    fitting = Fitting(lambda: model, TEXT, 64)
     best = method_for("temperature", layout, config).layouts(fitting)(4.0)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
@@ -145,9 +249,9 @@ def test_a_line_goes_through_the_best_scale_of_every_length():
     scales = 1 + np.array(list(lowest.values())) * logs
     expected = np.linalg.lstsq(logs[:, None], scales - 1, rcond=None)[0].item()
 
-    def best(windows):
-        (length,) = windows
+    def best(lengths):
+        (length,) = lengths
         return lowest[length]
 
-    assert fit_line(best, WINDOWS, C) == pytest.approx(expected)
-    assert fit_line(best, {16: WINDOWS[16]}, C) == pytest.approx(0.4)
+    assert fit_line(best, [16, 32], C) == pytest.approx(expected)
+    assert fit_line(best, [16], C) == pytest.approx(0.4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,18 +13,20 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.evaluation.conftest import fit_text
 from tests.positional.examples import one_layer, slowed
 from trainer.config import LongRopeSettings
 from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.likelihood import Request
 from trainer.evaluation.longrope import (
     CRITICAL,
-    Space,
+    SPACES,
     answer_loss,
     critical_pair,
     fitted_layout,
     needle_requests,
-    search_longrope,
+    search,
     with_factors,
 )
 from trainer.evaluation.loss import mean_loss
@@ -48,20 +50,23 @@ def factors_of(candidate):
     return tuple(factors for _, factors in candidate)
 
 
-def generations(space, count=40, seed=0):
+def starts_of(layout, search="perplexity", s=EXTENSION):
+    return SPACES[search][0](layout, s)
+
+
+def generations(layout, search, count=40):
     """Starts and descendants."""
-    generator = np.random.default_rng(seed)
-    individuals = list(space.starts())
+    generator = np.random.default_rng(0)
+    individuals = starts_of(layout, search)
     for _ in range(count):
         first, second = (individuals[i] for i in generator.integers(len(individuals), size=2))
-        individuals.append(space.child(first, second, generator))
+        individuals.append(SPACES[search][1](layout, EXTENSION, first, second, generator))
     return individuals
 
 
-@pytest.mark.parametrize("by_needles", [False, True])
-def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(by_needles):
-    space = Space(mixed(), EXTENSION, by_needles)
-    for individual in generations(space):
+@pytest.mark.parametrize("search", SPACES)
+def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(search):
+    for individual in generations(mixed(), search):
         for spectrum, factors in zip(mixed().spectra, factors_of(individual), strict=True):
             assert len(factors) == len(spectrum.inv_freq)
             assert list(factors) == sorted(factors)
@@ -72,7 +77,8 @@ def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(by_ne
 def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
     spectrum = by_name("rope", head_dim, LENGTH, base=base)
     layout = one_layer(LENGTH, spectrum)
-    start = [with_factors(layout, factors_of(c)).spectra[0] for c in Space(layout, factor).starts()]
+    starts = starts_of(layout, s=factor)
+    start = [with_factors(layout, factors_of(c)).spectra[0] for c in starts]
     for name in ("pi", "ntk", "ntk_by_parts"):
         known = slowed(RESCALINGS[name], spectrum, factor, LENGTH).inv_freq
         assert any(
@@ -94,7 +100,7 @@ def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
     spectrum = by_name("rope", 64, LENGTH, base=1e4)
     layout = one_layer(LENGTH, spectrum)
     critical = critical_pair(spectrum, LENGTH)
-    (factors,) = factors_of(Space(layout, EXTENSION).starts()[4])
+    (factors,) = factors_of(starts_of(layout)[4])
     assert factors[critical:] == pytest.approx([EXTENSION] * (32 - critical))
     assert factors[critical - 1] < EXTENSION
     assert factors[0] == 1
@@ -106,9 +112,7 @@ def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
     spectrum = by_name("rope", 64, LENGTH, base=1e4)
     latest = critical_pair(spectrum, LENGTH)
     pairs = set()
-    for ((pair, factors),) in generations(
-        Space(one_layer(LENGTH, spectrum), EXTENSION, by_needles=True), 200
-    ):
+    for ((pair, factors),) in generations(one_layer(LENGTH, spectrum), "needles", 200):
         assert round(0.7 * latest) <= pair <= latest
         base = 1e4 * factors[pair] ** (32 / pair)
         expected = [base ** (i / 32) / 1e4 ** (i / 32) for i in range(pair)]
@@ -121,25 +125,30 @@ def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
 def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
     layout = one_layer(LENGTH, by_name("rope_id", 32, LENGTH))
     pairs = len(layout.spectra[0].inv_freq)
-    ((pair, factors),) = Space(layout, EXTENSION, by_needles=True).starts()[0]
+    ((pair, factors),) = starts_of(layout, "needles")[0]
     assert pair == pairs
     assert factors == pytest.approx([EXTENSION ** (i / pairs) for i in range(pairs)])
 
 
 C, S = 8, 4.0
 WINDOWS = np.random.default_rng(0).integers(0, 50, (3, 32))
-ASKED = [
-    Request(tuple(row[:-count]), tuple(row[-count:]))
-    for row, count in zip(WINDOWS.tolist(), (3, 5), strict=False)
-]
 
 
 def text_loss(model):
     return mean_loss(model, WINDOWS, 0, 64)
 
 
-def search(model, loss, name="perplexity", **options):
-    return search_longrope(model, loss, Space(model.layout, S, name == "needles"), **options)
+def searched(model, loss, name="perplexity", *, budget, seed=0):
+    """The factors that are found; ``loss`` is of the model with the layout that is tried."""
+    layout = model.layout
+    starts, child = SPACES[name]
+
+    def measured(candidate):
+        with model.using(with_factors(layout, factors_of(candidate))):
+            return loss()
+
+    best = search(starts(layout, S), partial(child, layout, S), measured, budget, seed)
+    return factors_of(best)
 
 
 def loss_with(model, factors, loss):
@@ -152,26 +161,17 @@ def model(tiny_decoder):
     return tiny_decoder(training_length=C, layers=["rope", "half_rope"], heads={"nope": 0.5})
 
 
-@pytest.fixture
-def fitting(tmp_path):
-    def make(model):
-        text = FitText({32: WINDOWS}, 0, {32: ASKED})
-        return Fitting(lambda: model, text, 64)
-
-    return make
-
-
 def test_the_result_is_better_than_every_starting_point(model):
-    layout = model.layout
-    result = search(model, lambda: text_loss(model), budget=30)
-    assert model.layout is layout
-    start = min(loss_with(model, factors_of(c), text_loss) for c in Space(layout, S).starts())
+    result = searched(model, lambda: text_loss(model), budget=30)
+    start = min(loss_with(model, factors_of(c), text_loss) for c in starts_of(model.layout, s=S))
     assert loss_with(model, result, text_loss) < start
 
 
 @pytest.mark.parametrize("name", ["perplexity", "needles"])
 def test_a_seed_gives_the_same_factors_again_and_another_others(model, name):
-    a, b, c = (search(model, lambda: text_loss(model), name, budget=16, seed=s) for s in (1, 1, 2))
+    a, b, c = (
+        searched(model, lambda: text_loss(model), name, budget=16, seed=s) for s in (1, 1, 2)
+    )
     assert a == b
     assert a != c
 
@@ -180,7 +180,7 @@ def test_a_seed_gives_the_same_factors_again_and_another_others(model, name):
 @pytest.mark.parametrize("name", ["perplexity", "needles"])
 def test_no_more_is_tried_than_the_budget_allows(model, budget, name):
     tried = []
-    search(model, lambda: tried.append(model.layout) or float(len(tried)), name, budget=budget)
+    searched(model, lambda: tried.append(model.layout) or float(len(tried)), name, budget=budget)
     assert len(tried) == len(set(tried)) == budget
 
 
@@ -192,7 +192,7 @@ def test_factors_whose_loss_is_not_a_number_are_not_taken(model):
         tried.append(model.layout)
         return next(losses)
 
-    result = search(model, loss, budget=16)
+    result = searched(model, loss, budget=16)
     assert with_factors(model.layout, result) == tried[3]
 
 
@@ -209,33 +209,31 @@ def test_the_search_approaches_the_factor_of_least_loss(model, name, ideal):
     def loss():
         return abs(math.log(slowest(model.layout) / wanted))
 
-    result = search(model, loss, name, budget=100)
+    result = searched(model, loss, name, budget=100)
     assert next(f for f in result if f)[-1] == pytest.approx(ideal, rel=0.05)
 
 
-def test_perplexity_and_needles_search_by_their_losses_on_their_texts(model, fitting):
+def test_perplexity_and_needles_search_by_their_losses_on_their_texts(tiny_decoder, corpus):
     """Of the last tokens that are answers alone, where it searches by needles (LongRoPE2)."""
+    size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
+    model = tiny_decoder(training_length=100, model=size)
+    text = FitText(HeldOut(corpus, corpus.test, corpus.end_of_text, None), 3, 400)
+    have = Fitting(lambda: model, text, 800)
+    asked = needle_requests(text.held_out.haystack, 2, 400)
     for name, loss in (
-        ("perplexity", text_loss),
-        ("needles", lambda model: answer_loss(model, ASKED, 64)),
+        ("perplexity", lambda: have.loss(text.spread(2, 400))),
+        ("needles", lambda: answer_loss(model, asked, 800)),
     ):
-        have = fitting(model)
-        settings = LongRopeSettings(search=name, evaluations=12)
-        factors = search(model, lambda f=loss: f(model), name, budget=12)
+        settings = LongRopeSettings(search=name, evaluations=12, windows=2)
+        factors = searched(model, loss, name, budget=12)
         expected = with_factors(model.layout, factors)
         assert fitted_layout(have, settings, S, model.layout) == expected
 
 
-def test_perplexity_is_searched_on_windows_that_spread_over_all(model, fitting, monkeypatch):
-    have, read = fitting(model), []
-    rows = np.arange(9)[:, None].repeat(32, 1)
-    have.text = replace(have.text, windows={32: rows})
-
-    def losses(model, windows, first_token, batch_tokens):
-        read.append(windows[:, 0].tolist())
-        return 1.0
-
-    monkeypatch.setattr("trainer.evaluation.longrope.mean_loss", losses)
+def test_perplexity_is_searched_on_windows_that_spread_over_all(model, monkeypatch):
+    read = []
+    have = Fitting(lambda: model, fit_text(range(40), count=9, longest=32), 64)
+    monkeypatch.setattr(Fitting, "loss", lambda self, rows: read.append(rows[:, 0].tolist()) or 1.0)
     for count, chosen in ((1, [0]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
         settings = LongRopeSettings(evaluations=1, windows=count)
         fitted_layout(have, settings, S, model.layout)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.evaluation.conftest import fit_text
+from trainer.analysis import weighted_rope
 from trainer.analysis.attention import capture
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -20,8 +22,8 @@ from trainer.config import (
     TemperatureSettings,
     WeightedRopeSettings,
 )
-from trainer.evaluation import dope, weighted_rope
-from trainer.evaluation.fitting import LARGEST_TRIED, FitText, Fitting
+from trainer.evaluation import dope
+from trainer.evaluation.fitting import LARGEST_TRIED, Fitting
 from trainer.evaluation.methods import (
     PARTS,
     TITLES,
@@ -38,18 +40,16 @@ CONFIG = EvaluationConfig(
     lengths=[1, 2],
     dope=DopeSettings(heads=1),
     longrope=LongRopeSettings(evaluations=9, windows=1),
-    temperature=TemperatureSettings(grid=[0.0, 0.5], models="all"),
+    temperature=TemperatureSettings(grid=[0.5], models="all"),
 )
 
 
 @pytest.fixture
 def fitting(tiny_decoder):
     def make(**positional):
-        windows = {
-            length: np.random.default_rng(0).integers(1, 50, (2, length)) for length in (32, 64)
-        }
+        ids = np.random.default_rng(0).integers(1, 50, 300)
         model = tiny_decoder(**positional)
-        return Fitting(lambda: model, FitText(windows, 0), 4096)
+        return Fitting(lambda: model, fit_text(ids, count=2, longest=64), 4096)
 
     return make
 
@@ -69,7 +69,7 @@ def layout_of(name, fitting, factor, config=CONFIG):
 
 
 def test_parts_that_choose_on_text_are_known():
-    assert {name for name, part in PARTS.items() if set(part.fits(CONFIG, 2.0))} == {
+    assert {name for name, part in PARTS.items() if part.fits(CONFIG)} == {
         *("longrope", "temperature", "dope", "weighted_rope")
     }
 
@@ -131,7 +131,7 @@ def test_joined_parts_apply_from_left_to_right(fitting):
 def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
     have = fitting(model={"num_hidden_layers": 4})
     config = replace(CONFIG, dope=DopeSettings(heads=heads, stage="post_rope"))
-    ids = torch.from_numpy(have.text.windows[64])
+    ids = torch.from_numpy(have.text.windows(64))
     rescaled = have.model.layout.rescaled(RESCALINGS["yarn"], 2.0)
     chosen = dope.select(have.model, ids, config.dope, rescaled)
     assert layout_of("yarn+dope", have, 2.0, config) == dope.apply(
@@ -225,13 +225,11 @@ def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting, 
     assert layout_of("temperature", have, 1.0, config) == have.model.layout
 
 
-@pytest.mark.parametrize("text", [None, {64: np.random.default_rng(8).integers(1, 50, (3, 64))}])
-def test_heads_chosen_at_another_length_and_text_serve_the_evaluated_one(fitting, text):
+def test_heads_chosen_at_another_length_serve_the_evaluated_one(fitting):
     """DoPE, Tables 3 and 4: heads by the entropy of queries under Dynamic NTK on texts of 64
     tokens, removed at 32."""
     have = fitting()
-    have.text = replace(have.text, choice=text)
-    ids = (text or have.text.windows)[64]
+    ids = have.text.windows(64)
     rescaled = have.model.layout.dynamically_rescaled(RESCALINGS["ntk"])
     config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=2))
     chosen = dope.select(have.model, torch.from_numpy(ids), config.dope, rescaled)
@@ -246,12 +244,12 @@ def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
     have = fitting()
     rules = [WeightedRopeSettings("sequence", "below", 0.9, 0.5)]
     config = replace(CONFIG, weighted_rope=rules, choice=ChoiceSettings(length=2))
-    ids = torch.from_numpy(have.text.windows[64])
+    ids = torch.from_numpy(have.text.windows(64))
     expected = weighted_rope.select(have.model, ids, rules)
     layout = layout_of("weighted_rope", have, 1.0, config)
     assert layout == weighted_rope.apply(have.model.layout, expected)
     assert layout != layout_of("weighted_rope", have, 1.0, replace(config, choice=CONFIG.choice))
-    count = weighted_rope.pairs(expected)
+    count = weighted_rope.count_pairs(expected)
     assert have.notes[0] == (
         f"{count} pairs of queries and keys, chosen on 2 texts of 64 tokens (validation)"
     )
@@ -263,7 +261,7 @@ def test_one_scale_fitted_at_the_target_length_serves_all_lengths(fitting, fit):
     length, here by brute force over the whole grid."""
     have, grid = fitting(layers=["nope"]), [0.0, 0.5, 5.0]
     settings = TemperatureSettings(grid=grid, lengths=[2.0], fit=fit)
-    windows = torch.from_numpy(have.text.windows[64])
+    windows = torch.from_numpy(have.text.windows(64))
     ids = torch.cat([torch.zeros(2, 1, dtype=torch.long), windows], dim=1)
 
     def perplexity(c):
@@ -280,8 +278,7 @@ def test_one_scale_fitted_at_the_target_length_serves_all_lengths(fitting, fit):
 
 def test_a_line_is_fitted_through_the_scales_of_each_length_alone(fitting):
     have, grid = fitting(layers=["nope"]), [0.0, 0.5, 5.0]
-    draw = np.random.default_rng(0).integers
-    have.text = replace(have.text, windows={n: draw(1, 50, (2, n)) for n in (32, 64, 128)})
+    have.text = replace(have.text, longest=128)
 
     def fitted(lengths, fit):
         settings = TemperatureSettings(grid=grid, lengths=lengths, fit=fit)
@@ -349,13 +346,24 @@ def test_a_fitted_temperature_is_noted(fitting):
 def test_the_lengths_that_fits_read_are_known_before_them(fitting):
     layout = fitting().model.layout
     config = replace(CONFIG, choice=ChoiceSettings(length=4.0))
-    assert method_for("dope", layout, config).fits(2.0) == {4.0}
-    assert method_for("longrope+dope", layout, config).fits(2.0) == {2.0, 4.0}
+    assert method_for("yarn", layout, config).fits == []
+    assert method_for("dope", layout, config).fits == [4.0]
+    assert method_for("longrope+dope", layout, config).fits == [1, 2, 4.0]
     once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]))
-    assert method_for("temperature", layout, once).fits(8.0) == {2.0}
-    assert method_for("temperature", layout, once).fits(1.0) == set()
-    # A temperature that is fitted at another length chooses what comes before it there, too.
-    assert method_for("dope+temperature", layout, once).fits(8.0) == {2.0, 8.0}
+    assert method_for("temperature", layout, once).fits == [2.0]
+    assert method_for("dope+temperature", layout, once).fits == [1, 2, 2.0]
+
+
+def test_settings_have_the_prompts_that_heads_are_chosen_on(fitting, tmp_path):
+    layout, file = fitting().model.layout, tmp_path / "math.jsonl"
+    config = replace(CONFIG, choice=ChoiceSettings(text="many_shot_skip"))
+    config = replace(config, many_shot=replace(config.many_shot, file=str(file)))
+    settings = []
+    for content in ("{}", "{} "):
+        file.write_text(content)
+        settings.append(method_for("yarn+dope", layout, config).settings)
+    assert settings[0] != settings[1]
+    assert "needles" in settings[0]
 
 
 def test_a_window_is_no_wider_than_the_training_length():

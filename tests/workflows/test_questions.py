@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.model.test_decoder import published
+from trainer.analysis import weighted_rope
 from trainer.config import (
     DataConfig,
     EvaluationConfig,
@@ -18,7 +19,7 @@ from trainer.config import (
     WeightedRopeSettings,
 )
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation import multiple_choice, weighted_rope
+from trainer.evaluation import multiple_choice
 from trainer.evaluation.fitting import spread_evenly
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends

@@ -1,6 +1,5 @@
 """Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is (Probing
-Rotary Position Embeddings through Frequency Entropy, Sec. 3), and perplexity with pairs of extreme
-entropy attenuated (Sec. 5.2).
+Rotary Position Embeddings through Frequency Entropy, Sec. 3).
 
 The signal of a pair is its l2 norm at every position (Eq. 4). Both entropies lie between 0, a pure
 tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or low throughout (a
@@ -10,15 +9,12 @@ frequency band), SequenceFE where it oscillates.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.analysis.attention import (
-    SIDES,
     Heads,
     Side,
     capture,
@@ -29,8 +25,6 @@ from trainer.analysis.attention import (
 from trainer.common.errors import UserError
 from trainer.config import USUAL, ShortTime
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Factors, Intervention
-from trainer.positional.layout import LayerEncoding, Layout
 
 TAPERS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,
@@ -137,74 +131,3 @@ def frequency_entropy_of(
                 rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
         entropies |= {(name, side): stack_heads(values).cpu() for name, values in rows.items()}
     return entropies
-
-
-class Gate(NamedTuple):
-    """Selects the pairs whose entropy ``measure`` is ``side`` the threshold ``tau``."""
-
-    measure: str
-    side: Literal["below", "above"]
-    tau: float
-
-
-Gates = tuple[Gate, ...]
-"""Gates that together select every pair that any of them selects."""
-GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
-
-
-def rules(gate: str) -> Gates:
-    """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
-
-    Raises:
-        UserError: the gate is malformed.
-    """
-    parsed: list[Gate] = []
-    for part in gate.split("+"):
-        if not (match := GATE.fullmatch(part.strip())):
-            raise UserError(
-                f"analysis.attenuation.gates: expected rules as in spectrum<0.2, got {gate!r}"
-            )
-        measure, sign, tau = match.groups()
-        parsed.append(Gate(measure, "below" if sign == "<" else "above", float(tau)))
-    return tuple(parsed)
-
-
-def attenuation(
-    layout: Layout,
-    entropies: Sequence[FrequencyEntropy],
-    gates: Sequence[Gate],
-    alphas: Sequence[float],
-    head_dim: int,
-) -> tuple[tuple[Intervention, ...], int]:
-    """Return the factors on every layer's queries and keys, by their own entropies (Eq. 11 and 12;
-    none where all are 1), and the number of pairs whose factor is not 1.
-
-    ``alphas``: one for each gate; the smallest counts if several gates select a pair.
-    """
-    layers, total = [], 0
-    for encoding, entropy in zip(layout.layers, entropies, strict=True):
-        sides: list[Factors] = []
-        for side in SIDES:
-            by_gate = []
-            for gate, alpha in zip(gates, alphas, strict=True):
-                values = entropy[gate.measure, side]
-                chosen = values < gate.tau if gate.side == "below" else values > gate.tau
-                by_gate.append(torch.ones_like(values).masked_fill(chosen, alpha))
-            factors, changed = channel_factors(encoding, torch.stack(by_gate).amin(dim=0), head_dim)
-            sides.append(factors if changed else ())
-            total += changed
-        layers.append(Intervention(query=sides[0], key=sides[1]))
-    return tuple(layers), total
-
-
-def channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> tuple[Factors, int]:
-    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel, ``[H][D]``, 1
-    where a pair does not rotate; also return the number of pairs whose factor is not 1."""
-    rows, changed = torch.ones(len(weights), head_dim, dtype=torch.float64), 0
-    per_key = len(weights) // len(encoding.spectra)
-    for head, row in enumerate(rows):
-        turns = torch.tensor(encoding.spectra[head // per_key].inv_freq) > 0
-        pairs = torch.where(turns, weights[head, : len(turns)], 1.0)
-        row[: 2 * len(turns)] = pairs.repeat(2)
-        changed += int((pairs != 1).sum())
-    return tuple(map(tuple, rows.tolist())), changed

@@ -29,13 +29,12 @@ from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
     FrequencyEntropy,
-    Gates,
-    attenuation,
     frequency_entropies,
     frequency_entropy_of,
-    rules,
 )
 from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.analysis.weighted_rope import apply, count_pairs, factors_of, rules_of
+from trainer.config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.panels import Line, Panel, draw, graded, log_if_wide
@@ -214,12 +213,13 @@ def attenuation_sweeps(
     intervention, is not measured.
     """
     settings, model, layout = target.config.attenuation, target.model, target.model.layout
-    gates = [g for g in map(rules, settings.gates) if {rule.measure for rule in g} <= {*measures}]
+    gates = [rules_of(gate) for gate in settings.gates]
+    gates = [rules for rules in gates if {rule.entropy for rule in rules} <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
         return []
     if target.choice is not None:
-        needed = sorted({rule.measure for together in gates for rule in together})
+        needed = sorted({rule.entropy for together in gates for rule in together})
         frames = target.config.frequency_entropy
         entropies = frequency_entropies(model, target.choice, needed, frames)
     most, size = target.length - 1, model.config.head_size
@@ -230,12 +230,10 @@ def attenuation_sweeps(
         for together in gates:
             curve, pairs = {1.0: plain}, 0
             for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
-                factors = [alpha] * len(together)
-                changes, pairs = attenuation(layout, entropies, together, factors, size)
-                changed = zip(layout.layers, changes, strict=True)
-                layers = tuple(layer.with_intervention(change) for layer, change in changed)
-                under = replace(layout, layers=layers)
-                curve[alpha] = _perplexity(model, under, ids) if pairs else plain
+                weighted = [replace(rule, alpha=alpha) for rule in together]
+                chosen = factors_of(layout, entropies, weighted, size)
+                pairs = count_pairs(chosen)
+                curve[alpha] = _perplexity(model, apply(layout, chosen), ids) if pairs else plain
             sweeps.append(Sweep(in_words(together), n, pairs, curve))
     return sweeps
 
@@ -266,7 +264,7 @@ def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
     )
 
 
-def in_words(gates: Gates) -> str:
-    """Describe gates in words."""
+def in_words(gate: Sequence[WeightedRopeSettings]) -> str:
+    """Describe the rules of a gate in words."""
     signs = {"below": "<", "above": ">"}
-    return " or ".join(f"{NAMES[g.measure]} {signs[g.side]} {g.tau:g}" for g in gates)
+    return " or ".join(f"{NAMES[r.entropy]} {signs[r.side]} {r.tau:g}" for r in gate)

@@ -58,31 +58,33 @@ def select(
     spectra = [_of_query_heads(layer, model.config).spectra for layer in trained.layers]
     rotating = [(i, h) for i, layer in enumerate(spectra) for h, s in enumerate(layer) if s.rotates]
     grams: dict[int, Tensor] = {}
-    pairs: dict[int, tuple[int, ...]] = {}
     moments: dict[int, Tensor] = {}
 
     def on_layer(heads: Heads) -> None:
-        layer, queries = heads.layer, heads.q.shape[1]
+        layer = heads.layer
         grams[layer] = grams.get(layer, 0) + _grams(heads, settings, trained).cpu()
-        pairs[layer] = pair_counts(heads.encoding, queries, heads.q.shape[-1])
-        if settings.variant == "by_gaussian" and settings.sigma is None:
-            moments[layer] = moments.get(layer, 0) + _moments(heads).cpu() / len(ids)
+        moments[layer] = moments.get(layer, 0) + _moments(heads).cpu() / len(ids)
 
-    with model.using(layout or trained):
+    used, size = layout or trained, (model.config.num_attention_heads, model.config.head_size)
+    with model.using(used):
         for text in ids:  # one at a time: all together would need the memory of all
             capture(model, text[None], on_layer)
     table = [
-        _scores(matrix_entropy(grams[i], pairs[i]), settings).tolist() for i in range(len(spectra))
+        _scores(matrix_entropy(grams[i], pair_counts(encoding, *size)), settings).tolist()
+        for i, encoding in enumerate(used.layers)
     ]
     sign = 1 if settings.order == "ascending" else -1
     ranked = sorted(rotating, key=lambda place: sign * table[place[0]][place[1]])
     retained = set(ranked[settings.heads :])
-    sigma = settings.sigma or 0.0
-    noise = dict.fromkeys(range(len(spectra)), (sigma, sigma))
-    for i, of_layer in moments.items():
-        noise[i] = _deviations(of_layer, [(i, h) in retained for h in range(len(spectra[i]))])
+
+    def noise(layer: int) -> tuple[float, float]:
+        if settings.sigma is not None:
+            return settings.sigma, settings.sigma
+        heads = range(len(spectra[layer]))
+        return _deviations(moments[layer], [(layer, h) in retained for h in heads])
+
     return [
-        Chosen(i, h, table[i][h], _lost_bands(spectra[i][h], trained, settings), noise[i])
+        Chosen(i, h, table[i][h], _lost_bands(spectra[i][h], trained, settings), noise(i))
         for i, h in ranked[: settings.heads]
     ]
 
@@ -206,14 +208,12 @@ def _zeroed(
 def _standing_still(encoding: LayerEncoding, heads: Mapping[int, Chosen]) -> LayerEncoding:
     """Set the frequencies of the bands to zero; keep temperature and scale."""
 
-    def still(spectrum: Spectrum, bands: Sequence[int]) -> Spectrum:
-        def slowed(inv_freq: tuple[float, ...]) -> tuple[float, ...]:
-            return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
-
-        long = spectrum.long and replace(spectrum.long, inv_freq=slowed(spectrum.long.inv_freq))
-        return replace(spectrum, inv_freq=slowed(spectrum.inv_freq), long=long)
+    def still(inv_freq: tuple[float, ...], bands: Sequence[int]) -> tuple[float, ...]:
+        return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
     spectra = list(encoding.spectra)
     for h, head in heads.items():
-        spectra[h] = still(spectra[h], head.bands)
+        long, inv_freq = spectra[h].long, still(spectra[h].inv_freq, head.bands)
+        long = long and replace(long, inv_freq=still(long.inv_freq, head.bands))
+        spectra[h] = replace(spectra[h], inv_freq=inv_freq, long=long)
     return replace(encoding, spectra=tuple(spectra))

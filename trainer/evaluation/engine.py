@@ -133,11 +133,10 @@ def plan_cells(
         for method in methods[model.name]:
             for length in lengths:
                 flops = forward_flops(model.config, model.layout, length)
-                fits = method.fits(length / model.training_length)
                 for task in tasks:
                     key = {
                         "model": model.fingerprint,
-                        "method": [method.key, method.settings, text.key if fits else None],
+                        "method": [method.key, method.settings, text.key if method.fits else None],
                         "task": [*task.titles, task.fingerprint(length)],
                         "length": length,
                         "settings": settings.key,  # parts hold whole batches
@@ -217,7 +216,7 @@ def _layouts(
             "settings": settings.key,
         }
         for method in methods
-        if any(map(method.fits, factors))
+        if method.fits
     }
     for method in [*keys][settings.rank :: settings.ranks]:
         if not store.has("fit", keys[method]):

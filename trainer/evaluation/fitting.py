@@ -3,66 +3,93 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.data.corpus import divided
+from trainer.config import EvaluationConfig
+from trainer.data.corpus import divided, held_out_windows, parts_of_windows
 from trainer.data.order import Integers
-from trainer.evaluation.likelihood import Request
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.loss import mean_loss
+from trainer.evaluation.many_shot import SEED, many_shot_tasks
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
 
-def spread_evenly(count: int, total: int, parts: Sequence[int] = ()) -> Integers:
-    """Return the indices of ``count`` rows spread evenly over ``total``, or of all if there are
-    fewer.
-
-    Windows of one text overlap with their neighbours, so that the first ones are nearly one text.
-    ``parts``: number of each row's text, if there are several; then the rows are spread over each
-    text by itself, in the texts' shares of all rows.
-    """
-    if not parts:
-        return np.linspace(0, total - 1, min(count, total)).round().astype(np.int64)
-    rows_of = [np.flatnonzero(np.equal(parts, part)) for part in sorted(set(parts))]
-    sizes = [len(rows) for rows in rows_of]
-    shares = divided(min(count, total), sizes, sizes)
-    chosen = [
-        rows[spread_evenly(share, len(rows))] for rows, share in zip(rows_of, shares, strict=True)
-    ]
-    return np.sort(np.concatenate(chosen))
+def spread_evenly(count: int, total: int) -> Integers:
+    """Return the indices of ``count`` of ``total`` rows, spread evenly, or of all if there are
+    fewer."""
+    return np.linspace(0, total - 1, min(count, total)).round().astype(np.int64)
 
 
 @dataclass(frozen=True)
 class FitText:
-    """Validation text, which is not part of the reported text.
+    """Validation text for fits, which is not part of the reported text.
 
-    ``windows``: ``[N, length]`` tokens for every length of a fit; they end at the same places.
-    ``parts``: the text of a mixture that each of them is from, ``[N]``; empty for a single text.
-    ``needles``: answers to predict, for every length at which factors are searched by needles.
-    ``choice``: ``[texts, tokens]`` for every length at which heads or pairs are chosen; None: the
-    windows.
+    ``count``: number of windows of each length. ``longest``: tokens of the longest windows that
+    any fit reads.
     """
 
-    windows: Mapping[int, Integers]
-    first_token: int
-    needles: Mapping[int, Sequence[Request]] = field(default_factory=dict)
-    choice: Mapping[int, Integers] | None = None
-    parts: Sequence[int] = ()
+    held_out: HeldOut
+    count: int
+    longest: int
+
+    def windows(self, length: int) -> Integers:
+        """Return ``[N, length]`` tokens; the windows of all lengths end at the same places."""
+        windows = held_out_windows(self.held_out.split, self.count, self.longest)
+        return windows[:, self.longest - length :]
 
     def spread(self, count: int, length: int) -> Integers:
-        """Return ``[count, length]`` windows as :func:`spread_evenly` chooses them."""
-        windows = self.windows[length]
-        return windows[spread_evenly(count, len(windows), self.parts)]
+        """Return ``[count, length]`` windows spread evenly over each text of a mixture, in the
+        texts' shares of all windows.
 
-    @cached_property
+        Windows of one text overlap with their neighbours, so that the first ones are nearly one
+        text.
+        """
+        windows = self.windows(length)
+        text_of = parts_of_windows(self.held_out.split, self.count, self.longest)
+        rows_of = [np.flatnonzero(text_of == text) for text in np.unique(text_of)]
+        sizes = [len(rows) for rows in rows_of]
+        shares = divided(min(count, len(windows)), sizes, sizes)
+        chosen = [
+            rows[spread_evenly(share, len(rows))]
+            for rows, share in zip(rows_of, shares, strict=True)
+        ]
+        return windows[np.sort(np.concatenate(chosen))]
+
+    @property
     def key(self) -> str:
-        """Hash of all that fits read."""
-        return fingerprint(self)
+        """Hash of the text and its windows."""
+        text = self.held_out
+        return fingerprint(text.corpus.fingerprint, text.bos_token, self.count, self.longest)
+
+
+def choice_prompts(config: EvaluationConfig, haystack: Haystack, length: int) -> Integers:
+    """Return ``[texts, tokens]`` of prompts on which methods choose, none of which is evaluated.
+
+    The prompts are spread over the trials and depths of a task. A prompt leaves room for its
+    answer, and all are cut at their beginning to the shortest: many-shot prompts differ by less
+    than an example. ``haystack``: of validation text. ``length``: tokens of a prompt and its
+    answer.
+    """
+    name, texts = config.choice.text, config.choice.texts
+    if name in NEEDLE_TASKS:
+        needles = replace(config.needles, trials=texts, seed=config.needles.seed + 1)
+        prompts = NEEDLE_TASKS[name](haystack, needles).prompts(length)
+    else:
+        shots, first = replace(config.many_shot, trials=texts), next(iter(haystack.bos), None)
+        tasks = many_shot_tasks(shots, haystack.tokenizer, first, seed=SEED + 1)
+        prompts = next(task for task in tasks if task.name == name).prompts(length)
+    tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
+    bos = len(haystack.bos)
+    behind = min(map(len, tokens)) - bos
+    return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
 
 
 @dataclass
@@ -82,14 +109,19 @@ class Fitting:
         """The model, with its layout as trained."""
         return self.load()
 
-    def ids(self, factor: float, texts: int) -> Tensor:
-        """Return ``[texts, tokens]`` on the model's device, for capturing queries and keys."""
-        length = round(factor * self.model.layout.training_length)
-        choice = self.text.choice
-        if choice is None:
-            ids = self.text.spread(texts, length)
+    def loss(self, windows: Integers) -> float:
+        """Return the mean loss over windows and positions, in nats."""
+        first_token = self.text.held_out.corpus.first_token
+        return mean_loss(self.model, windows, first_token, self.batch_tokens)
+
+    def ids(self, factor: float, config: EvaluationConfig) -> Tensor:
+        """Return the ``[texts, tokens]`` on which heads and pairs are chosen, on the model's device
+        (DoPE, Sec. 5.1, Tables 3 and 4)."""
+        choice, length = config.choice, round(factor * self.model.layout.training_length)
+        if choice.text == "validation":
+            ids = self.text.spread(choice.texts, length)
         else:
-            ids = choice[length][spread_evenly(texts, len(choice[length]))]
+            ids = choice_prompts(config, self.text.held_out.haystack, length)
         return torch.from_numpy(ids).to(self.model.device)
 
 
@@ -132,18 +164,16 @@ def fit_coefficient(loss: Callable[[float], float], grid: Sequence[float]) -> fl
 
 
 def fit_line(
-    best: Callable[[Mapping[int, Integers]], float],
-    windows: Mapping[int, Integers],
-    training_length: int,
+    best: Callable[[Sequence[int]], float], lengths: Sequence[int], training_length: int
 ) -> float:
     """Fit the line 1 + c ln s to the best scale of each length by least squares, as in YaRN.
 
-    ``best``: returns the coefficient of least loss on the given windows.
+    ``best``: returns the coefficient of least loss at the given lengths.
     """
     numerator = denominator = 0.0
-    for length, tokens in windows.items():
+    for length in lengths:
         log_s = math.log(length / training_length)
-        numerator += best({length: tokens}) * log_s**2
+        numerator += best([length]) * log_s**2
         denominator += log_s**2
     return numerator / denominator
 

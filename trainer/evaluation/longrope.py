@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+from numpy.random import Generator
 from numpy.typing import NDArray
 
 from trainer.config import LongRopeSettings, NeedleTaskSettings
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.likelihood import Request, log_likelihoods
-from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, hidden, magic_numbers
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
@@ -32,9 +32,11 @@ from trainer.positional.rescaling import (
 )
 from trainer.positional.spectrum import Spectrum
 
+Array = NDArray[np.float64]
 Factors = tuple[float, ...]
 Candidate = tuple[tuple[int, Factors], ...]
-"""A critical pair (0: none) and the factors of all pairs, for every distinct spectrum."""
+"""A critical pair (0: none) and the factors of all pairs, for every distinct spectrum; factors are
+non-decreasing from fast to slow pairs."""
 PARENTS = 8
 """Number of best candidates from which new ones descend."""
 HIGHEST = 1.25
@@ -45,81 +47,85 @@ CRITICAL = (1.0, 0.9, 0.8, 0.7)
 """Critical pairs to begin with, in units of the theoretical one."""
 
 
-@dataclass(frozen=True)
-class Space:
-    """Candidates for ``factor``, s; factors are non-decreasing from fast to slow pairs.
+def longrope_starts(layout: Layout, s: float) -> list[Candidate]:
+    """Return LongRoPE's starting points: the unchanged model, PI, NTK-aware and NTK-by-parts
+    scaling, and NTK-aware scaling up to a critical pair with the factor s from there on."""
+    C = layout.training_length
+    before = [longest(spectrum, C) for spectrum in layout.spectra]
+    starts = [[(1.0,) * len(frequencies) for frequencies in before]]
+    for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
+        starts.append([_ratios(f, rescaling(f, C).frequencies(f, s)) for f in before])
+    starts += [_factors(_critical_start(layout, s, part, 1.0)) for part in CRITICAL]
+    return [tuple((0, factors) for factors in start) for start in starts]
 
-    LongRoPE's space has factors from 1 to :data:`HIGHEST` s and no critical pair. LongRoPE2's, with
-    ``by_needles``, has a critical pair between 0.7 of the theoretical one and that one, and factors
-    from s to :data:`HIGHEST` s from it on. Faster pairs have NTK-aware scaling that reaches the
-    critical pair's factor there.
+
+def longrope_child(
+    layout: Layout, s: float, first: Candidate, second: Candidate, generator: Generator
+) -> Candidate:
+    """Return a mutation of a crossing of two parents, with factors from 1 to :data:`HIGHEST` s."""
+    # Small steps refine, large ones explore the range of the factors.
+    width = math.log(s) * generator.choice([0.02, 0.1, 0.5])
+    return tuple(
+        (0, _monotone(_mutated(mine, theirs, width, generator).clip(1, HIGHEST * s)))
+        for (_, mine), (_, theirs) in zip(first, second, strict=True)
+    )
+
+
+def longrope2_starts(layout: Layout, s: float) -> list[Candidate]:
+    """Return LongRoPE2's starting points: the factor s, or the middle of the range of factors, from
+    a critical pair on."""
+    heights = 1.0, (1 + HIGHEST) / 2
+    return [_critical_start(layout, s, part, height) for height in heights for part in CRITICAL]
+
+
+def longrope2_child(
+    layout: Layout, s: float, first: Candidate, second: Candidate, generator: Generator
+) -> Candidate:
+    """Return a mutation of a crossing of two parents.
+
+    The critical pair lies between 0.7 of the theoretical one and that one, and the factors from it
+    on between s and :data:`HIGHEST` s.
     """
+    width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
+    child = []
+    for spectrum, mine, theirs in zip(layout.spectra, first, second, strict=True):
+        latest = critical_pair(spectrum, layout.training_length)
+        moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
+        pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
+        factors = _mutated(mine[1], theirs[1], width, generator).clip(s, HIGHEST * s)
+        child.append((pair, _completed(pair, factors, s)))
+    return tuple(child)
 
-    layout: Layout
-    factor: float
-    by_needles: bool = False
 
-    def starts(self) -> list[Candidate]:
-        """Return the starting points of the search.
+SPACES = {
+    "perplexity": (longrope_starts, longrope_child),
+    "needles": (longrope2_starts, longrope2_child),
+}
+"""Starting points and descendants by ``evaluation.longrope.search``."""
 
-        LongRoPE starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and
-        NTK-aware scaling up to a critical pair. LongRoPE2 starts from s, or the middle of its
-        factors, from a critical pair on.
-        """
-        C, s, spectra = self.layout.training_length, self.factor, self.layout.spectra
-        candidates: list[Candidate] = []
-        if not self.by_needles:
-            candidates.append(tuple((0, (1.0,) * len(each.inv_freq)) for each in spectra))
-            before = [longest(spectrum, C) for spectrum in spectra]
-            for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
-                after = [rescaling(f, C).frequencies(f, s) for f in before]
-                candidates.append(
-                    tuple((0, _ratios(f, g)) for f, g in zip(before, after, strict=True))
-                )
-        for height in (1.0, (1 + HIGHEST) / 2) if self.by_needles else (1.0,):
-            for part in CRITICAL:
-                pairs = [_near(critical_pair(spectrum, C), part) for spectrum in spectra]
-                level = [np.full(len(spectrum.inv_freq), height * s) for spectrum in spectra]
-                candidates.append(
-                    tuple(
-                        (pair if self.by_needles else 0, self._complete(pair, factors))
-                        for pair, factors in zip(pairs, level, strict=True)
-                    )
-                )
-        return list(dict.fromkeys(candidates))
 
-    def child(
-        self, first: Candidate, second: Candidate, generator: np.random.Generator
-    ) -> Candidate:
-        """Return a mutation of a crossing of two parents."""
-        # Small steps refine, large ones explore the range of the factors.
-        if self.by_needles:
-            width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
-        else:
-            width = math.log(self.factor) * generator.choice([0.02, 0.1, 0.5])
-        child = []
-        for spectrum, mine, theirs in zip(self.layout.spectra, first, second, strict=True):
-            pair = 0
-            if self.by_needles:
-                latest = critical_pair(spectrum, self.layout.training_length)
-                moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
-                pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
-            count = len(mine[1])
-            factors = np.where(generator.random(count) < SHARE, theirs[1], mine[1])
-            steps = generator.normal(0, width, count) * (generator.random(count) < SHARE)
-            child.append((pair, self._complete(pair, factors * np.exp(steps))))
-        return tuple(child)
+def _critical_start(layout: Layout, s: float, part: float, height: float) -> Candidate:
+    """Return the candidate with factors ``height`` s from ``part`` of the critical pair on."""
+    pairs = [_near(critical_pair(x, layout.training_length), part) for x in layout.spectra]
+    levels = [np.full(len(x.inv_freq), height * s) for x in layout.spectra]
+    return tuple((m, _completed(m, x, s)) for m, x in zip(pairs, levels, strict=True))
 
-    def _complete(self, pair: int, factors: NDArray[np.float64]) -> Factors:
-        """Keep factors from ``pair`` on within their limits, and derive those before it.
 
-        Before it, NTK-aware scaling reaches the pair's factor; if no pair is as slow, it reaches s.
-        """
-        least = self.factor if self.by_needles else 1.0
-        slow = np.clip(factors[pair:], least, HIGHEST * self.factor)
-        reached = slow[0] if len(slow) else self.factor
-        fast = reached ** (np.arange(min(pair, len(factors))) / max(pair, 1))
-        return _monotone(np.concatenate([fast, slow]))
+def _mutated(mine: Factors, theirs: Factors, width: float, generator: Generator) -> Array:
+    """Cross two parents' factors, and change some by random steps of their logarithms."""
+    count = len(mine)
+    factors = np.where(generator.random(count) < SHARE, theirs, mine)
+    steps = generator.normal(0, width, count) * (generator.random(count) < SHARE)
+    return factors * np.exp(steps)
+
+
+def _completed(pair: int, factors: Array, s: float) -> Factors:
+    """Replace the factors before the critical ``pair`` by NTK-aware scaling that reaches the pair's
+    factor, or s if no pair is as slow."""
+    slow = factors[pair:]
+    reached = slow[0] if len(slow) else s
+    fast = reached ** (np.arange(min(pair, len(factors))) / max(pair, 1))
+    return _monotone(np.concatenate([fast, slow]))
 
 
 def critical_pair(spectrum: Spectrum, training_length: int) -> int:
@@ -137,12 +143,16 @@ def _near(pair: int, part: float) -> int:
     return max(1, round(part * pair))
 
 
+def _factors(candidate: Candidate) -> list[Factors]:
+    return [factors for _, factors in candidate]
+
+
 def _ratios(before: Factors, after: Factors) -> Factors:
     """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
     return _monotone(np.array([f / g if g else 1.0 for f, g in zip(before, after, strict=True)]))
 
 
-def _monotone(factors: NDArray[np.float64]) -> Factors:
+def _monotone(factors: Array) -> Factors:
     return tuple(np.maximum.accumulate(factors).tolist())
 
 
@@ -161,41 +171,33 @@ def with_factors(layout: Layout, factors: Sequence[Factors], layers: LayerChoice
     return layout.map(changed, layout.chosen(layers))
 
 
-def search_longrope(
-    model: LanguageModel,
-    loss: Callable[[], float],
-    space: Space,
-    budget: int = 64,
+def search(
+    starts: Sequence[Candidate],
+    child: Callable[[Candidate, Candidate, Generator], Candidate],
+    loss: Callable[[Candidate], float],
+    budget: int,
     seed: int = 0,
-    layers: LayerChoice = None,
-) -> tuple[Factors, ...]:
-    """Return the factors of least loss for every distinct spectrum of ``layers``, in order.
-
-    The model's layout is restored afterwards. ``loss``: computes the loss of the model with its
-    layout at the time of the call. ``space``: of ``layers`` of the model's layout. ``budget``:
-    number of candidates, starting points first.
-    """
-    layout = model.layout
+) -> Candidate:
+    """Return the candidate of least ``loss`` of ``budget`` ones, the ``starts`` first."""
     generator = np.random.default_rng(seed)
     tried: dict[Candidate, float] = {}
 
     def measure(candidate: Candidate) -> None:
-        with model.using(with_factors(layout, [factors for _, factors in candidate], layers)):
-            result = loss()
+        result = loss(candidate)
         tried[candidate] = result if math.isfinite(result) else math.inf
 
-    for start in space.starts()[:budget]:
+    for start in list(dict.fromkeys(starts))[:budget]:
         measure(start)
     misses = 0
     while len(tried) < budget and misses < budget:
         parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
         first, second = (parents[i] for i in generator.integers(len(parents), size=2))
-        child = space.child(first, second, generator)
-        if child in tried:
+        descendant = child(first, second, generator)
+        if descendant in tried:
             misses += 1
         else:
-            measure(child)
-    return tuple(factors for _, factors in min(tried, key=tried.__getitem__))
+            measure(descendant)
+    return min(tried, key=tried.__getitem__)
 
 
 def fitted_layout(
@@ -207,19 +209,24 @@ def fitted_layout(
 ) -> Layout:
     """Return the layout with factors for ``layers`` that are searched on the held-out texts of the
     length, more than the training length."""
-    model, text = fitting.model, fitting.text
-    length, by_needles = round(factor * model.layout.training_length), settings.search == "needles"
+    model, text, windows = fitting.model, fitting.text, settings.windows
+    length = round(factor * model.layout.training_length)
+    text_loss: Callable[[], float]
+    if settings.search == "needles":
+        requests = needle_requests(text.held_out.haystack, windows, length)
+        text_loss = partial(answer_loss, model, requests, fitting.batch_tokens)
+    else:
+        text_loss = partial(fitting.loss, text.spread(windows, length))
 
-    def loss() -> float:
-        if by_needles:
-            return answer_loss(model, text.needles[length], fitting.batch_tokens)
-        windows = text.spread(settings.windows, length)
-        return mean_loss(model, windows, text.first_token, fitting.batch_tokens)
+    def loss(candidate: Candidate) -> float:
+        with model.using(with_factors(layout, _factors(candidate), layers)):
+            return text_loss()
 
-    space = Space(layout.of_layers(layers), factor, by_needles)
-    with model.using(layout):
-        factors = search_longrope(model, loss, space, settings.evaluations, layers=layers)
-    return with_factors(layout, factors, layers)
+    searched = layout.of_layers(layers)
+    starts, child = SPACES[settings.search]
+    child = partial(child, searched, factor)
+    best = search(starts(searched, factor), child, loss, settings.evaluations)
+    return with_factors(layout, _factors(best), layers)
 
 
 def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request]:

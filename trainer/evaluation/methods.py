@@ -6,22 +6,23 @@ every intervention can be combined with every rescaling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from trainer.analysis import weighted_rope
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig
-from trainer.data.order import Integers
-from trainer.evaluation import dope, weighted_rope
+from trainer.evaluation import dope
 from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
 from trainer.evaluation.longrope import fitted_layout
-from trainer.evaluation.loss import mean_loss
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
+from trainer.evaluation.store import fingerprint
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
@@ -50,14 +51,15 @@ class Part:
     """One part of a method.
 
     ``rotation``: whether it only affects rotating heads. ``uses``: configuration keys that it
-    depends on. ``fits``: extension factors at whose lengths it reads text for a choice.
+    depends on. ``fits``: lengths of the texts that it is fitted on, in training lengths; empty
+    if it is not fitted.
     """
 
     title: str
     change: PartChange
     rotation: bool = False
     uses: tuple[str, ...] = ()
-    fits: Callable[[EvaluationConfig, float], Iterable[float]] = lambda config, factor: ()
+    fits: Callable[[EvaluationConfig], Sequence[float]] = lambda config: ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,18 +89,19 @@ class Method:
     @property
     def settings(self) -> dict[str, Any]:
         """All its inputs besides the model and text, as JSON values."""
-        values = asdict(self.config)
+        values, config = asdict(self.config), self.config
         used = {name for part in self.parts for name in part.uses}
+        if "choice" in used and config.choice.text != "validation":
+            used |= {"needles", "many_shot"}  # make its prompts
+            if file := config.many_shot.file:
+                values["many_shot"]["file"] = fingerprint(Path(file).read_text(encoding="utf-8"))
         return {name: values[name] for name in sorted(used)}
 
-    def fits(self, factor: float) -> set[float]:
-        """Return the extension factors at whose lengths it reads text, to be set for ``factor``."""
-        factors, read = {factor}, set[float]()
-        for part in reversed(self.parts):
-            of_part = {s for at_factor in factors for s in part.fits(self.config, at_factor)}
-            read |= of_part
-            factors |= of_part  # where a part is fitted, it applies the parts before it
-        return read
+    @property
+    def fits(self) -> list[float]:
+        """Lengths of the texts that its parts are fitted on, in training lengths; empty if none
+        is."""
+        return [factor for part in self.parts for factor in part.fits(self.config)]
 
     def layouts(self, fitting: Fitting) -> LayoutAt:
         """Return the layout for every extension factor; the calls fit what is fitted."""
@@ -245,20 +248,19 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationCo
         return before
     settings, layers, C = config.temperature, config.layers, fitting.model.layout.training_length
     lengths = [round(factor * C) for factor in settings.lengths or config.lengths]
-    windows = {length: fitting.text.windows[length] for length in lengths if length > C}
+    windows = {length: fitting.text.windows(length) for length in lengths if length > C}
     if not windows:  # a factor of 1.001 may round to the training length
         return before
 
     def tempered_with(coefficient: float) -> LayoutAt:
         return lambda factor: tempered(before(factor), coefficient, layers=layers)
 
-    def best(windows: Mapping[int, Integers]) -> float:
+    def best(lengths: Sequence[int]) -> float:
         def loss(coefficient: float) -> float:
             layout_at, total = tempered_with(coefficient), 0.0
-            for length, tokens in windows.items():
+            for length in lengths:
                 with fitting.model.using(layout_at(length / C)):
-                    first, batch_tokens = fitting.text.first_token, fitting.batch_tokens
-                    total += mean_loss(fitting.model, tokens, first, batch_tokens)
+                    total += fitting.loss(windows[length])
             return total
 
         coefficient = fit_coefficient(loss, settings.grid)
@@ -266,9 +268,9 @@ def _fitted_temperature(before: LayoutAt, fitting: Fitting, config: EvaluationCo
             fitting.notes.append("the largest coefficient tried fits best")
         return coefficient
 
-    coefficient = fit_line(best, windows, C) if settings.fit == "line" else best(windows)
-    fitting.notes.append(f"logits times 1 + {coefficient:.3g} ln s")
-    return tempered_with(coefficient)
+    fitted = fit_line(best, [*windows], C) if settings.fit == "line" else best([*windows])
+    fitting.notes.append(f"logits times 1 + {fitted:.3g} ln s")
+    return tempered_with(fitted)
 
 
 def _denoised(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:
@@ -276,7 +278,7 @@ def _denoised(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
 
     @cache
     def chosen(factor: float) -> list[dope.Chosen]:
-        ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
+        ids, layout = fitting.ids(factor, config), before(factor)
         heads = dope.select(fitting.model, ids, config.dope, layout)
         names = ", ".join(map(str, heads)) or "no head"
         fitting.notes.append(f"{names}, {_chosen_on(ids, config)}")
@@ -294,9 +296,9 @@ def _weighted(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
 
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
-        ids, layout = fitting.ids(factor, config.choice.texts), before(factor)
+        ids, layout = fitting.ids(factor, config), before(factor)
         factors = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
-        pairs = counted(weighted_rope.pairs(factors), "pair")
+        pairs = counted(weighted_rope.count_pairs(factors), "pair")
         fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
         return factors
 
@@ -310,44 +312,40 @@ def _chosen_on(ids: Tensor, config: EvaluationConfig) -> str:
     return f"chosen on {counted(texts, 'text')} of {tokens:,} tokens ({config.choice.text})"
 
 
-def _longrope_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
-    return [factor] if factor > 1 else []
+def _lengths_of_choice(config: EvaluationConfig) -> Sequence[float]:
+    return config.lengths if config.choice.length is None else [config.choice.length]
 
 
-def _temperature_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
-    return (config.temperature.lengths or [factor]) if factor > 1 else []
-
-
-def _choice_fits(config: EvaluationConfig, factor: float) -> Iterable[float]:
-    return [config.choice.length or factor]
-
-
-CHOICE, LAYERS = "choice", ("layers",)
 PARTS: dict[str, Part] = {
     AS_IS: Part(AS_IS_TITLE, _unchanged),
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _plain(lambda layout, factor, config: windowed(layout))),
     **{
-        name: Part(TITLES[name], _rescaled(rescaling), True, LAYERS)
+        name: Part(TITLES[name], _rescaled(rescaling), True, ("layers",))
         for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), True, LAYERS)
+        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), True, ("layers",))
         for name, rescaling in RESCALINGS.items()
     },
     "dynamic_ntk_alpha": Part(
-        "dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), True, ("dynamic_ntk_alpha", *LAYERS)
+        "dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), True, ("dynamic_ntk_alpha", "layers")
     ),
-    "longrope": Part("LongRoPE", _longrope, True, ("longrope", *LAYERS), _longrope_fits),
+    "longrope": Part(
+        "LongRoPE", _longrope, True, ("longrope", "layers"), lambda config: config.lengths
+    ),
     "temperature": Part(
-        "temperature", _fitted_temperature, False, ("temperature", *LAYERS), _temperature_fits
+        "temperature",
+        _fitted_temperature,
+        uses=("temperature", "lengths", "layers"),
+        fits=lambda config: config.temperature.lengths or config.lengths,
     ),
     "temperature_rope_id": Part(
-        "RoPE-ID temperature", _plain(_rope_id_temperature), uses=("temperature", *LAYERS)
+        "RoPE-ID temperature", _plain(_rope_id_temperature), uses=("temperature", "layers")
     ),
-    "dope": Part("DoPE", _denoised, True, ("dope", CHOICE), _choice_fits),
+    "dope": Part("DoPE", _denoised, True, ("dope", "choice"), _lengths_of_choice),
     "weighted_rope": Part(
-        "Weighted RoPE", _weighted, True, ("weighted_rope", CHOICE), _choice_fits
+        "Weighted RoPE", _weighted, True, ("weighted_rope", "choice"), _lengths_of_choice
     ),
     "drop": Part("dropped", _plain(_dropped)),
 }

@@ -1,11 +1,8 @@
-"""Tasks that a configuration names, and the text on which its methods are fitted."""
+"""Tasks that a configuration names."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-
-import numpy as np
 
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -18,17 +15,13 @@ from trainer.config import (
     STATEMENTS,
     EvaluationConfig,
 )
-from trainer.data.corpus import Corpus, parts_of_windows
-from trainer.data.order import Integers
-from trainer.evaluation.fitting import FitText, spread_evenly
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.longbench import longbench_tasks
-from trainer.evaluation.longrope import needle_requests
 from trainer.evaluation.loss import Perplexity, windows_with_common_ends
-from trainer.evaluation.many_shot import SEED, many_shot_tasks
-from trainer.evaluation.methods import CHOICE, PARTS, Method
+from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.methods import PARTS
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
-from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import counted
 from trainer.evaluation.ruler import ruler_tasks
 from trainer.evaluation.task import Task
@@ -115,61 +108,3 @@ def perplexity(
             f"whose last {last:,} do not overlap."
         )
     return [Perplexity(windows, text.corpus.first_token, last)], notes
-
-
-def fit_text(
-    corpus: Corpus,
-    bos_token: int | None,
-    config: EvaluationConfig,
-    methods: Sequence[Method],
-    lengths: Sequence[int],
-    training_length: int,
-) -> FitText:
-    """Return the texts for all methods at the lengths at which they read them.
-
-    These are validation text, texts with needles for searches of factors beyond the training
-    length, and the texts on which heads and pairs are chosen (DoPE, Sec. 5.1, Tables 3 and 4).
-
-    Raises:
-        UserError: the text is too short, or a length does not fit a file or a task.
-    """
-    C, longrope, choice, text = training_length, config.longrope, config.choice, corpus.validation
-    fitted = sorted({round(s * C) for n in lengths for m in methods for s in m.fits(n / C)})
-    by_needles = longrope.search == "needles" and any(
-        "longrope" in method.key.split("+") for method in methods
-    )
-    searched = [n for n in fitted if n > C and by_needles]
-    chosen = fitted if choice.length is None else [round(choice.length * C)]
-    if choice.text == "validation" or not any(CHOICE in method.settings for method in methods):
-        chosen = []
-    needles, prompts = {}, None
-    if searched or chosen:
-        straw = HeldOut(corpus, text, bos_token, None).haystack
-        needles = {n: needle_requests(straw, longrope.windows, n) for n in searched}
-        prompts = {n: choice_prompts(config, straw, n) for n in chosen} or None
-    longest, parts = max(fitted, default=0), ()
-    if longest and len(text.parts) > 1:  # the text of a mixture that each window is from
-        parts = tuple(parts_of_windows(text, config.fit_windows, longest).tolist())
-    windows = windows_with_common_ends(text, config.fit_windows, fitted, name="validation")
-    return FitText(windows, corpus.first_token, needles, prompts, parts)
-
-
-def choice_prompts(config: EvaluationConfig, straw: Haystack, length: int) -> Integers:
-    """Return ``[texts, tokens]`` of prompts on which methods choose, none of which is evaluated.
-
-    The prompts are spread over the trials and depths of a task. A prompt leaves room for its
-    answer, and all are cut at their beginning to the shortest: many-shot prompts differ by less
-    than an example. ``straw``: validation text. ``length``: tokens of a prompt and its answer.
-    """
-    name, texts = config.choice.text, config.choice.texts
-    if name in NEEDLE_TASKS:
-        needles = replace(config.needles, trials=texts, seed=config.needles.seed + 1)
-        prompts = NEEDLE_TASKS[name](straw, needles).prompts(length)
-    else:
-        shots, first = replace(config.many_shot, trials=texts), next(iter(straw.bos), None)
-        tasks = many_shot_tasks(shots, straw.tokenizer, first, seed=SEED + 1)
-        prompts = next(task for task in tasks if task.name == name).prompts(length)
-    tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
-    bos = len(straw.bos)
-    behind = min(map(len, tokens)) - bos
-    return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)

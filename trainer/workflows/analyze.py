@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
 from trainer.data.prepared import Tokens
-from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.methods import method_for, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
@@ -134,17 +135,17 @@ def target_of(
 def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) -> None:
     """Set the layout that a method has for texts of ``length`` tokens.
 
-    The method chooses nothing on text.
-
     Raises:
-        UserError: the method changes nothing in this model.
+        UserError: the method changes nothing in this model, or is fitted on text.
     """
     config = EvaluationConfig(methods=[name])
     if why := why_idle(name, saved, config):
         raise UserError(f"analysis.method: {saved.name} {why}")
     method = method_for(name, saved.layout, config)
-    unread = Fitting(lambda: model, FitText({}, 0), batch_tokens=1)  # such a method reads no text
-    model.layout = method.layouts(unread)(max(1.0, length / saved.training_length))
+    if method.fits:
+        raise UserError(f"analysis.method: expected one that is not fitted on text, got {name}")
+    layout_at = method.layouts(cast(Fitting, None))
+    model.layout = layout_at(max(1.0, length / saved.training_length))
     log.info("%s is read with %s, set for %s tokens", saved.name, method.title, f"{length:,}")
 
 

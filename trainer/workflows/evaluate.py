@@ -22,6 +22,7 @@ from trainer.config import (
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import TextTokenizer, same_tokens
 from trainer.evaluation.engine import Settings, measure_cells, plan_cells
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
@@ -33,7 +34,7 @@ from trainer.evaluation.saved_model import (
     precision_of,
 )
 from trainer.evaluation.store import Store
-from trainer.evaluation.tasks import check_names, fit_text, make_tasks
+from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import (
@@ -145,7 +146,8 @@ def measure_models(
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
     used = [method for applied in methods.values() for method in applied]
-    fit = fit_text(corpus, text.bos_token, config, used, lengths, C)
+    longest = max((round(factor * C) for method in used for factor in method.fits), default=0)
+    fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
     for note in task_notes if ranks.is_rank_zero else ():
         log.warning("%s", note)
     settings = Settings(config.batch_tokens, device, dtype, ranks.rank, ranks.world_size)

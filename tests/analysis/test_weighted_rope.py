@@ -1,5 +1,6 @@
 """Weighted RoPE: which pairs are chosen by their frequency entropy, and that they alone change."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -7,9 +8,9 @@ import torch
 
 from trainer.analysis.attention import capture
 from trainer.analysis.frequency_entropy import frequency_entropies
+from trainer.analysis.weighted_rope import apply, rules_of, select
 from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings
-from trainer.evaluation.weighted_rope import apply, select
 from trainer.model.generate import generate
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
@@ -114,3 +115,14 @@ def test_copies_of_a_key_have_its_factors():
     a, b = (1.0, 1.0), (0.5, 0.5)
     (layer,) = apply(copied, (Intervention(key=(a, b)),)).layers
     assert layer.intervention.key == (a, a, b, b)
+
+
+def test_a_gate_has_one_rule_or_several():
+    assert rules_of("spectrum<0.2") == [WeightedRopeSettings("spectrum", "below", 0.2)]
+    assert rules_of("spectrum > 0.4 + sequence<.6") == [
+        WeightedRopeSettings("spectrum", "above", 0.4),
+        WeightedRopeSettings("sequence", "below", 0.6),
+    ]
+    for wrong in ("spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
+        with pytest.raises(ValueError, match=re.escape(wrong)):
+            rules_of(wrong)

@@ -1,0 +1,133 @@
+"""Weighted RoPE: a factor on rotary pairs of extreme frequency entropy, without training.
+
+Source: Probing Rotary Position Embeddings through Frequency Entropy, Sec. 5. Pairs of queries and
+of keys are chosen on a text by their own entropies (Eq. 11 and 12), and the layout is changed for
+them, on top of any rescaling. Pairs that do not rotate stay unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainer.analysis.attention import SIDES, Side
+from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
+from trainer.common.errors import UserError
+from trainer.config import WeightedRopeSettings
+from trainer.model.language_model import LanguageModel
+from trainer.positional.intervention import Factors, Intervention
+from trainer.positional.layout import LayerEncoding, Layout
+
+GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
+
+
+def rules_of(gate: str) -> list[WeightedRopeSettings]:
+    """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
+
+    Raises:
+        UserError: the gate is malformed.
+    """
+    rules = []
+    for part in gate.split("+"):
+        if not (match := GATE.fullmatch(part.strip())):
+            raise UserError(
+                f"analysis.attenuation.gates: expected rules as in spectrum<0.2, got {gate!r}"
+            )
+        entropy: Any = match[1]
+        side: Literal["below", "above"] = "below" if match[2] == "<" else "above"
+        rules.append(WeightedRopeSettings(entropy, side, float(match[3])))
+    return rules
+
+
+def select(
+    model: LanguageModel,
+    ids: Tensor,
+    rules: Sequence[WeightedRopeSettings],
+    layout: Layout | None = None,
+) -> tuple[Intervention, ...]:
+    """Choose the factors of every layer from the mean entropies on texts ``[B, T]``.
+
+    ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    measures = sorted({rule.entropy for rule in rules})
+    with model.using(layout or model.layout):
+        entropies = frequency_entropies(model, ids, measures)
+    return factors_of(model.layout, entropies, rules, model.config.head_size)
+
+
+def factors_of(
+    layout: Layout,
+    entropies: Sequence[FrequencyEntropy],
+    rules: Sequence[WeightedRopeSettings],
+    head_dim: int,
+) -> tuple[Intervention, ...]:
+    """Return the factors on every layer's queries and keys, by their own entropies (Eq. 11 and 12).
+
+    A pair that several rules choose gets the smallest factor. A side whose factors are all 1 is
+    empty.
+    """
+    layers = []
+    for encoding, entropy in zip(layout.layers, entropies, strict=True):
+        factors: dict[Side, Factors] = {}
+        for side in SIDES:
+            by_rule = []
+            for rule in rules:
+                values = entropy[rule.entropy, side]
+                chosen = values < rule.tau if rule.side == "below" else values > rule.tau
+                by_rule.append(torch.ones_like(values).masked_fill(chosen, rule.alpha))
+            weights = torch.stack(by_rule).amin(dim=0)
+            factors[side] = _channel_factors(encoding, weights, head_dim)
+        layers.append(Intervention(factors["query"], factors["key"]))
+    return tuple(layers)
+
+
+def _channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> Factors:
+    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel, ``[H][D]``, 1
+    where a pair does not rotate; empty if all are 1."""
+    rows = torch.ones(len(weights), head_dim, dtype=torch.float64)
+    per_key = len(weights) // len(encoding.spectra)
+    for head, row in enumerate(rows):
+        turns = torch.tensor(encoding.spectra[head // per_key].inv_freq) > 0
+        pairs = torch.where(turns, weights[head, : len(turns)], 1.0)
+        row[: 2 * len(turns)] = pairs.repeat(2)
+    return tuple(map(tuple, rows.tolist())) if (rows != 1).any() else ()
+
+
+def count_pairs(chosen: Sequence[Intervention]) -> int:
+    """Return the number of query and key pairs whose factor is not 1."""
+    rows = (row for factors in chosen for row in (*factors.query, *factors.key))
+    return sum(factor != 1 for row in rows for factor in row) // 2
+
+
+def apply(layout: Layout, chosen: Sequence[Intervention]) -> Layout:
+    """Return ``layout``, rescaled or not, with these factors.
+
+    Raises:
+        ValueError: a layer already has an intervention.
+    """
+    none = Intervention()
+    if all(factors == none for factors in chosen):
+        return layout
+    changed = (
+        encoding if factors == none else encoding.with_intervention(_fitted(factors, encoding))
+        for encoding, factors in zip(layout.layers, chosen, strict=True)
+    )
+    return replace(layout, layers=tuple(changed))
+
+
+def _fitted(factors: Intervention, encoding: LayerEncoding) -> Intervention:
+    """Return the factors with a row of keys for every spectrum of the layer.
+
+    DoPE gives the query heads of a layer copies of their keys. After it, a choice at one length may
+    have more or fewer rows than the layer at another one, and all copies have equal rows.
+    """
+    rows, keys = factors.key, len(encoding.spectra)
+    return replace(factors, key=tuple(rows[i * len(rows) // keys] for i in range(keys) if rows))
