@@ -33,11 +33,13 @@ def layer_of_heads(name="rope", *, texts=2, heads=4, kv_heads=2, T=40, D=8, wind
     return Heads(index, encoding, q, k, turned(q, spectrum), turned(k, spectrum), 64)
 
 
-def attention_of(heads, text, head, *, rotated=True):
-    """(attention, dot products) of one head: lists of rows ``[T][T]``, float64, 0 where hidden."""
-    q = (heads.rotated_q if rotated else heads.q)[text, head].double().numpy()
-    k = (heads.rotated_k if rotated else heads.k)[text, head // heads.queries_per_key]
-    k, T = k.double().numpy(), len(q)
+def attention_of(heads, text, head, *, rotated=True, channels=slice(None)):
+    """(attention, dot products) of one head: rows ``[T][T]``, float64, 0 where hidden;
+    ``channels``: those whose products count."""
+    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    q, k = q[text, head], k[text, head // heads.queries_per_key]
+    q, k = (x.double().numpy()[:, channels] for x in (q, k))
+    T = len(q)
     slope = 0.0
     if rotated and heads.encoding.spectra[0].alibi:
         slope = alibi_slopes(heads.q.shape[1])[head]
@@ -46,7 +48,7 @@ def attention_of(heads, text, head, *, rotated=True):
         first = max(0, i + 1 - (heads.encoding.window or T))
         for j in range(first, i + 1):
             dots[i, j] = float(q[i] @ k[j])
-        products = [dots[i, j] / math.sqrt(q.shape[1]) for j in range(first, i + 1)]
+        products = [dots[i, j] * heads.scale for j in range(first, i + 1)]
         if heads.softcap is not None:
             products = [heads.softcap * math.tanh(x / heads.softcap) for x in products]
         scores = [x - slope * (i - j) for j, x in enumerate(products, first)]

@@ -15,7 +15,8 @@ DRAWING = ("draw", "by_length", "heat_maps", "histogram")
 def undrawn(request, monkeypatch):
     if request.node.get_closest_marker("slow"):
         return
-    for function in (*analyze.TOPICS.values(), analyze.compare_drop):
+    comparisons = analyze.compare_drop, analyze.offset_changes
+    for function in (*analyze.TOPICS.values(), *comparisons):
         module = sys.modules[function.__module__]
         for name in set(DRAWING) & set(vars(module)):
             monkeypatch.setattr(module, name, lambda *_, **__: None)

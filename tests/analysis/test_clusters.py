@@ -6,21 +6,20 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
-import torch
 from sklearn.decomposition import PCA
 from sklearn.metrics import davies_bouldin_score, silhouette_score
 
-from tests.analysis.attention_examples import captured, cells, layer_of_heads
+from tests.analysis.attention_examples import layer_of_heads
 from trainer.analysis import clusters as module
 from trainer.analysis.attention import Heads
 from trainer.analysis.clusters import (
+    cloud,
     cluster_measures,
     principal_axes,
     project,
     sample_positions,
 )
-from trainer.analysis.clusters_figures import analyze_clusters
-from trainer.analysis.topic import Target, stacked
+from trainer.analysis.topic import stacked
 
 
 def result_of(heads, **options):
@@ -85,13 +84,14 @@ def test_separation_is_that_of_scikit_learn(points):
         assert score == pytest.approx(expected[1], rel=1e-5)
 
 
-def test_the_plane_is_that_of_the_first_prefix_before_the_rotation():
+def test_the_plane_is_that_of_keys_and_queries_together():
     heads = layer_of_heads(T=64, texts=1)
-    axes = principal_axes(heads, 1, 32)
-    points, rank = project(heads, 1, axes, 64, rotated=True, points=10)
+    vectors = cloud(heads, 1)
+    axes = principal_axes(vectors["plain"])
+    points, rank = project(vectors["rotated"], axes, points=10)
     keys, queries = heads.k[0, 1].numpy(), heads.q[0, 2:].numpy()
     chosen = sample_positions(64, 10)
-    pca = PCA(2).fit(np.concatenate([keys[:32], queries[0, :32], queries[1, :32]]))
+    pca = PCA(2).fit(np.concatenate([keys, *queries]))
     origin = pca.transform(np.zeros((1, 8)))
     expected = pca.transform(heads.rotated_k[0, 1].numpy()[chosen]) - origin
     signs = np.sign((points[0] * expected).sum(axis=0))
@@ -101,18 +101,3 @@ def test_the_plane_is_that_of_the_first_prefix_before_the_rotation():
     values = np.linalg.svd(heads.rotated_k[0, 1].double().numpy(), compute_uv=False)
     assert rank == pytest.approx((values**2).sum() / values[0] ** 2)
     assert points.shape == (3, 10, 2)
-
-
-def test_prefixes_within_the_training_length_are_read_without_the_later_tokens(tiny_decoder):
-    model = tiny_decoder().eval()
-    ids = torch.randint(0, 50, (1, 80), generator=torch.Generator().manual_seed(1))
-    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=3.0))
-    target = Target("tiny", model, ids)
-    rows = analyze_clusters(target).rows
-    where = {"variant": "rotated", "layer": 1, "head": 3}
-    measured = cells(rows, "query_stable_rank", **where)
-    assert rows["length"].dropna().unique().tolist() == [32, 64, 80]
-    for length, index, tokens in ((32, 0, ids[:, :32]), (80, 2, ids)):
-        q = captured(model, tokens)[1].rotated_q[0, 3].double().numpy()
-        expected = (q**2).sum() / np.linalg.svd(q, compute_uv=False)[0] ** 2
-        assert measured[index] == pytest.approx(expected, rel=1e-4), length

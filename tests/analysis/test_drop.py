@@ -73,10 +73,7 @@ def test_divergence_and_losses_are_torch_s_at_every_position(models, monkeypatch
 def test_rows_have_losses_and_divergences_of_both_models(models, targets):
     results = compare_drop(*targets)
     rows = results.rows
-    with torch.no_grad():
-        p, q = (model(IDS).double().log_softmax(-1)[:, :-1] for model in models)
-    kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean(0).numpy()
-    first, second = (-x.gather(-1, IDS[:, 1:, None])[..., 0].mean(0).numpy() for x in (p, q))
+    kl, first, second = compare_predictions(*models, IDS)
     edges = [0, *rows["length"][rows["metric"] == "kl"].astype(int)]
     for name, metric, curve in (
         ("RoPE ‖ DroPE", "kl", kl),

@@ -16,11 +16,13 @@ from tests.analysis.attention_examples import attention_of, captured
 from tests.reference import turned
 from trainer.analysis.attention import NeedlePrompt
 from trainer.analysis.matrix_entropy import (
+    average_attention,
     copy_prompt,
     gram,
     matrix_entropy,
     matrix_entropy_of,
-    needle_view,
+    query_directions,
+    question_attention,
 )
 from trainer.positional.rescaling import position_interpolation
 
@@ -135,39 +137,25 @@ def test_the_end_of_the_text_is_copied_to_a_tenth_of_it():
 
 
 def test_attention_and_directions_of_the_last_queries(tiny_decoder):
+    """DoPE, Fig. 2 to 6: attention of the question, of the last token and of all queries."""
     model = tiny_decoder()
-    prompt = copy_prompt(NEEDLE_TEXT)
-    view = needle_view(model, prompt, [(1, 2)])
-    layers = captured(model, prompt.ids)
+    prompt = NeedlePrompt(NEEDLE_TEXT, slice(1, 9), 6)
+    mean, last = question_attention(model, prompt)
+    layers = captured(model, NEEDLE_TEXT[:1])
     for heads in layers:
         for head in range(4):
             weights, _ = attention_of(heads, 0, head)
-            mean = weights[-10:].mean(axis=0)
-            np.testing.assert_allclose(view.attention[heads.layer, head], mean, atol=1e-5)
-
+            np.testing.assert_allclose(
+                mean[heads.layer, head], weights[-6:].mean(axis=0), atol=1e-5
+            )
+            np.testing.assert_allclose(last[heads.layer, head], weights[-1], atol=1e-5)
+            average = [sum(row[j] for row in weights) / 80 for j in range(80)]
+            np.testing.assert_allclose(average_attention(heads, head), average, atol=1e-6)
+    similarity = query_directions(layers[1], 2, 6)
     queries = layers[1].rotated_q[0, 2].double().numpy()
     values, vectors = np.linalg.eigh(queries.T @ queries)
     vectors = vectors[:, np.argsort(-values)]
-    cosines = queries[-10:] @ vectors / np.linalg.norm(queries[-10:], axis=1, keepdims=True)
+    cosines = queries[-6:] @ vectors / np.linalg.norm(queries[-6:], axis=1, keepdims=True)
     cosines *= np.sign((queries @ vectors).mean(axis=0))
-    assert set(view.similarity) == {(1, 2)}
-    np.testing.assert_allclose(view.similarity[1, 2], cosines, atol=1e-5)
-    np.testing.assert_allclose((view.similarity[1, 2] ** 2).sum(axis=1), 1)
-
-
-def test_a_question_is_read_as_it_is_also_behind_a_needle_at_the_beginning(tiny_decoder):
-    """DoPE, Fig. 2: attention by key, of the last token and meaned over all queries."""
-    model = tiny_decoder()
-    prompt = NeedlePrompt(NEEDLE_TEXT, slice(1, 9), 6)
-    view = needle_view(model, prompt, [(0, 3), (1, 0)])
-    layers = captured(model, NEEDLE_TEXT[:1])
-    assert set(view.average) == {(0, 3), (1, 0)}
-    for heads in layers:
-        for head in range(4):
-            weights, _ = attention_of(heads, 0, head)
-            attention = view.attention[heads.layer, head]
-            np.testing.assert_allclose(attention, weights[-6:].mean(axis=0), atol=1e-5)
-            np.testing.assert_allclose(view.last[heads.layer, head], weights[-1], atol=1e-5)
-            if (heads.layer, head) in view.average:
-                average = [sum(row[j] for row in weights) / 80 for j in range(80)]
-                np.testing.assert_allclose(view.average[heads.layer, head], average, atol=1e-6)
+    np.testing.assert_allclose(similarity, cosines, atol=1e-5)
+    np.testing.assert_allclose((similarity**2).sum(axis=1), 1)

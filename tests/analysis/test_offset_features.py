@@ -12,19 +12,20 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import captured, cells, layer_of_heads, turned
+from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads, turned
 from tests.positional.examples import slowed
 from trainer.analysis.attention import Heads
+from trainer.analysis.offset_changes import offset_changes
 from trainer.analysis.offset_features import (
+    analyze_offset_features,
     bounds,
     contributions,
     fastest_pairs,
     offset_features,
     sink_row,
 )
-from trainer.analysis.offset_features_figures import analyze_offset_features, offset_changes
 from trainer.analysis.topic import NotApplicableError, Target
-from trainer.positional.encodings import alibi_slopes, by_name
+from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn
 from trainer.positional.spectrum import Spectrum
@@ -53,26 +54,27 @@ def rope(rotary_dim, base, length):
 def test_table_2_from_dimensions_base_and_length_alone(
     spectrum, context_length, percent, mean_angle
 ):
-    measured = bounds(spectrum, context_length)
-    assert round(100 * measured.possible.mean()) == percent
-    assert round(measured.angle[measured.possible].mean(), 2) == mean_angle
+    possible, angle = bounds(np.array(spectrum.inv_freq), context_length)
+    assert round(100 * possible.mean()) == percent
+    assert round(angle[possible].mean(), 2) == mean_angle
 
 
 def test_section_4_3_phi_1_begins_with_feature_11():
-    assert bounds(rope(32, 1e4, 2048), 2048).possible.tolist() == [False] * 11 + [True] * 5
+    possible, _ = bounds(np.array(rope(32, 1e4, 2048).inv_freq), 2048)
+    assert possible.tolist() == [False] * 11 + [True] * 5
 
 
 @given(st.floats(1e-4, 0.2), st.floats(0, 2 * math.pi), st.integers(8, 200))
 def test_the_bounds_are_definition_3_1(theta, phi, context_length):
     """A pair stays below its value at distance 0, by the two bounds and by looking everywhere."""
-    known = bounds(Spectrum((theta,)), context_length)
+    (possible,), (angle,) = bounds(np.array([theta]), context_length)
     # Between whole tokens and at the bounds themselves the two differ by rounding only.
-    assume(abs(phi - known.angle[0]) > 1e-3)
+    assume(abs(phi - angle) > 1e-3)
     assume(abs(theta - 2 * math.pi / context_length) > 1e-4)
     assume(min(phi, 2 * math.pi - phi, abs(phi - math.pi)) > 1e-3)
     distances = np.linspace(1e-4, context_length, 20_001)
     below = bool((np.cos(phi - theta * distances) < math.cos(phi)).all())
-    assert below == bool(known.possible[0] and phi >= known.angle[0])
+    assert below == bool(possible and phi >= angle)
 
 
 def contributions_of(heads):
@@ -137,37 +139,19 @@ def test_every_moving_pair_against_a_loop():
     ]
 
 
-def looped(heads, head, pair, queries):
-    """(weight, weight without the pair, margin, parts of it by pair), means over texts."""
-    kv, slope = head // heads.queries_per_key, 0.0
-    spectrum = heads.encoding.spectra[kv]
-    if spectrum.alibi:
-        slope = alibi_slopes(heads.q.shape[1])[head]
-    pairs = len(spectrum.inv_freq)
+def all_but(pair, pairs=4):
+    """The channels of a head of eight but those of a pair."""
+    return [channel for channel in range(8) if channel % pairs != pair or channel >= 2 * pairs]
+
+
+def sink_of(heads, head, queries, channels):
+    """(attention on the first key, margin) of scores from some channels, means over texts."""
     measured = []
-    for q, k in zip(
-        heads.rotated_q[:, head].double(), heads.rotated_k[:, kv].double(), strict=True
-    ):
-        for i in queries:
-            by_pair = [
-                [
-                    float(q[i][[m, m + pairs]] @ k[j][[m, m + pairs]]) * heads.scale
-                    for j in range(i + 1)
-                ]
-                for m in range(pairs)
-            ]
-            plain = [float(q[i] @ k[j]) * heads.scale for j in range(i + 1)]
-            weights = []
-            for scores in (plain, [s - p for s, p in zip(plain, by_pair[pair], strict=True)]):
-                cap = heads.softcap
-                capped = [cap * math.tanh(s / cap) for s in scores] if cap else scores
-                exp = [math.exp(s - slope * (i - j)) for j, s in enumerate(capped)]
-                learned = 0.0 if heads.sinks is None else math.exp(heads.sinks[head])
-                weights.append(exp[0] / (sum(exp) + learned))
-            margins = [scores_of[0] - sum(scores_of[1:]) / i for scores_of in (plain, *by_pair)]
-            measured.append([*weights, *margins])
-    weight, without, margin, *parts = np.mean(measured, axis=0)
-    return weight, without, margin, parts
+    for text in range(len(heads.q)):
+        attention, dots = attention_of(heads, text, head, channels=channels)
+        margins = [dots[i, 0] - dots[i, 1 : i + 1].mean() for i in queries]
+        measured += zip(attention[queries, 0], heads.scale * np.array(margins), strict=True)
+    return np.mean(measured, axis=0)
 
 
 @pytest.mark.slow
@@ -184,15 +168,15 @@ def looped(heads, head, pair, queries):
 def test_weights_and_margins_against_loops(name, changes, queries):
     heads = replace(layer_of_heads(name, kv_heads=1), **changes)
     measured = sink_row(heads, 3, 1, control=0)
-    weight, without, margin, parts = looped(heads, 3, 1, queries)
-    control = looped(heads, 3, 0, queries)[1]
-    assert measured["attention_without_fast_pair"] == pytest.approx(control, rel=1e-4)
-    assert (measured["attention"], measured["attention_without"]) == pytest.approx(
-        (weight, without), rel=1e-4
-    )
-    assert measured["explained"] == pytest.approx(1 - without / weight, abs=1e-4)
+    pairs = len(heads.encoding.spectra[0].inv_freq)
+    weight, margin = sink_of(heads, 3, queries, range(8))
+    fast, left = (sink_of(heads, 3, queries, all_but(pair, pairs))[0] for pair in (0, 1))
+    names = ("attention", "attention_without", "attention_without_fast_pair")
+    assert [measured[name] for name in names] == pytest.approx([weight, left, fast], rel=1e-4)
+    assert measured["explained"] == pytest.approx(1 - left / weight, abs=1e-4)
     assert measured["margin"] == pytest.approx(margin, rel=1e-3, abs=1e-4)
-    by_pair = [sink_row(heads, 3, pair)["margin_of_pair"] for pair in range(len(parts))]
+    parts = [sink_of(heads, 3, queries, [pair, pair + pairs])[1] for pair in range(pairs)]
+    by_pair = [sink_row(heads, 3, pair)["margin_of_pair"] for pair in range(pairs)]
     np.testing.assert_allclose(by_pair, parts, rtol=1e-3, atol=1e-4)
 
 
@@ -253,26 +237,12 @@ def test_table_2_and_every_pair_are_recounted(tiny_decoder):
         assert measured == pytest.approx([large, *(n / large for n in counts)])
 
 
-def looped_attention_on_the_token_before(heads, head, pair=None):
-    """One query and one key at a time, without a pair's part of the scores where one is given;
-    queries are those in the last three quarters of the training length."""
-    measured = []
-    for q, k in zip(heads.rotated_q[:, head], heads.rotated_k[:, head // 2], strict=True):
-        channels = [c for c in range(8) if pair is None or c not in (pair, pair + 4)]
-        for i in range(C // 4, C):
-            scores = [
-                float(q[i, channels].double() @ k[j, channels].double()) for j in range(i + 1)
-            ]
-            weights = [math.exp((s - max(scores)) / math.sqrt(8)) for s in scores]
-            measured.append(weights[i - 1] / sum(weights))
-    return sum(measured) / len(measured)
-
-
 def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_decoder):
     """Sec. 4.3.1: the dot product of feature 0 is largest at distance 1 where phi is theta."""
     model = loud(tiny_decoder)
     rows = analyze_offset_features(Target("tiny", model, IDS)).rows
-    layers = captured(model, IDS)
+    layers = captured(model, IDS[:, :C])
+    queries = np.arange(C // 4, C)  # the last three quarters
     first = [row for row in pairs_of(model) if row[2] == 0]
     steps = cells(rows, "steps", variant="token before")
     with_pair = cells(rows, "attention", variant="token before")
@@ -285,8 +255,9 @@ def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_d
         distances = np.linspace(-0.5, TURN / theta - 0.5, 20_001)
         parts = (q * np.exp(1j * theta * distances) * k.conjugate()).real
         assert step == pytest.approx(distances[int(parts.argmax())], abs=2e-3)
-        expected = [looped_attention_on_the_token_before(layers[layer], head, m) for m in (None, 0)]
-        assert (before, after) == pytest.approx(tuple(expected), rel=1e-3)
+        for measured, channels in ((before, range(8)), (after, all_but(0))):
+            attention, _ = attention_of(layers[layer], 0, head, channels=channels)
+            assert measured == pytest.approx(attention[queries, queries - 1].mean(), rel=1e-3)
 
 
 def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny_decoder):

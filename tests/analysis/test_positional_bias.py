@@ -14,13 +14,12 @@ from trainer.analysis.attention import NeedlePrompt, attention_rows
 from trainer.analysis.positional_bias import (
     bias_gradients,
     fresh_decoders,
-    needle_attention,
+    head_biases,
     positional_biases,
     prefix_spreads,
-    profiles,
     scaling_factors,
+    yarn_attention,
 )
-from trainer.analysis.positional_bias_figures import head_biases
 from trainer.analysis.topic import Target
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
@@ -213,7 +212,8 @@ def test_a_temperature_of_long_texts_does_not_change_the_bias_within(rope):
 
 def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
     """Against autograd in a decoder that is built here, and a loop over prefixes."""
-    measured = fresh_decoders(rope, LONG)
+    tokens, gradients, spreads = fresh_decoders(rope, LONG)
+    assert tokens == 32
     words, text = torch.unique(LONG[:1, :32], return_inverse=True)
     for version, kind in (("encoded", "rope"), ("nope", "nope")):
         layout = rope.layout.map(lambda _, kind=kind: by_name(kind, 8, 32))
@@ -224,7 +224,7 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
             for shift in (0, 1):
                 query, key = dense_gradients(decoder, text, shift)
                 np.testing.assert_allclose(
-                    measured.gradients[version][seed, shift],
+                    gradients[version][seed, shift],
                     np.hypot(query, key).mean(axis=1),
                     rtol=1e-3,
                 )
@@ -234,13 +234,15 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
             widest = max(
                 (x[: i + 1].mean(0) - x[j]).norm().item() for i in range(32) for j in range(i + 1)
             )
-            assert measured.spreads[version][seed, 0] == pytest.approx(widest, rel=1e-5)
+            assert spreads[version][seed, 0] == pytest.approx(widest, rel=1e-5)
 
 
 def test_a_model_without_encoding_is_compared_with_rope(tiny_decoder):
-    rope, nope = (fresh_decoders(tiny_decoder(layers=[name]), LONG) for name in ("rope", "nope"))
-    np.testing.assert_allclose(rope.gradients["encoded"], nope.gradients["encoded"])
-    np.testing.assert_allclose(rope.gradients["nope"], nope.gradients["nope"])
+    (_, rope, _), (_, nope, _) = (
+        fresh_decoders(tiny_decoder(layers=[name]), LONG) for name in ("rope", "nope")
+    )
+    np.testing.assert_allclose(rope["encoded"], nope["encoded"])
+    np.testing.assert_allclose(rope["nope"], nope["nope"])
 
 
 @pytest.mark.parametrize(("when", "differ"), [("after_drop", False), ("always", True)])
@@ -250,17 +252,16 @@ def test_norms_are_on_as_they_are_when_a_run_begins(tiny_decoder, when, differ):
     config = replace(plain.config, qk_norm=QKNormConfig(when))
     layers = tuple(replace(layer, qk_norm=True) for layer in plain.layout.layers)
     normed = Decoder(config, replace(plain.layout, layers=layers))
-    measured, expected = fresh_decoders(normed, LONG), fresh_decoders(plain, LONG)
-    for version, values in expected.gradients.items():
-        assert (not np.allclose(measured.gradients[version], values)) is differ
+    (_, measured, _), (_, expected, _) = (fresh_decoders(m, LONG) for m in (normed, plain))
+    for version, values in expected.items():
+        assert (not np.allclose(measured[version], values)) is differ
 
 
 def test_attention_under_yarn(rope):
     """Fig. 7 and 8: plain attention under both layouts, by distance, and of a prompt's last
     query."""
     prompt = NeedlePrompt(LONG[:, :32], slice(5, 9))
-    by_distance = profiles(rope, prompt.ids, (1, 2))
-    of_last = needle_attention(rope, prompt)
+    by_distance, of_last = yarn_attention(rope, prompt.ids, (1, 2), prompt)
     for name, layout in (("trained", rope.layout), ("yarn", rope.layout.rescaled(yarn_turns, 2.0))):
         with rope.using(layout):
             layers = captured(rope, prompt.ids)
@@ -275,4 +276,4 @@ def test_attention_under_yarn(rope):
 
 def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):
     monkeypatch.setattr(positional_bias, "BUDGET", 1e6)
-    assert fresh_decoders(rope, LONG) is None
+    assert fresh_decoders(rope, LONG) == (0, {}, {})

@@ -39,14 +39,6 @@ def finish(run_dir: Path) -> Report:
     return Report.read(run_dir)
 
 
-def refusal(run_dir: Path, *changes: str) -> str:
-    """Return the messages about a mistake."""
-    ended = start(run_dir, *changes).finish()
-    assert ended.returncode == 1
-    assert "Traceback" not in ended.stderr
-    return ended.stderr
-
-
 def kill_after(run_dir: Path, metrics: Path, step: int) -> None:
     with start(run_dir) as process:
         deadline = time.monotonic() + 120
@@ -128,25 +120,6 @@ def test_a_finished_run_is_evaluated_again_in_another_way_and_not_trained(uninte
     assert {*Report.read(run_dir).rows.method} == {"none"}
     logs = [(place / "log.txt").read_text() for place in (uninterrupted[0], run_dir)]
     assert logs[0].count("INFO Training") == logs[1].count("INFO Training") == 3
-
-
-def test_another_run_does_not_take_the_directory(uninterrupted):
-    run_dir, _ = uninterrupted
-    message = refusal(run_dir, "seed=5", "model.hidden_size=32")
-    assert "seed: 0 there, 5 here; model.hidden_size: 64 there, 32 here" in message
-
-
-@pytest.mark.slow
-def test_a_second_process_does_not_train_in_the_same_directory(tmp_path):
-    run_dir = tmp_path / "run"
-    long = "trainer.max_steps=4000"
-    with start(run_dir, long) as first:
-        deadline = time.monotonic() + 120
-        while not (run_dir / "metrics.csv").exists():
-            assert first.running()
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert "is training in" in refusal(run_dir, long)
 
 
 def evaluation(run_dir: Path, output: Path) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, Literal, TypeVar
 
@@ -101,6 +101,29 @@ def capture(
     with model.observed(observe):
         model.hidden_states(ids.to(model.device))
     return measured
+
+
+def view_heads(
+    model: LanguageModel,
+    ids: Tensor,
+    places: Sequence[Place],
+    view: Callable[[Heads, int], Measured],
+) -> dict[Place, Measured]:
+    """Read ``ids`` ``[B, T]``, and return what ``view`` gives for a layer and the number of a head,
+    for each of ``places`` in their order."""
+
+    def measure(heads: Heads) -> dict[Place, Measured]:
+        return {(i, head): view(heads, head) for i, head in places if i == heads.layer}
+
+    viewed = dict(item for layer in capture(model, ids, measure) for item in layer.items())
+    return {place: viewed[place] for place in places}
+
+
+def head_vectors(heads: Heads, head: int) -> dict[Side, Tensor]:
+    """Return the queries of a head and the keys that it reads in the first text, ``[T, D]`` on the
+    CPU, before their encoding."""
+    key = heads.k[0, head // heads.queries_per_key]
+    return {"query": heads.q[0, head].clone().cpu(), "key": key.clone().cpu()}
 
 
 def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
@@ -281,10 +304,8 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     T = heads.q.shape[2]
     cell = -(-T // size)
     cells = -(-T // cell)
-    names = ("q", "k", "rotated_q", "rotated_k")
-    first = replace(heads, **{name: getattr(heads, name)[:1] for name in names})
     rows = []
-    for _, attention in attention_blocks(first, head, cell * max(1, 256 // cell)):
+    for _, attention in attention_blocks(heads, head, cell * max(1, 256 // cell)):
         padded = F.pad(attention[0], (0, cells * cell - attention.shape[-1]))
         keys = padded.unflatten(-1, (cells, cell)).sum(dim=-1)
         rows += [part.mean(dim=0) for part in keys.split(cell)]

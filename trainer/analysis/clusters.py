@@ -1,4 +1,5 @@
-"""Clusters of queries and keys, and how the rotation changes them (RoPE-ID Sec. 3.1, App. A.3).
+"""Clusters of queries and keys by length, and how the rotation changes them (RoPE-ID Sec. 3.1,
+App. A.3 and A.10).
 
 Means over pairs come from sums of vectors, and singular values from Gram matrices. Both are summed
 over the text once and read at every prefix length.
@@ -6,17 +7,42 @@ over the text once and read at every prefix length.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads
+from trainer.analysis.attention import SIDES, Array, Heads, Place, view_heads
+from trainer.analysis.topic import (
+    Results,
+    Target,
+    Versions,
+    prefix_lengths,
+    read,
+    results,
+    tidy,
+    versions,
+)
+from trainer.plotting.panels import (
+    Panel,
+    by_length,
+    draw,
+    histogram,
+    log_if_wide,
+    over_heads,
+    plane,
+)
+from trainer.plotting.style import Plot
 
 CHUNK = 2048
 """Positions converted to float64 at a time."""
+COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
 
 
 MEASURES = (
@@ -134,34 +160,183 @@ def cluster_measures(heads: Heads, lengths: list[int], points: int = 512) -> dic
     return values
 
 
-def _cloud(heads: Heads, kv_head: int, length: int, *, rotated: bool) -> Array:
-    """Return the first keys of the first text and the queries that read them, ``[1 + readers,
-    length, D]``."""
-    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
-    group = heads.queries_per_key
-    readers = q[0, kv_head * group : (kv_head + 1) * group, :length]
-    return torch.cat([k[0, kv_head, None, :length], readers]).double().cpu().numpy()
+def cloud(heads: Heads, kv_head: int) -> dict[str, Array]:
+    """Return a key head of the first text and the queries that read it, ``[1 + readers, T, D]``
+    float64, ``plain`` and ``rotated``."""
+    readers = slice(kv_head * heads.queries_per_key, (kv_head + 1) * heads.queries_per_key)
+    versions = {"plain": (heads.q, heads.k), "rotated": (heads.rotated_q, heads.rotated_k)}
+    return {
+        name: torch.cat([k[0, kv_head, None], q[0, readers]]).double().cpu().numpy()
+        for name, (q, k) in versions.items()
+    }
 
 
-def principal_axes(heads: Heads, kv_head: int, length: int) -> Array:
-    """Return the first two principal components ``[D, 2]`` of keys and queries together, before the
-    encoding, over the first ``length`` tokens of the layer's first text."""
-    cloud = np.concatenate(_cloud(heads, kv_head, length, rotated=False))
-    _, vectors = np.linalg.eigh(np.cov(cloud.T))
-    axes = vectors[:, :-3:-1]
+def principal_axes(vectors: Array) -> Array:
+    """Return the first two principal components ``[D, 2]`` of ``vectors`` ``[heads, T, D]``
+    together."""
+    _, components = np.linalg.eigh(np.cov(np.concatenate(vectors).T))
+    axes = components[:, :-3:-1]
     # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
     return axes * np.sign(axes[np.abs(axes).argmax(axis=0), [0, 1]])
 
 
-def project(
-    heads: Heads, kv_head: int, axes: Array, length: int, *, rotated: bool, points: int = 256
-) -> tuple[Array, float]:
-    """Project the first ``length`` keys of the layer's first text and their queries on ``axes``
-    ``[D, 2]``; the origin stays the zero vector.
+def project(vectors: Array, axes: Array, points: int = 256) -> tuple[Array, float]:
+    """Project at most ``points`` tokens of ``vectors`` ``[1 + readers, T, D]``, keys first, on
+    ``axes`` ``[D, 2]``; the origin stays the zero vector.
 
-    Returns at most ``points`` of each, ``[1 + readers, points, 2]`` with the keys first, and the
-    stable rank of all these keys.
+    Returns ``[1 + readers, points, 2]`` and the stable rank of all keys.
     """
-    cloud = _cloud(heads, kv_head, length, rotated=rotated)
-    keys = torch.from_numpy(cloud[0])
-    return cloud[:, sample_positions(length, points)] @ axes, float(stable_rank(keys.mT @ keys))
+    keys = torch.from_numpy(vectors[0])
+    sample = sample_positions(vectors.shape[1], points)
+    return vectors[:, sample] @ axes, float(stable_rank(keys.mT @ keys))
+
+
+def analyze_clusters(target: Target) -> Results:
+    """Measure width and distance of the clouds of queries and keys, before and after the
+    rotation."""
+    target.require(4)  # a cloud needs several points
+    lengths, looks = prefix_lengths(target.length), versions(target)
+
+    def measure(heads: Heads) -> dict[str, Tensor]:
+        within = [n for n in lengths if n <= heads.q.shape[2]]
+        return cluster_measures(heads, within) if within else {}
+
+    values = read(target, measure)
+    axes, places = ("layer", "head", "length"), {"length": lengths}
+    tables = [
+        tidy({m: values[f"{v}.{m}"] for m in MEASURES}, *axes, places=places, variant=v)
+        for v in looks
+    ]
+    if "plain" in looks:
+        ratios = {f"{side}_fsv_ratio": values[f"{side}_fsv_ratio"] for side in SIDES}
+        tables.append(tidy(ratios, *axes, places=places, variant="rotated / plain"))
+    shares = {f"{side}_first_share": values[f"{side}_first_share"][..., -1] for side in SIDES}
+    tables.append(tidy(shares, "layer", "head", variant="plain", length=lengths[-1]))
+    plots = curve_plots(values, lengths, looks, target.training_length)
+    queries, keys = (values[f"{side}_first_share"].shape[1] for side in SIDES)
+    chosen = dict.fromkeys((i, head * keys // queries) for i, head in target.config.chosen)
+    shown = [*chosen] or [(i, 0) for i in target.shown_layers]
+    plots.append(snapshots_plot(target, shown, looks))
+    title = "Clusters of queries and keys"
+    return results("clusters", title, target.name, plots, tables)
+
+
+def curve_plots(
+    values: Mapping[str, Array], lengths: Sequence[int], looks: Versions, trained: int
+) -> list[Plot]:
+    """Draw the measures by length, and the first principal component."""
+
+    def panel(title: str, measure: str, *, median: bool = False, **others: Any) -> Panel:
+        lines = [
+            over_heads(*look, lengths, values[f"{version}.{measure}"], median=median)
+            for version, look in looks.items()
+        ]
+        return Panel(title, lines, **others)
+
+    def pairs(kind: str, label: str) -> list[Panel]:
+        return [
+            panel(title, f"{side}_{kind}", y=label if side == "key" else "")
+            for side, title in COMPARED.items()
+        ]
+
+    def plot(name: str, panels: list[Panel], caption: str, **layout: Any) -> Plot:
+        x = "length of the text (tokens)"
+        figure = by_length(panels, x=x, trained=trained, **layout)
+        return Plot(f"clusters_{name}", figure, caption)
+
+    ranks = [
+        panel("keys", "key_stable_rank", y="stable rank"),
+        panel("queries", "query_stable_rank"),
+    ]
+    for side, title in SIDES.items() if "plain" in looks else ():
+        ratio = values[f"{side}_fsv_ratio"]
+        mean = over_heads(*looks["rotated"], lengths, ratio)
+        faint = ratio.reshape(-1, ratio.shape[-1])
+        y = "after / before" if side == "key" else ""
+        ranks.append(Panel(f"{title}: first singular value", [mean], y=y, faint=faint))
+    # Medians: a head whose two clouds share a centre has an unbounded index.
+    separation = [
+        panel("silhouette score", "silhouette"),
+        panel("Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True),
+    ]
+    shares = {title: 100 * values[f"{side}_first_share"][..., -1] for side, title in SIDES.items()}
+    return [
+        plot(
+            "cosine",
+            pairs("cosine", "mean cosine"),
+            "Mean cosine of all pairs by length, mean and 80% of heads (RoPE-ID, Fig. 2, 13).",
+        ),
+        plot(
+            "separation",
+            separation,
+            "Separation of queries and keys by length, mean score, median index and 80% of heads "
+            "(RoPE-ID, Fig. 11).",
+        ),
+        plot(
+            "singular_values",
+            ranks,
+            "Stable rank, and first singular value after over before the rotation, by length; mean "
+            "and 80% of heads, thin: each head (RoPE-ID, Fig. 4).",
+            columns=2,
+            height=2.0,
+        ),
+        Plot(
+            "clusters_first_component",
+            histogram(shares, "variance of the first component (%)", low=0, high=100),
+            "Heads by the share of the first principal component in the variance about the origin, "
+            "before the encoding (RoPE-ID, Fig. 4).",
+        ),
+        plot(
+            "dot",
+            pairs("dot", "mean dot product"),
+            "Mean dot product of all pairs by length, mean and 80% of heads (RoPE-ID, Fig. 10).",
+        ),
+    ]
+
+
+def snapshots_plot(target: Target, shown: Sequence[Place], looks: Versions) -> Plot:
+    """Draw key heads and their queries in the plane of their first two principal components, in a
+    text of the training length and in the whole one."""
+    planes: dict[Place, Array] = {}  # of the shorter text, before the encoding
+
+    def view(heads: Heads, kv_head: int) -> dict[str, tuple[Array, float]]:
+        vectors, place = cloud(heads, kv_head), (heads.layer, kv_head)
+        if place not in planes:
+            planes[place] = principal_axes(vectors["plain"])
+        return {version: project(vectors[version], planes[place]) for version in looks}
+
+    # A text of its own for each length: temperatures and frequencies may follow the length.
+    lengths = dict.fromkeys([min(target.training_length, target.length), target.length])
+    views = {n: view_heads(target.model, target.ids[:1, :n], shown, view) for n in lengths}
+    panels = []
+    for layer, kv_head in shown:
+        row = [(n, *item) for n in lengths for item in views[n][layer, kv_head].items()]
+        everything = np.concatenate([points.reshape(-1, 2) for *_, (points, _) in row])
+        low, high = everything.min(axis=0), everything.max(axis=0)
+        half, (x, y) = 0.55 * float((high - low).max()), (low + high) / 2
+        square = {"xlim": (x - half, x + half), "ylim": (y - half, y + half), "box_aspect": 1}
+        for number, (n, version, (points, rank)) in enumerate(row):
+            readers = len(points) - 1
+            queries = [f"queries {i}" for i in range(readers)] if readers > 1 else ["queries"]
+            panels.append(
+                Panel(
+                    f"{looks[version][0]}\n{n:,} tokens, rank {rank:.2f}",
+                    y="" if number else f"L{layer}, key head {kv_head}",
+                    prepare=partial(bare_plane, limits=square),
+                    points=dict(zip(["keys", *queries], points, strict=True)),
+                )
+            )
+    return Plot(
+        "clusters_snapshots",
+        draw(panels, columns=len(panels) // len(shown), height=1.9),
+        "Keys and the queries that read them in the plane of their first two principal components, "
+        "lines through the origin; a row a key head, with the stable rank of its keys (RoPE-ID, "
+        "Fig. 3, 14).",
+    )
+
+
+def bare_plane(axes: Axes, limits: Mapping[str, Any]) -> None:
+    """Draw both axes through the origin, without ticks, within limits."""
+    plane(axes)
+    axes.set(**limits)
+    axes.tick_params(labelleft=False, labelbottom=False, length=0)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, Rows, attention_rows, capture
+from trainer.analysis.attention import Array, Heads, attention_rows, capture
 from trainer.analysis.positional_bias import positional_biases
 from trainer.analysis.topic import (
     Results,
@@ -38,29 +38,26 @@ MEASURES = {
 }
 
 
-def head_statistics(rows: Rows) -> dict[str, Tensor]:
-    """Average over the queries of each head ``[B, Hq]``, in texts of at least two tokens.
+def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
+    """Compute :data:`MEASURES` of every head on ``ids`` ``[B, T]``, ``[layers, query heads]``,
+    means over texts of at least two tokens and queries but the first, which sees only itself.
 
     ``distance``: tokens between query and key, weighted by attention. ``entropy``: divided by its
     largest possible value, the logarithm of the number of visible keys; 1 is uniform.
-    ``sink_mass``: attention on the first key of the text. The first query, which sees only itself,
-    is left out.
+    ``sink_mass``: attention on the first key of the text. Aᶜ: see :func:`positional_biases`.
     """
-    # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
-    largest = rows.visible[1:].clamp(min=2).log()
-    return {
-        "distance": rows.distance[..., 1:].double().mean(dim=-1),
-        "entropy": (rows.entropy[..., 1:].double() / largest).mean(dim=-1),
-        "sink_mass": rows.sink[..., 1:].double().mean(dim=-1),
-    }
-
-
-def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
-    """Compute :data:`MEASURES` of every head on ``ids`` ``[B, T]``, ``[layers, query heads]``."""
 
     def measure(heads: Heads) -> dict[str, Tensor]:
         rows = attention_rows(heads)
-        return head_statistics(rows) | positional_biases(rows)
+        # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
+        largest = rows.visible[1:].clamp(min=2).log()
+        statistics = {
+            "distance": rows.distance[..., 1:].double(),
+            "entropy": rows.entropy[..., 1:].double() / largest,
+            "sink_mass": rows.sink[..., 1:].double(),
+        }
+        means = {name: values.mean(dim=-1) for name, values in statistics.items()}
+        return means | positional_biases(rows)
 
     return stacked(capture(model, ids, measure))
 

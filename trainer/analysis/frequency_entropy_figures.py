@@ -21,9 +21,11 @@ from trainer.analysis.attention import (
     Side,
     capture,
     cell_means,
+    head_vectors,
     pair_counts,
     pair_norms,
     stack_layers,
+    view_heads,
 )
 from trainer.analysis.frequency_entropy import (
     MEASURES,
@@ -47,8 +49,6 @@ COLUMNS = 4
 PAIR_INDEX = "pair index, from the fastest on"
 Entropies = dict[tuple[str, Side], Array]
 """Entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no such pair."""
-Norms = dict[Place, dict[Side, Array]]
-"""Mean norms ``[pairs, cells]`` of a query head's pairs, and of the keys that it reads."""
 
 
 def analyze_frequency_entropy(target: Target) -> Results:
@@ -57,29 +57,23 @@ def analyze_frequency_entropy(target: Target) -> Results:
     target.require(6)  # with fewer than a frame, only SpectrumFE is left out
     frames = target.config.frequency_entropy
     measures = [m for m in MEASURES if m != "spectrum" or target.length >= frames.frame]
-    chosen, shown_layers = target.config.chosen, target.shown_layers
-    norms: Norms = {}
-
-    def measure(heads: Heads) -> FrequencyEntropy:
-        entropies = frequency_entropy_of(heads, measures, frames)
-        shown = target.chosen(heads.layer)
-        if not chosen and heads.layer in shown_layers:  # the head with the most concentrated pair
-            entropy = entropies[measures[0], "query"].nan_to_num(nan=1.0)
-            shown = [int(entropy.amin(dim=-1).argmin())]
-        for head in shown:
-            norms[heads.layer, head] = _norm_maps(heads, head)
-        return entropies
-
-    layers = capture(target.model, target.ids, measure)
+    layers = capture(
+        target.model, target.ids, lambda heads: frequency_entropy_of(heads, measures, frames)
+    )
     by_length: dict[int, Entropies] = {}
     for n in sorted({n for n in target.config.prefixes if n < target.length}):
         names = [m for m in measures if m != "spectrum" or n >= frames.frame]
         prefix = target.ids[:, :n]
         by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
     by_length[target.length] = values = _stacked(layers)
+    chosen, ranked = target.config.chosen, values[measures[0], "query"]
+    lowest = np.nan_to_num(ranked, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
+    # The head with the most concentrated pair.
+    shown = chosen or [(layer, lowest[layer]) for layer in target.shown_layers]
+    norms = view_heads(target.model, target.ids[:1], shown, norm_maps)
     plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
     for side in SIDES:
-        plots.append(_heads_plot(by_length, side, list(norms)))
+        plots.append(_heads_plot(by_length, side, shown))
         plots.append(_norms_plot(norms, side, target.length))
     sweeps = attenuation_sweeps(target, measures, layers)
     if sweeps:
@@ -92,18 +86,13 @@ def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
     return {key: stack_layers([entropies[key] for entropies in layers]) for key in layers[0]}
 
 
-def _norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
-    """Average norms of the first text over neighbouring tokens, of a query head and its keys."""
-    sides: dict[Side, tuple[Any, int]] = {
-        "query": (heads.q, head),
-        "key": (heads.k, head // heads.queries_per_key),
-    }
-    maps: dict[Side, Array] = {}
-    for side, (x, index) in sides.items():
-        pairs = pair_counts(heads.encoding, x.shape[1], x.shape[-1])[index]
-        norms = pair_norms(x[0, index], pairs)
-        maps[side] = cell_means(norms, -(-x.shape[2] // CELLS)).cpu().numpy()
-    return maps
+def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
+    """Return mean norms ``[pairs, cells]`` over neighbouring tokens of the first text, of the pairs
+    of a query head and of the keys that it reads."""
+    pairs = pair_counts(heads.encoding, heads.q.shape[1], heads.q.shape[-1])[head]
+    norms = {side: pair_norms(x, pairs) for side, x in head_vectors(heads, head).items()}
+    cell = -(-heads.q.shape[2] // CELLS)
+    return {side: cell_means(values, cell).numpy() for side, values in norms.items()}
 
 
 def _rows(by_length: Mapping[int, Entropies], sweeps: Sequence[Sweep]) -> list[pd.DataFrame]:
@@ -176,7 +165,7 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
     )
 
 
-def _norms_plot(norms: Norms, side: Side, length: int) -> Plot:
+def _norms_plot(norms: Mapping[Place, Mapping[Side, Array]], side: Side, length: int) -> Plot:
     """Draw norms of the pairs of single heads along the text."""
     return Plot(
         f"frequency_entropy_norms_{SIDES[side]}",

@@ -1,4 +1,5 @@
-"""Matrix entropy of heads: how evenly queries or keys spread over directions (DoPE, Sec. 4.3).
+"""Matrix entropy of heads: how evenly queries or keys spread over directions (DoPE, Sec. 4.3), and
+attention of the extreme heads on a needle (Sec. 5.4 and 5.5, Fig. 2 to 6, Table 1).
 
 The Gram matrix over all tokens of a head's queries or keys gives the entropy of every rotary pair's
 2 x 2 block (Eq. 25), its mean over the pairs (Eq. 26), and the truncated effective rank of the
@@ -15,14 +16,17 @@ last two are equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.attention import (
+    SIDES,
     Array,
     Heads,
     NeedlePrompt,
@@ -33,14 +37,29 @@ from trainer.analysis.attention import (
     last_attention,
     pair_counts,
     stack_heads,
+    stack_layers,
+    view_heads,
 )
+from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.model.language_model import LanguageModel
+from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, draw
+from trainer.plotting.style import Plot
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups
 
 Stage = Literal["pre_ntk", "post_ntk", "post_rope"]
+STAGES: dict[Stage, str] = {"pre_ntk": "before the rotation", "post_ntk": "as they attend"}
 CHUNK = 8192
 """Tokens converted to float64 at a time."""
+COPIED, DEPTH = 32, 0.1
+"""Tokens of a copied needle, and its place."""
+RANKS = (1, 4, 8, 16, 32)
+SHOWN = 16
+"""Rank by which heads are chosen, if a head has more channels."""
+POINTS = 2048
+Scores = dict[str, Array]
+"""Band entropy and effective ranks by name, ``[layers, heads]``."""
 
 
 class MatrixEntropy(NamedTuple):
@@ -137,27 +156,6 @@ def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -
     return matrix_entropy(gram(x), pair_counts(heads.encoding, x.shape[1], x.shape[-1]))
 
 
-COPIED, DEPTH = 32, 0.1
-
-
-class NeedleView(NamedTuple):
-    """Attention of heads to a needle, and the directions of their queries (DoPE, Sec. 5.4 and 5.5,
-    Fig. 2 to 6).
-
-    ``attention``: mean attention ``[layers, query heads, T]`` of the prompt's question, which looks
-    for the needle; ``last``: attention of the last token alone. For each chosen (layer, head):
-    ``average`` ``[T]``, mean attention over all queries, where a query counts as 0 for keys after
-    it; ``similarity`` ``[queries, D]``, cosines of the last queries with the eigenvectors of all
-    the head's queries, in descending order of eigenvalues. Each eigenvector has the sign of the
-    mean query along it.
-    """
-
-    attention: Array
-    last: Array
-    average: dict[Place, Array]
-    similarity: dict[Place, Array]
-
-
 def copy_prompt(ids: Tensor) -> NeedlePrompt:
     """Make a prompt of the first text ``[B, T]``, with its last tokens also written at a tenth of
     it.
@@ -172,28 +170,21 @@ def copy_prompt(ids: Tensor) -> NeedlePrompt:
     return NeedlePrompt(text, needle=slice(start, start + tokens + 1), question=tokens)
 
 
-def needle_view(
-    model: LanguageModel, prompt: NeedlePrompt, chosen: Collection[Place]
-) -> NeedleView:
-    """Read the first of the prompts."""
-    average: dict[Place, Array] = {}
-    similarity: dict[Place, Array] = {}
+def question_attention(model: LanguageModel, prompt: NeedlePrompt) -> tuple[Array, Array]:
+    """Return the attention ``[layers, query heads, T]`` of the first prompt's question, which looks
+    for the needle: means over its tokens, and of the last token alone (DoPE, Sec. 5.4)."""
 
     def measure(heads: Heads) -> Tensor:
-        for layer, head in chosen:
-            if layer == heads.layer:
-                average[layer, head] = _average(heads, head)
-                queries = heads.rotated_q[:, head]
-                similarity[layer, head] = _similarity(queries, prompt.question)
         rows = last_attention(heads, prompt.question)[0]
         return torch.stack([rows.mean(dim=1), rows[:, -1]]).cpu()
 
     mean, last = torch.stack(capture(model, prompt.ids[:1], measure), dim=1).numpy()
-    return NeedleView(mean, last, average, similarity)
+    return mean, last
 
 
-def _average(heads: Heads, head: int) -> Array:
-    """Average the attention of all queries, ``[T]``."""
+def average_attention(heads: Heads, head: int) -> Array:
+    """Average the attention ``[T]`` of all queries of the first text (Fig. 2); a query counts as 0
+    for keys after it."""
     T = heads.q.shape[2]
     total = torch.zeros(T, dtype=torch.float64, device=heads.q.device)
     for _, rows in attention_blocks(heads, head):
@@ -201,9 +192,139 @@ def _average(heads: Heads, head: int) -> Array:
     return (total / T).cpu().numpy()
 
 
-def _similarity(q: Tensor, queries: int) -> Array:
-    """Compute cosines of the last ``queries`` of ``q`` ``[1, T, D]`` with all eigenvectors."""
+def query_directions(heads: Heads, head: int, queries: int) -> Array:
+    """Compute cosines ``[queries, D]`` of a head's last queries in the first text with the
+    eigenvectors of all its queries, in descending order of eigenvalues (Sec. 5.5, Fig. 3 to 6).
+
+    Each eigenvector has the sign of the mean query along it.
+    """
+    q = heads.rotated_q[:1, head]
     vectors = torch.linalg.eigh(gram(q[:, None])[0]).eigenvectors.flip(-1)
     along = q[0].double() @ vectors
     signed = along[-queries:] * along.mean(dim=0).sign()
     return (signed / q[0, -queries:].double().norm(dim=-1, keepdim=True)).cpu().numpy()
+
+
+def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
+    """Return the mean entropy of every head's bands, and the effective rank of its r largest
+    eigenvalues and of all."""
+    channels = layers[0].eigenvalues.shape[-1]
+    scores = {"band entropy": [layer.band_mean for layer in layers]}
+    for r in (*(r for r in RANKS if r < channels), None):
+        name = "effective rank" if r is None else f"effective rank, r = {r}"
+        scores[name] = [layer.effective_rank(r) for layer in layers]
+    return {name: torch.stack(values).cpu().numpy() for name, values in scores.items()}
+
+
+def analyze_matrix_entropy(target: Target) -> Results:
+    """Compute band entropies and truncated effective ranks of every head, and its attention on a
+    needle.
+
+    The model is read with one layout, so the two stages after the rotation are equal.
+    """
+    target.require(16)  # room for a needle
+    # Without a rotation all stages are equal.
+    stages: list[Stage] = ["pre_ntk", "post_ntk"] if target.rotates else ["post_ntk"]
+    model, needle = target.model, target.config.needle
+
+    def measure(heads: Heads) -> dict[tuple[Side, Stage], MatrixEntropy]:
+        return {
+            (side, stage): matrix_entropy_of(heads, side, stage, model.layout)
+            for side in SIDES
+            for stage in stages
+        }
+
+    layers = capture(model, target.ids, measure)
+    scores: dict[tuple[Side, Stage], Scores] = {}
+    tables = []
+    for side, stage in layers[0]:
+        entropies = [layer[side, stage] for layer in layers]
+        scores[side, stage] = scores_of(entropies)
+        bands = stack_layers([entropy.bands for entropy in entropies])
+        at = f"{SIDES[side]}, {STAGES[stage]}"
+        tables.append(tidy(scores[side, stage], "layer", "head", variant=at))
+        tables.append(tidy({"band entropy of a pair": bands}, "layer", "head", "pair", variant=at))
+    prompt = target.question or copy_prompt(target.ids)
+    ranked = scores[needle.by, "post_ntk"]
+    if needle.ranked_on == "prompt":
+        of_prompt = capture(model, prompt.ids[:1], measure)
+        ranked = scores_of([layer[needle.by, "post_ntk"] for layer in of_prompt])
+    shown = {(i, j): f"L{i}H{j}" for i, j in target.config.chosen}
+    shown = shown or extreme_heads(ranked, model.config.num_attention_heads, needle.by)
+    mean, last = question_attention(model, prompt)
+    where = prompt.needle
+    numbers = {
+        "attention_on_needle": mean[..., where].sum(axis=-1),
+        "attention_on_first_token": mean[..., 0],
+        "last_token_on_needle": last[..., where].sum(axis=-1),
+    }
+    tables.append(tidy(numbers, "layer", "head", variant="needle prompt"))
+    plots = needle_plots(model, prompt, shown, last)
+    return results("matrix_entropy", "Matrix entropy", target.name, plots, tables)
+
+
+def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[Place, str]:
+    """Return titles of the query heads of lowest and highest band entropy and effective rank, by
+    place.
+
+    ``scores``: of the ``side``, ``heads``: number of query heads of a layer.
+    """
+    shown: dict[Place, str] = {}
+    rank = f"effective rank, r = {SHOWN}"
+    for name in ("band entropy", rank if rank in scores else "effective rank"):
+        values = scores[name].repeat(heads // scores[name].shape[1], axis=1)
+        of_keys = " of keys" if side == "key" else ""
+        for end, index in (("lowest", values.argmin()), ("highest", values.argmax())):
+            i, j = divmod(int(index), heads)
+            shown.setdefault((i, j), f"L{i}H{j}: {end} {name}{of_keys}")
+    return shown
+
+
+def needle_plots(
+    model: LanguageModel, prompt: NeedlePrompt, shown: Mapping[Place, str], last: Array
+) -> list[Plot]:
+    """Draw the attention of single heads by position, and directions of their queries; ``last``
+    ``[layers, query heads, T]``: attention of the last token."""
+    views = view_heads(
+        model,
+        prompt.ids[:1],
+        [*shown],
+        lambda heads, head: (
+            average_attention(heads, head),
+            query_directions(heads, head, prompt.question),
+        ),
+    )
+    T, needle = prompt.ids.shape[1], prompt.needle
+    mark = ((needle.start + needle.stop) / 2, "needle")
+    # Means within at most so many buckets of positions.
+    starts = np.arange(0, T, -(-T // POINTS))
+    widths, panels = np.diff([*starts, T]), []
+    for place, title in shown.items():
+        kinds = {"average": views[place][0], "last token": last[place]}
+        for kind, attention in kinds.items():
+            values = (np.add.reduceat(attention, starts) / widths).tolist()
+            line = Line("", 1, starts.tolist(), values)
+            panels.append(Panel(f"{title}\n{kind}", [line], prepare=_from_zero, vertical=mark))
+    return [
+        Plot(
+            "needle_heads",
+            draw(panels, columns=2, height=1.7, x="position of the key (tokens)"),
+            "Attention weight of single heads by the key's position, mean over all queries and of "
+            "the last token (DoPE, Fig. 2).",
+        ),
+        Plot(
+            "query_directions",
+            heat_maps(
+                {title: views[place][1] for place, title in shown.items()},
+                Scale("cosine similarity", -1, 1, signed=True),
+                x="eigenvector of the head's queries, from the largest eigenvalue on",
+                y=f"token, from {T - prompt.question:,} on",
+            ),
+            "Cosines of the last queries with the eigenvectors of their head's Gram matrix (DoPE, "
+            "Fig. 3-6).",
+        ),
+    ]
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(bottom=0)

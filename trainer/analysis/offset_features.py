@@ -1,4 +1,4 @@
-"""Rotary offset features (Rotary Offset Features, Sec. 3 and 4, Table 2).
+"""Rotary offset features (Rotary Offset Features, Fig. 1, 2, 4, 6 to 8 and 11 to 14, Table 2).
 
 These are slow pairs whose queries and keys have large means at a fixed angle. Bounds on frequency
 and angle predict them.
@@ -20,46 +20,57 @@ select for the previous token" (Sec. 4.3.1).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib.axes import Axes
+from matplotlib.patches import Arc
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, Side, cell_means, head_attention
-from trainer.positional.spectrum import Spectrum
+from trainer.analysis.attention import (
+    SIDES,
+    Array,
+    Heads,
+    Place,
+    Side,
+    capture,
+    cell_means,
+    head_attention,
+    head_vectors,
+    view_heads,
+)
+from trainer.analysis.topic import NotApplicableError, Results, Target, results, tidy
+from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, plane
+from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE, Plot
 
 TURN = 2 * math.pi
 RADII = (6.0, 9.0, 12.0)
 """Radii of Table 2."""
 PLACE = ["layer", "head", "pair"]
-QUERIES, POINTS, CELLS = 128, 1000, 256
-"""Largest number of queries whose attention is measured, of tokens with points, and of cells of a
-map."""
+QUERIES, DISTANCES, POINTS, CELLS = 128, 400, 1000, 256
+"""Largest number of queries whose attention is measured, of distances and of tokens with points in
+figures, and of cells of a map."""
+SHOWN = 3
+"""Number of heads that figures show if none are chosen."""
+PAIR_INDEX = "pair index, from the fastest on"
+LOUDEST = 0.999
+"""Quantile of absolute activations that has the strongest colour."""
 
 
-class Bounds(NamedTuple):
-    """Bounds of every pair, ``[pairs]`` each.
+def bounds(inv_freq: Array, context_length: int) -> tuple[Array, Array]:
+    """Predict offset features from the frequencies ``[pairs]`` (theta, radians a token) and the
+    context length C alone.
 
-    ``inv_freq``: theta, radians a token. ``possible``: whether theta is under its upper bound.
-    ``angle``: the lower bound on phi in radians; above 2 pi where theta is not under its bound.
+    Returns whether theta is under its upper bound, and the lower bound on phi in radians, which is
+    above 2 pi where theta is not under its bound. A pair that does not rotate keeps its value at
+    every distance, so it is no offset feature.
     """
-
-    inv_freq: Array
-    possible: Array
-    angle: Array
-
-
-def bounds(spectrum: Spectrum, context_length: int) -> Bounds:
-    """Predict offset features from the frequencies and the context length C alone.
-
-    A pair that does not rotate keeps its value at every distance, so it is no offset feature.
-    """
-    inv_freq = np.array(spectrum.inv_freq)
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
-    return Bounds(inv_freq, possible, math.pi + inv_freq * context_length / 2)
+    return possible, math.pi + inv_freq * context_length / 2
 
 
 def pair_means(x: Tensor, pairs: int) -> tuple[Array, Array]:
@@ -84,7 +95,7 @@ def offset_features(heads: Heads) -> pd.DataFrame:
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``query_circular_variance``,
     ``key_circular_variance``: see :func:`pair_means`; NaN if the pair does not rotate.
-    ``inv_freq``, ``possible``, ``lower_bound``: see :class:`Bounds`. ``scale``: factor on the dot
+    ``inv_freq``, ``possible``, ``lower_bound``: see :func:`bounds`. ``scale``: factor on the dot
     product of a query and a key in the scores, times the encoding's factor (YaRN's attention
     factor, a temperature).
     """
@@ -95,22 +106,23 @@ def offset_features(heads: Heads) -> pd.DataFrame:
     for head in range(heads.q.shape[1]):
         kv = head // heads.queries_per_key
         spectrum, (key, key_variance) = spectra[kv], keys[kv]
-        limits = bounds(spectrum, C)
-        pairs = len(limits.inv_freq)
+        inv_freq = np.array(spectrum.inv_freq)
+        possible, lower_bound = bounds(inv_freq, C)
+        pairs = len(inv_freq)
         query, query_variance = pair_means(heads.q[:, head], pairs)
-        turns = limits.inv_freq > 0
+        turns = inv_freq > 0
         columns = {
             "layer": heads.layer,
             "head": head,
             "pair": np.arange(pairs),
-            "inv_freq": limits.inv_freq,
+            "inv_freq": inv_freq,
             "query_radius": np.abs(query),
             "key_radius": np.abs(key),
             "angle": np.mod(np.angle(key) - np.angle(query), TURN),
             "query_circular_variance": np.where(turns, query_variance, np.nan),
             "key_circular_variance": np.where(turns, key_variance, np.nan),
-            "possible": limits.possible,
-            "lower_bound": limits.angle,
+            "possible": possible,
+            "lower_bound": lower_bound,
             "scale": heads.scale * spectrum.rotary_scale**2 * spectrum.temperature.scale,
         }
         tables += [pd.DataFrame(columns)] if pairs else []
@@ -173,37 +185,6 @@ def contributions(head: pd.DataFrame, distances: Sequence[int]) -> Array:
     return terms
 
 
-class HeadView(NamedTuple):
-    """One query head and the keys that it reads in the first text, before their encoding (Fig. 1,
-    7, 12 and 13).
-
-    Pair m of M is channels m and m + M. ``inv_freq`` ``[M]``: radians a token. ``tokens``: ``[n,
-    D]``, evenly spread. ``maps``: ``[D, cells]``, means over ``cell`` neighbouring tokens.
-    """
-
-    layer: int
-    head: int
-    inv_freq: Array
-    cell: int
-    tokens: dict[Side, Array]
-    maps: dict[Side, Array]
-
-
-def head_view(heads: Heads, head: int) -> HeadView:
-    """Sample query head ``head``; the size of the result does not grow with the text."""
-    kv, length, C = head // heads.queries_per_key, heads.q.shape[2], heads.training_length
-    vectors: dict[Side, Tensor] = {"query": heads.q[0, head], "key": heads.k[0, kv]}
-    step, cell = -(-length // POINTS), -(-length // CELLS)
-    return HeadView(
-        layer=heads.layer,
-        head=head,
-        inv_freq=np.array(heads.encoding.spectra[kv].at(C, C).inv_freq),
-        cell=cell,
-        tokens={side: x[::step].cpu().numpy().copy() for side, x in vectors.items()},
-        maps={side: cell_means(x.T, cell).cpu().numpy() for side, x in vectors.items()},
-    )
-
-
 def sampled_queries(heads: Heads) -> Tensor:
     """Return positions evenly spread over the last three quarters of the training length, the text
     or the window, whichever is shortest, so that each query sees all keys before it."""
@@ -216,6 +197,15 @@ def sampled_queries(heads: Heads) -> Tensor:
 Row = dict[str, float]
 
 
+def mean_attention(
+    heads: Heads, head: int, queries: Tensor, keys: Tensor, without: int | None = None
+) -> float:
+    """Return the mean attention of queries at some positions on one key each, over all texts;
+    ``without``: a pair whose part of the scores is left out."""
+    weights = head_attention(heads, head, queries, without=without)
+    return float(weights[:, torch.arange(len(queries)), keys].double().mean())
+
+
 def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> Row:
     """Measure the effect of ``pair`` on a query head's attention on the first token, means over all
     texts and sampled queries.
@@ -225,20 +215,17 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     ``attention_without_fast_pair``: without the part of the pair ``control``, NaN if that is None.
     ``margin``: the scaled margin of the scores; ``margin_of_pair``: its part from the pair.
     """
-    positions = sampled_queries(heads)
-    kv = head // heads.queries_per_key
-
-    def weight(without: int | None = None) -> float:
-        weights = head_attention(heads, head, positions, without=without)
-        return float(weights[..., 0].double().mean())
-
+    positions, kv = sampled_queries(heads), head // heads.queries_per_key
+    first = torch.zeros_like(positions)
+    attention = mean_attention(heads, head, positions, first)
+    without = mean_attention(heads, head, positions, first, pair)
+    fast = math.nan if control is None else mean_attention(heads, head, positions, first, control)
     q, k = heads.rotated_q[:, head, positions], heads.rotated_k[:, kv, : int(positions[-1]) + 1]
     seen = positions.to(q.device)
     # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
     others = k[:, 1:].double().cumsum(dim=1)[:, seen - 1] / seen[:, None]
     by_channel = (q * (k[:, :1] - others) * heads.scale).mean(dim=(0, 1))
     channels = [pair, pair + len(heads.encoding.spectra[kv].inv_freq)]
-    attention, without = weight(), weight(pair)
     return {
         "layer": heads.layer,
         "head": head,
@@ -246,7 +233,7 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
         "attention": attention,
         "attention_without": without,
         "explained": 1 - without / max(attention, np.finfo(float).tiny),
-        "attention_without_fast_pair": math.nan if control is None else weight(control),
+        "attention_without_fast_pair": fast,
         "margin": float(by_channel.sum()),
         "margin_of_pair": float(by_channel[channels].sum()),
     }
@@ -269,13 +256,263 @@ def fastest_pairs(heads: Heads) -> list[Row]:
     rows: list[Row] = []
     for head in range(heads.q.shape[1]):
         spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
-        if not spectrum.rotates:
-            continue
-        pair = int(np.argmax(spectrum.inv_freq))
-        row: Row = {"layer": heads.layer, "head": head, "pair": pair}
-        for name, without in (("attention", None), ("attention_without", pair)):
-            weights = head_attention(heads, head, positions, without=without)
-            before = weights[:, range(len(positions)), positions - 1]
-            row[name] = float(before.double().mean())
-        rows.append(row)
+        if spectrum.rotates:
+            pair = int(np.argmax(spectrum.inv_freq))
+            row: Row = {"layer": heads.layer, "head": head, "pair": pair}
+            for name, without in (("attention", None), ("attention_without", pair)):
+                row[name] = mean_attention(heads, head, positions, positions - 1, without)
+            rows.append(row)
     return rows
+
+
+def analyze_offset_features(target: Target) -> Results:
+    """Measure radii and angles of every pair, their bounds, and what single pairs do to
+    attention."""
+    target.require(2)
+    if not target.rotates:
+        raise NotApplicableError("analysis.kind: expected a model that rotates")
+    model, C, config = target.model, target.training_length, target.config
+    layers = capture(model, target.ids, offset_features)
+    features = pd.concat(layers, ignore_index=True)
+
+    def effects(heads: Heads) -> tuple[list[Row], list[Row]]:
+        return sinks(heads, layers[heads.layer]), fastest_pairs(heads)
+
+    # Queries within C, in texts that do not change them.
+    measured = capture(model, target.ids if target.prefix is None else target.prefix, effects)
+    on_first = pd.DataFrame([row for rows, _ in measured for row in rows])
+    on_previous = pd.DataFrame([row for _, rows in measured for row in rows])
+    on_previous = on_previous.merge(features, on=PLACE)
+    # Angles become steps of a token (Sec. 4.3.1). Just under a full turn means just below 0.
+    turned = np.mod(on_previous.angle + on_previous.inv_freq / 2, TURN)
+    on_previous["steps"] = turned / on_previous.inv_freq - 0.5
+    tables = [pair_rows(features.drop(columns="scale"))]
+    if len(on_first):
+        tables.append(pair_rows(on_first).assign(variant="first token"))
+    steps = on_previous[[*PLACE, "attention", "attention_without", "steps"]]
+    tables.append(pair_rows(steps).assign(variant="token before"))
+    tables.append(tidy(summary(features), variant="all pairs", length=C))
+    plots = [all_pairs(features, C), stability_plot(features)]
+    if shown := shown_heads(features, config.chosen):
+        views = view_heads(model, target.ids[:1], [*shown], head_vectors)
+        by_head = dict(iter(features.groupby(["layer", "head"])))
+        plots.append(channels(views))
+        # Without a choice, all pairs of the strongest head alone.
+        for place in shown if config.chosen else [*shown][:1]:
+            turns = by_head[place].inv_freq.to_numpy() * C / TURN
+            plots.append(points_of_head(place, views[place], turns, config.pairs))
+        plots.append(terms(by_head, shown, C))
+    plots += [sinks_plot(on_first)] if len(on_first) else []
+    plots.append(steps_plot(on_previous))
+    return results("offset_features", "Rotary offset features", target.name, plots, tables)
+
+
+def shown_heads(features: pd.DataFrame, chosen: Sequence[Place]) -> dict[Place, int]:
+    """Return the strongest pair of each head that is shown: of the chosen ones that rotate, or of
+    the heads with the strongest pair of their layer, in the layers where it is longest."""
+    pairs = strongest_pairs(features)
+    if chosen:
+        by_place = {(row.layer, row.head): row.pair for row in pairs.itertuples()}
+        return {place: by_place[place] for place in chosen if place in by_place}
+    best = pairs.sort_values(["possible", "strength"]).groupby("layer").tail(1).tail(SHOWN)
+    return {(row.layer, row.head): row.pair for row in best[::-1].itertuples()}
+
+
+def pair_rows(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row for each pair and metric."""
+    return (
+        table.astype(dict.fromkeys(table.columns.difference(PLACE), float))
+        .melt(PLACE, var_name="metric")
+        .dropna(subset="value")
+    )
+
+
+def angle_axis(axes: Axes) -> None:
+    """Let y be an angle from 0 to 2 pi."""
+    axes.set_yticks(np.linspace(0, TURN, 5), ["0", "π/2", "π", "3π/2", "2π"])
+    axes.set_ylim(0, TURN)
+
+
+def first_possible(features: pd.DataFrame) -> list[int]:
+    """Return the first pair under the upper bound of every spectrum that has one."""
+    possible = features[features.possible]
+    return sorted(set(possible.groupby(["layer", "head"])["pair"].min()))
+
+
+def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
+    """Draw radius and angle of every pair with the bounds, by the pair's index (Fig. 8)."""
+    # The longest means on top.
+    moving = features[features.inv_freq > 0].sort_values("key_radius")
+
+    def upper_bound(axes: Axes) -> None:
+        for index in first_possible(features):
+            axes.axvline(index - 0.5, color=BLACK, linewidth=0.9, linestyle="--")
+
+    def both_bounds(axes: Axes) -> None:
+        upper_bound(axes)
+        angle_axis(axes)
+        lower = features[features.possible].drop_duplicates(["pair", "lower_bound"])
+        axes.plot(lower.pair, lower.lower_bound, "_", color=ORANGE, markersize=4)
+
+    radius, angle = "radius of the mean key", "angle φ, query to key (rad)"
+    of: dict[str, Any] = {"table": moving, "across": "pair", "index": "key_radius", "x": PAIR_INDEX}
+    levels = tuple((level, "") for level in RADII)
+    panels = [
+        points_by(up="key_radius", y=radius, prepare=upper_bound, horizontal=levels, **of),
+        points_by(up="angle", y=angle, prepare=both_bounds, **of),
+    ]
+    return Plot(
+        "offset_features",
+        draw(panels, index=radius),
+        "Radius and angle of every rotary pair; dashed: upper bound, orange: lower bound, dotted: "
+        f"radii of Table 2; C = {trained:,} (Fig. 8, 11).",
+    )
+
+
+def points_by(
+    table: pd.DataFrame, across: str, up: str, index: str, title: str = "", **others: Any
+) -> Panel:
+    """Return a point for each row, coloured by a column; ``others``: arguments of the panel."""
+    return graded(title, *(table[name].to_numpy() for name in (across, up, index)), **others)
+
+
+def stability_plot(features: pd.DataFrame) -> Plot:
+    """Draw circular variance by radius (Fig. 2)."""
+    labels = {"x": "radius of the mean", "y": "circular variance of the angle", "index": "layer"}
+    panels = []
+    for side, title in SIDES.items():
+        names = {"across": f"{side}_radius", "up": f"{side}_circular_variance"}
+        panels.append(points_by(features, **names, **labels, title=title))
+    return Plot(
+        "offset_angle_stability",
+        draw(panels, index="layer"),
+        "Circular variance of a pair's angle over all positions, before the rotation, by the "
+        "radius of its mean (Fig. 2).",
+    )
+
+
+def channels(views: Mapping[Place, Mapping[Side, Tensor]]) -> Plot:
+    """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
+    cell = -(-len(next(iter(views.values()))["query"]) // CELLS)
+    maps = {
+        f"L{layer}H{head}, {name}": cell_means(view[side].T, cell).numpy()
+        for (layer, head), view in views.items()
+        for side, name in SIDES.items()
+    }
+    size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
+    scale = Scale("activation", -size, size, signed=True)
+    return Plot(
+        "offset_channels",
+        heat_maps(maps, scale, x="token", y="channel", cell=(cell, 1)),
+        "Queries and keys before the rotation along the first text; channels m and m + M are pair "
+        "m of M (Fig. 1).",
+    )
+
+
+def points_of_head(
+    place: Place,
+    view: Mapping[Side, Tensor],
+    turns: Array,
+    pairs: Sequence[int],
+) -> Plot:
+    """Draw the points of all pairs of a head, or of some (Fig. 7, 12 and 13); ``turns`` ``[pairs]``
+    within C."""
+    layer, head = place
+    tokens = {side: x[:: -(-len(x) // POINTS)].numpy() for side, x in view.items()}
+    panels = []
+    for pair in [pair for pair in pairs if pair < len(turns)] or range(len(turns)):
+        query, key = (tokens[side][:, [pair, pair + len(turns)]] for side in SIDES)
+        panels.append(_cloud(pair, query, key, turns[pair]))
+    columns = min(8, math.ceil(math.sqrt(len(panels))))
+    return Plot(
+        f"offset_points_L{layer}H{head}",
+        draw(panels, columns=columns, height=6.6 / columns),
+        f"Queries and keys of the pairs of layer {layer} head {head} before rotation, by "
+        "index and turns within C; lines: means, star: the first key, green: turn of the mean "
+        "query within C (Fig. 7, 12, 13).",
+    )
+
+
+def _cloud(pair: int, query: Array, key: Array, turns: float) -> Panel:
+    """Return queries and keys ``[n, 2]`` of a pair in their plane, with the means and the query's
+    turns as an arc."""
+
+    def prepare(axes: Axes) -> None:
+        plane(axes)
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.locator_params(nbins=3)
+        for cloud in (query, key):
+            axes.plot(*zip((0, 0), cloud.mean(axis=0), strict=True), color=BLACK, linewidth=0.9)
+        axes.plot(*key[0], "*", color=ORANGE, markeredgecolor=BLACK, markersize=6)
+        mean = query.mean(axis=0)
+        start = math.degrees(math.atan2(*mean[::-1]))
+        end, size = start + 360 * min(turns, 1), 1.2 * float(np.hypot(*mean))
+        axes.add_patch(Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN))
+
+    return Panel(
+        f"{pair}: {turns:.2g} turns", prepare=prepare, points={"keys": key, "queries": query}
+    )
+
+
+def terms(by_head: Mapping[Place, pd.DataFrame], shown: Mapping[Place, int], trained: int) -> Plot:
+    """Draw the terms of pairs in the logit, and the sum without the strongest (Fig. 4 and 6)."""
+    distances = np.unique(np.geomspace(1, trained + 1, DISTANCES).astype(int)) - 1
+
+    def log_x(axes: Axes) -> None:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.axhline(0, color=GREY, linewidth=0.5)
+
+    x, panels = (distances + 1).tolist(), []
+    for (layer, head), pair in shown.items():
+        parts = contributions(by_head[layer, head], distances.tolist())
+        term, total = parts[pair], parts.sum(axis=0)
+        of_pair = Line("the feature", 0, x, term.tolist())
+        sums = [
+            Line("all pairs", 1, x, total.tolist()),
+            Line("all but the feature", 4, x, (total - term).tolist()),
+        ]
+        title, mark = f"L{layer}H{head}, pair {pair}", (float(trained), "C")
+        look: dict[str, Any] = {"prepare": log_x, "vertical": mark}
+        panels += [
+            Panel(title, [of_pair], y="part of the logit", faint=parts, **look),
+            Panel("", sums, **look),
+        ]
+    label = "distance between query and key + 1 (tokens)"
+    return Plot(
+        "offset_contributions",
+        draw(panels, columns=2, height=1.9, x=label),
+        "Terms of the logit from the means of pairs, by distance; thin: every pair, from the "
+        "fastest (dark) on (Fig. 4, 6).",
+    )
+
+
+def sinks_plot(pairs: pd.DataFrame) -> Plot:
+    """Draw attention on the first token with and without each head's strongest pair under the
+    upper bound, and the pair's part of the margin."""
+    x, y = "score of the first key over others", "of it, the pair's"
+    margin = points_by(pairs, "margin", "margin_of_pair", "layer", x=x, y=y)
+    return Plot(
+        "offset_sinks",
+        draw([_without_pair("the first token", pairs), margin], index="layer"),
+        "Attention on the first token with and without the strongest pair under the upper bound, "
+        "and the pair's part of the first key's score, a point a head (Sec. 4.2).",
+    )
+
+
+def steps_plot(pairs: pd.DataFrame) -> Plot:
+    """Draw the angle of each head's fastest pair, and attention on the token before without it."""
+    x, y, step = "radius of the mean key", "angle φ in steps of a token", ((1.0, ""),)
+    steps = points_by(pairs, "key_radius", "steps", "layer", x=x, y=y, horizontal=step)
+    return Plot(
+        "offset_steps",
+        draw([steps, _without_pair("the token before", pairs)], index="layer"),
+        "The fastest pair of every head: its angle by its radius, and attention on the token "
+        "before with and without it (Sec. 4.3.1).",
+    )
+
+
+def _without_pair(key: str, pairs: pd.DataFrame) -> Panel:
+    x, y = f"attention on {key}", f"attention on {key}\nwithout the pair"
+    names = "attention", "attention_without", "layer"
+    return points_by(pairs, *names, x=x, y=y, prepare=diagonal)

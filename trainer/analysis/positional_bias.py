@@ -1,5 +1,6 @@
 """Positional bias of attention heads, its gradients, prefix spreads, the same for the model's shape
-before training, and attention under rescaled frequencies (DroPE Sec. 3 and 4.1, App. B).
+before training, and attention under rescaled frequencies (DroPE Sec. 3 and 4.1, App. B, Fig. 4, 6,
+7, 8 and 11).
 
 A head is measured on the key s tokens back, s = 0 (diagonal) or 1 (previous token). The centred
 weights of Def. 3.1 are c_ij = 1 at j = i - s and -1 / (n_i - 1) at the other n_i - 1 keys that
@@ -10,12 +11,14 @@ A query that does not see such a key, or sees no other, counts as 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.attention import (
@@ -25,13 +28,19 @@ from trainer.analysis.attention import (
     Place,
     Rows,
     attention_blocks,
+    attention_rows,
     capture,
     head_attention,
     last_attention,
+    view_heads,
     visible_keys,
 )
+from trainer.analysis.topic import Results, Target, results, stacked, tidy
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
+from trainer.plotting.maps import Scale, heat_maps
+from trainer.plotting.panels import Line, Panel, draw, log_if_wide
+from trainer.plotting.style import STYLE_NUMBERS, Plot
 from trainer.positional.encodings import rope
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import (
@@ -42,6 +51,96 @@ from trainer.positional.rescaling import (
     yarn_turns,
 )
 from trainer.positional.spectrum import Spectrum
+
+KINDS = {"diagonal": "its own token", "previous": "the previous token"}
+VERSIONS = {
+    "encoded": ("fresh, with positions", STYLE_NUMBERS["RoPE"]),
+    "nope": ("fresh, NoPE", STYLE_NUMBERS["NoPE"]),
+    "model": ("this model", 1),
+}
+"""Labels and style numbers of a model before training and as it is."""
+RESCALINGS: dict[str, Rescaling] = {
+    "pi": position_interpolation,
+    "ntk": ntk_aware,
+    "yarn": ntk_by_parts_turns,
+}
+"""Rescalings in Fig. 6 and 11 (Eq. 9 to 11; the last has a ramp over the frequency)."""
+METHODS = {
+    "trained": ("as trained", STYLE_NUMBERS["RoPE"]),
+    "yarn": ("YaRN", STYLE_NUMBERS["RoPE + YaRN"]),
+    "pi": ("PI", STYLE_NUMBERS["RoPE + PI"]),
+    "ntk": ("NTK-aware", STYLE_NUMBERS["RoPE + NTK-aware"]),
+}
+FACTORS = (2.0, 3.0, 4.0)
+TOKENS, FEWEST, SEEDS = 512, 32, 3
+BUDGET = 1e12
+"""Largest number of floating-point operations in gradients, about a minute of one core."""
+BESIDE, REACH = 32, 8
+"""Distances that a profile shows, and tokens around a needle."""
+
+
+def analyze_positional_bias(target: Target) -> Results:
+    """Measure Aᶜ of every head within the training length, its causes, and what YaRN does to
+    attention."""
+    target.require(2)  # a single token attends to itself alone
+    model, C = target.model, target.training_length
+    ids = target.ids[:, :C]
+    bias = head_biases(target)
+    tokens, gradients, spreads = fresh_decoders(model, target.ids)
+    spreads["model"] = prefix_spreads(model, ids[:1, :TOKENS])[None]
+    tables = [tidy(bias, "layer", "head", length=ids.shape[1])]
+    by_seed = [(version, "prefix_spread", seeds) for version, seeds in spreads.items()]
+    for version, norms in gradients.items():
+        by_seed += [(version, f"gradient_{kind}", norms[:, i]) for i, kind in enumerate(KINDS)]
+    tables += [
+        tidy({metric: values}, "layer", variant=f"{VERSIONS[version][0]}, seed {seed}")
+        for version, metric, seeds in by_seed
+        for seed, values in enumerate(seeds)
+    ]
+    plots = [biases_plot(bias, ids.shape[1])]
+    plots += [gradients_plot(gradients, tokens)] if gradients else []
+    if rotating := [spectrum for spectrum in model.layout.spectra if spectrum.rotates]:
+        spectrum = rotating[0].at(C, C)
+        factors = {s: scaling_factors(spectrum, C, s) for s in FACTORS}
+        curves, plot = under_yarn(
+            target, highest_rotating(np.maximum(*bias.values()), model.layout)
+        )
+        plots += [plot, factors_plot(factors, spectrum, C)]
+        tables += curves
+        tables += [
+            tidy({"frequency_factor": gamma}, "pair", variant=f"{METHODS[name][0]}, s = {s:g}")
+            for s, by_method in factors.items()
+            for name, gamma in by_method.items()
+        ]
+    return results("positional_bias", "Positional bias", target.name, plots, tables)
+
+
+def head_biases(target: Target) -> dict[str, Array]:
+    """Compute Aᶜ of every head ``[layers, heads]``, by :data:`KINDS`.
+
+    The beginning of the text is read by itself: in a longer one, temperatures and frequencies may
+    differ.
+    """
+    ids = target.ids[:, : target.training_length]
+    return stacked(
+        capture(target.model, ids, lambda heads: positional_biases(attention_rows(heads)))
+    )
+
+
+def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
+    """Draw Aᶜ of every head."""
+    lowest = min(0.0, *(values.min() for values in bias.values()))
+    return Plot(
+        "positional_bias_heads",
+        heat_maps(
+            {f"towards {KINDS[kind]}": values for kind, values in bias.items()},
+            Scale("Aᶜ", low=lowest),
+            x="query head",
+            y="layer",
+        ),
+        f"Positional bias Aᶜ of every head on {tokens:,} tokens; 1: all attention on that key, 0: "
+        "uniform (DroPE, Def. 3.1).",
+    )
 
 
 def _has_target(visible: Tensor, shift: int) -> Tensor:
@@ -129,26 +228,9 @@ def _prefix_spread(states: Tensor) -> Tensor:
     return torch.cdist(means, states).tril().amax()
 
 
-TOKENS, FEWEST, SEEDS = 512, 32, 3
-BUDGET = 1e12
-"""Largest number of floating-point operations in gradients, about a minute of one core."""
-
-
-class FreshResult(NamedTuple):
-    """Results for decoders of a model's shape before training, with positions (``encoded``) and
-    without (``nope``), on ``tokens`` tokens.
-
-    ``gradients``: by version, norms of the gradients of A^c by W_Q and W_K together, means over
-    heads, ``[seeds, 2, layers]`` for the diagonal and the previous token. ``spreads``: by version,
-    prefix spreads ``[seeds, layers + 1]``.
-    """
-
-    tokens: int
-    gradients: dict[str, Array]
-    spreads: dict[str, Array]
-
-
-def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
+def fresh_decoders(
+    model: LanguageModel, ids: Tensor
+) -> tuple[int, dict[str, Array], dict[str, Array]]:
     """Measure a model's shape before training, with an encoding and without (DroPE Sec. 3, Fig. 4,
     Thm. 3.4).
 
@@ -158,8 +240,11 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     the versions would differ in late layers only. The vocabulary is limited to the tokens of the
     text: embeddings are independent, so others change nothing.
 
-    At most 512 tokens or the training length of the first text are read. Returns None if the shape
-    is too large to be measured on a useful number of tokens.
+    Returns the number of tokens that are read, at most 512 or the training length of the first
+    text, and by version, with positions (``encoded``) and without (``nope``): norms of the
+    gradients of A^c by W_Q and W_K together, means over heads, ``[seeds, 2, layers]`` for the
+    diagonal and the previous token; and prefix spreads ``[seeds, layers + 1]``. There are no
+    versions if the shape is too large to be measured on a useful number of tokens.
     """
     config, layout = model.config, model.layout
     wanted = min(TOKENS, ids.shape[1], layout.training_length)
@@ -169,7 +254,7 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
     cost = 4 * heads * 2.0 * config.hidden_size * projected
     tokens = min(wanted, int(BUDGET / cost))
     if tokens < min(FEWEST, wanted):
-        return None
+        return 0, {}, {}
     words, text = torch.unique(ids[:1, :tokens], return_inverse=True)
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
         layout = drop(layout, to=rope(config.head_size))
@@ -194,16 +279,36 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshResult | None:
             by_query, by_key = bias_gradients(decoder, text).swapaxes(0, 1)
             gradients[name].append(np.hypot(by_query, by_key).mean(axis=-1))
             spreads[name].append(prefix_spreads(decoder, text))
-    gathered = ({k: np.stack(v) for k, v in seeds.items()} for seeds in (gradients, spreads))
-    return FreshResult(tokens, *gathered)
+    by_gradient, by_spread = (
+        {name: np.stack(seeds) for name, seeds in measured.items()}
+        for measured in (gradients, spreads)
+    )
+    return tokens, by_gradient, by_spread
 
 
-RESCALINGS: dict[str, Rescaling] = {
-    "pi": position_interpolation,
-    "ntk": ntk_aware,
-    "yarn": ntk_by_parts_turns,
-}
-"""Rescalings in Fig. 6 and 11 (Eq. 9 to 11; the last has a ramp over the frequency)."""
+def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
+    """Draw means over seeds of gradients before training, with the least and the largest value
+    (Fig. 4)."""
+
+    def prepare(axes: Axes) -> None:
+        log_if_wide(axes)
+        axes.locator_params(axis="x", integer=True)
+
+    panels = []
+    for kind, towards in enumerate(KINDS.values()):
+        lines = []
+        for version, by_seed in gradients.items():
+            norms = by_seed[:, kind]
+            mean, layers = norms.mean(axis=0).tolist(), range(norms.shape[1])
+            low, high = norms.min(axis=0).tolist(), norms.max(axis=0).tolist()
+            lines.append(Line(*VERSIONS[version], layers, mean, low, high))
+        panels.append(Panel(f"towards {towards}", lines, "layer", "gradient norm of Aᶜ", prepare))
+    return Plot(
+        "positional_bias_gradients",
+        draw(panels),
+        f"Gradient of Aᶜ by W_Q and W_K before training, mean over heads, on {tokens} tokens, with "
+        "positions and without; bars: range of seeds (DroPE, Fig. 4).",
+    )
 
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
@@ -242,29 +347,96 @@ def highest_rotating(values: Array, layout: Layout) -> Place:
     return int(layer), int(head)
 
 
-def under_yarn(model: LanguageModel, read: Callable[[], Array]) -> dict[str, Array]:
-    """Return what ``read`` measures as ``trained`` and under ``yarn`` with s = 2."""
-    trained = read()
-    with model.using(model.layout.rescaled(yarn_turns, 2.0, "all")):
-        return {"trained": trained, "yarn": read()}
+def yarn_attention(
+    model: LanguageModel, ids: Tensor, place: Place, prompt: NeedlePrompt | None
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Return as ``trained`` and under ``yarn`` with s = 2: :func:`attention_by_distance` ``[T]`` of
+    one head in texts ``[B, T]`` (Fig. 7); and attention ``[layers, query heads, T]`` of the last
+    token of needle prompts, mean over the prompts, if there are any (Fig. 8)."""
 
-
-def profiles(model: LanguageModel, ids: Tensor, place: Place) -> dict[str, Array]:
-    """Return :func:`attention_by_distance` of one head in texts ``[B, T]``, as trained and under
-    YaRN."""
-    layer, head = place
-
-    def measure(heads: Heads) -> Array:
-        return attention_by_distance(heads, head) if heads.layer == layer else np.empty(0)
-
-    return under_yarn(model, lambda: capture(model, ids, measure)[layer])
-
-
-def needle_attention(model: LanguageModel, prompt: NeedlePrompt) -> dict[str, Array]:
-    """Return the attention ``[layers, query heads, T]`` of needle prompts' last token, mean over
-    the prompts, as trained and under YaRN (Fig. 8)."""
-
-    def measure(heads: Heads) -> Array:
+    def of_last(heads: Heads) -> Array:
         return last_attention(heads)[:, :, 0].double().mean(dim=0).cpu().numpy()
 
-    return under_yarn(model, lambda: np.stack(capture(model, prompt.ids, measure)))
+    by_distance, near_needle = {}, {}
+    layouts = {"trained": model.layout, "yarn": model.layout.rescaled(yarn_turns, 2.0, "all")}
+    for name, layout in layouts.items():
+        with model.using(layout):
+            by_distance[name] = view_heads(model, ids, [place], attention_by_distance)[place]
+            if prompt is not None:
+                near_needle[name] = np.stack(capture(model, prompt.ids, of_last))
+    return by_distance, near_needle
+
+
+def under_yarn(target: Target, place: Place) -> tuple[list[pd.DataFrame], Plot]:
+    """Measure and draw attention as trained and under YaRN: of one positional head by distance, and
+    near a needle of the head that attends to it most."""
+    model, prompt = target.model, target.prompt
+    ids = target.ids[:, : target.training_length]
+    by_distance, maps = yarn_attention(model, ids, place, prompt)
+    beside = {name: curve[:BESIDE] for name, curve in by_distance.items()}
+    title = "positional: layer {} head {}".format(*place)
+    panels = [Panel(title, _lines(beside), "distance (tokens back)", "attention")]
+    tables = _curve_rows("attention_by_distance", place, by_distance)
+    if prompt is not None:
+        needle = prompt.needle
+        place = highest_rotating(maps["trained"][..., needle].sum(axis=-1), model.layout)
+        first = max(0, needle.start - REACH)
+        near = {name: map_[place][first : needle.stop + REACH] for name, map_ in maps.items()}
+        first -= needle.start
+        title, x = "needle: layer {} head {}".format(*place), "key, tokens from the needle's first"
+        panels.append(Panel(title, _lines(near, first), x, "attention"))
+        tables += _curve_rows("attention_near_needle", place, near, first)
+    plot = Plot(
+        "attention_under_yarn",
+        draw(panels),
+        "Attention as trained and under YaRN with s = 2: of the most positional head by distance, "
+        "and of a needle prompt's last token around the needle, in the head that attends to it "
+        "most (DroPE, Fig. 7, 8).",
+    )
+    return tables, plot
+
+
+def _curve_rows(
+    metric: str, place: Place, curves: Mapping[str, Array], first: int = 0
+) -> list[pd.DataFrame]:
+    """Return the values of a head's curves by position from ``first`` on, and by layout."""
+    layer, head = place
+    return [
+        tidy(
+            {metric: curve},
+            "length",
+            places={"length": range(first, first + len(curve))},
+            variant=name,
+            layer=layer,
+            head=head,
+        )
+        for name, curve in curves.items()
+    ]
+
+
+def _lines(curves: Mapping[str, Array], first: int = 0) -> list[Line]:
+    """Return a line from ``first`` on for each layout or method."""
+    return [
+        Line(*METHODS[name], range(first, first + len(curve)), curve.tolist())
+        for name, curve in curves.items()
+    ]
+
+
+def factors_plot(
+    factors: Mapping[float, Mapping[str, Array]], spectrum: Spectrum, training_length: int
+) -> Plot:
+    """Draw the factor on every frequency (Fig. 6 and 11)."""
+    turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
+    slow = (turns > 0) & (turns < 1)
+
+    def prepare(axes: Axes) -> None:
+        axes.set_ylim(0, 1.05)
+
+    first_slow = (int(np.argmax(slow)) - 0.5, "right of it: less than one turn")
+    look = "pair, fastest first", "frequency factor γ", prepare, first_slow if slow.any() else None
+    panels = [Panel(f"s = {s:g}", _lines(by_method), *look) for s, by_method in factors.items()]
+    return Plot(
+        "rescaling_factors",
+        draw(panels),
+        "Factor on every frequency, for texts 2, 3 and 4 times as long (DroPE, Fig. 6, 11).",
+    )

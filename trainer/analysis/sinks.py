@@ -3,13 +3,11 @@ long texts (RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, Place, attention_map, attention_rows
+from trainer.analysis.attention import Array, Heads, attention_map, attention_rows, view_heads
 from trainer.analysis.topic import (
     Results,
     Target,
@@ -24,8 +22,8 @@ from trainer.plotting.maps import Scale, heat_maps
 from trainer.plotting.panels import Panel, by_length, over_heads
 from trainer.plotting.style import Plot
 
-CELLS, LAYERS = 128, 8
-"""Cells of a map's side, and about how many layers it is chosen from."""
+CELLS = 128
+"""Cells of a map's side."""
 MEASURES = ("key_dot", "sink_weight", "peak")
 """Measures with and without the encoding: the mean dot product of a key with its own query and all
 later ones, by the key's position; attention on the first key, and the largest dot product with a
@@ -59,7 +57,6 @@ def analyze_sinks(target: Target) -> Results:
     edges = position_edges(target.length)
     if target.prefix is not None:  # no bucket holds positions of both passes
         edges = sorted({*edges, target.training_length})
-    maps: dict[Place, Array] = {}
 
     def measure(heads: Heads) -> dict[str, Tensor]:
         values = {"key_norm": heads.k.norm(dim=-1)}
@@ -70,13 +67,8 @@ def analyze_sinks(target: Target) -> Results:
             measured = (key_dot(q, k), rows.sink, rows.peak)
             names = (f"{version}.{name}" for name in MEASURES)
             values |= dict(zip(names, measured, strict=True))
-        tokens = heads.q.shape[2]
-        within = [edge for edge in edges if edge <= tokens]
-        means = {name: bucket_means(value, within) for name, value in values.items()}
-        if tokens == target.length:
-            for head in _mapped_heads(target, heads.layer, means["rotated.sink_weight"][0]):
-                maps[heads.layer, head] = attention_map(heads, head, size=CELLS)
-        return means
+        within = [edge for edge in edges if edge <= heads.q.shape[2]]
+        return {name: bucket_means(value, within) for name, value in values.items()}
 
     of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
     curves = read(target, measure, of_keys)
@@ -86,72 +78,59 @@ def analyze_sinks(target: Target) -> Results:
         tidy({m: curves[name]}, "layer", "head", "length", places={"length": edges[1:]}, variant=v)
         for name, (m, v) in names.items()
     ]
-    lines = {m: {look: curves[f"{v}.{m}"] for v, look in looks.items()} for m in MEASURES}
-    lines["key_dot"] = {look: over_largest(curve) for look, curve in lines["key_dot"].items()}
-    lines["key_norm"] = {("all keys", 0): curves["key_norm"]}
-    plots = _by_position(lines, edges, target.training_length)
-    if maps:
-        plots.append(_attention(target, maps, curves["rotated.sink_weight"][..., -1]))
-    return results("sinks", "Attention sinks", target.name, plots, tables)
-
-
-def _mapped_heads(target: Target, layer: int, weights: Tensor) -> list[int]:
-    """Return the heads whose attention is mapped: the chosen ones, or of some layers those with the
-    least, a medium and the most of ``weights`` ``[heads, buckets]`` on the first key."""
-    if target.config.chosen:
-        return target.chosen(layer)
-    if layer % max(1, len(target.model.layout.layers) // LAYERS):
-        return []
-    order = weights.mean(dim=-1).argsort().tolist()
-    return [order[0], order[len(order) // 2], order[-1]]
-
-
-def _by_position(
-    lines: Mapping[str, Mapping[tuple[str, int], Array]], edges: list[int], trained: int
-) -> list[Plot]:
-    """Draw curves ``[layers, heads, buckets]`` by measure, and by label and style."""
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
 
     def panel(title: str, y: str, measure: str) -> Panel:
-        curves = lines[measure].items()
-        heads = [over_heads(*look, middles, curve) for look, curve in curves]
-        return Panel(title, heads, y=y)
+        drawn = {look: curves[f"{version}.{measure}"] for version, look in looks.items()}
+        if measure == "key_dot":
+            drawn = {look: over_largest(curve) for look, curve in drawn.items()}
+        return Panel(
+            title, [over_heads(*look, middles, curve) for look, curve in drawn.items()], y=y
+        )
 
+    norms = over_heads("all keys", 0, middles, curves["key_norm"])
     by_query = [
         panel("attention on the first token", "share", "sink_weight"),
         panel("largest dot product of a query", "dot product", "peak"),
     ]
     by_key = [
-        panel("length of keys", "‖k‖", "key_norm"),
+        Panel("length of keys", [norms], y="‖k‖"),
         panel("dot product with later queries", "over the largest of a head", "key_dot"),
     ]
-    return [
+    C = target.training_length
+    plots = [
         Plot(
             "sinks_by_length",
-            by_length(by_query, x="length of the text (tokens)", trained=trained),
+            by_length(by_query, x="length of the text (tokens)", trained=C),
             "Queries at the end of a text of this length, mean and 80% of heads (RoPE-ID, Fig. 6).",
         ),
         Plot(
             "sinks_keys",
-            by_length(by_key, x="position of the key", trained=trained),
+            by_length(by_key, x="position of the key", trained=C),
             "Length of keys before the encoding, and their mean dot product with later queries, by "
             "position (RoPE-ID, Fig. 5).",
         ),
+        attention_plot(target, curves["rotated.sink_weight"][..., -1]),
     ]
+    return results("sinks", "Attention sinks", target.name, plots, tables)
 
 
-def _attention(target: Target, maps: Mapping[Place, Array], shares: Array) -> Plot:
-    """Draw the chosen heads, or those with the most, a medium and the least attention on the first
-    key at the end of the text, ``shares`` ``[layers, heads]``."""
-    shown = list(maps)
-    if not target.config.chosen:
-        shown.sort(key=lambda place: -shares[place])
-        shown = [shown[0], shown[len(shown) // 2], shown[-1]]
-    step = -(-target.length // len(maps[shown[0]]))
-    titled = {}
-    for i, j in shown:
-        visible = np.where(maps[i, j] > 0, maps[i, j], np.nan)
-        titled[f"L{i}H{j}: {100 * shares[i, j]:.0f}% on the first"] = visible
+def attention_plot(target: Target, shares: Array) -> Plot:
+    """Draw the attention of the chosen heads, or of those with the most, a medium and the least of
+    ``shares`` ``[layers, heads]``, attention on the first key at the end of the text."""
+    ranked = [divmod(int(index), shares.shape[1]) for index in shares.argsort(axis=None)]
+    shown = target.config.chosen or [ranked[-1], ranked[len(ranked) // 2], ranked[0]]
+    maps = view_heads(
+        target.model,
+        target.ids[:1],
+        shown,
+        lambda heads, head: attention_map(heads, head, size=CELLS),
+    )
+    titled = {
+        f"L{i}H{j}: {100 * shares[i, j]:.0f}% on the first": np.where(cells > 0, cells, np.nan)
+        for (i, j), cells in maps.items()
+    }
+    step = -(-target.length // CELLS)
     scale = Scale("attention of a query on a cell", low=1e-4, high=1, log=True)
     x, y = "key (tokens)", "query (tokens)"
     return Plot(

@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from trainer.analysis.attention import Array
 from trainer.analysis.topic import Results, Target, results, tidy
@@ -108,8 +109,7 @@ def analyze_synthetic(target: Target) -> Results:
         ]
     for name, style in reversed(style_numbers(spectra).items()):
         of_lengths.append(Line(name, style, lengths, ratios[name].tolist()))
-        means = _means(distances, decays[name], lengths)
-        of_distances.append(Line(name, style, *means))
+        of_distances.append(mean_line(name, style, distances, decays[name], lengths))
     panels = [
         Panel("first singular value", of_lengths, y="after / before the rotation"),
         Panel("dot product with itself", of_distances, y="relative to distance 0"),
@@ -167,13 +167,11 @@ def limit(spectrum: Spectrum, head_dim: int) -> float:
     return float(np.sqrt(max(still, 1 / head_dim)))
 
 
-def _means(
-    distances: Sequence[int], dots: Array, edges: Sequence[int]
-) -> tuple[list[float], list[float]]:
-    """Average distances and dot products between neighbouring lengths."""
-    places = np.array(distances)
-    bucket = np.searchsorted(edges, places, side="right")
-    # The logarithmic axis has no 0.
-    used = [i for i in np.unique(bucket) if i > 0]
-    x, y = ([float(v[bucket == i].mean()) for i in used] for v in (places, dots))
-    return x, y
+def mean_line(
+    name: str, style: int, distances: Sequence[int], dots: Array, edges: Sequence[int]
+) -> Line:
+    """Return a line through means of distances and dot products between neighbouring lengths."""
+    buckets = np.searchsorted(edges, distances, side="right")
+    means = pd.DataFrame({"x": distances, "y": dots}).groupby(buckets).mean()
+    means = means.drop(index=0)  # the logarithmic axis has no 0
+    return Line(name, style, means.x.tolist(), means.y.tolist())

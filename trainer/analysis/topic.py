@@ -18,7 +18,7 @@ from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
 from trainer.plotting.style import Plot
 
-COLUMNS = (*("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value"),)
+COLUMNS = ("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value")
 """Columns of results. ``variant``: the state of queries and keys, the side, or the method.
 ``length``: tokens of the prefix, position or distance. Cells that mean nothing are empty."""
 
@@ -66,16 +66,12 @@ class Target:
         return self.ids[:, :C] if differs else None
 
     @property
-    def shown_layers(self) -> set[int]:
+    def shown_layers(self) -> list[int]:
         """Layers of which heads are shown if none are chosen: the first, the middle, the last, and
         the first one without rotation."""
         layers = self.model.layout.layers
         still = [i for i, e in enumerate(layers) if not any(s.rotates for s in e.spectra)]
-        return {0, (len(layers) - 1) // 2, len(layers) - 1, *still[:1]}
-
-    def chosen(self, layer: int) -> list[int]:
-        """Return the query heads of a layer that the configuration chooses to be shown."""
-        return [head for at, head in self.config.chosen if at == layer]
+        return sorted({0, (len(layers) - 1) // 2, len(layers) - 1, *still[:1]})
 
     def require(self, tokens: int) -> None:
         """Raise :class:`NotApplicableError` if a text is shorter than ``tokens``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import asdict
@@ -15,12 +14,13 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.analysis.attention import NeedlePrompt
-from trainer.analysis.clusters_figures import analyze_clusters
+from trainer.analysis.clusters import analyze_clusters
 from trainer.analysis.drop import compare_drop
 from trainer.analysis.frequency_entropy_figures import analyze_frequency_entropy
-from trainer.analysis.matrix_entropy_figures import analyze_matrix_entropy
-from trainer.analysis.offset_features_figures import analyze_offset_features, offset_changes
-from trainer.analysis.positional_bias_figures import analyze_positional_bias
+from trainer.analysis.matrix_entropy import analyze_matrix_entropy
+from trainer.analysis.offset_changes import offset_changes
+from trainer.analysis.offset_features import analyze_offset_features
+from trainer.analysis.positional_bias import analyze_positional_bias
 from trainer.analysis.sinks import analyze_sinks
 from trainer.analysis.synthetic import analyze_synthetic
 from trainer.analysis.topic import NotApplicableError, Results, Target
@@ -99,7 +99,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
             results.append(compare_drop(second, first))
         if kind in ("all", "offset_features") and first.rotates and second.rotates:
             results.append(offset_changes(second, first))
-    settings = json.loads(json.dumps({"checkpoint": request.checkpoint} | asdict(config)))
+    settings = without_home({"checkpoint": request.checkpoint} | asdict(config))
     page = write_analysis(
         output,
         results,
@@ -108,7 +108,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
         lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
         f"of {first.length:,}.",
         made=origin([saved] if other is None else [other, saved]),
-        details={"Settings": without_home(settings), "Environment": environment(corpus)},
+        details={"Settings": settings, "Environment": environment(corpus)},
     )
     return results, page
 

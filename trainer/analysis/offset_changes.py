@@ -1,0 +1,124 @@
+"""Rotary offset features of a model and its extension (Rotary Offset Features, App. C, Fig. 15 and
+16)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from trainer.analysis.attention import capture
+from trainer.analysis.offset_features import (
+    PAIR_INDEX,
+    PLACE,
+    angle_axis,
+    first_possible,
+    offset_features,
+    pair_rows,
+    points_by,
+    summary,
+)
+from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.plotting.panels import Panel, draw
+from trainer.plotting.style import BLACK, GREY, Plot
+
+
+def offset_changes(before: Target, after: Target) -> Results:
+    """Compare two models that read the same text, up to the shorter training length (App. C, Fig.
+    15 and 16)."""
+    length = min(before.length, before.training_length, after.training_length)
+
+    def read(target: Target) -> pd.DataFrame:
+        layers = capture(target.model, target.ids[:, :length], offset_features)
+        return pd.concat(layers, ignore_index=True)
+
+    by_name = {target.name: read(target) for target in (before, after)}
+    tables = [
+        tidy(summary(features), variant=f"bounds of {name}", model=name)
+        for name, features in by_name.items()
+    ]
+    was, now = by_name.values()
+    was, now = was.merge(now[PLACE], on=PLACE), now.merge(was[PLACE], on=PLACE)
+    plots: list[Plot] = []
+    shapes = {
+        (len(target.model.layout.layers), target.model.config.num_attention_heads)
+        for target in (before, after)
+    }
+    if len(was) and len(shapes) == 1:
+        pair = {before.name: was, after.name: now}
+        plots = [changes_by_pair(pair), changes_of_pairs(pair, after.config.pairs)]
+        crossed = now.assign(possible=was.possible, lower_bound=was.lower_bound)
+        tables.append(tidy(summary(crossed), variant=f"bounds of {before.name}", model=after.name))
+        for name, features in pair.items():
+            tables.append(pair_rows(features[[*PLACE, "key_radius", "angle"]]).assign(model=name))
+    tables = [table.assign(length=length) for table in tables]
+    title = "Rotary offset features of two models"
+    return results("offset_changes", title, after.name, plots, tables)
+
+
+def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
+    """Draw the change of radii, a point for each head, coloured by layer (Fig. 16)."""
+    (first, was), (second, now) = by_name.items()
+    # Layers side by side within the width of a pair.
+    beside = 0.6 * (was.layer / max(int(was.layer.max()), 1) - 0.5)
+    table = was.assign(change=now.key_radius - was.key_radius, x=was.pair + beside)
+
+    def prepare(axes: Axes) -> None:
+        axes.set_xlim(-0.6, was.pair.max() + 0.6)
+        axes.axhline(0, color=GREY, linewidth=0.6)
+        for features, dash in ((was, "--"), (now, ":")):
+            for index in first_possible(features):
+                axes.axvline(index - 0.5, color=BLACK, linewidth=0.9, linestyle=dash)
+
+    labels = {"x": PAIR_INDEX, "y": "change of the radius"}
+    panel = points_by(table, "x", "change", "layer", prepare=prepare, **labels)
+    return Plot(
+        "offset_changes_by_pair",
+        draw([panel], height=2.0, index="layer"),
+        f"From {first} to {second}: change of the radius of every head's mean keys; dashed and "
+        "dotted: their upper bounds (App. C, Fig. 16).",
+    )
+
+
+def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int]) -> Plot:
+    """Draw radius and angle of single pairs in every head of both models (Fig. 15).
+
+    Without a chosen pair: the two whose mean radius shrank and grew most, among those under the
+    upper bound in the earlier model if there are any.
+    """
+    was, now = by_name.values()
+    shown = [pair for pair in chosen if pair in set(was.pair)]
+    if not shown:
+        among = was.possible if was.possible.any() else was.pair >= 0
+        change = (now.key_radius - was.key_radius)[among].groupby(was.pair).mean()
+        shown = sorted({change.idxmin(), change.idxmax()})
+
+    def prepare(axes: Axes) -> None:
+        angle_axis(axes)
+        axes.set_xlim(left=0)
+
+    panels = []
+    for number, pair in enumerate(shown):
+        tables = {name: table[table.pair == pair] for name, table in by_name.items()}
+        panels.append(
+            Panel(
+                f"pair {pair}",
+                x="radius of the mean key",
+                y="" if number else "angle φ (rad)",
+                prepare=prepare,
+                horizontal=tuple(
+                    (table.lower_bound[table.possible].iloc[0], f"lower bound of {name}")
+                    for name, table in tables.items()
+                    if table.possible.any()
+                ),
+                points={
+                    n: table[["key_radius", "angle"]].to_numpy() for n, table in tables.items()
+                },
+            )
+        )
+    return Plot(
+        "offset_changes_of_pairs",
+        draw(panels),
+        "Radius and angle of single pairs in every head of both models (App. C, Fig. 15).",
+    )
