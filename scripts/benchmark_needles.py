@@ -107,7 +107,8 @@ def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) ->
     vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
     random = np.random.default_rng(settings.seed)
     count = settings.trials * len(settings.depths)
-    text = np.array([haystack.excerpt(length, random).tokens for _ in range(count)])
+    begins = [haystack.begin(length, random) for _ in range(count)]
+    text = np.array([haystack.tokens[begin : begin + length] for begin in begins])
     text[:, 0] = haystack.bos[0]
     trials = make_trials(text, np.arange(count), vocabulary, settings.needles, settings.seed)
     numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())

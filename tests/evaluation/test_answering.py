@@ -140,8 +140,9 @@ def test_a_group_reads_its_common_beginning_once(build, tokenizer, read, batch_t
     shapes = read(model)
     prompts = groups(1, cuts=(10, 20, 30), new=1)
     answers(model, tokenizer, prompts, batch_tokens)
-    cuts = sorted((round(prompt.depth * 40) for prompt in prompts), reverse=True)
-    assert shapes == [(1, 39), (1, 1), *((1, 40 - cut) for cut in cuts[1:])]
+    cuts = sorted(round(prompt.depth * 40) for prompt in prompts)
+    assert shapes[0] == (1, 39)
+    assert sorted(shapes[1:]) == [(1, 1), *((1, 40 - cut) for cut in cuts[-2::-1])]
 
 
 def test_groups_are_read_together(build, tokenizer, read):
@@ -201,7 +202,7 @@ def test_the_ends_that_a_model_names_replace_those_of_the_tokenizer(build, token
     model.end_tokens = frozenset({likeliest})
     assert answers(model, tokenizer, [prompt], 1000) == [""]
     assert whole != [""]
-    (text,) = answers(model, tokenizer, [replace(prompt, never_first=(end,))], 1000)
+    (text,) = answers(model, tokenizer, [prompt], 1000, never_first=(end,))
     assert text != ""  # neither may it come first, if a first token is ruled out
 
 
@@ -215,18 +216,14 @@ def test_every_prompt_is_in_one_batch_within_the_budget(kinds, budget):
         for index, (group, size, new) in enumerate(kinds)
     ]
     batches = list(answering._batches(prompts, budget))
-    every = [i for batch in batches for _, row in batch for i in row]
+    every = [i for batch in batches for group in batch for i in group]
     assert sorted(every) == list(range(len(prompts)))
     for batch in batches:
-        (rows,) = {len(row) for _, row in batch}
-        sizes = {len(prompts[i].tokens) for _, row in batch for i in row}
-        (new,) = {prompts[i].new_tokens for _, row in batch for i in row}
-        assert rows == 1 or rows * (max(sizes) + new) <= budget
-        if len(batch) > 1:
+        sizes = {len(prompts[i].tokens) for group in batch for i in group}
+        (new,) = {prompts[i].new_tokens for group in batch for i in group}
+        assert len(batch) == 1 or len(batch) * (max(sizes) + new) <= budget
+        if any(len(group) > 1 for group in batch):
             assert len(sizes) == 1
-            cuts, (_, trunks) = [cut for cut, _ in batch], batch[0]
-            assert cuts == sorted(cuts, reverse=True)
-            assert cuts[0] == max(sizes) - 1
-            for cut, row in batch:
-                for i, trunk in zip(row, trunks, strict=True):
-                    assert prompts[i].tokens[:cut] == prompts[trunk].tokens[:cut]
+        for group in batch:
+            assert len({prompts[i].group for i in group}) == 1
+            assert prompts[group[0]].depth == max(prompts[i].depth for i in group)

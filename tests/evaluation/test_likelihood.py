@@ -129,12 +129,11 @@ def test_a_tokenizer_with_its_own_first_token_gets_no_other(tokenizer):
     assert [request.context for request in requests] == [(7, *tokenizer.encode("a").ids), (7,)]
 
 
-def test_long_contexts_lose_their_beginning(tokenizer):
+@pytest.mark.parametrize("room", [1, 2, 9])
+def test_long_contexts_lose_their_beginning(tiny_decoder, room):
     """The last token is only predicted, so that max_length + 1 tokens remain."""
-    pair = TEXTS[0], TEXTS[1]
-    (whole,) = Encoder(tokenizer, 0).requests([pair])
-    size = len(whole.continuation)
-    cut = whole.within(size + 2)
-    assert (cut.context, cut.continuation) == (whole.context[-3:], whole.continuation)
-    cut = whole.within(2)
-    assert (cut.context, cut.continuation) == (whole.context[-1:], whole.continuation)
+    context, new = tuple(range(20)), (7, 8, 9)
+    model = tiny_decoder()
+    cut = log_likelihoods(model, [Request(context, new)], 4096, max_length=room + 1)
+    left = max(1, room + 2 - len(new))
+    assert_same(cut, one_at_a_time(model, [Request(context[-left:], new)]))

@@ -13,7 +13,6 @@ from tests.data.conftest import held_out
 from trainer.common.errors import UserError
 from trainer.data.corpus import HeldOutText
 from trainer.data.prepared import Tokens
-from trainer.evaluation.answering import sequences_at_once
 from trainer.evaluation.loss import (
     mean_loss,
     token_losses,
@@ -159,5 +158,5 @@ def test_no_more_than_allowed_and_than_the_cache_holds(
     tiny_decoder, monkeypatch, length, batch_tokens, expected
 ):
     model = tiny_decoder()
-    monkeypatch.setattr("trainer.evaluation.answering.IN_CACHE", 128 * model.config.hidden_size)
-    assert sequences_at_once(model, length, batch_tokens) == expected
+    monkeypatch.setattr("trainer.model.language_model.IN_CACHE", 128 * model.config.hidden_size)
+    assert model.sequences_at_once(length, batch_tokens) == expected

@@ -40,7 +40,7 @@ def known(monkeypatch):
     monkeypatch.setattr(
         multiple_choice,
         "log_likelihoods",
-        lambda model, requests, batch_tokens: [
+        lambda model, requests, batch_tokens, max_length: [
             (KNOWN[r.context, r.continuation], False) for r in requests
         ],
     )

@@ -12,7 +12,7 @@ from tests.evaluation.test_haystack import TEXTS, TOKENIZERS
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, words
+from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, plain_words
 
 SETTINGS = NeedleTaskSettings(trials=6, depths=(0.0, 0.4, 1.0))
 NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (\d{7})\.")
@@ -60,35 +60,20 @@ def test_needles_and_answers_are_in_the_text_once(haystack, name):
             assert text.count(answer) == 1
 
 
-def question(text):
-    return text.rsplit("The special magic", 1)[1]
-
-
-def test_one_key_is_asked_for(haystack):
-    for name in ("standard", "noisy", "multi_key"):
-        for prompt in NEEDLE_TASKS[name](haystack, SETTINGS).prompts(900):
-            text = text_of(haystack, prompt)
-            (answer,) = prompt.answers
-            key = {value: key for key, value in NEEDLE.findall(text)}[answer]
-            assert question(text) == f" number for {key} mentioned in the provided text is:"
-
-
-def test_all_keys_are_asked_for_in_the_order_of_the_answers(haystack):
-    for prompt in NEEDLE_TASKS["multi_query"](haystack, SETTINGS).prompts(900):
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_question_names_the_keys_in_the_order_of_the_answers(haystack, name):
+    for prompt in NEEDLE_TASKS[name](haystack, SETTINGS).prompts(900):
         text = text_of(haystack, prompt)
         keys = {value: key for key, value in NEEDLE.findall(text)}
-        a, b, c, d = (keys[answer] for answer in prompt.answers)
-        expected = f" numbers for {a}, {b}, {c}, and {d} mentioned in the provided text are:"
-        assert question(text) == expected
-
-
-def test_all_values_of_a_key_are_asked_for(haystack):
-    for prompt in NEEDLE_TASKS["multi_value"](haystack, SETTINGS).prompts(900):
-        text = text_of(haystack, prompt)
-        needles = NEEDLE.findall(text)
-        assert {value for _, value in needles} == set(prompt.answers)
-        asked = f"What are all the special magic numbers for {needles[0][0]} mentioned"
-        assert text.count(asked) == 1
+        asked = list(dict.fromkeys(keys[answer] for answer in prompt.answers))
+        named = asked[0] if len(asked) == 1 else "{}, {}, {}, and {}".format(*asked)
+        number, verb = ("number", "is") if len(prompt.answers) == 1 else ("numbers", "are")
+        assert text.endswith(
+            f"The special magic {number} for {named} mentioned in the provided text {verb}:"
+        )
+        if name == "multi_value":
+            assert {*prompt.answers} == {*keys}
+            assert text.count(f"What are all the special magic numbers for {named} mentioned") == 1
 
 
 def test_a_sentence_stands_in_a_book_and_is_asked_for_behind_it(haystack):
@@ -199,6 +184,6 @@ def test_keys_and_values_are_different_ones(count, seed):
     assert len(set(keys)) == len(set(values)) == count
     for key in keys:
         adjective, noun = re.fullmatch(r"([a-z]+)-([a-z]+)", key).groups()
-        assert adjective in words("adjective")
-        assert noun in words("noun")
+        assert adjective in plain_words("adjective")
+        assert noun in plain_words("noun")
     assert all(re.fullmatch(r"[1-9]\d{6}", value) for value in values)

@@ -199,17 +199,6 @@ def words_and_marks():
     return tokenizer
 
 
-def test_the_file_holds_each_task_at_two_lengths():
-    assert {(task, length) for task in TASKS for length in LENGTHS} <= {
-        (prompt["task"], prompt["length"]) for prompt in FILE["prompts"]
-    }
-    # And needles before the first sentence, and the repetitions of long lists.
-    needles = [prompt for prompt in FILE["prompts"] if prompt["task"] == "niah_multivalue"]
-    depths = {depth for prompt in needles for depth in drawn(prompt, "sample")[0]}
-    assert 0 in depths
-    assert "cwe-4096-0" in PROMPTS
-
-
 @pytest.mark.parametrize("name", PROMPTS)
 @pytest.mark.usefixtures("tasks")
 def test_text_answers_and_room_are_those_of_the_program(name):

@@ -87,7 +87,7 @@ def test_statements_depend_on_all_that_they_read():
 
 
 def test_prompts_depend_on_every_field_but_their_group():
-    prompt = Prompt((1, 2, 3), ("a", "b"), 4, depth=0.5, group=1, label="x", never_first=(7,))
+    prompt = Prompt((1, 2, 3), ("a", "b"), 4, depth=0.5, group=1, label="x")
     others = {
         "tokens": (1, 2, 4),
         "answers": ("a,b",),
@@ -95,16 +95,16 @@ def test_prompts_depend_on_every_field_but_their_group():
         "depth": 0.25,
         "group": 2,
         "label": "y",
-        "never_first": (),
     }
 
-    def print_of(asked):
-        return PromptTask("task", None, lambda length: asked, None).fingerprint(4)
+    def print_of(asked, **options):
+        return PromptTask("task", None, lambda length: asked, None, **options).fingerprint(4)
 
     before = print_of([prompt])
     depends = {k for k, variant in changed(prompt, others).items() if print_of([variant]) != before}
     assert depends == {*others} - {"group"}
     assert print_of([prompt, prompt]) != before
+    assert print_of([prompt], never_first=(7,)) != before
 
 
 def test_results_are_kept_by_kind_and_key(tmp_path, monkeypatch):

@@ -170,11 +170,15 @@ def test_a_sequence_read_in_chunks_gives_what_it_gives_at_once(tiny_decoder, nam
     assert sum(ids.shape[1] for ids in seen) == 40 * 3 + 30 * 2 + 10
 
 
-def test_a_removed_row_takes_its_beginning_along():
-    layer = LayerCache(torch.zeros(3, 1, 4, 2), torch.zeros(3, 1, 4, 2), 4)
-    cache = KVCache([layer], begins=(2, 1, 0))
-    cache.remove(0)
-    assert cache.begins == (0, 1)
+@given(st.sets(st.integers(0, 6), min_size=1))
+def test_kept_rows_take_their_keys_and_beginnings_along(rows):
+    tokens = torch.arange(7.0)[:, None, None, None].expand(7, 1, 4, 2)
+    cache = KVCache([LayerCache(tokens.clone(), -tokens, 4)], begins=(6, 5, 4, 3, 2, 1, 0))
+    order = cache.keep(sorted(rows))
+    assert sorted(order) == sorted(rows)
+    assert cache.begins == tuple(6 - row for row in order)
+    (layer,) = cache.layers
+    assert layer.keys[:, 0, 0, 0].tolist() == (-layer.values)[:, 0, -1, 1].tolist() == order
 
 
 @torch.no_grad()

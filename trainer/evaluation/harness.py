@@ -49,8 +49,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Return each continuation's log-likelihood (nats), and whether it is greedy."""
         encoded = self.encoder.requests([request.args for request in requests])
-        cut = [request.within(self.max_length) for request in encoded]
-        return log_likelihoods(self.model, cut, self.batch_tokens)
+        return log_likelihoods(self.model, encoded, self.batch_tokens, self.max_length)
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Raise: no metric of :data:`METRICS` needs the likelihood of a whole text."""
@@ -67,38 +66,34 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             stops = [until] if isinstance(until, str) else until or ()
             read = tokens[-room:] or [self.encoder.first_token]
             prompts.append(Prompt(read, tuple(filter(None, stops)), new))
+
+        def cut(text: str, stops: Sequence[str]) -> str:
+            return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
+
         texts = answers(
             self.model,
             self.encoder.tokenizer,
             prompts,
             self.batch_tokens,
-            lambda text, stops: any(stop in text for stop in stops),
+            stop=lambda text, stops: cut(text, stops) != text,
         )
-        generated = []
-        for index, prompt in enumerate(prompts):
-            places = [texts[index].find(stop) for stop in prompt.answers]
-            generated.append(texts[index][: min((p for p in places if p >= 0), default=None)])
-        return generated
+        return [cut(texts[index], prompt.answers) for index, prompt in enumerate(prompts)]
 
 
 @dataclass
 class Harness(Task):
     """A task or group of lm-eval; trials are the questions of all its tasks.
 
-    ``metrics``: those reported, with the filters of answers. ``tasks``: the tasks of a group by
-    name, or one. ``docs``: the questions of each, from the first. A length limits what the model
-    reads. A cell has a single part, and its questions are labelled by their task if there are
-    several.
+    ``titles``: of the metrics that are reported. ``tasks``: the tasks of a group by name, or one.
+    ``docs``: the questions of each, from the first. A length limits what the model reads. A cell
+    has a single part, and its questions are labelled by their task if there are several.
     """
 
     name: str
-    metrics: Sequence[str]
+    titles: Mapping[str, str]
     tasks: Mapping[str, HarnessTask]
-    docs: Mapping[str, Sequence[int]]
+    docs: Mapping[str, range]
     encoder: Encoder
-
-    def __post_init__(self) -> None:
-        self.titles = {f"{self.name}_{m}": f"{self.name} ({m})" for m in self.metrics}
 
     def sequences(self, length: int) -> int:
         """Return 1, as if all questions were one sequence: a cell has one part."""
@@ -131,12 +126,16 @@ class Harness(Task):
         for name, docs in self.docs.items():
             for row in results["samples"][name]:
                 for metric in METRICS:
-                    label = metric if row["filter"] == "none" else f"{metric}_{row['filter']}"
-                    if metric in row and label in self.metrics:
-                        key = f"{self.name}_{label}"
+                    key = f"{self.name}_{filtered(metric, row['filter'])}"
+                    if metric in row and key in self.titles:
                         values.append((begin + row["doc_id"], key, float(row[metric])))
             begin += len(docs)
         return values
+
+
+def filtered(metric: str, name: str) -> str:
+    """Return the name of a metric of answers that went through one of lm-eval's filters."""
+    return metric if name == "none" else f"{metric}_{name}"
 
 
 def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
@@ -154,15 +153,11 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         docs = {key: range(len(task.eval_docs))[: settings.limit] for key, task in tasks.items()}
         first = next(iter(tasks.values()))
-        means = {key for key, combine in first.aggregation().items() if combine is mean}
+        means = [metric for metric in METRICS if first.aggregation().get(metric) is mean]
         filters = [each.name for each in getattr(first, "_filters", ())] or ["none"]
-        metrics = [
-            metric if each == "none" else f"{metric}_{each}"
-            for metric in METRICS
-            for each in filters
-            if metric in means
-        ]
-        if not metrics:
+        labels = [filtered(metric, each) for metric in means for each in filters]
+        if not labels:
             raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
-        made.append(Harness(name, metrics, tasks, docs, encoder))
+        titles = {f"{name}_{label}": f"{name} ({label})" for label in labels}
+        made.append(Harness(name, titles, tasks, docs, encoder))
     return made

@@ -13,7 +13,6 @@ from trainer.config import STATEMENTS, NeedleTaskSettings
 from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.tokenizer import own_first_token
-from trainer.evaluation.answering import sequences_at_once
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.needles import Haystack
@@ -88,7 +87,7 @@ class Statements(Task):
         model, trials = reading.model, self.of_length[reading.length]
         prompts = trials.prompts[:, -reading.most :].copy()
         prompts[:, 0] = self.first_token
-        size = sequences_at_once(model, prompts.shape[1], reading.batch_tokens)
+        size = model.sequences_at_once(prompts.shape[1], reading.batch_tokens)
         values: list[Value] = []
         for first in range(0, len(prompts), size)[reading.part]:
             ids = torch.from_numpy(prompts[first : first + size]).to(model.device)

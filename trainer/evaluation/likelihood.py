@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.evaluation.answering import begin_with
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
@@ -27,24 +27,11 @@ Likelihood = tuple[float, bool]
 """Log-likelihood of a continuation in nats, and whether no token is likelier than any of its."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """Request for the likelihood of the tokens ``continuation`` after the tokens ``context``.
-
-    Neither is empty.
-    """
+class Request(NamedTuple):
+    """Tokens of a context and of a continuation whose likelihood is asked for; neither is empty."""
 
     context: Tokens
     continuation: Tokens
-
-    def within(self, max_length: int) -> Request:
-        """Truncate the context for a model that reads ``max_length`` tokens.
-
-        The last token is predicted and not read. A continuation is never truncated, and keeps one
-        token before it.
-        """
-        room = max(1, max_length + 1 - len(self.continuation))
-        return Request(self.context[-room:], self.continuation)
 
 
 @dataclass(frozen=True)
@@ -70,8 +57,8 @@ class Encoder:
         Raises:
             UserError: a continuation adds no token to its context.
         """
-        texts = [context + continuation for context, continuation in pairs]
         stripped = [context.rstrip() for context, _ in pairs]
+        texts = [context + continuation for context, continuation in pairs]
         contexts, wholes = self.tokens(stripped), self.tokens(texts)
         requests = []
         for text, before, context, whole in zip(texts, stripped, contexts, wholes, strict=True):
@@ -89,18 +76,26 @@ class Encoder:
 
 @torch.no_grad()
 def log_likelihoods(
-    model: LanguageModel, requests: Sequence[Request], batch_tokens: int
+    model: LanguageModel,
+    requests: Sequence[Request],
+    batch_tokens: int,
+    max_length: int | None = None,
 ) -> list[Likelihood]:
     """Return the log-likelihood of every continuation, as if each were computed alone.
 
     ``batch_tokens``: tokens per forward pass, including cached ones (at least one request).
+    ``max_length``: most tokens that the model reads. Longer contexts lose their beginning but keep
+    one token; a continuation is never truncated. Its last token is predicted and not read.
     """
-    longest = max((len(r.context) + len(r.continuation) - 1 for r in requests), default=0)
+    if max_length is not None:
+        room = max_length + 1
+        requests = [Request(c[-max(1, room - len(new)) :], new) for c, new in requests]
+    longest = max((len(context) + len(new) - 1 for context, new in requests), default=0)
     # Keys that depend on what follows cannot be shared, and padding would change them.
     alone = model.follows_length(longest)
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, request in enumerate(requests):
-        alike[len(request.context), len(request.continuation) if alone else 0].append(index)
+    for index, (context, new) in enumerate(requests):
+        alike[len(context), len(new) if alone else 0].append(index)
     results: dict[int, Likelihood] = {}
     for (length, _), same in sorted(alike.items(), reverse=True):
         width = max(len(requests[index].continuation) for index in same)
@@ -114,35 +109,32 @@ def log_likelihoods(
 
 def _read(model: LanguageModel, requests: Sequence[Request], share: bool) -> list[Likelihood]:
     """Read requests with contexts of one length; ``share``: read equal contexts once."""
-    wanted, length = [request.continuation for request in requests], len(requests[0].context)
+    wanted, length = [new for _, new in requests], len(requests[0].context)
     last = max(map(len, wanted))
     # Padded on the right, which causal models do not see.
-    rows = [
-        [*r.context, *r.continuation[:-1], *[0] * (last - len(r.continuation))] for r in requests
-    ]
+    rows = [[*context, *new[:-1], *[0] * (last - len(new))] for context, new in requests]
     ids, cache, begin = torch.tensor(rows, device=model.device), None, 0
-    distinct = dict.fromkeys(request.context for request in requests)
-    contexts = {context: row for row, context in enumerate(distinct)}
+    contexts = {context: row for row, context in enumerate(dict.fromkeys(c for c, _ in requests))}
     if share and length > 1 and len(contexts) < len(requests):
         begin = length - 1  # the state of the last token of the context predicts the first token
         trunk = model.empty_cache(len(contexts), begin)
         beginnings = [context[:-1] for context in contexts]
         model.prefilled(torch.tensor(beginnings, device=model.device), cache=trunk, last=1)
         cache = model.empty_cache(len(rows), ids.shape[1])
-        begin_with(cache, trunk, begin, [contexts[request.context] for request in requests])
+        cache.copy_from(trunk, begin, [contexts[context] for context, _ in requests])
     states = model.prefilled(ids[:, begin:], cache=cache, last=last)
-    continuations = [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
-    return _likelihoods(model, continuations, wanted)
+    predicting = [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
+    return _likelihoods(model, torch.cat(predicting), wanted)
 
 
 def _likelihoods(
-    model: LanguageModel, states: Sequence[Tensor], wanted: Sequence[Tokens]
+    model: LanguageModel, states: Tensor, wanted: Sequence[Tokens]
 ) -> list[Likelihood]:
-    """Return the likelihoods of tokens that states ``[n, hidden]`` predict, one for each pair."""
+    """Return the likelihoods of sequences of tokens, which states ``[tokens, hidden]`` predict."""
     likelihoods, is_likeliest = [], []
     targets = torch.tensor(list(chain.from_iterable(wanted)), device=model.device)[:, None]
     size = chunk_size(model.vocab_size, model.device)
-    for x, y in zip(torch.cat(list(states)).split(size), targets.split(size), strict=True):
+    for x, y in zip(states.split(size), targets.split(size), strict=True):
         logits = model.logits(x).float()
         likelihoods.append(logits.gather(-1, y) - logits.logsumexp(dim=-1, keepdim=True))
         is_likeliest.append(logits.argmax(dim=-1, keepdim=True) == y)

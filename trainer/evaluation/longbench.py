@@ -145,54 +145,39 @@ def retrieval(prediction: str, answer: str) -> float:
 
 
 class LongBenchKind(NamedTuple):
-    """One kind of task.
+    """One kind of task, as ``longbench.yaml`` describes it.
 
     ``template``: prompt with placeholders ``context`` and ``input``. ``new_tokens``: maximum length
-    of an answer. ``metric``: takes a prediction and one answer, and for classification the classes.
+    of an answer. ``metric``: name of the function that compares a prediction with one answer.
     ``first_line``: only the first non-empty line counts. ``one_line``: an answer cannot begin with
     a line break or the end of the text.
     """
 
     template: str
     new_tokens: int
-    metric: Callable[..., float]
+    metric: str
     first_line: bool = False
     one_line: bool = False
 
 
-def _kinds() -> dict[str, LongBenchKind]:
-    text = resources.files(__package__).joinpath("longbench.yaml").read_text("utf-8")
-    metrics = (qa_f1, rouge_l, classification, code_similarity, count, retrieval)
-    by_name: dict[str, Callable[..., float]] = {each.__name__: each for each in metrics}
-    return {
-        name: LongBenchKind(**{**kind, "metric": by_name[kind["metric"]]})
-        for name, kind in yaml.safe_load(text).items()
-    }
-
-
-KINDS = _kinds()
+KINDS = {
+    name: LongBenchKind(**kind)
+    for name, kind in yaml.safe_load(
+        resources.files(__package__).joinpath("longbench.yaml").read_text("utf-8")
+    ).items()
+}
+METRICS: dict[str, Callable[..., float]] = {
+    each.__name__: each
+    for each in (qa_f1, rouge_l, classification, code_similarity, count, retrieval)
+}
 
 Row = Mapping[str, Any]
 """A question as the benchmark distributes it, with keys ``input``, ``context``, ``answers`` and, in
 classification tasks, ``all_classes``."""
 
 
-def root(directory: str | None) -> Traversable:
-    """Return the directory of ``TASK.jsonl``, or the archive from the hub or its cache."""
-    if directory is not None:
-        return Path(directory)
-    from huggingface_hub import hf_hub_download
-
-    path = hf_hub_download(HUB_NAME, HUB_FILE, repo_type="dataset")
-    return zipfile.Path(path, "data/")
-
-
 def longbench_task(
-    name: str,
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    bos: int | None,
-    training_length: int,
+    name: str, rows: Sequence[Row], tokenizer: Tokenizer, bos: int | None, training_length: int
 ) -> PromptTask:
     """Return the task of these questions.
 
@@ -201,9 +186,12 @@ def longbench_task(
     tokens, for the labels.
     """
     kind, before = KINDS[name], () if bos is None else (bos,)
-    metric = kind.metric
+    metric, never_first = METRICS[kind.metric], tuple[int, ...]()
     if metric is classification:
         metric = partial(classification, classes=rows[0]["all_classes"])
+    if kind.one_line:
+        line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+        never_first = (*line_break, *sorted(special_tokens(tokenizer).stops))
 
     @cache
     def encoded() -> list[NDArray[np.int32]]:
@@ -218,18 +206,14 @@ def longbench_task(
         them as text and encodes it again, which can give another token at the join. Its limit
         applies to the prompt alone.
         """
-        room, never_first = length - kind.new_tokens, tuple[int, ...]()
+        room = length - kind.new_tokens
         check_room(room - 2, name, length)
-        if kind.one_line:
-            line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
-            never_first = (*line_break, *sorted(special_tokens(tokenizer).stops))
         return [
             Prompt(
                 tuple(middle_out(ids, room).tolist()),
                 tuple(row["answers"]),
                 kind.new_tokens,
                 label=label(len(ids) / training_length),
-                never_first=never_first,
             )
             for row, ids in zip(rows, encoded(), strict=True)
         ]
@@ -247,7 +231,7 @@ def longbench_task(
             return any(map(is_code, complete_lines))
         return kind.first_line and bool(complete_lines)
 
-    return PromptTask(f"longbench_{name}", tokenizer, prompts, score, stop)
+    return PromptTask(f"longbench_{name}", tokenizer, prompts, score, stop, never_first=never_first)
 
 
 def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
@@ -273,10 +257,19 @@ SEED = 42
 def longbench_tasks(
     settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
 ) -> tuple[list[PromptTask], list[str]]:
-    """Return the tasks whose files exist, and a sentence for each missing file."""
+    """Return the tasks whose files exist, and a sentence for each missing file.
+
+    The files ``TASK.jsonl`` are in a directory, or else in the archive of the hub or its cache.
+    """
     tasks: list[PromptTask] = []
     notes: list[str] = []
-    files = root(settings.directory)
+    files: Traversable
+    if settings.directory is not None:
+        files = Path(settings.directory)
+    else:
+        from huggingface_hub import hf_hub_download
+
+        files = zipfile.Path(hf_hub_download(HUB_NAME, HUB_FILE, repo_type="dataset"), "data/")
     for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):
         file = files / f"{name}.jsonl"
         if not file.is_file():

@@ -16,7 +16,6 @@ from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY
 from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.order import Integers
-from trainer.evaluation.answering import sequences_at_once
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Reading, Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
@@ -115,7 +114,7 @@ def token_losses(
     place = positions - starts[stretch]
     cut = sliding_window_view(windows, size, axis=1)[:, starts].reshape(-1, size)
     losses = []
-    together = sequences_at_once(model, size, batch_tokens)
+    together = model.sequences_at_once(size, batch_tokens)
     for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
         ids = tokens.roll(1, dims=1)
         ids[:, 0] = first_token

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -34,25 +33,21 @@ NEXT = "Problem:"
 """Text that ends an answer, as in the paper (App. A.2); its wording of prompts is unpublished."""
 
 
-@dataclass(frozen=True)
-class SolvedProblem:
-    """``answer``: the final answer."""
+def read_problems(file: str) -> list[tuple[str, str, str]]:
+    """Return the distinct problems of a file: question, example with the solution, final answer.
 
-    problem: str
-    solution: str
-    answer: str
-
-
-def read_problems(file: str) -> list[SolvedProblem]:
-    """Return the distinct problems of a file, with their answers."""
-    problems: dict[str, SolvedProblem] = {}
+    Raises:
+        UserError: a problem has no answer.
+    """
+    problems: dict[str, tuple[str, str, str]] = {}
     for line in filter(str.strip, Path(file).read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
-        answer = row.get("answer") or boxed(row["solution"])
+        question, solution = QUESTION.format(problem=row["problem"]), row["solution"]
+        answer = row.get("answer", boxed(solution))
         if answer is None:
             raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")
-        made = SolvedProblem(row["problem"], row["solution"], str(answer))
-        problems.setdefault(row["problem"], made)
+        example = f"{question} {solution}\n\n"
+        problems.setdefault(question, (question, example, str(answer)))
     return list(problems.values())
 
 
@@ -116,14 +111,12 @@ def many_shot_tasks(
     """Return the tasks in the order of :data:`TASKS`; ``bos`` begins each prompt unless it is None.
 
     Raises:
-        UserError: there is no file, or no answer to one of its problems.
+        UserError: no file is named, or a problem has no answer.
     """
     if settings.file is None:
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
     problems, new = read_problems(settings.file), settings.new_tokens
-    questions = [QUESTION.format(problem=each.problem) for each in problems]
-    solved = [f"{q} {each.solution}\n\n" for q, each in zip(questions, problems, strict=True)]
-    encodings = tokenizer.encode_batch_fast(solved, add_special_tokens=False)
+    encodings = tokenizer.encode_batch_fast([e for _, e, _ in problems], add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
     before = () if bos is None else (bos,)
 
@@ -132,14 +125,15 @@ def many_shot_tasks(
         no example fits."""
         trials = []
         for asked in Random(seed).sample(range(len(problems)), min(settings.trials, len(problems))):
-            question = tokenizer.encode(questions[asked], add_special_tokens=False).ids
+            text, _, answer = problems[asked]
+            question = tokenizer.encode(text, add_special_tokens=False).ids
             room = length - len(before) - len(question) - new
             check_room(room, name, length)
             for depth, chosen in shots(name, examples, asked, room, seed):
                 shown = chain.from_iterable(examples[index] for index in chosen)
                 group, label = (None, "") if depth is None else (asked, f"{depth:.0%}")
-                tokens, answers = (*before, *shown, *question), (problems[asked].answer,)
-                trials.append(Prompt(tokens, answers, new, depth, group, label))
+                tokens = (*before, *shown, *question)
+                trials.append(Prompt(tokens, (answer,), new, depth, group, label))
         return trials
 
     scoring = right_final_answer, next_problem_begins

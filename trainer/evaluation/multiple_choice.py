@@ -95,15 +95,16 @@ class MultipleChoice(Task):
         values: list[Value] = []
         for first in range(0, len(self.questions), TOGETHER)[reading.part]:
             questions = self.requests[first : first + TOGETHER]
-            requests = [choice.within(reading.most) for choice in chain.from_iterable(questions)]
-            results = log_likelihoods(reading.model, requests, reading.batch_tokens)
-            likelihoods = iter([log_likelihood for log_likelihood, _ in results])
+            requests = list(chain.from_iterable(questions))
+            results = log_likelihoods(reading.model, requests, reading.batch_tokens, reading.most)
+            likelihoods = iter(results)
             for number, choices in enumerate(questions, first):
-                of_choices = list(islice(likelihoods, len(choices)))
-                sizes = [len(text.removeprefix(" ")) for _, text in self.questions[number].choices]
-                normed = [x / max(1, size) for x, size in zip(of_choices, sizes, strict=True)]
-                for metric, each in zip(METRICS, (of_choices, normed), strict=True):
-                    is_right = each.index(max(each)) == self.questions[number].label
+                question = self.questions[number]
+                totals = [next(likelihoods)[0] for _ in choices]
+                sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
+                means = [total / size for total, size in zip(totals, sizes, strict=True)]
+                for metric, each in zip(METRICS, (totals, means), strict=True):
+                    is_right = each.index(max(each)) == question.label
                     values.append((number, f"{self.name}_{metric}", float(is_right)))
         return values
 

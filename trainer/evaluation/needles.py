@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import resources
+from itertools import chain
 
 import numpy as np
 import wonderwords
@@ -43,42 +44,6 @@ NEAR = 0.05
 SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
 ANCHOR = "."
 """Text before another one, so that a tokenizer treats the latter as the middle of a text."""
-
-
-@dataclass(frozen=True)
-class Excerpt:
-    """``tokens`` of running text, with places for insertions.
-
-    ``sentences``, ``words``: ascending indices of tokens that begin with white space, after a
-    sentence or line, and after any word.
-    """
-
-    tokens: list[int]
-    sentences: Integers
-    words: Integers
-
-    def place(self, depth: float) -> int:
-        """Return the index of the token to insert before at a depth from 0 to 1.
-
-        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
-        preferred to the exact place.
-        """
-        wanted = round(depth * len(self.tokens))
-        if 0 < wanted < len(self.tokens):
-            for places in (self.sentences, self.words):
-                nearest = places[np.abs(places - wanted).argmin()] if len(places) else -1
-                if abs(nearest - wanted) <= NEAR * len(self.tokens):
-                    return int(nearest)
-        return wanted
-
-    def with_insertions(self, insertions: Sequence[tuple[int, Sequence[int]]]) -> tuple[int, ...]:
-        """Return the tokens with insertions, each given with its place."""
-        pieces: list[int] = []
-        done = 0
-        for place, tokens in sorted(insertions, key=lambda insertion: insertion[0]):
-            pieces += [*self.tokens[done:place], *tokens]
-            done = place
-        return tuple(pieces + self.tokens[done:])
 
 
 @dataclass(eq=False)
@@ -113,8 +78,9 @@ class Haystack:
             return ids[before:]
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
-    def excerpt(self, length: int, random: np.random.Generator) -> Excerpt:
-        """Return ``length`` tokens from a random start, if possible at a sentence or line.
+    def begin(self, length: int, random: np.random.Generator) -> int:
+        """Return the index at which an excerpt of ``length`` tokens begins, random and if possible
+        at a sentence or line.
 
         Raises:
             UserError: the stream is too short.
@@ -124,21 +90,29 @@ class Haystack:
             raise UserError(
                 f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
             )
-        starts = np.concatenate([[0], self._places[0]])
-        begin = int(starts[random.integers(np.searchsorted(starts, room, side="right"))])
-        inside = (
-            places[slice(*np.searchsorted(places, [begin + 1, begin + length]))] - begin
-            for places in self._places
-        )
-        return Excerpt(self.tokens[begin : begin + length].tolist(), *inside)
+        starts = np.concatenate([[0], self.places[0]])
+        return int(starts[random.integers(np.searchsorted(starts, room, side="right"))])
+
+    def place(self, begin: int, length: int, depth: float) -> int:
+        """Return the number of an excerpt's tokens to insert something after, at a depth from 0
+        to 1.
+
+        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
+        preferred to the exact place.
+        """
+        wanted = round(depth * length)
+        if 0 < wanted < length:
+            for places in self.places:
+                inside = slice(*np.searchsorted(places, [begin + 1, begin + length]))
+                away = np.abs(places[inside] - begin - wanted)
+                if away.min(initial=length) <= NEAR * length:
+                    return int(places[inside][away.argmin()]) - begin
+        return wanted
 
     @cached_property
-    def _anchor(self) -> list[int]:
-        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
-
-    @cached_property
-    def _places(self) -> tuple[Integers, Integers]:
-        """The places of the whole stream, as in :class:`Excerpt`."""
+    def places(self) -> tuple[Integers, Integers]:
+        """Ascending indices of tokens that begin with white space: after a sentence or line, and
+        after any word."""
         ids, kinds = np.unique(self.tokens, return_inverse=True)
         known = len(self.tokenizer.decode(self._anchor))
         texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
@@ -149,6 +123,10 @@ class Haystack:
         ends = breaks[1:] | (opens[1:] & stops[:-1])
         return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
 
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+
 
 @cache
 def word_list(name: str) -> tuple[str, ...]:
@@ -158,15 +136,15 @@ def word_list(name: str) -> tuple[str, ...]:
 
 
 @cache
-def words(kind: str) -> tuple[str, ...]:
+def plain_words(name: str) -> list[str]:
     """Return a list's plain lower-case words, sorted, without profanity."""
-    plain = {word for word in word_list(kind) if re.fullmatch(r"[a-z]+", word)}
-    return tuple(sorted(plain.difference(word_list("profanity"))))
+    plain = {word for word in word_list(name) if re.fullmatch(r"[a-z]+", word)}
+    return sorted(plain.difference(word_list("profanity")))
 
 
 def draw_keys(count: int, random: np.random.Generator) -> list[str]:
     """Draw distinct keys ``adjective-noun``."""
-    adjectives, nouns = words("adjective"), words("noun")
+    adjectives, nouns = plain_words("adjective"), plain_words("noun")
     chosen = random.choice(len(adjectives) * len(nouns), size=count, replace=False, shuffle=True)
     pairs = (divmod(int(number), len(nouns)) for number in chosen)
     return [f"{adjectives[a]}-{nouns[n]}" for a, n in pairs]
@@ -268,11 +246,13 @@ def hidden(
         room = length - len(before) - sum(map(len, needles)) - len(question) - new
         check_room(room - 1, "needles and a question", length)
         random = np.random.default_rng((settings.seed, trial, 1))
-        excerpt = haystack.excerpt(room, random)
+        begin = haystack.begin(room, random)
+        text = haystack.tokens[begin : begin + room]
         for depth in depths or (None,):
             wanted = random.random(len(needles)) if depth is None else [depth]
-            places = [excerpt.place(share) for share in wanted]
-            text = excerpt.with_insertions(list(zip(places, needles, strict=True)))
+            places = [haystack.place(begin, room, share) for share in wanted]
+            at = np.repeat(places, [len(needle) for needle in needles])
+            with_needles = np.insert(text, at, list(chain.from_iterable(needles))).tolist()
             asked = [
                 place
                 for place, needle in zip(places, quiz.needles, strict=True)
@@ -280,7 +260,7 @@ def hidden(
             ]
             first = round(min(asked) / room, 4)
             where, group = (first, None) if depth is None else (depth, trial)
-            tokens = (*before, *text, *question)
+            tokens = (*before, *with_needles, *question)
             prompts.append(Prompt(tokens, quiz.answers, new, where, group))
     return prompts
 

@@ -27,7 +27,6 @@ class Prompt:
     ``new_tokens``: largest length of an answer. ``depth``: position of the (first) needle, 0 at the
     beginning of the text and 1 at its end. ``group``: number of trials with a common prefix; None:
     no such trials. ``label``: key to average results by, such as a category or a length bucket.
-    ``never_first``: tokens that cannot begin an answer.
     """
 
     tokens: Sequence[int]
@@ -36,7 +35,6 @@ class Prompt:
     depth: float | None = None
     group: int | None = None
     label: str = ""
-    never_first: tuple[int, ...] = ()
 
 
 Score = Callable[[str, Sequence[str]], float]

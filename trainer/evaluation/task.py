@@ -96,7 +96,8 @@ class PromptTask(Task):
     ``prompts``: returns the trials at a length in tokens, prompt and answer together; the same in
     every call. It raises a ``UserError`` if the length is too short for the task, or the text too
     short for the length. ``stop``: whether an answer may end early; None: never. ``limit``: number
-    of prompts at each length, spread evenly over all of them; None: all.
+    of prompts at each length, spread evenly over all of them; None: all. ``never_first``: tokens
+    that cannot begin an answer.
     """
 
     name: str
@@ -105,6 +106,7 @@ class PromptTask(Task):
     score: Score
     stop: Stop | None = None
     limit: int | None = None
+    never_first: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.titles = {self.name: self.name}
@@ -124,7 +126,7 @@ class PromptTask(Task):
         """Return fingerprint and trials of the prompts, to keep in place of them."""
         prompts = self._prompts(length)
         inputs = [
-            (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label, p.never_first)
+            (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label)
             for p in prompts
         ]
         groups = [(i, None) if p.group is None else (None, p.group) for i, p in enumerate(prompts)]
@@ -135,7 +137,7 @@ class PromptTask(Task):
             [p.depth for p in prompts],
             [p.label for p in prompts],
         )
-        return fingerprint(inputs), trials
+        return fingerprint(inputs, self.never_first), trials
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the prompts and their answers."""
@@ -150,7 +152,8 @@ class PromptTask(Task):
         model, length, batch_tokens, reads, part = reading
         prompts = self._prompts(length)
         asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
-        texts = answers(model, self.tokenizer, asked, batch_tokens, self.stop, part)
+        options = self.stop, part, self.never_first
+        texts = answers(model, self.tokenizer, asked, batch_tokens, *options)
         return [
             (i, self.name, float(self.score(text, prompts[i].answers))) for i, text in texts.items()
         ]

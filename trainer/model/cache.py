@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,7 +52,7 @@ class KVCache:
         """Number of filled columns: tokens of the longest row."""
         return self.layers[0].length
 
-    def part(self, first: int, rows: int, begin: int) -> KVCache:
+    def part(self, first: int, rows: int, begin: int = 0) -> KVCache:
         """Return neighbouring rows from column ``begin``, sharing memory, not filled yet."""
         return KVCache(
             [
@@ -70,13 +71,30 @@ class KVCache:
         for layer in self.layers:
             layer.length = length
 
-    def remove(self, row: int) -> None:
-        """Remove a row; the last one takes its place."""
+    def copy_from(
+        self, other: KVCache, length: int, rows: Sequence[int] | slice = slice(None)
+    ) -> None:
+        """Fill with the first ``length`` columns of ``rows`` of another cache, default all."""
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.keys[:, :, :length] = source.keys[rows, :, :length]
+            layer.values[:, :, :length] = source.values[rows, :, :length]
+        self.fill((), length)
+
+    def keep(self, rows: Sequence[int]) -> list[int]:
+        """Remove all rows but these; return the rows in their new order.
+
+        The last ones move to the places of removed ones: other rows are not copied.
+        """
+        kept, count = set(rows), len(rows)
+        moved = [row for row in rows if row >= count]
+        order = [row if row in kept else moved.pop() for row in range(count)]
+        gaps = [place for place, row in enumerate(order) if row != place]
+        movers = [order[place] for place in gaps]
         for layer in self.layers:
             for stored in (layer.keys, layer.values):
-                stored[row, :, : layer.length] = stored[-1, :, : layer.length]
-            layer.keys, layer.values = layer.keys[:-1], layer.values[:-1]
+                if gaps:
+                    stored[gaps, :, : layer.length] = stored[movers, :, : layer.length]
+            layer.keys, layer.values = layer.keys[:count], layer.values[:count]
         if self.begins:
-            begins = list(self.begins)
-            begins[row] = begins[-1]
-            self.begins = tuple(begins[:-1])
+            self.begins = tuple(self.begins[row] for row in order)
+        return order

@@ -13,6 +13,9 @@ from torch import Tensor
 from trainer.model.cache import KVCache
 from trainer.model.language_model import LanguageModel
 
+OnToken = Callable[[int, list[int]], bool | None]
+"""Receives a prompt's index and all its new tokens; True ends the sequence."""
+
 
 class Sampler:
     """Sampler of tokens, with one random generator per sequence.
@@ -53,20 +56,15 @@ def generate(
     *,
     sampler: Sampler | None = None,
     end_tokens: Collection[int] = (),
-    never_first: Collection[int] = (),
-    on_token: Callable[[int, int], bool | None] | None = None,
+    on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Continue every prompt independently of the others.
-
-    Prompts of equal length are read together, without padding. Then all sequences grow by one token
-    per step, and finished ones leave the batch.
 
     Args:
         sampler: draws the tokens; None: takes the most likely ones.
         end_tokens: tokens that end a sequence.
-        never_first: tokens that may not be the first new token.
-        on_token: called with a prompt's index and each new token, for instance to print it;
-            returning True ends that sequence.
+        on_token: called with a prompt's index and its new tokens after each of them, for instance
+            to print the last one; returning True ends that sequence.
 
     Returns:
         The new tokens of each prompt, including the end token.
@@ -76,20 +74,15 @@ def generate(
     """
     if not all(len(prompt) for prompt in prompts):
         raise ValueError("a prompt must have at least one token")
-    new: list[list[int]] = [[] for _ in prompts]
-    if not new or max_new_tokens < 1:
-        return new
-    rows = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
-    logits, cache = _read(model, [prompts[row] for row in rows], max_new_tokens)
-    if never_first:
-        logits[:, list(never_first)] = -torch.inf
+    if not prompts or max_new_tokens < 1:
+        return [[] for _ in prompts]
+    logits, cache = read_prompts(model, prompts, max_new_tokens)
     return continue_from_cache(
         model,
         logits,
         cache,
         prompts,
         max_new_tokens,
-        rows=rows,
         sampler=sampler,
         end_tokens=end_tokens,
         on_token=on_token,
@@ -104,38 +97,34 @@ def continue_from_cache(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
-    rows: Sequence[int] | None = None,
     sampler: Sampler | None = None,
     end_tokens: Collection[int] = (),
-    on_token: Callable[[int, int], bool | None] | None = None,
+    on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Continue prompts that are already in the cache; see :func:`generate`.
 
-    A sequence that grows beyond a length at which all frequencies switch (LongRoPE) is read again,
-    since deeper layers' keys and values come from states of the other frequencies.
+    All sequences grow by one token per step, and finished ones leave the batch. A sequence that
+    grows beyond a length at which all frequencies switch (LongRoPE) is read again, since deeper
+    layers' keys and values come from states of the other frequencies.
 
     Args:
         logits: ``[B, vocab]`` after the prompts.
         cache: keys and values of the prompts, with room for ``max_new_tokens - 1`` more; it is
             consumed.
-        rows: the prompts' indices in the result and for ``on_token``; default 0 .. B - 1.
     """
-    rows = list(range(len(logits)) if rows is None else rows)
+    rows = list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in rows]
     sampler, switches = sampler or Sampler(), model.layout.switches
     for step in range(1, max_new_tokens + 1):
-        tokens = sampler(logits, rows).tolist()
-        # In reverse order: a finished sequence is replaced by the last one.
-        for place, token in reversed(list(enumerate(tokens))):
-            row = rows[place]
+        tokens, growing = sampler(logits, rows).tolist(), []
+        for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             new[row].append(token)
-            ended = on_token is not None and on_token(row, token)
-            if ended or token in end_tokens:
-                cache.remove(place)
-                rows[place] = rows[-1]
-                rows.pop()
-        if step == max_new_tokens or not rows:
+            ended = on_token is not None and on_token(row, new[row])
+            if not ended and token not in end_tokens:
+                growing.append(place)
+        if step == max_new_tokens or not growing:
             break
+        rows = [rows[place] for place in cache.keep(growing)]
         ids = torch.tensor([new[row][-1:] for row in rows], device=logits.device)
         logits = model(ids, cache=cache)[:, 0]
         for place, row in enumerate(rows):
@@ -147,24 +136,41 @@ def continue_from_cache(
     return new
 
 
-def _read(
+@torch.no_grad()
+def read_prompts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> tuple[Tensor, KVCache]:
-    """Read the prompts in order of length; return logits ``[B, vocab]`` and the filled cache.
+    """Return the logits ``[B, vocab]`` after the prompts, and a cache that holds them.
 
-    The cache has room for all new tokens but the last, which is never read.
+    The cache has room for all new tokens but the last, which is never read. Neighbours of equal
+    length are read together; there is no padding.
     """
-    longest = len(prompts[-1])
+    longest = max(map(len, prompts))
     cache = model.empty_cache(len(prompts), longest + max_new_tokens - 1)
     logits: list[Tensor] = []
     first = 0
     for length, alike in groupby(prompts, key=len):
         ids = torch.tensor(list(alike), device=model.device)
-        part = cache.part(first, len(ids), longest - length)
-        logits.append(model(ids, cache=part, last=1)[:, 0])
+        logits.append(read_rows(model, ids, cache.part(first, len(ids), longest - length)))
         first += len(ids)
     cache.fill(tuple(longest - len(prompt) for prompt in prompts), longest)
     return torch.cat(logits), cache
+
+
+def read_rows(
+    model: LanguageModel, ids: Tensor, cache: KVCache, length: int | None = None
+) -> Tensor:
+    """Read ``[B, T]`` tokens into an empty cache, in as many passes as are fast.
+
+    Returns:
+        Logits ``[B, vocab]`` after the last tokens.
+    """
+    size, logits = model.sequences_at_once(ids.shape[1], ids.numel()), []
+    for first in range(0, len(ids), size):
+        rows = cache.part(first, size)
+        logits.append(model(ids[first : first + size], cache=rows, length=length, last=1)[:, 0])
+    cache.fill((), ids.shape[1])
+    return torch.cat(logits)
 
 
 class TextStream:

@@ -18,6 +18,9 @@ OnLayer = Callable[..., None]
 """Receives the index of a layer and its queries and keys before and after their encoding,
 ``[B, H, T, D]`` each; models of transformers also give ``scaling``, ``softcap`` and ``sinks``."""
 
+IN_CACHE = 2**18
+"""Elements of a layer's input that fit in a processor's cache while the layer uses them."""
+
 
 class LanguageModel(nn.Module, ABC):
     """Causal language model whose queries and keys can be observed.
@@ -114,6 +117,16 @@ class LanguageModel(nn.Module, ABC):
     def follows_length(self, length: int) -> bool:
         """Whether keys depend on the number of tokens, up to ``length``, that follow them."""
         return self.layout.at(length) != self.layout.at(1)
+
+    def sequences_at_once(self, length: int, batch_tokens: int) -> int:
+        """Return the number of sequences of ``length`` tokens in a forward pass.
+
+        It is at least one, and otherwise at most ``batch_tokens`` tokens in all. On a CPU, the
+        batch must also fit in the caches: a larger one is bound by memory bandwidth.
+        """
+        if self.device.type == "cpu":
+            batch_tokens = min(batch_tokens, IN_CACHE // self.config.hidden_size)
+        return max(1, batch_tokens // length)
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see

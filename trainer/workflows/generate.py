@@ -41,8 +41,8 @@ def continue_prompts(
     streams = len(prompts) == 1
     times = [time.perf_counter()]
 
-    def on_token(row: int, token: int) -> bool:
-        new = texts[row].push(token)
+    def on_token(row: int, new_tokens: list[int]) -> bool:
+        new = texts[row].push(new_tokens[-1])
         if streams:
             show(new)
         times.append(time.perf_counter())
