@@ -9,7 +9,6 @@ import pytest
 
 from trainer.config import DataConfig
 from trainer.data.corpus import HeldOutText
-from trainer.data.prepared import Tokens
 
 
 def write_texts(directory, files=3, documents=40, start=0):
@@ -29,7 +28,7 @@ def held_out(*ids, weights=None):
     """Held-out text of parts with these tokens; by default of equal weights."""
     return HeldOutText(
         tuple(
-            (weight, Tokens(np.asarray(tokens)))
+            (weight, np.asarray(tokens))
             for weight, tokens in zip(weights or [1.0] * len(ids), ids, strict=True)
         )
     )

@@ -18,6 +18,7 @@ from tests.data.conftest import held_out, write_texts
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import (
+    HeldOutText,
     corpus_at,
     divided,
     held_out_windows,
@@ -26,20 +27,19 @@ from trainer.data.corpus import (
 )
 from trainer.data.tokenizer import (
     END_OF_TEXT,
-    TextTokenizer,
     load_tokenizer,
     same_tokens,
     special_tokens,
     train_tokenizer,
 )
-from trainer.evaluation.loss import windows_with_common_ends
 from trainer.interchange.published import read_token_files
 
 BPE = TokenizerConfig(vocab_size=300)
 
 
 def texts_of(corpus, split):
-    return corpus.documents(corpus.split(split), 10**9)
+    parts = tuple((part.weight, getattr(part, split)) for part in corpus.parts)
+    return corpus.documents(HeldOutText(parts), 10**9)
 
 
 def test_no_document_is_in_two_splits_not_even_twice(config, tmp_path):
@@ -59,22 +59,26 @@ def test_small_text_is_split_by_share_of_its_characters(config):
         assert abs(size - share * whole) <= 216
 
 
-def test_a_mixture_has_the_texts_of_its_parts_and_one_tokenizer(config, tmp_path):
-    write_texts(tmp_path / "more", files=1, documents=60, start=1000)
+def test_a_mixture_has_the_texts_and_weights_of_its_parts_and_one_tokenizer(config, tmp_path):
+    """The held-out part of the first text is a quarter of the second's, and its weight 3 of 4."""
+    write_texts(tmp_path / "more", files=4, documents=120, start=1000)
     both = replace(
         config,
         mixture={"a": {"weight": 3.0}, "b": {"weight": 1.0, "files": [str(tmp_path / "more")]}},
     )
-    corpus = prepare_corpus(both, BPE)
-    alone = prepare_corpus(config, BPE)
+    corpus, alone = prepare_corpus(both, BPE), prepare_corpus(config, BPE)
     assert [part.name for part in corpus.parts] == ["a", "b"]
     assert corpus.parts[0].fingerprint == alone.fingerprint
     assert corpus.fingerprint != alone.fingerprint
-    assert len(corpus.test) == sum(len(part.test) for part in corpus.parts)
-    texts = texts_of(corpus, "train")
-    assert any("Document 1001" in text for text in texts)
-    again = corpus_at(both, corpus.directories)
-    assert again.fingerprint == corpus.fingerprint
+    assert corpus_at(both, corpus.directories).fingerprint == corpus.fingerprint
+    assert any("Document 1001" in text for text in texts_of(corpus, "train"))
+    for text, first in ((corpus.validation, alone.validation), (corpus.test, alone.test)):
+        assert len(text) == sum(len(ids) for _, ids in text.parts)
+        mine = parts_of_windows(text, 40, 16) == 0
+        windows = held_out_windows(text, 40, 16)[mine]
+        np.testing.assert_array_equal(windows, held_out_windows(first, 30, 16))
+    numbers = [int(text.split()[1]) for text in corpus.documents(corpus.test, 600)]
+    assert {number >= 1000 for number in numbers} == {True, False}  # for haystacks of both
 
 
 def test_text_shorter_than_a_sequence_is_an_error(config):
@@ -93,7 +97,7 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     taken = replace(config, source="files", files=["gone"], prepared=str(corpus.directories[0]))
     assert prepare_corpus(taken, BPE).fingerprint == corpus.fingerprint
     with pytest.raises(UserError, match=r"data.prepared: .* has other tokens than the model"):
-        prepare_corpus(taken, BPE, TextTokenizer(train_tokenizer(["other"], 260, []), 0))
+        prepare_corpus(taken, BPE, special_tokens(train_tokenizer(["other"], 260, [])))
 
 
 def test_a_process_among_several_prepares_nothing_and_none_prepares_text_of_the_hub(config):
@@ -121,12 +125,9 @@ def test_text_is_prepared_anew_if_published_settings_name_another_end(config, tm
     other = prepare_corpus(config, TokenizerConfig(path=str(path)))
     assert other.directories != plain.directories
     assert other.end_of_text == other.first_token == tokenizer.token_to_id("<eos>")
-    before, after = (
-        texts.parts[0].train.documents(texts.end_of_text, 10**9) for texts in (plain, other)
-    )
-    assert [ids[:-1].tolist() for ids in before] == [ids[:-1].tolist() for ids in after]
-    assert {int(ids[-1]) for ids in before} == {0}
-    assert {int(ids[-1]) for ids in after} == {other.end_of_text}
+    before, after = (texts.parts[0].train for texts in (plain, other))
+    assert (before == 0).any()
+    np.testing.assert_array_equal(after, np.where(before == 0, other.end_of_text, before))
 
 
 def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):
@@ -236,15 +237,14 @@ def parts_of(windows):
 def test_windows_of_one_text_are_spread_from_its_beginning_to_its_end():
     windows = held_out_windows(held_out(range(100)), 5, 10)
     assert windows[:, 0].tolist() == [0, 22, 45, 67, 90]
-    with pytest.raises(ValueError, match="do not fill"):
+    with pytest.raises(UserError, match="expected 101 tokens of held-out text"):
         held_out_windows(held_out(range(100)), 1, 101)
 
 
 def test_windows_of_a_mixture_come_from_its_texts_by_weight_whatever_their_sizes():
     text = mixed(100, 900, weights=[0.75, 0.25])
     assert parts_of(held_out_windows(text, 64, 10)) == {0: 48, 1: 16}
-    for windows in windows_with_common_ends(text, 64, [5, 20]).values():
-        assert parts_of(windows) == {0: 48, 1: 16}
+    assert parts_of(held_out_windows(text, 64, 20)) == {0: 48, 1: 16}
     # Those of each text, as if it were alone, and spread among the others.
     windows = held_out_windows(text, 8, 10)
     of_parts = windows[:, 0] // 1000 - 1
@@ -264,10 +264,10 @@ def test_it_is_known_from_which_text_a_window_comes():
 
 def test_a_text_that_is_too_short_gives_what_it_has():
     text = mixed(30, 1000, 1000, weights=[0.5, 0.25, 0.25])
-    windows = windows_with_common_ends(text, 16, [10, 20], last=10)[20]
+    windows = held_out_windows(text, 16, 20, 10)
     assert parts_of(windows) == {0: 2, 1: 7, 2: 7}
     assert parts_of(held_out_windows(text, 1, 31)) == {1: 1}
-    assert len(windows_with_common_ends(held_out(range(30)), 16, [20], last=10)[20]) == 2
+    assert len(held_out_windows(held_out(range(30)), 16, 20, 10)) == 2
     assert parts_of(held_out_windows(text, 8, 31)) == {1: 4, 2: 4}
 
 
@@ -289,23 +289,3 @@ def test_shares_are_those_of_the_weights_as_far_as_there_is_text(count, items):
 def test_without_limits_the_largest_remainders_are_rounded_up():
     assert divided(10, [0.26, 0.26, 0.48], [10, 10, 10]) == [3, 2, 5]
     assert divided(64, [0.02, 0.98], [64, 64]) == [1, 63]
-
-
-def test_held_out_text_of_a_corpus_has_its_weights(config, tmp_path):
-    """The held-out part of the first text is a quarter of the second's, and its weight 3 of 4."""
-    write_texts(tmp_path / "more", files=4, documents=120, start=1000)
-    both = replace(
-        config,
-        mixture={"a": {"weight": 3.0}, "b": {"weight": 1.0, "files": [str(tmp_path / "more")]}},
-    )
-    corpus = prepare_corpus(both, BPE)
-    for split in ("validation", "test"):
-        text = getattr(corpus, split)
-        assert len(text) == sum(len(getattr(part, split)) for part in corpus.parts)
-        windows = held_out_windows(text, 40, 16)
-        first = getattr(corpus.parts[0], split)
-        alone = held_out(first.windows(np.zeros(1, int), len(first))[0])
-        mine = parts_of_windows(text, 40, 16) == 0
-        np.testing.assert_array_equal(windows[mine], held_out_windows(alone, 30, 16))
-    numbers = [int(text.split()[1]) for text in corpus.documents(corpus.test, 600)]
-    assert {number >= 1000 for number in numbers} == {True, False}  # for haystacks of both

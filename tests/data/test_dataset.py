@@ -109,8 +109,7 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     """Token 0 ends a document. Those of a GPU's kernels, counted here so that nothing waits for it,
     and filled up with empty documents."""
     targets = np.array(tokens, dtype=np.int64).reshape(2, 6).repeat(40 if many else 1, axis=0)
-    config = DataConfig(document_mask=True)
-    batch = as_batch(targets, 0, 0, np.ones(targets.shape, dtype=np.float32), config)
+    batch = as_batch(targets, 0, 0, np.ones(targets.shape, dtype=np.float32), document_mask=True)
     expected = bounds_of(batch["documents"]).tolist()
     bounds = batch["bounds"].tolist()
     assert bounds[: len(expected)] == expected

@@ -188,7 +188,7 @@ def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, leng
     ids=["splits them", "knows none"],
 )
 def test_a_tokenizer_without_the_words_is_refused(tokenizer):
-    with pytest.raises(UserError, match="as one token, got one without ' Alice' and"):
+    with pytest.raises(UserError, match=r"as one token of its own, got \d+ of 107"):
         NeedleVocabulary.from_tokenizer(tokenizer)
 
 

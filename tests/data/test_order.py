@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.order import PERIOD, Mixture, keys, permuted, sample_indices, uniforms
+from trainer.data.order import PERIOD, assigned, keys, permuted, quotas, sample_indices, uniforms
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**32), epoch=st.integers(0, 50))
@@ -65,8 +65,7 @@ def test_neighbours_in_order_are_no_neighbours_in_the_text():
 
 
 def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
-    mixture = Mixture.from_weights([0.7, 0.2, 0.1])
-    texts, numbers = mixture.assign(3, np.arange(10**5))
+    texts, numbers = assigned(3, np.arange(10**5), quotas([0.7, 0.2, 0.1]))
     shares = np.bincount(texts) / 10**5
     np.testing.assert_allclose(shares, [0.7, 0.2, 0.1], atol=1e-3)
     for text in range(3):
@@ -77,15 +76,15 @@ def test_a_mixture_has_its_shares_and_leaves_no_sample_out():
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=6))
 @settings(max_examples=50, deadline=None)
 def test_quotas_fill_a_period_and_are_the_nearest(weights):
-    quotas = np.array(Mixture.from_weights(weights).quotas)
-    assert quotas.sum() == PERIOD
+    counts = np.array(quotas(weights))
+    assert counts.sum() == PERIOD
     exact = np.array(weights) / sum(weights) * PERIOD
-    assert (np.abs(quotas - exact) <= len(weights)).all()
-    assert (quotas >= 1).all()
+    assert (np.abs(counts - exact) <= len(weights)).all()
+    assert (counts >= 1).all()
 
 
 def test_a_text_of_next_to_no_weight_has_one_sample_a_period():
-    assert Mixture.from_weights([1.0, 1e-9, 1e-9]).quotas == (PERIOD - 2, 1, 1)
+    assert quotas([1.0, 1e-9, 1e-9]) == [PERIOD - 2, 1, 1]
 
 
 def test_uniforms_depend_on_seed_and_row_alone():
@@ -109,6 +108,6 @@ def test_uniforms_are_uniform_and_independent():
 
 
 def test_every_period_mixes_the_texts_in_an_order_of_its_own():
-    texts, _ = Mixture.from_weights([1.0, 1.0]).assign(0, np.arange(2 * PERIOD))
+    texts, _ = assigned(0, np.arange(2 * PERIOD), quotas([1.0, 1.0]))
     first, second = texts.reshape(2, PERIOD)
     assert (first != second).any()

@@ -19,7 +19,6 @@ from trainer.config import DataConfig, TokenizerConfig
 from trainer.data import prepared
 from trainer.data.prepared import (
     Manifest,
-    Tokens,
     cut,
     directory_of,
     document_hash,
@@ -29,6 +28,7 @@ from trainer.data.prepared import (
     request_of,
     split_bounds,
     split_of,
+    windows_at,
 )
 from trainer.data.sources import cache_directory
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
@@ -50,19 +50,15 @@ def test_every_split_is_its_documents_in_order_with_an_end_behind_each(config):
     text, manifest = open_prepared(directory), Manifest.load(directory)
     expected = {split: [] for split in prepared.SPLITS}
     for document in texts_of(config):
-        ids = text.tokenizer.encode(document).ids
-        expected[split_of(document, manifest.bounds)] += [*ids, text.end_of_text]
+        ids = text.special.tokenizer.encode(document).ids
+        expected[split_of(document, manifest.bounds)] += [*ids, text.special.end]
     for split, ids in expected.items():
         assert np.fromfile(directory / f"{split}.bin", "<u2").tolist() == ids
         stream = getattr(text, split)
         assert len(stream) == len(ids) == manifest.tokens[split]
         starts = np.array([0, 3, len(ids) - 20])
         expected_windows = [ids[start : start + 20] for start in starts]
-        np.testing.assert_array_equal(stream.windows(starts, 20), expected_windows)
-        few = stream.documents(text.end_of_text, 100)
-        assert np.concatenate(few).tolist() == ids[: sum(map(len, few))]
-        assert all(document[-1] == text.end_of_text for document in few)
-        assert 100 - 60 < sum(map(len, few)) <= 100
+        np.testing.assert_array_equal(windows_at(stream, starts, 20), expected_windows)
 
 
 @pytest.mark.parametrize("saved", [1, 10**6])
@@ -172,7 +168,8 @@ def test_special_tokens_in_text_are_text_and_many_words_make_ids_of_four_bytes(c
 
 def test_a_long_document_is_tokenized_in_parts_that_are_the_whole():
     text = " ".join(f"word{i}" for i in range(1000)) + "x" * 5000
-    parts = cut(text, 700)
+    parts = [*cut([text, "a text"], 700)]
+    assert parts.pop() == "a text"
     assert "".join(parts) == text
     assert max(map(len, parts)) == 700
     assert all(part.startswith(" ") for part in parts[1:9])
@@ -210,21 +207,26 @@ def test_text_of_another_size_than_its_manifest_says_is_refused(config):
     directory = prepare(config, BPE)
     with (directory / "train.bin").open("ab") as file:
         file.truncate(100)
-    with pytest.raises(UserError, match="expected complete prepared text"):
+    with pytest.raises(ValueError, match="mmap length"):
         open_prepared(directory)
 
 
 def test_a_hundred_billion_tokens_open_at_once_and_read_anywhere(tmp_path):
     count = 10**11
-    path = tmp_path / "train.bin"
-    with path.open("wb") as file:  # sparse
-        file.seek(2 * (count - 3))
-        file.write(np.array([7, 8, 9], "<u2").tobytes())
-    stream = Tokens.in_file(path, "<u2", count)
-    pickled = pickle.dumps(stream)
+    for split in prepared.SPLITS:
+        with (tmp_path / f"{split}.bin").open("wb") as file:  # sparse
+            file.seek(2 * (count - 3))
+            file.write(np.array([7, 8, 9], "<u2").tobytes())
+    train_tokenizer([], 257, []).save(str(tmp_path / "tokenizer.json"))
+    tokens = dict.fromkeys(prepared.SPLITS, count)
+    request = {"format": prepared.FORMAT}
+    Manifest(request, None, 0, "<u2", (0, 0), tokens=tokens, is_complete=True).save(tmp_path)
+    text = open_prepared(tmp_path, "web", 2.0)
+    pickled = pickle.dumps(text)
     assert len(pickled) < 1000
-    for tokens in (stream, pickle.loads(pickled)):
-        windows = tokens.windows(np.array([10**10, count - 4]), 4)
+    for same in (text, pickle.loads(pickled)):
+        assert (same.name, same.weight) == ("web", 2.0)
+        windows = windows_at(same.train, np.array([10**10, count - 4]), 4)
         np.testing.assert_array_equal(windows, [[0, 0, 0, 0], [0, 7, 8, 9]])
 
 

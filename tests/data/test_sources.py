@@ -103,8 +103,17 @@ def test_files_are_named_by_paths_directories_globs_and_lists(tmp_path):
     assert listed("*/web-1*", "*/books-*") == [str(path) for path in paths[:2]]
     with pytest.raises(FileNotFoundError, match=r"data.files: there is no file .*gone"):
         find_files(files_of(tmp_path / "gone.txt"))
-    with pytest.raises(UserError, match=r"data.files: expected .*list"):
+    with pytest.raises(UserError, match=r"data.files: .*list: expected .txt"):
         read(files_of(tmp_path / "list"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.txt", b"\xff\xfe"), ("a.jsonl", b"{"), ("a.csv", b"other\n1\n")]
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"data.files: .*{name}: "):
+        read(files_of(tmp_path), tmp_path)
 
 
 def test_the_state_of_files_is_their_names_and_contents_wherever_they_lie(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.data.conftest import held_out
 from trainer.common.errors import UserError
 from trainer.data.corpus import HeldOutText
-from trainer.data.prepared import Tokens
+from trainer.data.prepared import windows_at
 from trainer.evaluation.loss import (
     mean_loss,
     token_losses,
@@ -23,7 +23,7 @@ from trainer.evaluation.loss import (
 
 def counted_up(size):
     """The numbers 0 .. size - 1, as tokens of a small vocabulary."""
-    return Tokens(np.arange(size) % 50)
+    return np.arange(size) % 50
 
 
 def test_windows_of_all_lengths_end_with_the_same_tokens():
@@ -53,7 +53,7 @@ def test_text_shorter_than_the_longest_window_is_an_error():
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
 def test_mean_loss_at_every_position(tiny_decoder, batch_tokens):
     model = tiny_decoder(training_length=16)
-    windows = counted_up(100).windows(np.array([0, 17, 40]), 10)
+    windows = windows_at(counted_up(100), np.array([0, 17, 40]), 10)
     expected = torch.zeros(10, dtype=torch.float64)
     for window in windows:
         ids = torch.tensor([0, *window[:-1]])[None]
@@ -84,7 +84,7 @@ def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
 ):
     """Pieces of ``reads`` tokens, counted from the end, whose last halves count."""
     model = tiny_decoder(training_length=8)
-    windows = counted_up(100).windows(np.array([0, 17]), length)
+    windows = windows_at(counted_up(100), np.array([0, 17]), length)
     starts = [*range(length - reads, 0, -(reads // 2)), 0]
     expected = []
     for position in range(length):
@@ -98,7 +98,7 @@ def test_cropped_every_token_sees_half_to_all_of_the_tokens_read(
 
 
 def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
-    model, windows = tiny_decoder(), counted_up(100).windows(np.array([0, 17]), 12)
+    model, windows = tiny_decoder(), windows_at(counted_up(100), np.array([0, 17]), 12)
     whole = by_position(model, windows, 100)
     for reads in (12, 99):
         assert torch.equal(by_position(model, windows, 100, reads), whole)
@@ -117,7 +117,7 @@ def test_nothing_that_is_computed_is_quadratic(tiny_decoder, layers):
     """The largest tensor of a forward pass at two lengths."""
     sizes = []
     for length in (1024, 2048):
-        windows = counted_up(5000).windows(np.array([0]), length)
+        windows = windows_at(counted_up(5000), np.array([0]), length)
         with LargestTensor() as largest:
             mean_loss(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
         sizes.append(largest.elements)
@@ -143,7 +143,7 @@ def test_the_unigram_loss_is_the_cross_entropy_of_weighted_frequencies():
 
     def text(streams):
         parts = zip((3.0, 1.0), streams, strict=True)
-        return HeldOutText(tuple((weight, Tokens(ids)) for weight, ids in parts))
+        return HeldOutText(tuple(parts))
 
     q = 0.75 * np.array([3, 2, 2, 1]) / 8 + 0.25 * np.array([1, 1, 1, 3]) / 6
     p = 0.75 * np.array([0.5, 0.5, 0, 0]) + 0.25 * np.array([0, 0, 0, 1])

@@ -128,7 +128,9 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
     tokenizer.post_processor = TemplateProcessing(
         single=["<s>", "$A"], special_tokens=[("<s>", first)]
     )
-    other = replace(corpus, parts=(replace(corpus.parts[0], tokenizer=tokenizer),))
+    (part,) = corpus.parts
+    special = replace(part.special, tokenizer=tokenizer)
+    other = replace(corpus, parts=(replace(part, special=special),))
     text = HeldOut(other, corpus.test, first, 0.5)
     config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)
     (losses, retrieval), _ = make_tasks(text, config, [32], 32)

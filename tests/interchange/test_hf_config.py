@@ -48,16 +48,6 @@ def test_shape_and_training_length():
     assert layout.spectra[0].inv_freq[1] == pytest.approx(1e5 ** (-1 / 16))
 
 
-def test_keys_that_older_files_omit_have_defaults():
-    """Llama 1 has no key for key-value heads, head size, tied embeddings or the base."""
-    left_out = ("num_key_value_heads", "rms_norm_eps", "rope_theta")
-    config, layout = from_hf_config(
-        {key: value for key, value in LLAMA.items() if key not in left_out}
-    )
-    assert (config.num_key_value_heads, config.head_size, config.rms_norm_eps) == (4, 16, 1e-6)
-    assert layout.spectra[0].inv_freq[1] == pytest.approx(1e4 ** (-1 / 8))
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_absent_keys_mean_what_they_mean_to_transformers(kind):
     """A file that holds the sizes alone, against the defaults of the published class."""
@@ -69,6 +59,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(kind):
     )
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
     assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.num_key_value_heads == theirs.num_key_value_heads
     assert config.head_size == (
         getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     )

@@ -1,7 +1,6 @@
 """Spectra out of rope_parameters against transformers' own frequencies and attention factors, and
 parameters out of spectra, in the plainest numbers."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -12,8 +11,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.positional.examples import encode, one_layer, slowed
-from tests.reference import turned
+from tests.positional.examples import slowed
 from trainer.hf import NO_ROTATION
 from trainer.interchange.hf_rope import (
     ROPE_TYPES,
@@ -21,7 +19,6 @@ from trainer.interchange.hf_rope import (
     spectrum_from_rope_parameters,
 )
 from trainer.positional.encodings import by_name
-from trainer.positional.layout import Layout
 from trainer.positional.rescaling import (
     RESCALINGS,
     dynamic,
@@ -30,7 +27,6 @@ from trainer.positional.rescaling import (
     rebased,
     yarn,
 )
-from trainer.positional.rotation import head_groups
 from trainer.positional.spectrum import LongFrequencies, Spectrum
 
 C, D = 4096, 64
@@ -155,36 +151,6 @@ def test_proportional(head_dim, share, factor):
 def test_null_is_no_value():
     new = ours({"rope_type": "linear", "factor": 2.0})
     assert ours({"rope_type": "linear", "factor": 2.0, "attention_factor": None}) == new
-
-
-@pytest.mark.parametrize("values", [{"rope_type": "dynamic", "factor": 2.0}, LONG])
-def test_it_survives_a_checkpoint(values):
-    layout = one_layer(C, ours(values))
-    assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
-
-
-@pytest.mark.parametrize("length", [8, 12])
-@pytest.mark.parametrize("batched", [False, True])
-def test_the_forward_pass_takes_frequencies_of_its_length_and_scales_rotated_channels(
-    length, batched
-):
-    """Against a turn by complex numbers; channels that do not rotate keep their size."""
-    inv = tuple(0.5**m for m in range(4))
-    values = {"rope_type": "dynamic", "factor": 2.0, "partial_rotary_factor": 0.5}
-    spectrum = spectrum_from_rope_parameters(values | {"rope_theta": 16.0}, 16, 8)
-    assert spectrum.inv_freq == pytest.approx(inv)
-    spectrum = Spectrum(spectrum.inv_freq, rotary_scale=1.25, long=spectrum.long)
-    s = 1 if length <= 8 else 2.0 * length / 8 - 1
-    slowed = [f * s ** (-m / 3) for m, f in enumerate(inv)]
-    q, k = torch.randn(2, 1, 1, length, 16, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(length)
-    positions = positions[None] if batched else positions
-    (groups,) = head_groups(one_layer(8, spectrum), positions, length)
-    for before, after in zip((q, k), encode(q, k, groups), strict=True):
-        for t in range(length):
-            vector = before[0, 0, t].tolist()
-            expected = turned([1.25 * x for x in vector[:8]] + vector[8:], t, slowed)
-            torch.testing.assert_close(after[0, 0, t], torch.tensor(expected), rtol=0, atol=1e-5)
 
 
 def test_a_rescaling_takes_the_place_of_growth_with_the_length():

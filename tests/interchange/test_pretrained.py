@@ -1,7 +1,6 @@
 """Published weights: the logits are those of transformers."""
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -223,19 +222,8 @@ def test_tied_embeddings_may_be_there_twice(tmp_path):
 # ------------------------------------------------------- memory
 
 
-def run_python(code, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 MEASURE = """
-import gc, sys, torch
+import sys, torch
 from trainer.interchange.pretrained import read_pretrained
 
 def peak():
@@ -253,13 +241,11 @@ print((peak() - before) / size, size)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads /proc")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loading_takes_hardly_more_memory_than_the_model(tmp_path, dtype):
+def test_loading_takes_hardly_more_memory_than_the_model(tmp_path):
     shape = {"hidden_size": 512, "intermediate_size": 1536, "vocab_size": 8192}
-    published(**shape, num_hidden_layers=16).to(dtype).save_pretrained(tmp_path)
-    result = run_python(MEASURE, tmp_path)
-    assert result.returncode == 0, result.stderr
+    published(**shape, num_hidden_layers=16).to(torch.bfloat16).save_pretrained(tmp_path)
+    command = [sys.executable, "-c", MEASURE, tmp_path]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     ratio, size = map(float, result.stdout.split())
-    print(f"{dtype}: {ratio:.3f} of {size / 1e6:.0f} MB")
     assert size > 2e8
     assert ratio < 1.3

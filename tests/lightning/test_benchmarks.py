@@ -121,7 +121,7 @@ def expected_perplexity(model, corpus):
     """exp of the mean loss on the last 32 of 128 tokens, in 5 windows over the validation text."""
     losses = []
     for end in (256 + (len(corpus.validation) - 256) * i // 4 for i in range(5)):
-        ids = torch.tensor(corpus.validation.parts[0][1].windows(np.array([end - 128]), 128)[0])
+        ids = torch.tensor(corpus.validation.parts[0][1][end - 128 : end].astype(np.int64))
         ids = torch.cat([torch.tensor([corpus.end_of_text]), ids])
         logits = model(ids[None, :-1])[0]
         losses.append(F.cross_entropy(logits[-32:], ids[-32:]).item())

@@ -47,7 +47,7 @@ def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokeniz
         end_of_text=END,
     )
     layout = SimpleNamespace(training_length=C)
-    special = SpecialTokens(bos, named, END, frozenset())
+    special = SpecialTokens(tokenizer, bos, named, END, frozenset())
     candidate = SimpleNamespace(layout=layout, tokens=special, tokenizer=tokenizer)
     more = () if page is None else (page,)
     return read(corpus, AnalysisConfig(**config), candidate, *more)

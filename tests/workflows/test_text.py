@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
-from trainer.data.tokenizer import TextTokenizer
+from trainer.data.tokenizer import SpecialTokens
 from trainer.runs.parsing import parse
 from trainer.workflows import text
 from trainer.workflows.text import check_vocabularies, open_corpus, prepare_texts
@@ -43,8 +43,8 @@ def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypat
     check_vocabularies({"main": runs[0]}, corpus)
     with pytest.raises(UserError, match="expected at least 300, got 299"):
         check_vocabularies({"main": config, "small": runs[1]}, corpus)
-    own = TextTokenizer(tokenizer("b"), 0)
-    monkeypatch.setattr(text, "tokenizer_of_weights", lambda run: own)
+    own = SpecialTokens(tokenizer("b"), None, None, 0, frozenset())
+    monkeypatch.setattr(text, "tokens_of_weights", lambda run: own)
     with pytest.raises(UserError, match="another tokenizer"):
         check_vocabularies({"main": config}, corpus)
 

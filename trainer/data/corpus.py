@@ -15,32 +15,32 @@ from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.order import Integers
 from trainer.data.prepared import (
     SPLITS,
+    Ids,
     Prepared,
-    Split,
-    Tokens,
     directory_of,
     is_prepared,
     open_prepared,
     prepare,
+    windows_at,
 )
 from trainer.data.sources import describe, digest, is_remote
-from trainer.data.tokenizer import TextTokenizer, load_tokenizer, own_first_token, same_tokens
+from trainer.data.tokenizer import SpecialTokens, load_tokenizer, own_first_token, same_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldOutText:
-    """One held-out split of all texts of a run: the weight and the tokens of each."""
+    """One held-out split of all texts of a run: the weight and the token ids of each."""
 
-    parts: tuple[tuple[float, Tokens], ...]
+    parts: tuple[tuple[float, Ids], ...]
 
     def __len__(self) -> int:
         """Return the number of tokens of all parts."""
-        return sum(len(tokens) for _, tokens in self.parts)
+        return sum(len(ids) for _, ids in self.parts)
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest window."""
-        return max(len(tokens) for _, tokens in self.parts)
+        return max(len(ids) for _, ids in self.parts)
 
 
 def held_out_windows(
@@ -54,14 +54,16 @@ def held_out_windows(
     have fewer windows than ``count``.
 
     Raises:
-        ValueError: the text is shorter than one window.
+        UserError: the text is shorter than one window.
     """
     if text.longest < length:
-        raise ValueError(f"{text.longest} tokens do not fill a window of {length}")
+        raise UserError(
+            f"data: expected {length} tokens of held-out text or more, got {text.longest}"
+        )
     shares = _shares(text, count, length, apart)
     windows = [
-        tokens.windows(np.linspace(0, len(tokens) - length, share).astype(np.int64), length)
-        for (_, tokens), share in zip(text.parts, shares, strict=True)
+        windows_at(ids, np.linspace(0, len(ids) - length, share).astype(np.int64), length)
+        for (_, ids), share in zip(text.parts, shares, strict=True)
     ]
     return np.concatenate(windows)[_spread(shares)]
 
@@ -74,7 +76,7 @@ def parts_of_windows(text: HeldOutText, count: int, length: int) -> Integers:
 
 def _shares(text: HeldOutText, count: int, length: int, apart: int | None) -> list[int]:
     """Divide windows among the parts of a text, as far as each has room for them."""
-    spare = [len(tokens) - length for _, tokens in text.parts]
+    spare = [len(ids) - length for _, ids in text.parts]
     most = [0 if n < 0 else count if apart is None else n // apart + 1 for n in spare]
     return divided(count, [weight for weight, _ in text.parts], most)
 
@@ -119,12 +121,12 @@ class Corpus:
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of all texts."""
-        return self.parts[0].tokenizer
+        return self.parts[0].special.tokenizer
 
     @property
     def end_of_text(self) -> int:
         """Id after each document."""
-        return self.parts[0].end_of_text
+        return self.parts[0].special.end
 
     @cached_property
     def first_token(self) -> int:
@@ -149,19 +151,15 @@ class Corpus:
         """Number of tokens of the training text of all parts."""
         return sum(len(part.train) for part in self.parts)
 
-    @cached_property
+    @property
     def validation(self) -> HeldOutText:
         """Held-out text for fitting and the drop's effect."""
-        return self.split("validation")
+        return HeldOutText(tuple((part.weight, part.validation) for part in self.parts))
 
-    @cached_property
+    @property
     def test(self) -> HeldOutText:
         """Held-out text for reported figures."""
-        return self.split("test")
-
-    def split(self, name: Split) -> HeldOutText:
-        """Return one split of all texts."""
-        return HeldOutText(tuple((part.weight, getattr(part, name)) for part in self.parts))
+        return HeldOutText(tuple((part.weight, part.test) for part in self.parts))
 
     @property
     def directories(self) -> list[str]:
@@ -181,18 +179,17 @@ class Corpus:
         """
         weights, sizes = zip(*((weight, len(ids)) for weight, ids in text.parts), strict=True)
         shares = divided(tokens, weights, sizes)
-        ids = [
-            document
-            for (_, stream), share in zip(text.parts, shares, strict=True)
-            for document in stream.documents(self.end_of_text, share)
-        ]
-        return self.tokenizer.decode_batch([document[:-1].tolist() for document in ids])
+        documents: list[Ids] = []
+        for (_, ids), share in zip(text.parts, shares, strict=True):
+            ends = np.flatnonzero(ids[:share] == self.end_of_text)
+            documents += np.split(ids[:share], ends + 1)[:-1]
+        return self.tokenizer.decode_batch([document[:-1].tolist() for document in documents])
 
 
 def prepare_corpus(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
-    tokenizer: TextTokenizer | None = None,
+    tokens: SpecialTokens | None = None,
     *,
     alone: bool = True,
     wanted: list[str] | None = None,
@@ -201,7 +198,7 @@ def prepare_corpus(
 
     Text that needs a network is prepared by a command of its own.
 
-    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one. ``wanted``:
+    ``tokens``: used if ``tokenizer_config`` names none, instead of training one. ``wanted``:
     fingerprints of the texts as they were read before. A text that is prepared with its fingerprint
     is used even if its source has changed since.
 
@@ -211,22 +208,22 @@ def prepare_corpus(
     directories = []
     texts = [*config.texts.values()]
     if tokenizer_config.path and any(text.prepared for text in texts):
-        tokenizer = load_tokenizer(tokenizer_config.path)
+        tokens = load_tokenizer(tokenizer_config.path)
     known = wanted if wanted and len(wanted) == len(texts) else [None] * len(texts)
     for text, fingerprint in zip(texts, known, strict=True):
-        directory = directory_of(text, tokenizer_config, tokenizer, fingerprint)
+        directory = directory_of(text, tokenizer_config, tokens, fingerprint)
         if not is_prepared(directory):
             if not alone or is_remote(text):
                 raise UserError(
                     f"data: {describe(text)} is not prepared in {directory}; "
                     "`python -m trainer prepare` with the arguments of the run does it once"
                 )
-            directory = prepare(text, tokenizer_config, tokenizer)
+            directory = prepare(text, tokenizer_config, tokens)
         directories.append(directory)
-        tokenizer = tokenizer or open_prepared(directory).text_tokenizer  # one for all texts
+        tokens = tokens or open_prepared(directory).special  # one for all texts
     corpus = corpus_at(config, directories)
-    assert tokenizer is not None  # there is a text
-    if not same_tokens(tokenizer.tokenizer, corpus.tokenizer):
+    assert tokens is not None  # there is a text
+    if not same_tokens(tokens.tokenizer, corpus.tokenizer):
         raise UserError(f"data.prepared: {directories[0]} has other tokens than the model")
     return corpus
 
@@ -239,16 +236,16 @@ def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
     """
     parts = []
     for (name, source), directory in zip(config.texts.items(), directories, strict=True):
-        text = open_prepared(Path(directory))
+        text = open_prepared(Path(directory), name, source.weight)
         for split in SPLITS:
             if (count := len(getattr(text, split))) < config.sequence_length:
                 raise UserError(
                     f"data: expected {config.sequence_length} tokens or more in the {split} split "
                     f"of {directory}, got {count}"
                 )
-        parts.append(replace(text, name=name, weight=source.weight))
+        parts.append(text)
     for part in parts[1:]:
-        if not same_tokens(part.tokenizer, parts[0].tokenizer):
+        if not same_tokens(part.special.tokenizer, parts[0].special.tokenizer):
             raise UserError(
                 f"data.mixture.{part.name}: expected the tokenizer of {parts[0].name}, got another"
             )

@@ -43,13 +43,11 @@ class NeedleVocabulary:
             UserError: the tokenizer does not hold some of the words.
         """
         ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
-        split = [word for word, tokens in zip([*WORDS, "."], ids, strict=True) if len(tokens) != 1]
-        if not split and len({*map(tuple, ids)}) < len(ids):  # one token for unknown words
-            split = WORDS
-        if split:
+        whole = {tokens[0] for tokens in ids if len(tokens) == 1}
+        if len(whole) < len(ids):  # some are split, or unknown words have one token
             raise UserError(
                 "data.needles: expected a tokenizer with every name and two-digit number as one "
-                f"token, got one without {split[0]!r} and {len(split) - 1} others"
+                f"token of its own, got {len(whole)} of {len(ids)}"
             )
         flat = np.array([tokens[0] for tokens in ids])
         return cls(flat[: len(NAMES)], flat[len(NAMES) : -1], int(flat[-1]))

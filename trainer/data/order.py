@@ -8,7 +8,6 @@ grows with the number of samples.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,39 +71,35 @@ def sample_indices(seed: int, counters: Integers, size: int) -> Integers:
     return permuted(places, size, keys(seed, epochs))
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Assignment of samples to the texts of a mixture.
+def quotas(weights: Sequence[float]) -> list[int]:
+    """Return how many of each :data:`PERIOD` samples belong to each text of a mixture.
 
-    Each :data:`PERIOD` samples hold every text in proportion to its weight, in a new random order.
-    ``quotas`` counts the samples of each text in a period.
+    Weights are rounded by largest remainders; every text gets at least one sample.
     """
+    total = sum(weights)
+    exact = [weight / total * PERIOD for weight in weights]
+    counts = [max(int(share), 1) for share in exact]
+    missing = PERIOD - sum(counts)
+    order = sorted(range(len(exact)), key=lambda i: exact[i] - counts[i], reverse=True)
+    for index in order[: max(missing, 0)]:
+        counts[index] += 1
+    # Texts with a smaller share take their one sample from the largest.
+    counts[counts.index(max(counts))] += min(missing, 0)
+    return counts
 
-    quotas: tuple[int, ...]
 
-    @classmethod
-    def from_weights(cls, weights: Sequence[float]) -> Mixture:
-        """Round weights to quotas by largest remainders; every text gets at least one sample."""
-        total = sum(weights)
-        exact = [weight / total * PERIOD for weight in weights]
-        quotas = [max(int(share), 1) for share in exact]
-        missing = PERIOD - sum(quotas)
-        order = sorted(range(len(exact)), key=lambda i: exact[i] - quotas[i], reverse=True)
-        for index in order[: max(missing, 0)]:
-            quotas[index] += 1
-        # Texts with a smaller share take their one sample from the largest.
-        quotas[quotas.index(max(quotas))] += min(missing, 0)
-        return cls(tuple(quotas))
+def assigned(seed: int, counters: Integers, counts: Sequence[int]) -> tuple[Integers, Integers]:
+    """Return each sample's text, and the number of earlier samples of that text.
 
-    def assign(self, seed: int, counters: Integers) -> tuple[Integers, Integers]:
-        """Return each sample's text, and the number of earlier samples of that text."""
-        if len(self.quotas) == 1:
-            return np.zeros_like(counters), counters
-        periods, places = np.divmod(counters, PERIOD)
-        slots = permuted(places, PERIOD, keys(seed, periods, 2))
-        bounds = np.cumsum([0, *self.quotas])
-        texts = np.searchsorted(bounds, slots, side="right") - 1
-        return texts, periods * np.array(self.quotas)[texts] + slots - bounds[texts]
+    ``counts``: :func:`quotas` of the texts, which every period holds in a new random order.
+    """
+    if len(counts) == 1:
+        return np.zeros_like(counters), counters
+    periods, places = np.divmod(counters, PERIOD)
+    slots = permuted(places, PERIOD, keys(seed, periods, 2))
+    bounds = np.cumsum([0, *counts])
+    texts = np.searchsorted(bounds, slots, side="right") - 1
+    return texts, periods * np.array(counts)[texts] + slots - bounds[texts]
 
 
 def uniforms(seed: int, counters: Integers, draws: int) -> NDArray[np.float64]:

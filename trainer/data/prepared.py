@@ -13,15 +13,14 @@ import logging
 import os
 import re
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock
@@ -45,7 +44,7 @@ from trainer.data.sources import (
 )
 from trainer.data.tokenizer import (
     SAMPLE_MEGABYTES,
-    TextTokenizer,
+    SpecialTokens,
     load_tokenizer,
     special_tokens,
     tokenizer_identity,
@@ -56,6 +55,8 @@ from trainer.interchange.published import tokenizer_from_file
 
 log = logging.getLogger(__name__)
 
+Ids = NDArray[Any]
+"""Token ids ``[tokens]``, of the smallest type that holds the vocabulary."""
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 FORMAT = 4
@@ -67,41 +68,6 @@ BATCH = 1 << 20
 """Characters of the documents that are tokenized together."""
 SAVED = 1 << 26
 """Tokens after which the manifest is written; an interrupted preparation resumes there."""
-
-
-class Tokens:
-    """Token ids of one text, in memory or in a file that is mapped into it."""
-
-    def __init__(self, ids: NDArray[Any]) -> None:
-        self.ids = ids
-
-    @classmethod
-    def in_file(cls, path: Path | str, dtype: str, count: int) -> Tokens:
-        """Map a flat file of ``count`` ids; an empty file cannot be mapped."""
-        return cls(np.memmap(path, dtype, "r", shape=(count,)) if count else np.empty(0, dtype))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle no tokens of a file: another process maps it itself."""
-        if isinstance(self.ids, np.memmap):
-            return Tokens.in_file, (self.ids.filename, self.ids.dtype.str, len(self))
-        return Tokens, (self.ids,)
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self.ids)
-
-    def windows(self, starts: Integers, length: int) -> Integers:
-        """Return ``[len(starts), length]`` tokens."""
-        windows = np.empty((len(starts), length), np.int64)
-        for row, start in zip(windows, starts.tolist(), strict=True):
-            row[:] = self.ids[start : start + length]
-        return windows
-
-    def documents(self, end: int, tokens: int) -> list[NDArray[Any]]:
-        """Return the first documents with their ``end``, at most ``tokens`` tokens in total."""
-        ids = np.asarray(self.ids[:tokens])
-        ends = np.flatnonzero(ids == end) + 1
-        return np.split(ids[: ends[-1]], ends[:-1]) if len(ends) else []
 
 
 @dataclass
@@ -145,28 +111,26 @@ class Manifest:
         write_atomically(directory / "manifest.json", json.dumps(asdict(self)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
-    """One text: its splits, its tokenizer and the id after each document.
+    """One text: the ids of its splits, mapped from files, and its tokenizer.
 
     ``fingerprint``: sixteen hexadecimal digits that change whenever the tokens change. ``name`` and
     ``weight``: of the text in a mixture.
     """
 
     directory: Path
-    tokenizer: Tokenizer
-    end_of_text: int
-    train: Tokens
-    validation: Tokens
-    test: Tokens
+    special: SpecialTokens
+    train: Ids
+    validation: Ids
+    test: Ids
     fingerprint: str
-    name: str = "text"
-    weight: float = 1.0
+    name: str
+    weight: float
 
-    @property
-    def text_tokenizer(self) -> TextTokenizer:
-        """The tokenizer for another text with the same token after each document."""
-        return TextTokenizer(self.tokenizer, self.end_of_text)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle no ids: another process maps the files itself."""
+        return open_prepared, (self.directory, self.name, self.weight)
 
 
 def is_prepared(directory: Path) -> bool:
@@ -174,32 +138,43 @@ def is_prepared(directory: Path) -> bool:
     return (directory / "manifest.json").is_file() and Manifest.load(directory).is_complete
 
 
-def open_prepared(directory: Path) -> Prepared:
+def open_prepared(directory: Path, name: str = "text", weight: float = 1.0) -> Prepared:
     """Open a text; its tokens are read on use.
 
     Raises:
-        UserError: it is incomplete or damaged.
+        UserError: it is incomplete.
+        ValueError: a file is too short.
     """
     manifest = Manifest.load(directory)
-    itemsize = np.dtype(manifest.dtype).itemsize
-    sizes = [(directory / f"{split}.bin").stat().st_size // itemsize for split in SPLITS]
-    if not manifest.is_complete or sizes != [manifest.tokens[split] for split in SPLITS]:
+    if not manifest.is_complete:
         raise UserError(f"{directory}: expected complete prepared text, got {manifest.tokens}")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     train, validation, test = (
-        Tokens.in_file(directory / f"{split}.bin", manifest.dtype, manifest.tokens[split])
+        # An empty file cannot be mapped.
+        np.memmap(directory / f"{split}.bin", manifest.dtype, "r", shape=(count,))
+        if (count := manifest.tokens[split])
+        else np.empty(0, manifest.dtype)
         for split in SPLITS
     )
-    end, fingerprint = manifest.end_of_text, manifest.fingerprint
-    return Prepared(directory, tokenizer, end, train, validation, test, fingerprint)
+    special = special_tokens(tokenizer, end=manifest.end_of_text)
+    fingerprint = manifest.fingerprint
+    return Prepared(directory, special, train, validation, test, fingerprint, name, weight)
+
+
+def windows_at(ids: Ids, starts: Integers, length: int) -> Integers:
+    """Return ``[len(starts), length]`` ids."""
+    windows = np.empty((len(starts), length), np.int64)
+    for row, start in zip(windows, starts.tolist(), strict=True):
+        row[:] = ids[start : start + length]
+    return windows
 
 
 def request_of(
-    config: DataConfig, tokenizer_config: TokenizerConfig, tokenizer: TextTokenizer | None
+    config: DataConfig, tokenizer_config: TokenizerConfig, tokens: SpecialTokens | None
 ) -> dict[str, Any]:
     """Return everything that the tokens depend on; equal requests give equal tokens.
 
-    ``tokenizer``: used if ``tokenizer_config`` names none, instead of training one.
+    ``tokens``: used if ``tokenizer_config`` names none, instead of training one.
     """
     keys = {
         "hub": ("hub_name", "hub_config", "hub_split", "text_field"),
@@ -210,14 +185,14 @@ def request_of(
         "format": FORMAT,
         **{k: getattr(config, k) for k in ("source", "revision", *keys, "validation", "test")},
         "state": state_of(config),
-        "tokenizer": tokenizer_identity(tokenizer_config, tokenizer, WORDS),
+        "tokenizer": tokenizer_identity(tokenizer_config, tokens, WORDS),
     }
 
 
 def directory_of(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
-    tokenizer: TextTokenizer | None = None,
+    tokens: SpecialTokens | None = None,
     wanted: str | None = None,
 ) -> Path:
     """Return the directory of a text, prepared or not.
@@ -230,7 +205,7 @@ def directory_of(
     for path in sorted(root.glob("*/manifest.json")) if wanted else ():
         if Manifest.load(path.parent).fingerprint == wanted:
             return path.parent
-    request = request_of(config, tokenizer_config, tokenizer)
+    request = request_of(config, tokenizer_config, tokens)
     word = config.hub_name or Path((config.files or [config.source])[0]).stem
     readable = re.sub(r"[^\w.-]+", "-", word.rpartition("/")[2]).strip("-.")[:40].lower()
     return root / f"{readable or 'text'}-{digest(request)}"
@@ -239,14 +214,14 @@ def directory_of(
 def prepare(
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
-    tokenizer: TextTokenizer | None = None,
+    tokens: SpecialTokens | None = None,
 ) -> Path:
     """Prepare a text or the rest of it, unless it is complete; return its directory.
 
     Raises:
         UserError: there are fewer than three different documents.
     """
-    directory = directory_of(config, tokenizer_config, tokenizer)
+    directory = directory_of(config, tokenizer_config, tokens)
     if config.prepared or is_prepared(directory):
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -254,7 +229,7 @@ def prepare(
         if not is_prepared(directory):
             log.info("Preparing %s in %s", describe(config), directory)
             if not (directory / "manifest.json").is_file():
-                _begin(directory, config, tokenizer_config, tokenizer)
+                _begin(directory, config, tokenizer_config, tokens)
             _write(directory, config)
     return directory
 
@@ -263,10 +238,10 @@ def _begin(
     directory: Path,
     config: DataConfig,
     tokenizer_config: TokenizerConfig,
-    tokenizer: TextTokenizer | None,
+    tokens: SpecialTokens | None,
 ) -> None:
     """Decide on the splits and the tokenizer, and write both."""
-    request = request_of(config, tokenizer_config, tokenizer)
+    request = request_of(config, tokenizer_config, tokens)
     revision = revision_of(config)
     few = [len(text) for text in islice(documents(config, revision), PIECES)]
     longest = LONGEST
@@ -274,23 +249,18 @@ def _begin(
         longest = min(max(sum(few) // PIECES, 1), LONGEST)
 
     def texts() -> Iterator[str]:
-        return _cut(documents(config, revision), longest)
+        return cut(documents(config, revision), longest)
 
     bounds = split_bounds(texts(), config.validation, config.test)
     if tokenizer_config.path:
-        tokenizer = load_tokenizer(tokenizer_config.path)
-    elif tokenizer is None:
+        tokens = load_tokenizer(tokenizer_config.path)
+    elif tokens is None:
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
-        trained = train_tokenizer(sample, tokenizer_config.vocab_size, WORDS)
-        tokenizer = TextTokenizer(trained, special_tokens(trained).end)
-    dtype = "<u2" if vocabulary_size(tokenizer.tokenizer) <= 1 << 16 else "<u4"
-    write_atomically(directory / "tokenizer.json", tokenizer.tokenizer.to_str())
-    Manifest(request, revision, tokenizer.end_of_text, dtype, bounds, longest).save(directory)
-
-
-def _cut(texts: Iterable[str], longest: int) -> Iterator[str]:
-    return chain.from_iterable(cut(text, longest) for text in texts)
+        tokens = special_tokens(train_tokenizer(sample, tokenizer_config.vocab_size, WORDS))
+    dtype = "<u2" if vocabulary_size(tokens.tokenizer) <= 1 << 16 else "<u4"
+    write_atomically(directory / "tokenizer.json", tokens.tokenizer.to_str())
+    Manifest(request, revision, tokens.end, dtype, bounds, longest).save(directory)
 
 
 def _up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -335,8 +305,7 @@ def _write(directory: Path, config: DataConfig) -> None:
     dtype, end = np.dtype(manifest.dtype), manifest.end_of_text
     tokenizer = tokenizer_from_file(directory / "tokenizer.json")
     tokenizer.encode_special_tokens = True  # their names in a document are text
-    texts = _cut(documents(config, manifest.revision), manifest.longest)
-    texts = islice(texts, manifest.read, None)
+    texts = islice(cut(documents(config, manifest.revision), manifest.longest), manifest.read, None)
     unsaved = 0
     with ExitStack() as stack:
         files = {
@@ -346,6 +315,13 @@ def _write(directory: Path, config: DataConfig) -> None:
             file.truncate(manifest.tokens[split] * dtype.itemsize)
         often = 1 if sys.stderr.isatty() else 60
         bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, delay=2, mininterval=often))
+
+        def save() -> None:
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+            manifest.save(directory)
+
         for batch, encodings in _tokenized(tokenizer, texts):
             for text, encoding in zip(batch, encodings, strict=True):
                 split, ids = split_of(text, manifest.bounds), np.array([*encoding.ids, end], dtype)
@@ -356,11 +332,9 @@ def _write(directory: Path, config: DataConfig) -> None:
             manifest.read += len(batch)
             if unsaved > SAVED:
                 unsaved = 0
-                _synchronize(files)
-                manifest.save(directory)
-        _synchronize(files)
-    manifest.is_complete = True
-    manifest.save(directory)
+                save()
+        manifest.is_complete = True
+        save()
 
 
 def _tokenized(
@@ -372,21 +346,12 @@ def _tokenized(
     works on the batch before.
     """
     encode = partial(tokenizer.encode_batch_fast, add_special_tokens=False)
-    waiting: deque[tuple[list[str], Future[list[Encoding]]]] = deque()
     with ThreadPoolExecutor(1) as thread:
-        for batch in _batches(texts):
-            waiting.append((batch, thread.submit(encode, batch)))
-            if len(waiting) > 1:
-                done, encodings = waiting.popleft()
-                yield done, encodings.result()
-        for done, encodings in waiting:
-            yield done, encodings.result()
-
-
-def _synchronize(files: Mapping[Split, IO[bytes]]) -> None:
-    for file in files.values():
-        file.flush()
-        os.fsync(file.fileno())
+        jobs = ((batch, thread.submit(encode, batch)) for batch in _batches(texts))
+        job = next(jobs, None)
+        while job is not None:
+            (batch, encodings), job = job, next(jobs, None)
+            yield batch, encodings.result()
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -418,13 +383,13 @@ def split_of(text: str, bounds: tuple[int, int]) -> Split:
     return "validation" if number < bounds[1] else "test"
 
 
-def cut(text: str, longest: int) -> list[str]:
-    """Split a text into parts of at most ``longest`` characters, before a space if possible."""
-    parts = []
-    begin = 0
-    while len(text) - begin > longest:
-        end = text.rfind(" ", begin + 1, begin + longest)
-        end = end if end > 0 else begin + longest
-        parts.append(text[begin:end])
-        begin = end
-    return [*parts, text[begin:]]
+def cut(texts: Iterable[str], longest: int) -> Iterator[str]:
+    """Split texts into parts of at most ``longest`` characters, before a space if possible."""
+    for text in texts:
+        begin = 0
+        while len(text) - begin > longest:
+            end = text.rfind(" ", begin + 1, begin + longest)
+            end = end if end > 0 else begin + longest
+            yield text[begin:end]
+            begin = end
+        yield text[begin:]

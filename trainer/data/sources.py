@@ -15,7 +15,6 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import has_magic
-from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -135,25 +134,30 @@ def documents(config: DataConfig, revision: str | None = None) -> Iterator[str]:
 
 
 def _of_files(config: DataConfig) -> Iterator[str | None]:
-    for kind, of_kind in groupby(find_files(config), kind_of):
-        paths = list(of_kind)
-        if kind is None:
-            raise UserError(f"data.files: expected {', '.join(KINDS)}, got {paths[0]!r}")
-        if kind != "text":
-            yield from _stream(config, kind, data_files=paths, split="train")
-            continue
-        for path in paths:
-            # Not by `datasets`, which reads a file of text as a whole.
-            with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
-                while text := file.read(LONGEST - 1024):
-                    yield text + file.readline(1024)
+    for path in find_files(config):
+        try:
+            yield from _of_file(config, path)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"data.files: {path}: {error}") from error
+
+
+def _of_file(config: DataConfig, path: str) -> Iterator[str | None]:
+    kind = kind_of(path)
+    if kind is None:
+        raise UserError(f"expected {', '.join(KINDS)}")
+    if kind != "text":
+        yield from _stream(config, kind, data_files=path, split="train")
+        return
+    # Not by `datasets`, which reads a file of text as a whole.
+    with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
+        while text := file.read(LONGEST - 1024):
+            yield text + file.readline(1024)
 
 
 def _stream(config: DataConfig, *names: str | None, **how: Any) -> Iterator[str]:
     import datasets
-    import huggingface_hub.constants
 
-    huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY = True
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a network request for every file
     cache = str(cache_directory(config) / "datasets")
     rows = datasets.load_dataset(*names, streaming=True, cache_dir=cache, **how)
     rows = rows.select_columns([config.text_field]).with_format("arrow")

@@ -32,14 +32,6 @@ SAMPLE_MEGABYTES = 64
 """Megabytes of the training text that a tokenizer is trained on."""
 
 
-@dataclass(frozen=True)
-class TextTokenizer:
-    """A tokenizer for text, and the id of the token after each document."""
-
-    tokenizer: Tokenizer
-    end_of_text: int
-
-
 def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str]) -> Tokenizer:
     """Train a byte-level BPE of ``vocab_size`` entries, bytes and end-of-text token included.
 
@@ -61,13 +53,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, words: Sequence[str])
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of the tokens that are no text.
+    """A tokenizer, and the ids of its tokens that are no text.
 
     ``first``: begins every text (None: nothing does). ``named_bos``: the ``bos_token_id`` of a
     published configuration, which the tokenizer may not add by itself. ``end``: separates
     documents. ``stops``: end an answer.
     """
 
+    tokenizer: Tokenizer
     first: int | None
     named_bos: int | None
     end: int
@@ -110,7 +103,7 @@ def special_tokens(
         )
     bos = next(iter(_ids(tokenizer, config.get("bos_token_id"))), None)
     stops = of_generation or of_config or turns
-    return SpecialTokens(first, bos, ends[0], frozenset([*stops, ends[0]]))
+    return SpecialTokens(tokenizer, first, bos, ends[0], frozenset([*stops, ends[0]]))
 
 
 def _ids(tokenizer: Tokenizer, tokens: Any) -> list[int]:
@@ -121,7 +114,7 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> list[int]:
     return [i for i in numbers if tokenizer.id_to_token(i) is not None]
 
 
-def load_tokenizer(path: str) -> TextTokenizer:
+def load_tokenizer(path: str) -> SpecialTokens:
     """Load a ``tokenizer.json``, or that of a model on the hub.
 
     Files with the settings of a published model count if they lie beside its ``tokenizer.json``.
@@ -138,7 +131,7 @@ def load_tokenizer(path: str) -> TextTokenizer:
         from huggingface_hub import hf_hub_download
 
         tokenizer = tokenizer_from_file(hf_hub_download(path, "tokenizer.json"))
-    return TextTokenizer(tokenizer, special_tokens(tokenizer, files).end)
+    return special_tokens(tokenizer, files)
 
 
 def is_tokenizer_file(path: str) -> bool:
@@ -147,17 +140,16 @@ def is_tokenizer_file(path: str) -> bool:
 
 
 def tokenizer_identity(
-    config: TokenizerConfig, tokenizer: TextTokenizer | None, words: Sequence[str]
+    config: TokenizerConfig, tokens: SpecialTokens | None, words: Sequence[str]
 ) -> dict[str, Any]:
     """Identify a tokenizer by its content, its name on the hub, or the request to train it."""
     if config.path and not is_tokenizer_file(config.path):
         return {"hub": config.path}
     if config.path:
-        tokenizer = load_tokenizer(config.path)
-    if tokenizer is not None:
-        content = tokenizer.tokenizer.to_str()
-        sha256 = hashlib.sha256(content.encode()).hexdigest()
-        return {"sha256": sha256, "end_of_text": tokenizer.end_of_text}
+        tokens = load_tokenizer(config.path)
+    if tokens is not None:
+        content = tokens.tokenizer.to_str()
+        return {"sha256": hashlib.sha256(content.encode()).hexdigest(), "end_of_text": tokens.end}
     return {
         "vocab_size": config.vocab_size,
         "sample_megabytes": SAMPLE_MEGABYTES,

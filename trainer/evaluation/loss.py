@@ -73,8 +73,8 @@ def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> fl
     def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
         """Return the share of each token, over the parts by their weights."""
         total = np.zeros(vocabulary)
-        for weight, tokens in split.parts:
-            counts = np.bincount(tokens.ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
+        for weight, ids in split.parts:
+            counts = np.bincount(ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
             total += weight * counts / max(1, counts.sum())
         return total / total.sum()
 

@@ -120,6 +120,19 @@ def _watching(watch: Callable[..., Encoded]) -> Iterator[None]:
         _WATCH.reset(token)
 
 
+def _calls(run: Callable[[], Any]) -> tuple[list[tuple[nn.Module, Encoded, dict[str, Any]]], Any]:
+    """Return the module, queries and keys, and options of every attention call of ``run()``, and
+    its result."""
+    calls: list[tuple[nn.Module, Encoded, dict[str, Any]]] = []
+
+    def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **options: Any) -> Encoded:
+        calls.append((module, (q, k), options))
+        return q, k
+
+    with _watching(note):
+        return calls, run()
+
+
 def _attend(usual: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
     """Compute attention as the model does by itself, of the queries and keys that a watch gives."""
     if (watch := _WATCH.get()) is not None:
@@ -275,18 +288,12 @@ class AdaptedModel(LanguageModel):
 
     def _note_layers(self, ids: Tensor, depth: int) -> None:
         """Note the attention layers, the type of the outputs and the shapes in the cache."""
-        self._attentions: list[nn.Module] = []
-
-        def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **__: Any) -> Encoded:
-            self._attentions.append(module)
-            return q, k
-
-        with _watching(note):
-            outputs = self._base(ids, use_cache=True)
-        if len(self._attentions) != depth:
+        calls, outputs = _calls(lambda: self._base(ids, use_cache=True))
+        self._attentions = [module for module, _, _ in calls]
+        if len(calls) != depth:
             raise UserError(
-                f"{len(self._attentions)} of its {depth} layers call attention through "
-                "transformers' AttentionInterface; expected all"
+                f"{len(calls)} of its {depth} layers call attention through transformers' "
+                "AttentionInterface; expected all"
             )
         self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
@@ -300,29 +307,24 @@ class AdaptedModel(LanguageModel):
         Returns its spectrum, the order of its channels, its window in tokens (None: all), and the
         shapes of its queries and keys.
         """
-        found: list[tuple[Spectrum, Order | None, Any, Any]] = []
+        layers: list[tuple[Spectrum, Order | None, Any, Any]] = []
         has_frequencies = any("inv_freq" in name for name, _ in self.hf.named_buffers())
 
         def before(index: int, module: nn.Module, args: Any, given: dict[str, Any]) -> None:
-            seen: list[tuple[Encoded, Any]] = []
-
-            def see(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **options: Any) -> Encoded:
-                seen.append(((q, k), options.get("sliding_window")))
-                return q, k
-
-            with _watching(see):
-                module.forward(*args, **_without_rotation(given))
-                module.forward(*args, **given)
-            (plain, _), (rotated, window) = seen
+            (((_, plain, _),), _) = _calls(
+                lambda: module.forward(*args, **_without_rotation(given))
+            )
+            (((_, rotated, options),), _) = _calls(lambda: module.forward(*args, **given))
             tables = given.get("position_embeddings")
             if tables is None and has_frequencies:  # it rotates past the tables
                 raise UserError("a layer rotates queries and keys in an unknown way")
             shapes = tuple(x.shape for x in plain)
-            found.append((*rotation_of(plain, rotated, tables), window, shapes))
+            window = options.get("sliding_window")
+            layers.append((*rotation_of(plain, rotated, tables), window, shapes))
 
         with self._before(before):
             self._base(ids, use_cache=False)
-        return found
+        return layers
 
     def _with_lengths(self, text: Any, layers: tuple[LayerEncoding, ...]) -> Layout:
         """Return the layout with the lengths of a configuration.

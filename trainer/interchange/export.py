@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trainer.common.errors import UserError
 from trainer.common.files import partial_directory
@@ -319,17 +319,17 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
         if n <= LONGEST
     ]
     pairs = [
-        (theirs(ids, use_cache=False).logits[:, -KEPT:], model(ids, last=KEPT)) for ids in cases
+        (theirs(ids, use_cache=False).logits[0, -KEPT:], model(ids, last=KEPT)[0]) for ids in cases
     ]
-    short, long = cases[0][:, : max(1, C - DECODED)], cases[-1]
+    short, long = cases[0][0, : max(1, C - DECODED)], cases[-1][0]
     prompts = [short] if model.layout.frequencies_follow_length else [short, long]
-    width = max(prompt.shape[1] for prompt in prompts)
-    padding = [width - prompt.shape[1] for prompt in prompts]
-    rows = [F.pad(prompt, (n, 0)) for prompt, n in zip(prompts, padding, strict=True)]
-    mask = torch.arange(width) >= torch.tensor(padding)[:, None]
+    batch = pad_sequence(prompts, batch_first=True, padding_side="left")
+    mask = pad_sequence(
+        [torch.ones_like(x) for x in prompts], batch_first=True, padding_side="left"
+    )
     out = theirs.generate(
-        torch.cat(rows),
-        attention_mask=mask.long(),
+        batch,
+        attention_mask=mask,
         do_sample=False,
         max_new_tokens=DECODED,
         min_new_tokens=DECODED,
@@ -338,10 +338,10 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
         return_dict_in_generate=True,
     )
     for row, prompt in enumerate(prompts):
-        read = torch.cat([prompt[0], out.sequences[row, width:-1]])[None]
+        read = torch.cat([prompt, out.sequences[row, batch.shape[1] : -1]])[None]
         cache = model.empty_cache(1, read.shape[1])
-        first = model(read[:, : prompt.shape[1]], cache=cache, last=1)
-        ours = [first, *(model(x[None, None], cache=cache) for x in read[0, prompt.shape[1] :])]
+        ours = [model(read[:, : len(prompt)], cache=cache, last=1)]
+        ours += [model(token[None, None], cache=cache) for token in read[0, len(prompt) :]]
         pairs.append((torch.stack([x[row] for x in out.logits]), torch.cat(ours, dim=1)[0]))
     differences = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(differences).max())  # NaN if any is

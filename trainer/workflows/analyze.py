@@ -32,7 +32,6 @@ from trainer.common.ranks import device_type
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
-from trainer.data.prepared import Tokens
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.methods import method_for, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
@@ -206,9 +205,9 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
         ids = saved.tokenizer.encode(written, add_special_tokens=False).ids
-        text, usual = HeldOutText(((1.0, Tokens(np.array(ids, np.int64))),)), len(ids) + 1
+        text, usual = HeldOutText(((1.0, np.array(ids, np.int64)),)), len(ids) + 1
     length = config.length or min(usual, text.longest + 1)
-    fitting = sum(len(tokens) // max(1, length - 1) for _, tokens in text.parts)
+    fitting = sum(len(ids) // max(1, length - 1) for _, ids in text.parts)
     texts = config.texts or max(1, min(fitting, MOST_TEXTS, USUAL // length))
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
@@ -230,9 +229,9 @@ def choice_texts(
 def running_text(corpus: Corpus, text: HeldOutText) -> HeldOutText:
     """Return the text without separators of documents, each of which could be a sink."""
     parts = []
-    for weight, tokens in text.parts:
-        (read,) = tokens.windows(np.zeros(1, np.int64), min(len(tokens), MOST_TOKENS))
-        parts.append((weight, Tokens(read[read != corpus.end_of_text])))
+    for weight, ids in text.parts:
+        read = ids[:MOST_TOKENS]
+        parts.append((weight, read[read != corpus.end_of_text]))
     return HeldOutText(tuple(parts))
 
 

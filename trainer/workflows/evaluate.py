@@ -20,7 +20,7 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import TextTokenizer, same_tokens
+from trainer.data.tokenizer import same_tokens
 from trainer.evaluation.engine import Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
@@ -106,8 +106,7 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
         if not same_tokens(corpus.tokenizer, model.tokenizer):
             raise UserError("text: the run's text has changed, and its tokenizer with it")
         return corpus
-    tokenizer = TextTokenizer(model.tokenizer, model.tokens.end)
-    return prepare_corpus(source, TokenizerConfig(), tokenizer)
+    return prepare_corpus(source, TokenizerConfig(), model.tokens)
 
 
 def held_out_of(corpus: Corpus, first: SavedModel) -> HeldOut:

@@ -11,32 +11,30 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, open_prepared, prepare
 from trainer.data.sources import describe
-from trainer.data.tokenizer import TextTokenizer, same_tokens, special_tokens, vocabulary_size
+from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
 from trainer.runs.models import starting_weights
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import phases_of
 from trainer.runs.starting_point import texts_read
 
 
-def tokenizer_of_weights(config: RunConfig) -> TextTokenizer | None:
-    """Return the tokenizer of the weights that the run begins with, unless another is configured.
+def tokens_of_weights(config: RunConfig) -> SpecialTokens | None:
+    """Return the tokens of the weights that the run begins with, unless another is configured.
 
     Raises:
         UserError: the weights came without one.
     """
     if config.tokenizer.path or (start := starting_weights(config.model)) is None:
         return None
-    tokenizer = start.require_tokenizer()
-    tokens = special_tokens(tokenizer, start.token_files, start.end_of_text)
-    return TextTokenizer(tokenizer, tokens.end)
+    return special_tokens(start.require_tokenizer(), start.token_files, start.end_of_text)
 
 
 def prepare_texts(config: RunConfig) -> Iterator[str]:
     """Prepare every text of a run; yield a line for each that is complete."""
-    tokenizer = tokenizer_of_weights(config)
+    tokens = tokens_of_weights(config)
     for text in config.data.texts.values():
-        directory = prepare(text, config.tokenizer, tokenizer)
-        tokenizer = tokenizer or open_prepared(directory).text_tokenizer  # one for all texts
+        directory = prepare(text, config.tokenizer, tokens)
+        tokens = tokens or open_prepared(directory).special  # one for all texts
         manifest = Manifest.load(directory)
         counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
         yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
@@ -56,8 +54,8 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     wanted = None if config.overwrite else texts_read(Path(config.run_dir))
     phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
     longest = max(phase.config.data.sequence_length for phase in phases)
-    data, tokenizer = replace(config.data, sequence_length=longest), tokenizer_of_weights(config)
-    return prepare_corpus(data, config.tokenizer, tokenizer, alone=alone, wanted=wanted)
+    data, tokens = replace(config.data, sequence_length=longest), tokens_of_weights(config)
+    return prepare_corpus(data, config.tokenizer, tokens, alone=alone, wanted=wanted)
 
 
 def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
@@ -66,10 +64,10 @@ def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None
     Raises:
         UserError: a model has fewer embeddings than there are tokens, or weights of other tokens.
     """
-    tokens = vocabulary_size(corpus.tokenizer)
+    size = vocabulary_size(corpus.tokenizer)
     for name, config in configs.items():
-        embeddings, tokenizer = config.model.vocab_size, tokenizer_of_weights(config)
-        if tokenizer is not None and not same_tokens(tokenizer.tokenizer, corpus.tokenizer):
+        embeddings, tokens = config.model.vocab_size, tokens_of_weights(config)
+        if tokens is not None and not same_tokens(tokens.tokenizer, corpus.tokenizer):
             raise UserError(f"model: the weights of {name} have another tokenizer than the text")
-        if embeddings is not None and embeddings < tokens:
-            raise UserError(f"model.vocab_size: expected at least {tokens}, got {embeddings}")
+        if embeddings is not None and embeddings < size:
+            raise UserError(f"model.vocab_size: expected at least {size}, got {embeddings}")
