@@ -1,4 +1,4 @@
-"""Panels of lines and points, and histograms."""
+"""Panels of lines and points, histograms and heat maps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trainer.plotting.panels import (
     diagonal,
     draw,
     graded,
+    heat_maps,
     histogram,
     log_if_wide,
     over_heads,
@@ -59,9 +60,8 @@ def test_lines_intervals_and_references_of_a_panel():
     assert [3, 1] in drawn
     assert [1, 3] in drawn  # unsmoothed
     assert [0.5, 0.5] in drawn
-    (bars,) = axes.containers
-    segments = bars.lines[2][0].get_segments()
-    assert [segment.tolist() for segment in segments] == [[[1, 1], [1, 2.5]], [[2, 3], [2, 6]]]
+    (band,) = axes.collections
+    assert band.get_datalim(axes.transData).get_points().tolist() == [[1, 1], [2, 6]]
 
 
 def test_only_a_line_of_few_points_has_markers():
@@ -144,3 +144,37 @@ def test_a_histogram_has_shares_and_means():
     (axes,) = histogram(groups, "%", low=0, high=100).axes
     assert [line.get_xdata()[0] for line in axes.lines] == [35, 50]
     assert axes.patches[0].get_xy()[:, 1].max() == 100 * 2 / 3
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "limits"),
+    [
+        ({}, ([1.0, 2.0], [5.0, math.nan]), (1, 5)),
+        ({"low": 0}, ([1.0, 2.0],), (0, 2)),
+        ({}, ([math.nan],), (0, 1)),
+        ({"log": True}, ([0.0, 2.0, 2.0],), (2, 2.002)),
+        ({"log": True}, ([-1.0, math.inf],), (0.1, 1)),
+        ({"low": 3, "high": 7, "log": True}, ([2.0, 9.0],), (3, 7)),
+        # A thousandth lies below the darkest colour.
+        ({"log": True}, (np.geomspace(1, 10, 1001),), (10**0.001, 10)),
+    ],
+)
+def test_the_colours_of_maps_hold_what_is_known_of_all_panels(options, values, limits):
+    panels = {str(n): np.array([row]) for n, row in enumerate(values)}
+    figure = heat_maps(panels, "label", x="x", y="y", **options)
+    norm = figure.axes[0].images[0].norm
+    assert (norm.vmin, norm.vmax) == pytest.approx(limits)
+    assert ("Log" in type(norm).__name__) == ("log" in options)
+
+
+def test_maps_share_a_bar():
+    """A cell is two units wide and four high, and in the middle of its place."""
+    panels = {"one": np.array([[1.0, 2.0, 3.0], [4.0, math.nan, 6.0]]), "two": np.array([[9.0]])}
+    figure = heat_maps(panels, "entropy", x="key", y="query", cell=(2, 4))
+    one, two, bar = figure.axes
+    (image,), (other,) = one.images, two.images
+    assert (one.get_title(), bar.get_ylabel()) == ("one", "entropy")
+    assert image.get_array().tolist() == [[1, 2, 3], [4, None, 6]]
+    assert image.get_extent() == [-1, 5, 6, -2]
+    assert (image.norm.vmin, other.norm.vmax) == (1, 9)
+    assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")

@@ -1,5 +1,4 @@
-"""Reports as an evaluation writes them, without any model: success falls with length and
-with depth as in the papers, and every number is drawn from a generator with a fixed seed."""
+"""Reports as an evaluation writes them, without any model."""
 
 from __future__ import annotations
 
@@ -21,48 +20,36 @@ from trainer.evaluation.results import (
 )
 
 TRAINED = 1024
-FACTORS = (1, 2, 4, 8)
 METHODS = {
     "none": "as is",
     "crop": "cropped",
     "pi": "PI",
     "ntk": "NTK-aware",
-    "dynamic_ntk": "dynamic NTK",
     "yarn": "YaRN",
-    "longrope": "LongRoPE",
     "temperature": "temperature",
-    "dope": "DoPE-by-Gaussian",
-    "weighted": "Weighted RoPE",
 }
 TASKS = {
     "multi_key": "Multi-key needles",
     "multi_value": "Multi-value needles",
     PERPLEXITY: "Held-out perplexity",
 }
-MODELS = ("RoPE", "DroPE", "NoPE", "HalfRoPE", "RoPE-ID", "ALiBi")
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-
-# How many octaves beyond the training length it takes to halve the success.
-_REACH = {"RoPE": 0.15, "DroPE": 2.2, "NoPE": 1.6, "HalfRoPE": 0.6, "RoPE-ID": 1.9, "ALiBi": 0.4}
-_HELP = {"pi": 0.1, "ntk": 0.8, "dynamic_ntk": 0.7, "yarn": 0.6, "longrope": 0.7}
-_FREE = ("none", "crop", "temperature")  # what can be done to a model without rotations
-
-
 KINDS = (("score", "s"), ("loss", "es"))
 """Metrics, and the end of the name of their values."""
 
 
-def example(models=MODELS, methods=tuple(METHODS), factors=FACTORS, trials=100):
-    """A report over what is asked for; models without rotations skip what rescales them."""
-    cells = [
-        made
-        for model in models
-        for method in methods
-        if model not in ("DroPE", "NoPE", "ALiBi") or method in _FREE
-        for factor in factors
-        for made in _cells(model, method, factor, trials)
-    ]
-    return report(*cells, config={"evaluation": {"lengths": list(factors), "dtype": "fp32"}})
+def example(trials=20):
+    """A report of two models and methods in two tasks with needles at five depths, and losses."""
+    generator, cells = np.random.default_rng(0), []
+    depths = np.resize([0.0, 0.25, 0.5, 0.75, 1.0], trials).tolist()
+    for model in ("RoPE", "DroPE"):
+        for method in ("none", "yarn"):
+            for factor in (1, 2, 4, 8):
+                where = {"model": model, "method": method, "length": factor * TRAINED}
+                for task in ("multi_key", "multi_value"):
+                    hits = generator.random(trials) < 1 / factor
+                    cells.append(cell(hits.astype(float), task=task, depths=depths, **where))
+                cells.append(loss(3 + generator.random(), **where))
+    return report(*cells, config={"evaluation": {"dtype": "fp32"}})
 
 
 def cell(scores, model="RoPE", method="none", task="multi_key", length=2048, **fields):
@@ -154,36 +141,3 @@ def statements(name, rates, losses=(4.0,) * 4, trials=256):
         if value is not None:
             made.append(loss((float(value),) * 4, name, length=length))
     return made
-
-
-def _cells(model, method, factor, trials):
-    length = factor * TRAINED
-    generator = np.random.default_rng([*model.encode(), 0, *method.encode(), factor])
-    depths = np.resize(DEPTHS, trials)
-    chances = np.array([_success(model, method, factor, depth) for depth in depths])
-    hits = generator.random((4, trials)) < chances
-    floats, where = depths.tolist(), {"model": model, "method": method, "length": length}
-    yield cell(hits[0].astype(float).tolist(), task="multi_key", depths=floats, **where)
-    yield cell(hits.mean(0).tolist(), task="multi_value", depths=floats, **where)
-    last = _loss(model, method, factor, length) - 0.01 * math.log2(factor)
-    yield loss(last, **where)
-
-
-def _success(model, method, factor, depth):
-    seen = 1 / factor
-    if method == "crop":
-        return 0.97 if depth >= 1 - seen else 0.02
-    if method in ("yarn", "pi") and depth < 1 - 1.3 * seen:
-        return 0.05
-    reach = _REACH[model] + _HELP.get(method, 0.0)
-    reach *= 1.3 if method in ("temperature", "dope") else 1.0
-    return 0.98 * 0.5 ** (math.log2(factor) / reach) * (0.85 + 0.15 * abs(2 * depth - 1))
-
-
-def _loss(model, method, factor, end):
-    base = 3.1 + 0.06 * MODELS.index(model) + 0.4 * (end / (TRAINED / 2)) ** -1
-    beyond = max(0.0, math.log2(end / TRAINED))
-    if method in ("crop", "yarn"):
-        return base + 0.02
-    growth = 1.5 / (1 + 8 * _REACH[model]) if method == "none" else 0.15
-    return base + growth * beyond**1.3 + (0.05 * math.log2(factor) if method == "pi" else 0.0)

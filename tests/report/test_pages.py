@@ -1,4 +1,4 @@
-"""The page of a report: one file that needs nothing else."""
+"""The pages of reports and of analyses: one file each that needs nothing else."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from dataclasses import replace
 from html import unescape
 from html.parser import HTMLParser
 
+import numpy as np
+import pandas as pd
 import pytest
 
-from tests.report.examples import EXPERIMENT, cell, change, example, report, statements
+from tests.report.examples import EXPERIMENT, cell, change, example, report
+from trainer.analysis.topic import COLUMNS, Results, tidy
 from trainer.evaluation.results import RunSummary
-from trainer.report.pages import lead, write_renderings
+from trainer.plotting.panels import Panel, draw, over_heads
+from trainer.plotting.style import Plot
+from trainer.report.pages import lead, write_analysis, write_renderings
 
 
 class Page(HTMLParser):
@@ -43,7 +48,7 @@ def page_of(made, directory):
 
 @pytest.mark.slow
 def test_the_page_of_an_experiment_needs_nothing_else(tmp_path):
-    small = example(models=("RoPE", "DroPE"), methods=("none", "yarn"), trials=20)
+    small = example()
     notes = ("<script>alert(1)</script>", "A note.")
     write_renderings(replace(small, notes=notes, **EXPERIMENT), tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "figures"}
@@ -94,18 +99,10 @@ def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
 def test_the_lead_is_made_of_the_numbers():
     made = report(cell([0.0] * 10), cell([1.0] * 5 + [0.0] * 5, "DroPE"))
     assert lead(made) == (
-        "Trained at 1024 tokens and tested at up to 2048 (2×). There DroPE scores highest in "
-        "Multi-key needles, 50.0% (23.7–76.3), and RoPE 0.0% (0.0–27.8)."
+        "Trained at 1024 tokens and tested at up to 2048, where DroPE scores highest in Multi-key "
+        "needles: 50.0% (23.7–76.3)."
     )
     assert lead(report()) == ""
-
-
-@pytest.mark.parametrize(("needles", "best"), [(4, False), (1, True)])
-def test_chance_with_one_statement_is_a_guess_among_all_values(needles, best):
-    task = {"needles": needles, "chance": 1 / 90, "chance_listed": 1 / needles}
-    made = report(*statements("A", (25, 25, 25, 25)), training_length=64, task=task)
-    assert ("no model retrieves better than chance (25.0%)" in lead(made)) is not best
-    assert ("A scores highest" in lead(made)) is best
 
 
 def test_changes_of_phases_and_troubles_are_on_the_page(tmp_path):
@@ -117,3 +114,52 @@ def test_changes_of_phases_and_troubles_are_on_the_page(tmp_path):
         *("1\u202f000", "phase 'long'", "4\u202f096", "4.250", "4.500", "·"),
     ]
     assert page.count("Warning.</b> RoPE: ") == 2
+
+
+def results(key):
+    values = np.random.default_rng(0).random((2, 4, 3))
+    line = over_heads("heads", 0, [32, 64, 128], values)
+    figure = draw([Panel("panel", [line], y="y")], x="tokens", trained=64)
+    places = {"length": [32, 64, 128]}
+    rows = tidy({"m": values}, "layer", "head", "length", places=places, model="tiny")
+    plots = [Plot(f"{key}_curves", figure, "Curves <by> length (A paper, Fig. 1).")]
+    return Results(key, f"Topic {key}", plots, rows.assign(topic=key).reindex(columns=COLUMNS))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("page") / "below" / "that"
+    page = write_analysis(
+        directory,
+        [results("one"), results("two")],
+        name="<script>alert(1)</script>",
+        training_length=64,
+        lead="Trained & read.",
+        made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
+        details={"Settings": {"length": 128}},
+    )
+    assert page == directory / "report.html"
+    return directory
+
+
+def test_the_page_has_everything_inside_and_names_nothing_outside(written):
+    page = (written / "report.html").read_text()
+    assert page.count("data:image/svg+xml;base64,") == 2
+    assert "Curves &lt;by&gt; length (A paper, Fig. 1)." in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    for text in ("Trained &amp; read.", "Topic two", "Figure 2.", "a, step 7", ">m<"):
+        assert text in page
+
+
+def test_rows_of_all_topics_are_one_table_beside_the_figures(written):
+    table = pd.read_csv(written / "results.csv")
+    assert tuple(table.columns) == COLUMNS
+    expected = pd.concat([results("one").rows, results("two").rows])
+    np.testing.assert_allclose(table["value"], expected["value"], rtol=1e-7)
+    assert table.groupby("topic").size().to_dict() == {"one": 24, "two": 24}
+    for key in ("one", "two"):
+        assert sorted(path.name for path in (written / key).iterdir()) == [
+            f"{key}_curves.png",
+            f"{key}_curves.svg",
+        ]

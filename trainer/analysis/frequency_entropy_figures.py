@@ -38,8 +38,7 @@ from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.analysis.weighted_rope import apply, count_pairs, factors_of, rules_of
 from trainer.config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.panels import Line, Panel, draw, graded, log_if_wide
+from trainer.plotting.panels import Line, Panel, draw, graded, heat_maps, log_if_wide
 from trainer.plotting.style import Plot
 from trainer.positional.layout import Layout
 
@@ -171,7 +170,8 @@ def _norms_plot(norms: Mapping[Place, Mapping[Side, Array]], side: Side, length:
         f"frequency_entropy_norms_{SIDES[side]}",
         heat_maps(
             {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()},
-            Scale("l2 norm of the pair", log=True),
+            "l2 norm of the pair",
+            log=True,
             x="token",
             y=PAIR_INDEX,
             columns=COLUMNS,

@@ -42,8 +42,7 @@ from trainer.analysis.attention import (
 )
 from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.panels import Line, Panel, draw
+from trainer.plotting.panels import Line, Panel, draw, heat_maps
 from trainer.plotting.style import Plot
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups
@@ -316,7 +315,10 @@ def needle_plots(
             "query_directions",
             heat_maps(
                 {title: views[place][1] for place, title in shown.items()},
-                Scale("cosine similarity", -1, 1, signed=True),
+                "cosine similarity",
+                low=-1,
+                high=1,
+                signed=True,
                 x="eigenvector of the head's queries, from the largest eigenvalue on",
                 y=f"token, from {T - prompt.question:,} on",
             ),

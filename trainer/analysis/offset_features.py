@@ -43,8 +43,7 @@ from trainer.analysis.attention import (
     view_heads,
 )
 from trainer.analysis.topic import NotApplicableError, Results, Target, results, tidy
-from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, plane
+from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, heat_maps, plane
 from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE, Plot
 
 TURN = 2 * math.pi
@@ -400,10 +399,18 @@ def channels(views: Mapping[Place, Mapping[Side, Tensor]]) -> Plot:
         for side, name in SIDES.items()
     }
     size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
-    scale = Scale("activation", -size, size, signed=True)
     return Plot(
         "offset_channels",
-        heat_maps(maps, scale, x="token", y="channel", cell=(cell, 1)),
+        heat_maps(
+            maps,
+            "activation",
+            x="token",
+            y="channel",
+            low=-size,
+            high=size,
+            signed=True,
+            cell=(cell, 1),
+        ),
         "Queries and keys before the rotation along the first text; channels m and m + M are pair "
         "m of M (Fig. 1).",
     )

@@ -38,8 +38,7 @@ from trainer.analysis.attention import (
 from trainer.analysis.topic import Results, Target, results, stacked, tidy
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.panels import Line, Panel, draw, log_if_wide
+from trainer.plotting.panels import Line, Panel, draw, heat_maps, log_if_wide
 from trainer.plotting.style import STYLE_NUMBERS, Plot
 from trainer.positional.encodings import rope
 from trainer.positional.layout import Layout, drop
@@ -134,7 +133,8 @@ def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
         "positional_bias_heads",
         heat_maps(
             {f"towards {KINDS[kind]}": values for kind, values in bias.items()},
-            Scale("Aᶜ", low=lowest),
+            "Aᶜ",
+            low=lowest,
             x="query head",
             y="layer",
         ),
@@ -307,7 +307,7 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
         "positional_bias_gradients",
         draw(panels),
         f"Gradient of Aᶜ by W_Q and W_K before training, mean over heads, on {tokens} tokens, with "
-        "positions and without; bars: range of seeds (DroPE, Fig. 4).",
+        "positions and without; bands: range of seeds (DroPE, Fig. 4).",
     )
 
 

@@ -18,8 +18,7 @@ from trainer.analysis.topic import (
     tidy,
     versions,
 )
-from trainer.plotting.maps import Scale, heat_maps
-from trainer.plotting.panels import Panel, by_length, over_heads
+from trainer.plotting.panels import Panel, by_length, heat_maps, over_heads
 from trainer.plotting.style import Plot
 
 CELLS = 128
@@ -131,11 +130,20 @@ def attention_plot(target: Target, shares: Array) -> Plot:
         for (i, j), cells in maps.items()
     }
     step = -(-target.length // CELLS)
-    scale = Scale("attention of a query on a cell", low=1e-4, high=1, log=True)
-    x, y = "key (tokens)", "query (tokens)"
     return Plot(
         "sinks_attention",
-        heat_maps(titled, scale, x=x, y=y, cell=(step, step), columns=3, height=2.35),
+        heat_maps(
+            titled,
+            "attention of a query on a cell",
+            x="key (tokens)",
+            y="query (tokens)",
+            low=1e-4,
+            high=1,
+            log=True,
+            cell=(step, step),
+            columns=3,
+            height=2.35,
+        ),
         f"Attention of single heads on the first text, cells of {step} × {step} tokens, "
         "logarithmic colour (RoPE-ID, Fig. 9; Rotary Offset Features, Fig. 3).",
     )

@@ -21,7 +21,6 @@ from pydantic import ConfigDict
 
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
-from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import Estimate, average, estimate, mean_estimate
 
 AS_IS = "none"
@@ -60,16 +59,6 @@ def is_known(value: float | None) -> TypeGuard[float]:
 def counted(number: int, noun: str) -> str:
     """Return a count with its noun: ``1 trial``, ``256 trials``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def factor_label(factor: float) -> str:
-    """Return ``2×`` for 2.0, ``1.5×`` for 1.5 and ``0.781×`` for 100 of 128 tokens."""
-    return f"{factor:.3g}×" if factor < 100 else f"{factor:g}×"
-
-
-def percent(fraction: float) -> str:
-    """Return ``97.3`` for 0.973."""
-    return f"{100 * fraction:.1f}"
 
 
 def table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
@@ -234,7 +223,7 @@ class Report:
     ``unigram_loss``: loss on held-out text of a model that knows only how frequent tokens are.
     ``notes``: a sentence each, for what was not run and why, and for values that were fitted.
     ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
-    ``task`` describes :data:`STATEMENTS` where they were measured: ``needles`` (statements per
+    ``task`` describes the needle statements where they were measured: ``needles`` (statements per
     sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
     of the training sequences carried such statements). ``drop``: the change of the run that drops
@@ -268,20 +257,6 @@ class Report:
         return self.longest_context or self.training_length
 
     @property
-    def unit(self) -> str:
-        """Words for the length that counts as 1×."""
-        if self.trained == self.training_length:
-            return "the training length"
-        return f"{self.training_length} tokens"
-
-    @property
-    def last(self) -> int:
-        """Number of tokens at the end of every window over which losses are means."""
-        asked = self.config.get("evaluation", {}).get("last")
-        lengths = self.rows.length[self.rows.task == PERPLEXITY]
-        return asked if isinstance(asked, int) else int(min([self.training_length, *lengths]))
-
-    @property
     def scored(self) -> list[str]:
         """Keys of the tasks with scores, the mean over all of them first."""
         measured = {*self.rows.task[self.rows.metric == "score"]}
@@ -291,13 +266,6 @@ class Report:
         """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""
         model, method = row
         return model if method == AS_IS else f"{model} + {self.methods.get(method, method)}"
-
-    def chance(self, task: str) -> float:
-        """Return the score of naming any of several statements; 0 for tasks in words."""
-        about = self.task if task == STATEMENTS else {}
-        listed = float(about.get("chance_listed", 0.0))
-        # One statement leaves nothing to choose: then only guessing its number is chance.
-        return listed if listed < 1 else float(about.get("chance", 0.0))
 
     def write(self, directory: Path) -> None:
         """Write ``results.csv``, ``trials.parquet`` and last ``facts.json``, each atomically."""

@@ -1,4 +1,4 @@
-"""Line charts and scatter plots in panels beside each other, and histograms."""
+"""Panels of lines and points beside each other, histograms, and heat maps."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Normalize
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocator, NullLocator
 
 from trainer.plotting.style import (
     BLUE,
@@ -34,6 +35,8 @@ GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK)
 _MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
+_LEGEND = 120  # characters beside each other, with 6 for a line and its distance
+_UNKNOWN = "#e3e3e3"  # colour of cells without a number
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
 
 
@@ -117,9 +120,8 @@ def draw(
     """Draw panels in rows of ``columns`` (None: all), with one legend and one colour bar.
 
     ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
-    ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic, and
-    intervals are bands instead of bars. ``index``: label of the colour bar. ``share``: all panels
-    have the same axes.
+    ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic.
+    ``index``: label of the colour bar. ``share``: all panels have the same axes.
     """
     columns = min(columns or len(panels), len(panels))
     small = columns > 3
@@ -173,6 +175,72 @@ def histogram(values: Mapping[str, Array], x_label: str, *, low: float, high: fl
     return figure
 
 
+def heat_maps(
+    panels: Mapping[str, Array],
+    label: str,
+    *,
+    x: str,
+    y: str,
+    low: float | None = None,
+    high: float | None = None,
+    log: bool = False,
+    signed: bool = False,
+    columns: int = 2,
+    cell: tuple[float, float] = (1, 1),
+    height: float = 2.0,
+    names: tuple[Sequence[str], Sequence[str]] | None = None,
+) -> Figure:
+    """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
+
+    ``label``: of the colours, which range from ``low`` to ``high`` (None: from the values of all
+    maps); ``signed``: colours for values around 0. ``x``, ``y``: labels of the columns and of the
+    rows. ``columns``: panels in a row. ``cell``: width and height of a cell in units of x and y.
+    ``height``: inches of a row of panels. ``names``: of the columns and of the rows, which all
+    panels then share.
+    """
+    columns = min(columns, len(panels))
+    norm = _norm(list(panels.values()), low, high, log)
+    colours = colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad=_UNKNOWN)
+    with paper_style():
+        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
+        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=names is not None)
+        for axes, (title, values) in zip(grid, panels.items(), strict=True):
+            tall, wide = values.shape
+            image = axes.imshow(
+                np.ma.masked_invalid(values),
+                cmap=colours,
+                norm=norm,
+                aspect="auto",
+                interpolation="nearest",
+                extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
+                rasterized=True,
+            )
+            axes.grid(visible=False)
+            axes.set_title(title, pad=3)
+            if names is None:
+                axes.locator_params(integer=True, nbins=6)
+            else:
+                axes.set_xticks(range(len(names[0])), names[0], fontsize=6)
+                axes.set_yticks(range(len(names[1])), names[1], fontsize=6)
+        look: dict[str, Any] = {"pad": 0.02, "aspect": 30, "format": "%g"}
+        bar = figure.colorbar(image, ax=grid, label=label, **look)
+        if log:
+            bar.minorformatter = LogFormatter()  # the default one writes formulas
+    return figure
+
+
+def _norm(maps: Sequence[Array], low: float | None, high: float | None, log: bool) -> Normalize:
+    """Return one normalization for all maps; limits that are None come from their values."""
+    known = np.concatenate([values[np.isfinite(values)] for values in maps])
+    if log:
+        known = known[known > 0]
+        # A thousandth of the cells may lie below the darkest colour.
+        least, most = np.quantile(known, [0.001, 1]) if len(known) else (0.1, 1)
+        return LogNorm(low or least, high or max(most, 1.001 * least))
+    least, most = (known.min(), known.max()) if len(known) else (0, 1)
+    return Normalize(least if low is None else low, most if high is None else high)
+
+
 def panel_grid(
     figure: Figure, count: int, columns: int, *, x: str = "", y: str = "", share: bool = False
 ) -> list[Axes]:
@@ -196,21 +264,17 @@ def panel_grid(
 
 
 def _legend(figure: Figure) -> None:
-    """Draw one legend of all panels above them, in at most four columns that fit the width, lines
-    before references."""
+    """Draw one legend of all panels above them, lines before references."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
+    if not handles:
+        return
     shown = sorted(handles.values(), key=lambda handle: -handle.get_zorder())
     look: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 2.6}
-    for columns in range(min(4, len(shown)), 0, -1):
-        legend = figure.legend(handles=shown, ncols=columns, **look)
-        for text in legend.get_texts():
-            text.set_parse_math(False)  # a dollar sign in a name must not start a formula
-        if columns == 1 or legend.get_window_extent().width <= 0.97 * figure.bbox.width:
-            return
-        legend.remove()
+    columns = min(4, max(1, _LEGEND // (6 + max(map(len, handles)))))
+    figure.legend(handles=shown, ncols=columns, **look)
 
 
 def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None:
@@ -234,7 +298,7 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
         drawn.set(array=np.arange(len(thin)), cmap=GRADED)
         axes.add_collection(drawn)
     for line in panel.lines:
-        _draw_line(axes, line, bands=trained is not None)
+        _draw_line(axes, line)
     if panel.prepare is not None:
         panel.prepare(axes)
     look: dict[str, Any] = {"color": GREY, "linewidth": 0.8, "zorder": 1}
@@ -248,19 +312,14 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
         axes.axvline(vertical[0], linestyle="--", label=vertical[1], **look)
 
 
-def _draw_line(axes: Axes, line: Line, *, bands: bool) -> None:
-    """Draw a line, its unsmoothed values, and its interval as bars or as a band."""
+def _draw_line(axes: Axes, line: Line) -> None:
+    """Draw a line, its unsmoothed values, and its interval as a band."""
     colour = COLOURS[line.style % len(COLOURS)]
     if line.raw is not None:
         axes.plot(line.x, line.raw, color=colour, alpha=0.3, linewidth=0.6, zorder=2)
     if line.low is not None and line.high is not None:
-        low, high = np.asarray(line.low), np.asarray(line.high)
-        if bands:
-            axes.fill_between(line.x, low, high, color=colour, alpha=0.15, linewidth=0, zorder=1.5)
-        else:
-            errors = [line.y - low, high - line.y]
-            look: dict[str, Any] = {"ecolor": colour, "elinewidth": 0.8, "capsize": 1.5}
-            axes.errorbar(line.x, line.y, errors, fmt="none", capthick=0.8, zorder=2, **look)
+        look: dict[str, Any] = {"alpha": 0.15, "linewidth": 0, "zorder": 1.5}
+        axes.fill_between(line.x, line.low, line.high, color=colour, **look)
     axes.plot(
         line.x,
         line.y,

@@ -91,16 +91,14 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
     checkpoint or directory in brackets after it. Other names, and names whose number is taken, get
     the lowest free one.
     """
-    wanted = list(dict.fromkeys(names))
-    common = {name: name.split(" (")[0].replace(" from scratch", "") for name in wanted}
-    fixed = {name: STYLE_NUMBERS.get(common[name]) for name in wanted}
+    common = {name: name.split(" (")[0].removesuffix(" from scratch") for name in names}
     numbers: dict[str, int] = {}
-    for name in sorted(wanted, key=lambda name: (fixed[name] is None, common[name] != name)):
-        taken, number = {*numbers.values()}, fixed[name]
-        if number is None or number in taken:
-            number = next(number for number in count() if number not in taken)
+    for name in sorted(common, key=lambda n: (common[n] not in STYLE_NUMBERS, common[n] != n)):
+        number = STYLE_NUMBERS.get(common[name])
+        if number is None or number in numbers.values():
+            number = next(n for n in count() if n not in numbers.values())
         numbers[name] = number
-    return {name: numbers[name] for name in wanted}
+    return numbers
 
 
 def save(figure: Figure, stem: Path) -> Path:

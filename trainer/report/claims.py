@@ -14,33 +14,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import (
-    AS_IS,
-    Observation,
-    Report,
-    RunSummary,
-    estimates,
-    is_known,
-    percent,
-)
+from trainer.evaluation.results import AS_IS, Observation, Report, RunSummary
 from trainer.evaluation.statistics import Estimate, change
-from trainer.report.tables import interval
+from trainer.report.tables import interval, percent
 
-RIVALS = {
-    "rope+pi": "PI",
-    "rope+ntk": "NTK-aware scaling",
-    "rope+yarn": "YaRN",
-    "alibi": "ALiBi",
-    "nope": "NoPE from scratch",
-    "rope_nope_window": "RNoPE-SWA",
-}
-"""Names in claims of what DroPE is compared with, by role and method."""
 LEARNED = 0.5
 """Retrieval at the training length below which a model has not learned the task."""
 LEARNED_TEXT = 0.9
@@ -52,15 +35,6 @@ HELD = 0.90
 SAME, NEAR, RISEN = 0.01, 0.02, 0.05
 """Relative margins of losses. Two training seeds of a small model differ by about 1%; a longer
 context should lower the loss, so 5% above is far outside of noise."""
-
-
-class Point(NamedTuple):
-    """A score or loss of a row at one length; ``each``: losses of the windows, in their order."""
-
-    name: str
-    length: int
-    value: Estimate
-    each: list[float]
 
 
 @dataclass(frozen=True)
@@ -75,25 +49,23 @@ class Evidence:
     models: Mapping[str, str]
     one_text: bool = True
 
-    def points(self, key: str, task: str = STATEMENTS) -> dict[float, Point]:
-        """Return the scores of a row, or its losses for :data:`PERPLEXITY`, by factor, ascending.
+    def rows(self, key: str, task: str = STATEMENTS) -> pd.DataFrame:
+        """Return the rows of results.csv of one model and method, by length.
 
         ``key``: ``rope`` for the model of this role as it is, ``rope+yarn`` with a method;
         ``drope*`` with a temperature if that was measured, as the paper evaluates DroPE.
         """
-        if key.endswith("*"):
-            return self.points(f"{key[:-1]}+temperature", task) or self.points(key[:-1], task)
-        role, _, method = key.partition("+")
-        report, row = self.report, (self.models.get(role, ""), method or AS_IS)
-        metric = "loss" if task == PERPLEXITY else "score"
-        trials = report.trials[(report.trials.task == task) & (report.trials.metric == "loss")]
-        losses = trials[(trials.model == row[0]) & (trials.method == row[1])]
-        return {
-            length / report.training_length: Point(
-                report.row_name(row), length, value, losses.value[losses.length == length].tolist()
-            )
-            for length, value in estimates(report.rows, task, metric).get(row, {}).items()
-        }
+        role, _, method = key.rstrip("*").partition("+")
+        rows = self.report.rows
+        rows = rows[(rows.model == self.models.get(role)) & (rows.task == task)]
+        rows = rows.dropna(subset="value").sort_values("length")
+        if key.endswith("*") and "temperature" in {*rows.method}:
+            method = "temperature"
+        return rows[rows.method == (method or AS_IS)]
+
+    def name(self, row: Any) -> str:
+        """Return the name of a row in tables."""
+        return self.report.row_name((row.model, row.method))
 
     def run(self, role: str) -> RunSummary | None:
         """Return the training run of a role."""
@@ -103,16 +75,18 @@ class Evidence:
 Verdict = tuple[bool | None, str]
 """Whether a claim is shown (None: not judged), and the numbers."""
 Place = Literal["trained", "longest", "from 4x"]
+"""The training length, the longest length beyond it, or all from four times the training length."""
 
 
 def observe(evidence: Evidence) -> tuple[Observation, ...]:
     """Return the verdicts of all claims that the evidence has numbers for."""
     untrained = _untrained(evidence)
+    undropped = untrained or _undropped(evidence.report.drop)
     made = []
-    for reason, of_kind in ((untrained, CLAIMS), (untrained or _undropped(evidence), DROP_CLAIMS)):
-        for source, claims in of_kind.items():
-            for text, judge in claims.items():
-                if (verdict := judge(evidence)) is not None:
+    for reason, claims in ((untrained, CLAIMS), (undropped, DROP_CLAIMS)):
+        for source, of_source in claims.items():
+            for text, test in of_source.items():
+                if (verdict := test(evidence)) is not None:
                     shown, numbers = (None, f"{reason} {verdict[1]}") if reason else verdict
                     made.append(Observation(text, source, shown, numbers))
     return tuple(made)
@@ -121,8 +95,8 @@ def observe(evidence: Evidence) -> tuple[Observation, ...]:
 def _untrained(evidence: Evidence) -> str:
     """Return why nothing can be judged if no model has learned its text; else empty."""
     unigram = evidence.report.unigram_loss
-    trained = [evidence.points(role, PERPLEXITY).get(1.0) for role in evidence.models]
-    least = min((point.value.mean for point in trained if point), default=0.0)
+    trained = [at(evidence.rows(role, PERPLEXITY), "trained") for role in evidence.models]
+    least = min((loss for rows in trained for loss in rows.value), default=0.0)
     if unigram is None or least <= LEARNED_TEXT * unigram:
         return ""
     return (
@@ -131,45 +105,40 @@ def _untrained(evidence: Evidence) -> str:
     )
 
 
-def _undropped(evidence: Evidence) -> str:
+def _undropped(drop: Mapping[str, Any] | None) -> str:
     """Return why claims about the drop cannot be judged if it changed nothing; else empty."""
-    drop = evidence.report.drop
     if drop is None:
         return ""
-    before, after = drop["loss_before"], drop["loss_after"]
-    if not (is_known(before) and is_known(after)) or after > (1 + SAME) * before:
-        return ""
-    return f"The drop changed little: loss {before:.3f} to {after:.3f}."
+    before, after = np.array([drop["loss_before"], drop["loss_after"]], float)
+    is_small = after <= (1 + SAME) * before
+    return f"The drop changed little: loss {before:.3f} to {after:.3f}." if is_small else ""
 
 
-def certainly_exceeds(p: Estimate, q: Estimate, times: float) -> bool:
-    """Whether the score ``p`` exceeds ``times`` the score ``q`` with 95% confidence.
+def at(rows: pd.DataFrame, place: Place) -> pd.DataFrame:
+    """Return the rows at a place."""
+    beyond = rows[rows.factor > 1]
+    if place == "longest":
+        return beyond[-1:]
+    return beyond[beyond.factor >= 4] if place == "from 4x" else rows[rows.factor == 1]
+
+
+def pairs(a: pd.DataFrame, b: pd.DataFrame, place: Place, b_place: Place) -> list[tuple[Any, Any]]:
+    """Return the pairs of rows that a claim compares, among the lengths that both have."""
+    lengths = {*a.length} & {*b.length}
+    a, b = (rows[rows.length.isin(lengths)] for rows in (a, b))
+    return list(zip(at(a, place).itertuples(), at(b, b_place).itertuples(), strict=False))
+
+
+def certainly_exceeds(p: Any, q: Any, times: float) -> bool:
+    """Whether the score of row ``p`` exceeds ``times`` that of row ``q`` with 95% confidence.
 
     True if the lower limit of p − k q is positive. It is p − k q − sqrt((p − low p)² + k² (high q −
     q)²), after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and
     Donner (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which
     is cautious if both were asked the same questions.
     """
-    least = math.hypot(p.mean - p.low, times * (q.high - q.mean))
-    return p.mean - times * q.mean - least > 0
-
-
-def compared(
-    ours: Mapping[float, Point], theirs: Mapping[float, Point], at: Place, their_at: Place
-) -> list[tuple[Point, Point]]:
-    """Return the pairs of points that a claim compares, among the lengths that both have.
-
-    ``at``, ``their_at``: the training length, the longest length beyond it, or all from four times
-    the training length on.
-    """
-    shared = [factor for factor in ours if factor in theirs]
-    longer = [factor for factor in shared if factor > 1]
-    factors = {
-        "trained": [factor for factor in shared if factor == 1],
-        "longest": longer[-1:],
-        "from 4x": [factor for factor in longer if factor >= 4],
-    }
-    return [(ours[x], theirs[y]) for x, y in zip(factors[at], factors[their_at], strict=False)]
+    least = math.hypot(p.value - p.low, times * (q.high - q.value))
+    return p.value - times * q.value - least > 0
 
 
 def retrieves(
@@ -177,31 +146,30 @@ def retrieves(
     a: str,
     b: str,
     times: float,
-    at: Place = "longest",
-    b_at: Place | None = None,
+    place: Place = "longest",
+    b_place: Place | None = None,
     learned: Sequence[str] | None = None,
 ) -> Verdict | None:
-    """Judge whether ``a`` retrieves more than ``times`` ``b``.
+    """Judge whether ``a`` retrieves more than ``times`` ``b``, which may be at another place.
 
-    ``at``, ``b_at``: see :func:`compared`. ``learned``: roles that must have learned the task
-    (None: both).
+    ``learned``: keys that must have learned the task (None: both).
     """
-    pairs = compared(evidence.points(a), evidence.points(b), at, b_at or at)
-    if not pairs:
+
+    def rate(row: Any) -> str:
+        limits = interval(row.low, row.high)
+        return f"{evidence.name(row)} {percent(row.value)}% ({limits}) at {row.length} tokens"
+
+    both = pairs(evidence.rows(a), evidence.rows(b), place, b_place or place)
+    if not both:
         return None
-    for role in (a, b) if learned is None else learned:
-        trained = evidence.points(role).get(1.0)
-        if trained is None:
-            return None, f"{pairs[0][0].name} was not measured at its training length."
-        if trained.value.mean < LEARNED:
-            return None, f"{_rate(trained)} has not learned the task (below {LEARNED:.0%})."
-    shown = all(certainly_exceeds(p.value, q.value, times) for p, q in pairs)
-    return shown, " ".join(f"{_rate(p)}, {_rate(q)}." for p, q in pairs)
-
-
-def falls(evidence: Evidence, role: str) -> Verdict | None:
-    """Judge whether the role loses over half of its retrieval at the longest length."""
-    return retrieves(evidence, role, role, 2, "trained", "longest")
+    for key in (a, b) if learned is None else learned:
+        trained = [*at(evidence.rows(key), "trained").itertuples()]
+        if not trained:
+            return None, f"{evidence.name(both[0][0])} was not measured at its training length."
+        if trained[0].value < LEARNED:
+            return None, f"{rate(trained[0])} has not learned the task (below {LEARNED:.0%})."
+    shown = all(certainly_exceeds(p, q, times) for p, q in both)
+    return shown, " ".join(f"{rate(p)}, {rate(q)}." for p, q in both)
 
 
 def loss(
@@ -209,34 +177,30 @@ def loss(
     a: str,
     b: str,
     margin: float,
-    at: Place = "trained",
+    place: Place = "trained",
     *,
     rises: bool = False,
 ) -> Verdict | None:
     """Judge whether the loss of ``a`` is at most ``margin`` above that of ``b`` at its training
     length, with the whole interval over the windows of text on which both were measured; ``rises``:
     whether it is more than ``margin`` above."""
-    ours, theirs = (evidence.points(role, PERPLEXITY) for role in (a, b))
-    pairs = compared(ours, theirs, at, "trained")
-    if not pairs:
+    both = pairs(evidence.rows(a, PERPLEXITY), evidence.rows(b, PERPLEXITY), place, "trained")
+    if not both:
         return None
-    ((p, q),) = pairs
-    if not len(p.each) == len(q.each) > 1:
+    ((p, q),) = both
+    trials = evidence.report.trials[evidence.report.trials.task == PERPLEXITY]
+    windows = trials.groupby(["model", "method", "length"]).value
+    ours, theirs = (windows.get_group((row.model, row.method, row.length)) for row in (p, q))
+    if not len(ours) == len(theirs) > 1:
         return None, "Measured on fewer than two common windows."
-    difference = change(p.each, q.each)
+    difference = change(ours.tolist(), theirs.tolist())
     numbers = (
-        f"Text loss: {q.name} {q.value.mean:.3f} at {q.length} tokens, {p.name} "
-        f"{p.value.mean:.3f} at {p.length} tokens, {_signed(difference)}."
+        f"Text loss: {evidence.name(q)} {q.value:.3f} at {q.length} tokens, {evidence.name(p)} "
+        f"{p.value:.3f} at {p.length} tokens, {_signed(difference)}."
     )
     if a != b and not evidence.one_text:
         return None, f"The models trained on different text. {numbers}"
     return difference.low > margin if rises else difference.high <= margin, numbers
-
-
-def _rate(point: Point) -> str:
-    rate = point.value
-    limits = interval(rate.low, rate.high)
-    return f"{point.name} {percent(rate.mean)}% ({limits}) at {point.length} tokens"
 
 
 def _signed(difference: Estimate) -> str:
@@ -266,13 +230,14 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     drop = evidence.report.drop
     if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
         return None  # the run itself comes first, and its drop may be another one
-    losses = {name: drop[f"loss_{name}"] for name in ("before", "after", "end")}
-    if not all(map(is_known, losses.values())):
+    losses = np.array([drop[f"loss_{when}"] for when in ("before", "after", "end")], float)
+    if not np.isfinite(losses).all():
         return None, "A loss before, after or at the end is missing."
     before, after, end = (
-        np.array(drop["sequences"].get(name) or [loss], float) for name, loss in losses.items()
+        np.array(drop["sequences"].get(when) or [loss], float)
+        for when, loss in zip(("before", "after", "end"), losses, strict=True)
     )
-    numbers = "Loss {before:.3f} before, {after:.3f} after, {end:.3f} at the end".format(**losses)
+    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses)
     numbers = f"{numbers} (step {drop['step']})."
     if change(after.tolist(), before.tolist()).low <= SAME:
         return None, f"{numbers} The drop raises it by no more than {SAME:.0%}."
@@ -293,15 +258,30 @@ def ends_behind(evidence: Evidence) -> Verdict | None:
     return (shown, " ".join(numbers for _, numbers in known)) if known else None
 
 
-def keeps_only_loss(evidence: Evidence, role: str) -> Verdict | None:
-    """Judge whether the role keeps its text loss at the longest length and not its retrieval."""
-    retrieval, kept = falls(evidence, role), loss(evidence, role, role, RISEN, "longest")
+def keeps_only_loss(evidence: Evidence) -> Verdict | None:
+    """Judge whether YaRN keeps its text loss at the longest length and not its retrieval."""
+    key = "rope+yarn"
+    retrieval, kept = falls(key)(evidence), loss(evidence, key, key, RISEN, "longest")
     if retrieval is None or kept is None:
         return None
     numbers = f"{retrieval[1]} {kept[1]}"
     return (None if retrieval[0] is None else retrieval[0] and kept[0]), numbers
 
 
+def falls(key: str) -> Callable[[Evidence], Verdict | None]:
+    """Return a test whether ``key`` loses over half of its retrieval at the longest length."""
+    return partial(retrieves, a=key, b=key, times=2, place="trained", b_place="longest")
+
+
+RIVALS = {
+    "rope+pi": "PI",
+    "rope+ntk": "NTK-aware scaling",
+    "rope+yarn": "YaRN",
+    "alibi*": "ALiBi",
+    "nope*": "NoPE from scratch",
+    "rope_nope_window*": "RNoPE-SWA",
+}
+"""Names in claims of what DroPE is compared with, by key."""
 Claims = dict[str, dict[str, Callable[[Evidence], Verdict | None]]]
 CLAIMS: Claims = {
     "DroPE, Obs. 1": {
@@ -314,72 +294,70 @@ CLAIMS: Claims = {
         f"{SAME:.0%} in text loss": ends_behind,
     },
     "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1": {
-        "RoPE loses more than half of its retrieval beyond its training length": (
-            lambda e: falls(e, "rope")
-        ),
+        "RoPE loses more than half of its retrieval beyond its training length": falls("rope"),
     },
     "DroPE, Sec. 1": {
         f"RoPE's text loss rises beyond its training length too, by more than {RISEN:.0%}": (
-            lambda e: loss(e, "rope", "rope", RISEN, "longest", rises=True)
+            partial(loss, a="rope", b="rope", margin=RISEN, place="longest", rises=True)
         ),
     },
     "DroPE, Sec. 4 and Fig. 5": {
         f"YaRN keeps its text loss (within {RISEN:.0%}) at the longest length, and yet loses more "
-        "than half of its retrieval": lambda e: keeps_only_loss(e, "rope+yarn"),
+        "than half of its retrieval": keeps_only_loss,
     },
     "RoPE-ID, Table 1": {
         "HalfRoPE loses more than half of its retrieval beyond its training length": (
-            lambda e: falls(e, "half_rope")
+            falls("half_rope")
         ),
         "YaRN retrieves at least twice as much as RoPE at the longest length": (
-            lambda e: retrieves(e, "rope+yarn", "rope", 2)
+            partial(retrieves, a="rope+yarn", b="rope", times=2)
         ),
-        "High-frequency RoPE retrieves less than RoPE already at the training length": (
-            lambda e: retrieves(e, "rope", "high_frequency", 1, "trained", learned=["rope"])
+        "High-frequency RoPE retrieves less than RoPE already at the training length": partial(
+            retrieves, a="rope", b="high_frequency", times=1, place="trained", learned=["rope"]
         ),
         f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length": (
-            lambda e: retrieves(e, "rope_id*", "rope_id*", HELD, "longest", "trained")
+            partial(retrieves, a="rope_id*", b="rope_id*", times=HELD, b_place="trained")
         ),
         "RoPE-ID retrieves at least twice as much as RoPE at the longest length": (
-            lambda e: retrieves(e, "rope_id*", "rope", 2)
+            partial(retrieves, a="rope_id*", b="rope", times=2)
         ),
         "A softmax temperature helps RoPE-ID at the longest length": (
-            lambda e: retrieves(e, "rope_id+temperature", "rope_id", 1)
+            partial(retrieves, a="rope_id+temperature", b="rope_id", times=1)
         ),
     },
 }
-"""Judges by the place in a paper and by the claim; they return None without the numbers."""
+"""Tests by the place in a paper and by the claim; they return None without the numbers."""
 DROP_CLAIMS: Claims = {
     "DroPE, Obs. 3 and Sec. 5.1": {
         f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs": (
             is_won_back
         ),
         f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length": (
-            lambda e: retrieves(e, "drope", "rope", KEPT, "trained", learned=["rope"])
+            partial(retrieves, a="drope", b="rope", times=KEPT, place="trained", learned=["rope"])
         ),
     },
     "DroPE, Fig. 2 and Table 7": {
         f"DroPE's text loss at the training length matches RoPE's, within {SAME:.0%}": (
-            lambda e: loss(e, "drope", "rope", SAME)
+            partial(loss, a="drope", b="rope", margin=SAME)
         ),
         f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR:.0%}": (
-            lambda e: loss(e, "drope", "nope", NEAR)
+            partial(loss, a="drope", b="nope", margin=NEAR)
         ),
     },
     "DroPE, Obs. 3 and Table 3": {
         "DroPE retrieves at least twice as much as RoPE from 4× the training length on": (
-            lambda e: retrieves(e, "drope", "rope", 2, "from 4x")
+            partial(retrieves, a="drope", b="rope", times=2, place="from 4x")
         ),
     },
     "DroPE, Table 1": {
         f"DroPE retrieves more than {name} at the longest length": (
-            partial(retrieves, a="drope*", b=rival if "+" in rival else f"{rival}*", times=1)
+            partial(retrieves, a="drope*", b=rival, times=1)
         )
         for rival, name in RIVALS.items()
     },
     "DroPE, App. C.2": {
         "A softmax temperature helps DroPE at the longest length": (
-            lambda e: retrieves(e, "drope+temperature", "drope", 1)
+            partial(retrieves, a="drope+temperature", b="drope", times=1)
         ),
     },
 }

@@ -18,20 +18,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
-from trainer.evaluation.results import (
-    VERDICTS,
-    Report,
-    counted,
-    estimates,
-    factor_label,
-    lengths_of,
-    percent,
-    troubles,
-)
-from trainer.evaluation.statistics import ROUNDING
+from trainer.evaluation.results import VERDICTS, Report, troubles
 from trainer.plotting.style import Plot, save
 from trainer.report.figures import plots
-from trainer.report.tables import TABLE, interval, tables
+from trainer.report.tables import LEGEND, TABLE, interval, percent, tables
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of runs
@@ -48,6 +38,7 @@ def write_renderings(report: Report, directory: Path) -> None:
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
         tables=tables(report),
+        legend=LEGEND,
         figures=_saved(plots(report), directory / "figures"),
         verdicts=VERDICTS,
         rates=report.timing.get(_RATE, {}),
@@ -114,7 +105,6 @@ def _write(template: str, directory: Path, **values: Any) -> None:
     )
     page.filters |= {
         "pretty": lambda data: json.dumps(data, indent=2, ensure_ascii=False),
-        "counted": counted,
         "percent": percent,
         "thousands": lambda number: f"{number:,}".replace(",", "\u202f"),
         "cell": _cell,
@@ -132,24 +122,15 @@ def _cell(value: Any) -> str:
 
 
 def lead(report: Report) -> str:
-    """Return the result in two sentences, or an empty text if nothing has a score."""
+    """Return the highest score at the longest length as a sentence; empty without scores."""
     if not report.scored:
         return ""
     task = report.scored[0]
-    scores = estimates(report.rows, task)
-    longest, factor = list(lengths_of(report.rows[report.rows.task == task]).items())[-1]
-    far = {row: of_row[longest] for row, of_row in scores.items() if longest in of_row}
-    shown = {row: f"{percent(e.mean)}% ({interval(e.low, e.high)})" for row, e in far.items()}
-    times = factor_label(factor) + ("" if report.trained == report.training_length else report.unit)
-    top = max(estimate.mean for estimate in far.values())
-    best, *ties = (row for row, estimate in far.items() if top - estimate.mean <= ROUNDING)
-    first = next(iter(scores))
-    alike = f" (and {counted(len(ties), 'other row')})" if ties else ""
-    text = f"Trained at {report.trained} tokens and tested at up to {longest} ({times}). There "
-    chance = report.chance(task)
-    if far[best].low <= chance:
-        return f"{text}no model retrieves better than chance ({percent(chance)}%)."
-    text += f"{report.row_name(best)}{alike} scores highest in {report.tasks[task]}, {shown[best]}"
-    if first in shown and first not in (best, *ties):
-        text += f", and {report.row_name(first)} {shown[first]}"
-    return f"{text}."
+    rows = report.rows[report.rows.task == task].dropna(subset="value")
+    far = rows[rows.length == rows.length.max()]
+    best = far.loc[far.value.idxmax()]
+    return (
+        f"Trained at {report.trained} tokens and tested at up to {best.length}, where "
+        f"{report.row_name((best.model, best.method))} scores highest in {report.tasks[task]}: "
+        f"{percent(best.value)}% ({interval(best.low, best.high)})."
+    )

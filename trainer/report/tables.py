@@ -20,60 +20,56 @@ from trainer.evaluation.results import (
     Row,
     averaged,
     by_text,
-    counted,
-    factor_label,
     lengths_of,
-    percent,
     read_csv,
 )
 from trainer.evaluation.statistics import ROUNDING, sign_mark
 
 MISSING = "·"
 TABLE = "results.csv"
+LEGEND = (
+    "Scores are in %, with their 95% intervals. ↑ ↓ better or worse than the same model as it is, "
+    "or as it is than the first model, on the same trials (exact sign test, p < 0.05, not "
+    "corrected for the number of tests). Bold: the best of a column. A method that leaves every "
+    f"loss beyond the training length as it is has no row. {MISSING} not measured."
+)
+"""Meaning of the cells of a report's tables."""
 
 
 class Cell(NamedTuple):
     """Content of a cell: a value such as ``97.3`` and what is shown with it.
 
     ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant. ``best``:
-    whether it is the best of its column. ``loss``: the loss beside it.
+    whether it is the best of its column.
     """
 
     value: str
     interval: str = ""
     mark: str = ""
     best: bool = False
-    loss: str = ""
 
 
 class Table(NamedTuple):
     """A table for the page and the terminal.
 
-    ``note``: remarks on this table. ``legend``: meaning of the cells. ``columns``: two lines each.
-    ``rows``: whether it is the first row of its model, its name, and a cell for every column, None
-    if not measured.
+    ``columns``: two lines each. ``rows``: a name, which begins with ``+`` for a further method of
+    the model above, and a cell for every column, None if not measured.
     """
 
     title: str
     note: str
-    legend: str
     columns: tuple[tuple[str, str], ...]
-    rows: tuple[tuple[bool, str, tuple[Cell | None, ...]], ...]
+    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
 
 
 def tables(report: Report) -> list[Table]:
-    """Return the mean over tasks if there are several, a table for each task, and perplexity.
-
-    A single task has the held-out losses beside its scores if both were measured at the same
-    lengths, and then no table of perplexities follows.
-    """
+    """Return the mean over tasks if there are several, a table for each task, and perplexity."""
     rows = report.rows.dropna(subset="value")
-    losses = rows[(rows.task == PERPLEXITY) & (rows.metric == "loss")]
-    scores = {task: rows[(rows.task == task) & (rows.metric == "score")] for task in report.scored}
-    beside = len(scores) == 1 and all({*s.length} == {*losses.length} for s in scores.values())
-    shown = losses if beside else losses[:0]
-    made = [_scores(report, task, of_task, shown) for task, of_task in scores.items()]
-    return made + ([] if beside or losses.empty else [_perplexities(report, losses)])
+    for model, method in _copies(rows):
+        rows = rows[(rows.model != model) | (rows.method != method)]
+    made = [_scores(report, task, rows[rows.task == task]) for task in report.scored]
+    losses = rows[rows.task == PERPLEXITY]
+    return made if losses.empty else [*made, _perplexities(report, losses)]
 
 
 def compare(runs: Sequence[str]) -> list[Table]:
@@ -97,7 +93,7 @@ def compare(runs: Sequence[str]) -> list[Table]:
 
     groups = rows.dropna(subset="value").groupby(["task", "metric", "text"], sort=False)
     return [
-        _table(f"{task}, {metric}", "", "With 95% intervals.", of_task, cell)
+        _table(f"{task}, {metric}", "With 95% intervals.", of_task, cell)
         for (task, metric, _), of_task in groups
     ]
 
@@ -117,55 +113,53 @@ def perplexity(loss: float) -> float:
     return math.inf if loss >= 700 else math.exp(loss)
 
 
+def percent(fraction: float) -> str:
+    """Return ``97.3`` for 0.973."""
+    return f"{100 * fraction:.1f}"
+
+
 def interval(low: float, high: float) -> str:
     """Return ``92.4–99.1``, the interval of a rate in percent."""
     return f"{percent(low)}–{percent(high)}"
 
 
-def _trials(report: Report, task: str) -> str:
-    """Return ``256 trials``, ``2 to 4 trials`` or ``2,816 trials on 256 texts``."""
-    trials = report.trials[(report.trials.task == task) & (report.trials.metric == "score")]
-    cells = trials.groupby(["model", "method", "length"]).text.agg(["size", "nunique"])
-    counts = {
-        noun: f"{least:,} to {counted(most, noun)}" if least < most else counted(most, noun)
-        for noun, least, most in zip(("trial", "text"), cells.min(), cells.max(), strict=True)
-    }
-    several = (cells["size"] != cells["nunique"]).any()
-    return f"{counts['trial']} on {counts['text']}" if several else counts["trial"]
+def factor_label(factor: float) -> str:
+    """Return ``2×`` for 2.0, ``1.5×`` for 1.5 and ``0.781×`` for 100 of 128 tokens."""
+    return f"{factor:.3g}×" if factor < 100 else f"{factor:g}×"
 
 
-def _scores(report: Report, task: str, scores: pd.DataFrame, losses: pd.DataFrame) -> Table:
-    """Return the table of a task's scores, with ``losses`` beside them."""
-    beside = {((r.model, r.method), r.length): f"{r.value:.3f}" for r in losses.itertuples()}
+def _copies(rows: pd.DataFrame) -> set[Row]:
+    """Return the methods that change no loss of their model at lengths beyond the training length,
+    such as a temperature whose fitted coefficient is 0."""
+    beyond = rows[(rows.task == PERPLEXITY) & (rows.factor > 1)]
+    rows_of = beyond.groupby(["model", "method"])
+    losses = {row: dict(zip(of.length, of.value, strict=True)) for row, of in rows_of}
+    return {row for row in losses if row[1] != AS_IS and losses[row] == losses.get((row[0], AS_IS))}
+
+
+def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
     marks = _marks(report, task)
     highest = scores.groupby("length").value.max()
 
     def cell(row: Any) -> Cell:
-        at = (row.model, row.method), row.length
+        mark = marks.get(((row.model, row.method), row.length), "")
         best = row.value > 0 and highest[row.length] - row.value <= ROUNDING
-        loss = beside.get(at, MISSING * bool(beside))
-        return Cell(percent(row.value), interval(row.low, row.high), marks.get(at, ""), best, loss)
+        return Cell(percent(row.value), interval(row.low, row.high), mark, best)
 
-    legend = "Success in %, with its 95% interval."
-    if marks:
-        legend += (
-            " ↑ ↓ better or worse than the same model as it is, or as it is than the first model, "
-            "on the same trials (exact sign test, p < 0.05, not corrected for the number of tests)."
-        )
-    legend += " Bold: the highest of a column."
-    if beside:
-        legend += f" Then the held-out loss in nats per token, on the last {report.last} tokens"
-        legend += " of each window."
-    note = (
-        f"{_trials(report, task)} a cell."
-        if task != MEAN
-        else (
+    if task == MEAN:
+        note = (
             "Unweighted mean. Differences are tested on one score per text, its mean over the "
             "tasks with equally many texts."
         )
-    )
-    title = report.tasks[task]
-    return _table(title, note, legend, scores, cell, report.methods, report.trained)
+    else:
+        trials = report.trials[(report.trials.task == task) & (report.trials.metric == "score")]
+        cells = trials.groupby(["model", "method", "length"]).text.agg(["size", "nunique"])
+        counts = (
+            f"{least:,}" if least == most else f"{least:,} to {most:,}"
+            for least, most in zip(cells.min(), cells.max(), strict=True)
+        )
+        note = "Trials in a cell: {}, texts: {}.".format(*counts)
+    return _table(report.tasks[task], note, scores, cell, report.methods, report.trained)
 
 
 def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
@@ -189,33 +183,24 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
 
 
 def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
-    by_length = losses.groupby("length").value
-    lowest, among = by_length.min(), by_length.agg(["size", "nunique"])
+    lowest = losses.groupby("length").value.min()
 
     def cell(row: Any) -> Cell:
-        size, different = among.loc[row.length]
-        best = row.value == lowest[row.length] and (different > 1 or size == 1)
-        return Cell(_number(perplexity(row.value)), best=best)
+        value = perplexity(row.value)
+        digits = ".2f" if value < 100 else ".0f" if value < 100_000 else ".0e"
+        return Cell(f"{value:{digits}}", best=row.value == lowest[row.length])
 
     note = (
-        f"exp of the mean loss on the last {report.last} tokens of held-out sequences, "
-        "the same at every length, so that more context only adds what lies before them."
+        "exp of the mean loss on the last tokens of held-out sequences, the same at every length, "
+        "so that more context only adds what lies before them."
     )
-    title, legend = report.tasks[PERPLEXITY], "Bold: the lowest of a column."
-    return _table(title, note, legend, losses, cell, report.methods, report.trained)
-
-
-def _number(value: float) -> str:
-    """Return a perplexity with about four digits."""
-    if value < 100:
-        return f"{value:.2f}"
-    return f"{value:.0f}" if value < 100_000 else f"{value:.0e}"
+    title = report.tasks[PERPLEXITY]
+    return _table(title, note, losses, cell, report.methods, report.trained)
 
 
 def _table(
     title: str,
     note: str,
-    legend: str,
     rows: pd.DataFrame,
     cell: Callable[[Any], Cell],
     methods: Mapping[str, str] | None = None,
@@ -236,9 +221,6 @@ def _table(
     for model, method in dict.fromkeys(key[:2] for key in cells):
         added = "" if method == AS_IS else f"+ {(methods or {}).get(method, method)}"
         name = added if added and model == before else f"{model} {added}".rstrip()
-        entries = tuple(cells.get((model, method, length)) for length in lengths)
-        shown.append((model != before, name, entries))
+        shown.append((name, tuple(cells.get((model, method, length)) for length in lengths)))
         before = model
-    if any(None in entries for *_, entries in shown):
-        legend += f" {MISSING} not measured."
-    return Table(title, note, legend, columns, tuple(shown))
+    return Table(title, note, columns, tuple(shown))

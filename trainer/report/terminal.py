@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from rich import box
@@ -16,10 +15,9 @@ from rich.text import Text
 from trainer.common.processes import is_first_process
 from trainer.common.progress import console
 from trainer.evaluation.results import VERDICTS, Report, troubles
-from trainer.report.tables import MISSING, Cell, Table, tables
+from trainer.report.tables import LEGEND, MISSING, Cell, Table, tables
 
 WIDTH = 100
-_NAME, _CELL = 19, len("131072 tokens")
 _COLOURS = {True: "green", False: "red", None: "dim", "↑": "green", "↓": "red", "": ""}
 
 
@@ -38,21 +36,27 @@ def set_up_console() -> None:
 
 
 def print_tables(shown: Sequence[Table]) -> None:
-    """Print tables at most :data:`WIDTH` characters wide.
-
-    A table with more lengths than fit continues below. A legend stands below the last of the tables
-    that share it.
-    """
+    """Print tables at most :data:`WIDTH` characters wide."""
     out = _console()
-    fitting = max(1, (out.width - _NAME) // (_CELL + 1))
-    for table, following in pairwise([*shown, None]):
-        assert table is not None
-        for start in range(0, len(table.columns), fitting):
-            out.print(_drawn(table, slice(start, start + fitting)))
-        legend = "" if following and following.legend == table.legend else table.legend
-        for text in filter(None, (table.note, legend)):
-            out.print(Text(text, style="dim"))
-        out.print()
+    for table in shown:
+        drawn = RichTable(
+            title=Text(table.title, style="bold"),
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        drawn.add_column("\nmodel", overflow="fold")
+        for head in table.columns:
+            drawn.add_column(Text("\n".join(head)), justify="right", overflow="fold")
+        for number, (name, cells) in enumerate(table.rows):
+            is_method = name.startswith("+ ")
+            if number and not is_method:
+                drawn.add_section()
+            drawn.add_row(Text(f"  {name}" if is_method else name), *map(_cell, cells))
+        out.print(drawn)
+        out.print(Text(f"{table.note}\n", style="dim"))
 
 
 def _console() -> Console:
@@ -61,34 +65,12 @@ def _console() -> Console:
     return out
 
 
-def _drawn(table: Table, columns: slice) -> RichTable:
-    drawn = RichTable(
-        title=Text(table.title + (" (continued)" if columns.start else ""), style="bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    drawn.add_column("\nmodel", overflow="fold", width=_NAME)
-    for head in table.columns[columns]:
-        drawn.add_column(Text("\n".join(head)), justify="right", width=_CELL, overflow="fold")
-    for number, (is_first, name, cells) in enumerate(table.rows):
-        if is_first and number:
-            drawn.add_section()
-        drawn.add_row(Text(name if is_first else f"  {name}"), *map(_cell, cells[columns]))
-    return drawn
-
-
 def _cell(cell: Cell | None) -> Text:
     """Return a cell with its interval below it."""
     if cell is None:
         return Text(MISSING, style="dim")
-    text = Text(f"{cell.value:>5}", style="bold" if cell.best else "")
-    if cell.interval or cell.mark:
-        text.append(cell.mark or " ", style=_COLOURS[cell.mark])
-    if cell.loss:
-        text.append(f"{cell.loss:>6}", style="cyan")
+    text = Text(cell.value, style="bold" if cell.best else "")
+    text.append(cell.mark or " ", style=_COLOURS[cell.mark])
     if cell.interval:
         text.append(f"\n{cell.interval}", style="dim")
     return text
@@ -97,8 +79,10 @@ def _cell(cell: Cell | None) -> Text:
 def print_report(report: Report, run_dir: str, existing: bool) -> None:
     """Print the tables, what training changed, the verdicts on the papers' claims, and the path of
     the page, which has their numbers."""
-    print_tables(tables(report))
+    print_tables(shown := tables(report))
     out = _console()
+    if shown:
+        out.print(Text(f"{LEGEND}\n", style="dim"))
     for run in report.runs:
         for change in run.changes:
             losses = (change[f"loss_{when}"] for when in ("before", "after", "end"))
