@@ -79,8 +79,11 @@ def plain(config: RunConfig) -> dict[str, Any]:
 
 
 def saved_config(values: dict[str, Any]) -> RunConfig:
-    """Return the configuration that a run or a checkpoint holds, without running its plugins."""
-    config: RunConfig = adapter(RunConfig).validate_python(values)
+    """Return the configuration that a run or a checkpoint holds, without running its plugins.
+
+    Its evaluation, which another version may have written with other keys, gets the defaults.
+    """
+    config: RunConfig = adapter(RunConfig).validate_python(values | {"evaluation": {}})
     return config
 
 
