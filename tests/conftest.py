@@ -1,4 +1,8 @@
-"""Shared by all tests: one thread, the same hypothesis examples every time, a tiny decoder."""
+"""Shared by all tests: which of them run, one thread, the same hypothesis examples, a decoder.
+
+Quick tests run, with ``--all`` also those marked ``slow``, with ``--weekly`` also ``weekly``. A
+test named on the command line (``file::test``) always runs.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +20,41 @@ import torch
 from hypothesis import settings
 from lightning.pytorch.utilities import rank_zero_only
 
+from tests.program import blank
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.plotting import style
 from trainer.positional.config import PositionalConfig, build_layout
 
-pytest_plugins = ["tests.ordering", "tests.small_runs", "tests.done_once"]
+pytest_plugins = ["tests.small_runs"]
 
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also tests marked slow (CI)")
+    parser.addoption("--weekly", action="store_true", help="also tests marked slow or weekly")
+
+
+@pytest.hookimpl(optionalhook=True)  # scripts/mutate.py runs without pytest-xdist
+def pytest_xdist_auto_num_workers(config):
+    return len(os.sched_getaffinity(0))
+
+
+def pytest_collection_modifyitems(config, items):
+    if any("::" in word for word in config.args):
+        return
+    weekly = config.getoption("--weekly")
+    left_out = set() if weekly else {"weekly"}
+    if not (config.getoption("--all") or weekly):
+        left_out.add("slow")
+
+    def runs(item):
+        return not any(item.get_closest_marker(name) for name in left_out)
+
+    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
+    items[:] = [item for item in items if runs(item)]
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +68,13 @@ def one_thread():
     """Also after a command with ``threads``: beside other processes, two threads take three times
     as long as one."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def blank_figures(request, monkeypatch):
+    """Blank figures, but in tests of reports: to render them takes most of a report's time."""
+    if not {"report", "plotting"} & {*request.path.parts}:
+        monkeypatch.setattr(style, "_rendered", blank)
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
-from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 
 SHAPE = {
@@ -68,15 +66,15 @@ def base(tmp_path_factory):
 
 
 def trained_in(directory, base, **changes):
-    """The configuration and the finished run of ``base`` with changes."""
-    config = parse(RunConfig, merged({**base, "run_dir": str(directory)}, changes))
+    """The configuration and the last checkpoint of a run of ``base`` with changes."""
+    config = parse(merged({**base, "run_dir": str(directory)}, changes))
     directory.mkdir(exist_ok=True)
     return config, train(config, prepare_corpus(config.data, config.tokenizer))
 
 
 @pytest.fixture
 def run(base, tmp_path):
-    """Train with changes to ``base``; returns the configuration and the finished run."""
+    """Train with changes to ``base``; returns the configuration and the last checkpoint."""
 
     def go(name="run", **changes):
         return trained_in(tmp_path / name, base, **changes)
@@ -88,8 +86,3 @@ def run(base, tmp_path):
 def finished(base, tmp_path_factory):
     """The run of ``base`` as it is, trained once for all who change nothing in its directory."""
     return trained_in(tmp_path_factory.mktemp("finished") / "run", base)
-
-
-def decoder_of(trained):
-    """The decoder of a finished run as it was saved last."""
-    return read_run(trained.checkpoint).decoder()

@@ -219,11 +219,3 @@ def test_another_shape_is_named(saved):
 def test_a_name_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match="neither a checkpoint nor a run"):
         find_checkpoint(str(tmp_path / "none"))
-
-
-def test_the_manifest_names_the_files_of_all_ranks(tmp_path):
-    partly, final = tmp_path / ".partial", tmp_path / "step-000003"
-    partly.mkdir()
-    files = [{"shard-1": [1, "a"]}, {"shard-2": [2, "b"]}]
-    Writer(tmp_path, 1)._complete(partly, final, files, b"{}")
-    assert [*json.loads((final / MANIFEST).read_text())] == [STATE, "shard-1", "shard-2"]

@@ -21,7 +21,7 @@ from trainer.commands import (
     run_config,
 )
 from trainer.common.errors import UserError
-from trainer.config import AnalysisRequest, RunConfig
+from trainer.common.fields import validated
 from trainer.runs.parsing import parse, runs_of
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -52,9 +52,9 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
         words = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", word) for word in words]
     composed = compose_words(words, name)
     if name == "evaluate":
-        assert parse(schema.EvaluationRequest, composed.values).checkpoint
+        assert validated(schema.EvaluationRequest, composed.values).checkpoint
     elif name == "analyze":
-        assert parse(AnalysisRequest, composed.values).checkpoint
+        assert validated(schema.AnalysisRequest, composed.values).checkpoint
     elif name == "train":
         forget_absent_weights(composed.values)
         assert run_config(composed).name
@@ -82,12 +82,12 @@ def test_a_control_without_a_drop_has_the_norm_of_its_run_that_drops():
         "drop": {"at": 5},
         "controls": {"c": {"branch": "drop", "drop": {"at": None}}},
     }
-    assert runs_of(parse(RunConfig, values))["c"].drop_step is None
+    assert runs_of(parse(values))["c"].drop_step is None
 
 
 def test_defaults_of_the_schema_keep_its_rules():
-    assert parse(RunConfig, {}).model.is_trained is False
-    assert parse(RunConfig, asdict(parse(RunConfig, {}))) == parse(RunConfig, {})
+    assert parse({}).model.is_trained is False
+    assert parse(asdict(parse({}))) == parse({})
 
 
 PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "drop": {}}}
@@ -113,14 +113,14 @@ BROKEN = {
 @pytest.mark.parametrize("key", BROKEN)
 def test_a_broken_rule_is_named_by_its_key(key):
     with pytest.raises(UserError) as refused:
-        parse(RunConfig, {"model": {"num_hidden_layers": 2}} | BROKEN[key])
+        parse({"model": {"num_hidden_layers": 2}} | BROKEN[key])
     assert str(refused.value).startswith(key)
 
 
 def test_wrong_values_are_a_line_each():
     values = {"model": {"hidden_size": "x"}, "trainer": {"log_every": 0}, "sed": 1}
     with pytest.raises(UserError) as refused:
-        parse(RunConfig, values)
+        parse(values)
     lines = sorted(str(refused.value).splitlines())
     assert [line.split(":")[0] for line in lines] == [
         "model.hidden_size",

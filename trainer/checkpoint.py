@@ -265,17 +265,14 @@ def find_checkpoint(name: str) -> Path:
 
 def is_sound(path: Path) -> bool:
     """Whether the files of a checkpoint are those of its manifest."""
-
-    def is_same(file: tuple[str, list[Any]]) -> bool:
-        name, (size, digest) = file
-        place = path / name
-        return place.is_file() and place.stat().st_size == size and checksum(place) == digest
-
     if not (path / MANIFEST).is_file():
         return False
-    manifest = json.loads((path / MANIFEST).read_bytes())
+    manifest: dict[str, list[Any]] = json.loads((path / MANIFEST).read_bytes())
+    files = [path / name for name in manifest]
+    if not all(file.is_file() for file in files):
+        return False
     with ThreadPoolExecutor() as pool:
-        return all(pool.map(is_same, manifest.items()))
+        return [*pool.map(_described, files)] == [*manifest.values()]
 
 
 def check_sound(path: Path) -> Path:

@@ -11,12 +11,13 @@ import json
 import logging
 import os
 import re
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import reduce
-from itertools import compress, takewhile
+from itertools import takewhile
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +33,7 @@ from trainer import config as schema
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.fields import validated
 from trainer.common.processes import is_first_process, requeue, stopping_at_once
+from trainer.common.progress import show_log
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +97,14 @@ def _is_path(word: str) -> bool:
 
 
 def job_of(config: DictConfig, hydra_config: Any) -> Job:
-    """Return the plain values of a composed configuration without Hydra's own."""
+    """Return the plain values of a composed configuration without Hydra's own.
+
+    Its ``plugins`` are run, so that it can name what they register.
+    """
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    for path in values.get("plugins") or ():
+        runpy.run_path(path)
     return Job(values, hydra_config.runtime.choices, list(hydra_config.overrides.task))
 
 
@@ -121,9 +128,8 @@ def run_command(name: str, words: Sequence[str]) -> None:
         print(OmegaConf.to_yaml(job.values), end="")
         return
     register_schema()
-    is_prompt = [name == "generate" and word.startswith("prompt=") for word in words]
-    prompts = [word.partition("=")[2] for word in compress(words, is_prompt)]
-    words = overrides_of(name, compress(words, (not is_one for is_one in is_prompt)))
+    prompts = [word for word in words if name == "generate" and word.startswith("prompt=")]
+    words = overrides_of(name, [word for word in words if word not in prompts])
     errors: list[Exception] = []
 
     def run(config: DictConfig) -> None:
@@ -131,7 +137,8 @@ def run_command(name: str, words: Sequence[str]) -> None:
             sys.argv = argv  # as a page about the results quotes it
             job = job_of(config, HydraConfig.get())
             if prompts:
-                job.values["prompts"] += prompts
+                job.values["prompts"] += [prompt.removeprefix("prompt=") for prompt in prompts]
+            show_log()
             with stopping_at_once():  # while training, its own handlers save first
                 COMMANDS[name](job)
         except PreemptedError as stop:
@@ -175,7 +182,7 @@ def run_config(job: Job) -> schema.RunConfig:
             if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
                 key = word.partition("=")[0].lstrip("+")
                 raise UserError(f"{key}: the trained weights bring their shape")
-    config = parse(schema.RunConfig, job.values)
+    config = parse(job.values)
     drops = config.drop_step is not None or config.controls  # which may drop
     if config.model.qk_norm.when == "after_drop" and not drops:
         raise UserError("model.qk_norm.when: 'after_drop', but there is no drop")
@@ -212,9 +219,8 @@ def train(job: Job) -> None:
     config = run_config(job)
     if is_first_process():
         check_start(config)  # before torch is imported
-    from trainer.report.terminal import print_report, set_up_console
+    from trainer.report.terminal import print_report
 
-    set_up_console()
     if job.values["drop"]["at"] is not None and config.drop.at is None:
         log.warning("drop: the encoding has nothing to drop, so the run has no drop")
     from trainer.workflows.experiment import run_experiment
@@ -234,11 +240,10 @@ def recalibrate(job: Job) -> None:
     began = time.time()
     keys, values = choose_keys(job, began)
     from trainer.evaluation.results import FACTS
-    from trainer.report.terminal import print_report, set_up_console
+    from trainer.report.terminal import print_report
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint
 
-    set_up_console()
     config = run_config(job)
     for key, value in values.items():
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
@@ -257,39 +262,32 @@ def recalibrate(job: Job) -> None:
 def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[str, Any]]:
     """Take the keys of ``recalibrate`` out of the values, and set those of a run that follow from
     them; return both. ``began``: when the minutes began, in seconds since the epoch."""
-    keys = take_keys(job, schema.RecalibrateKeys)
+    keys, values = take_keys(job, schema.RecalibrateKeys), job.values
     if keys.text is None and job.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
-    from trainer.runs.directory import RECORD, check_files
-
-    files = [keys.text] if isinstance(keys.text, str) else keys.text or []
     named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
-    given = {key: reduce(getitem, key.split("."), job.values) for key in named if "." in key}
-    own: dict[str, Any] = {}
+    given = {key: reduce(getitem, key.split("."), values) for key in named if "." in key}
     if "name" not in named:
         stem = re.sub(r"[^\w.+-]", "-", Path(keys.checkpoint).absolute().name)
-        own["name"] = f"{stem.lstrip('-.+')}-drope"
+        values["name"] = f"{stem.lstrip('-.+')}-drope"
         if "run_dir" not in named:
-            own["run_dir"] = f"runs/{own['name']}"
-    if files:
-        own["data.files"] = files
-    set_keys(job.values, own)
-    run_dir, overwrite = Path(job.values["run_dir"]), job.values["overwrite"] is True
-    if overwrite or not (run_dir / RECORD).is_file():
-        check_files(files)  # before torch is imported
+            values["run_dir"] = f"runs/{values['name']}"
+    if keys.text:
+        values["data"]["files"] = [keys.text] if isinstance(keys.text, str) else keys.text
+    from trainer.runs.directory import RECORD, check_files
+
+    record = Path(values["run_dir"], RECORD)
+    begun = record if record.is_file() and values["overwrite"] is not True else None
+    if begun is None:
+        check_files(values["data"]["files"])  # before torch is imported
     from trainer.workflows import recalibrate as workflow
 
-    set_keys(job.values, {f"model.{workflow.source_of(keys.checkpoint)}": keys.checkpoint})
-    values = workflow.chosen(keys.checkpoint, keys.minutes, given, run_dir, overwrite, began)
-    set_keys(job.values, values)
-    return keys, values
-
-
-def set_keys(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Set values by dotted keys."""
-    for key, value in changes.items():
+    values["model"][workflow.source_of(keys.checkpoint)] = keys.checkpoint
+    chosen = workflow.chosen_keys(keys.checkpoint, keys.minutes, given, began, begun)
+    for key, value in chosen.items():
         *groups, last = key.split(".")
         reduce(getitem, groups, values)[last] = value
+    return keys, chosen
 
 
 def prepare(job: Job) -> None:
@@ -298,10 +296,8 @@ def prepare(job: Job) -> None:
     python -m trainer prepare +experiment=NAME [KEY=VALUE ...]
     """
     config = run_config(job)
-    from trainer.report.terminal import set_up_console
     from trainer.workflows.text import prepare_texts
 
-    set_up_console()
     for line in prepare_texts(config):
         print(line)
 
@@ -330,14 +326,11 @@ def evaluate(job: Job) -> None:
 
     At multiples of the training length, with every method that extends the context.
     """
-    from trainer.runs.parsing import parse
-
-    request = parse(schema.EvaluationRequest, job.values)
+    request = validated(schema.EvaluationRequest, job.values)
     name = job.choices["evaluation"]
-    from trainer.report.terminal import print_report, set_up_console
+    from trainer.report.terminal import print_report
     from trainer.workflows.evaluate import evaluate_lengths
 
-    set_up_console()
     if (outcome := evaluate_lengths(request, name)) is not None:
         print_report(outcome[0], str(outcome[1]), existing=False)
 
@@ -361,13 +354,9 @@ def analyze(job: Job) -> None:
 
     python -m trainer analyze PATH +analysis=NAME [KEY=VALUE ...]
     """
-    from trainer.runs.parsing import parse
-
-    request = parse(schema.AnalysisRequest, job.values)
-    from trainer.report.terminal import set_up_console
+    request = validated(schema.AnalysisRequest, job.values)
     from trainer.workflows.analyze import analyze as write_page
 
-    set_up_console()
     _, page = write_page(request, job.choices["analysis"])
     print(f"Numbers: {page.with_name('results.csv')}")
     print(f"Report: {page}")
@@ -383,11 +372,7 @@ def generate(job: Job) -> None:
         raise UserError("prompt: expected one or more")
     from trainer.workflows.generate import continue_prompts
 
-    texts = continue_prompts(
-        request,
-        show=lambda text: print(text, end="", flush=True),
-        say=lambda text: print(text, file=sys.stderr),
-    )
+    texts = continue_prompts(request, show=lambda text: print(text, end="", flush=True))
     if len(texts) > 1:  # a single one was shown while it grew
         for prompt, text in zip(request.prompts, texts, strict=True):
             print(f"{prompt}{text}\n")
@@ -400,10 +385,8 @@ def export(job: Job) -> None:
     """
     request = validated(schema.ExportRequest, job.values)
     from trainer.interchange.hf_config import OWN
-    from trainer.report.terminal import set_up_console
     from trainer.workflows.export import export_checkpoint
 
-    set_up_console()
     architecture = export_checkpoint(request)
     trust = ", trust_remote_code=True" if architecture == OWN else ""
     print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
@@ -411,9 +394,7 @@ def export(job: Job) -> None:
 
 COMMANDS: dict[str, Callable[[Job], None]] = {
     command.__name__: command
-    for command in (
-        *(train, recalibrate, prepare, evaluate, compare, analyze, generate, export, plan),
-    )
+    for command in (train, recalibrate, prepare, evaluate, compare, analyze, generate, export, plan)
 }
 
 

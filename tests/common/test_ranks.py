@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,15 @@ import torch
 import torch.distributed as dist
 
 from tests.program import run_ranks
-from trainer.common import ranks as ranks_module
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.ranks import (
     Ranks,
-    Vote,
     all_gather,
+    any_rank,
     current_ranks,
     device_of,
-    init_distributed,
     on_rank_zero,
     process_group,
-    shutdown_distributed,
 )
 
 STOP = PreemptedError("stop", "SIGTERM")
@@ -43,16 +41,12 @@ def environment(monkeypatch):
 
 def test_a_process_that_nobody_launched_is_alone(environment):
     assert current_ranks() == Ranks(0, 1, 0, 1)
-    assert current_ranks().is_rank_zero
 
 
 def test_torchrun_says_who_it_is(environment):
     for name, value in zip(TORCHRUN, ["5", "16", "1", "4", "1"], strict=True):
         environment.setenv(name, value)
-    ranks = current_ranks()
-    assert ranks == Ranks(5, 16, 1, 4)
-    assert ranks.nodes == 4
-    assert not ranks.is_rank_zero
+    assert current_ranks() == Ranks(5, 16, 1, 4)
 
 
 def test_a_batch_script_without_srun_is_alone(environment):
@@ -63,8 +57,8 @@ def test_a_batch_script_without_srun_is_alone(environment):
 
 
 @pytest.mark.slow
-def test_two_ranks_share_results_errors_and_votes(tmp_path):
-    """The first rank's result and error reach both; a vote is known to both a step later."""
+def test_two_ranks_share_results_errors_and_wishes(tmp_path):
+    """The first rank's result and error reach both, and so does what one of them wishes."""
     script = Path(__file__).with_name("two_ranks.py")
     done = run_ranks(2, script, cwd=tmp_path)
     assert [rank.returncode for rank in done] == [0, 0], done
@@ -73,10 +67,9 @@ def test_two_ranks_share_results_errors_and_votes(tmp_path):
             "result: 3",
             "error: FileNotFoundError nowhere",
             "gathered: [0, 10]",
-            "votes: [False, False, True, False]",
+            "wishes: [False, True, True]",
         ]
-    single = Vote()
-    assert [single.agreed(mine) for mine in (False, True, False)] == [False, True, False]
+    assert any_rank(False, True) == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -86,31 +79,13 @@ def test_two_ranks_share_results_errors_and_votes(tmp_path):
 def test_ranks_of_srun_meet_at_the_first_host_of_the_job(environment, nodes, first):
     step = {
         "PROCID": "5", "LOCALID": "1", "NODEID": "1", "STEP_NUM_TASKS": "8", "JOB_ID": "123456",
-        "STEP_TASKS_PER_NODE": "4(x2)", "STEP_NODELIST": nodes,
+        "STEP_NUM_NODES": "2", "STEP_NODELIST": nodes,
     }  # fmt: skip
     for name, value in step.items():
         environment.setenv(f"SLURM_{name}", value)
     assert current_ranks() == Ranks(5, 8, 1, 4)
     names = ("MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "RANK", "WORLD_SIZE")
     assert [os.environ[name] for name in names] == [first, "18456", "1", "5", "8"]
-
-
-@pytest.mark.parametrize(
-    ("per_node", "sizes"), [("2(x3),1", [2, 2, 2, 1]), ("1,4(x2)", [1, 4, 4]), ("3,2", [3, 2])]
-)
-def test_ranks_of_srun_count_those_of_their_own_node(environment, per_node, sizes):
-    step = {
-        "PROCID": "0", "LOCALID": "0", "STEP_NUM_TASKS": str(sum(sizes)), "JOB_ID": "7",
-        "STEP_TASKS_PER_NODE": per_node, "STEP_NODELIST": "a1",
-    }  # fmt: skip
-    for name, value in step.items():
-        environment.setenv(f"SLURM_{name}", value)
-    counts = []
-    for node in range(len(sizes)):
-        environment.setenv("SLURM_NODEID", str(node))
-        environment.delenv("RANK", raising=False)
-        counts.append(current_ranks().local_size)
-    assert counts == sizes
 
 
 def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
@@ -136,72 +111,61 @@ def test_a_process_computes_where_it_may(monkeypatch):
 
 
 def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
-    assert init_distributed("single") == Ranks()
+    with process_group("single") as ranks:
+        assert (ranks, dist.is_initialized()) == (Ranks(), False)
     for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
         environment.setenv(name, value)
-    with pytest.raises(UserError) as error:
-        init_distributed("single")
-    assert str(error.value) == "strategy: single uses one process, and 2 were started"
+    with (
+        pytest.raises(UserError, match=r"^strategy: single uses one process, and 2 were started$"),
+        process_group("single"),
+    ):
+        pass
 
 
 @pytest.fixture
-def alone(environment):
-    """A process group of this process; none is left behind."""
+def no_group(environment):
+    """No process group, before and afterwards."""
     assert not dist.is_initialized()
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def test_one_process_of_a_strategy_for_several_has_a_group_of_its_own(alone):
-    assert init_distributed("ddp") == Ranks()
-    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-    assert [os.environ[n] for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")] == [
-        "0", "1", "0", "0",
-    ]  # fmt: skip
-    group = dist.group.WORLD
-    assert init_distributed("ddp") == Ranks()  # again
-    assert dist.group.WORLD is group
-    assert on_rank_zero(lambda: 3) == 3
-    assert all_gather(5) == [5]
-    shutdown_distributed()
-    assert not dist.is_initialized()
-    shutdown_distributed()
-
-
 @pytest.mark.parametrize(
     "error",
     [None, STOP, UserError("no"), RuntimeError("x"), KeyboardInterrupt()],
 )
-def test_the_group_of_one_process_ends_with_its_block_however_that_ends(alone, error, capsys):
-    kinds = type(error) if error else ()
-    with suppress(kinds), process_group("ddp") as ranks:
+def test_one_process_of_a_strategy_for_several_has_a_group_within_the_block(no_group, error):
+    with suppress(type(error) if error else ()), process_group("ddp") as ranks:
         assert ranks == Ranks()
-        assert dist.is_initialized()
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+        assert [os.environ[name] for name in names] == ["0", "1", "0", "0"]
+        assert on_rank_zero(lambda: 3) == 3
+        assert all_gather(5) == [5]
         if error:
             raise error
     assert not dist.is_initialized()
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
-    ("error", "stays", "printed"),
+    ("error", "stays"),
     [
-        (None, False, False),
-        (STOP, False, False),
-        (DivergedError("no"), False, False),
-        (UserError("no"), True, False),
-        (RuntimeError("x"), True, True),
+        (None, False),
+        (STOP, False),
+        (DivergedError("no"), False),
+        (UserError("no"), True),
+        (RuntimeError("x"), True),
     ],
 )
 def test_of_several_the_group_stays_where_one_may_have_failed_alone(
-    alone, monkeypatch, error, stays, printed, capsys
+    no_group, monkeypatch, error, stays
 ):
-    monkeypatch.setattr(ranks_module, "init_distributed", lambda *_: Ranks(1, 2))
-    init_distributed("ddp")
-    kinds = type(error) if error else ()
-    with suppress(kinds), process_group("ddp"):
+    for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
+        monkeypatch.setenv(name, value)
+    start = partial(dist.init_process_group, store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    with suppress(type(error) if error else ()), process_group("ddp"):
         if error:
             raise error
     assert dist.is_initialized() == stays
-    assert ("RuntimeError: x" in capsys.readouterr().err) == printed

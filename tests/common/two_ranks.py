@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.common.ranks import Vote, all_gather, on_rank_zero, process_group
+from trainer.common.ranks import all_gather, any_rank, on_rank_zero, process_group
 
 with process_group("ddp") as ranks:
     print("result:", on_rank_zero(lambda: 3 + ranks.rank))
@@ -11,6 +11,4 @@ with process_group("ddp") as ranks:
     except OSError as error:
         print("error:", type(error).__name__, error.filename)
     print("gathered:", all_gather(10 * ranks.rank))
-    vote = Vote()
-    wants = [False, ranks.rank == 1, False, False]
-    print("votes:", [vote.agreed(mine) for mine in wants])
+    print("wishes:", any_rank(False, ranks.rank == 1, True))

@@ -16,9 +16,9 @@ from tests.interchange.families import made
 from tests.small_runs import trained_in
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import compose_words
+from trainer.common.fields import validated
 from trainer.config import AnalysisRequest, EvaluationRequest
 from trainer.evaluation.longbench import KINDS
-from trainer.runs.parsing import parse
 from trainer.workflows import analyze, evaluate
 
 pytestmark = pytest.mark.weekly
@@ -175,10 +175,8 @@ def quick(monkeypatch, place):
 
 def asked(command, line, output):
     """The checked request."""
-    composed = compose_words(small(line, output), command)
-    if command == "analyze":
-        return parse(AnalysisRequest, composed.values)
-    return parse(EvaluationRequest, composed.values)
+    request = AnalysisRequest if command == "analyze" else EvaluationRequest
+    return validated(request, compose_words(small(line, output), command).values)
 
 
 class TestAnalyses:

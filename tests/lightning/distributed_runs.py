@@ -16,7 +16,7 @@ import lightning as L
 import torch
 
 from trainer.common.errors import PreemptedError
-from trainer.common.ranks import init_distributed, shutdown_distributed
+from trainer.common.ranks import Ranks, process_group
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
@@ -32,11 +32,8 @@ class TellRank1(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-torch.set_num_threads(1)
-for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
-    config = parse(RunConfig, values)
-    ranks = init_distributed(config.strategy.name)
-    if ranks.is_rank_zero:
+def train_as_told(ranks: Ranks, config: RunConfig, begin: str | None, stop: int | None) -> None:
+    if not ranks.rank:
         directory = Path(config.run_dir) / "checkpoints"
         directory.mkdir(parents=True)
         if begin:
@@ -50,4 +47,9 @@ for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
         except PreemptedError as error:
             Path(config.run_dir, f"stopped-{ranks.rank}").write_text(str(error))
     train(config, corpus)
-shutdown_distributed()
+
+
+torch.set_num_threads(1)
+with process_group("ddp") as ranks:
+    for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
+        train_as_told(ranks, parse(values), begin, stop)

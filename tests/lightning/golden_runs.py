@@ -13,8 +13,7 @@ import torch
 
 from tests.program import run_ranks
 from tests.small_runs import SHAPE
-from trainer.common.ranks import init_distributed, shutdown_distributed
-from trainer.config import RunConfig
+from trainer.common.ranks import process_group
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
 from trainer.runs.directory import read_metrics
@@ -72,7 +71,7 @@ def configs(directory, runs):
     files = {"data": {"files": [str(directory / "a.jsonl")], "cache_dir": str(directory / "cache")}}
     base = merged(BASE, files)
     return {
-        name: parse(RunConfig, merged(base | {"run_dir": str(directory / name)}, changes))
+        name: parse(merged(base | {"run_dir": str(directory / name)}, changes))
         for name, changes in runs.items()
     }
 
@@ -106,10 +105,9 @@ def curves(directory):
 
 def main():
     torch.set_num_threads(1)
-    for config in configs(Path(sys.argv[1]), TOGETHER).values():
-        init_distributed(config.strategy.name)
-        train(config, prepare_corpus(config.data, config.tokenizer))
-    shutdown_distributed()
+    with process_group("ddp"):
+        for config in configs(Path(sys.argv[1]), TOGETHER).values():
+            train(config, prepare_corpus(config.data, config.tokenizer))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
             run()
     assert signal.getsignal(number) == before
     config, trained = run()
-    assert_same_state(trained.checkpoint, checkpoint_of(finished[0]))
+    assert_same_state(trained, checkpoint_of(finished[0]))
     assert rows_of(config) == rows_of(finished[0])
 
 

@@ -70,7 +70,7 @@ def test_updates_that_were_skipped_are_counted_in_a_row_and_since_the_start():
 def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, threads, ranks, expected):
     """torchrun's OMP_NUM_THREADS is not the user's choice."""
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    monkeypatch.setattr(setup, "share_of_cores", lambda _: 3)
+    monkeypatch.setattr(setup, "cores", lambda: 3)
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     from torch._inductor import config as inductor
 

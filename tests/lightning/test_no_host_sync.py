@@ -13,7 +13,6 @@ import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import drop, setup
 from trainer.lightning.fit import train
@@ -82,7 +81,7 @@ def steps(base, tmp_path, monkeypatch, changes):
     monkeypatch.setattr(RunCallback, "write_row", lambda *_: None)
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     stop = {"callbacks": {"stop": {"_target_": f"{__name__}.StopAfter", "step": 8}}}
-    config = parse(RunConfig, merged(merged(merged(base, rare), stop), changes))
+    config = parse(merged(merged(merged(base, rare), stop), changes))
     with pytest.raises(EnoughError):
         train(config, prepare_corpus(config.data, config.tokenizer))
 
@@ -95,7 +94,6 @@ def test_steps_before_and_after_the_drop(base, tmp_path, monkeypatch, name):
 def test_reading_a_value_fails(base, tmp_path):
     """The check itself: a logged row reads the loss."""
     config = parse(
-        RunConfig,
         merged(
             base,
             {

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tests.lightning.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
 from tests.small_runs import trained_in
 from trainer.checkpoint import read_state
-from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.prepared import windows_at
 from trainer.positional.encodings import by_name
@@ -84,12 +83,12 @@ def test_effect_of_a_phase_is_measured_at_its_length(whole):
         logits = model(ids).double()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
 
-    effect = trained.effects["long"]
+    effect = read_state(trained)["effects"]["long"]
     slowed = loss(4, lambda layout: layout.rescaled(position_interpolation, 2.0))
     expected = {"loss_before": loss(4), "loss_after": slowed, "loss_end": loss(7)}
     assert {key: effect[key] for key in expected} == pytest.approx(expected, rel=1e-5)
     assert effect["step"] == 4
-    drop = trained.effect_of_drop
+    drop = read_state(trained)["effects"]["dropped"]
     dropped = Layout.from_dict(read_state(checkpoint_of(config, 8))["layout"])
     losses = loss(7), loss(7, lambda _: dropped), loss(9)
     assert tuple(drop[f"loss_{when}"] for when in ("before", "after", "end")) == pytest.approx(
@@ -147,7 +146,7 @@ def test_a_run_may_begin_with_the_weights_of_another(run, whole):
     states = [read_state(checkpoint_of(each)) for each in (config, begun)]
     assert states[0]["layout"] == states[1]["layout"]
     assert states[0]["tokenizer"] == states[1]["tokenizer"]
-    assert trained.effects == {}
+    assert read_state(trained)["effects"] == {}
 
 
 @pytest.mark.slow
@@ -199,8 +198,10 @@ def test_a_new_base_and_new_windows_survive_a_resume(run, tmp_path):
         "trainer": {"checkpoint_every": 1},
     }
     config, trained = run("swan", **changes)
-    assert "new base of the frequencies (2,000,000)" in trained.effects["long"]["what"]
-    assert trained.effects["swan"]["what"].endswith("of layers 0; windows none, 16")
+    assert (
+        "new base of the frequencies (2,000,000)" in read_state(trained)["effects"]["long"]["what"]
+    )
+    assert read_state(trained)["effects"]["swan"]["what"].endswith("of layers 0; windows none, 16")
     free, local = Layout.from_dict(read_state(checkpoint_of(config))["layout"]).layers
     assert (free.window, local.window) == (None, 16)
     assert not free.spectra[0].rotates
@@ -219,7 +220,7 @@ def test_a_run_that_begins_with_a_dropped_model_goes_on_and_drops_nothing_again(
 
     def config(from_run, norms="after_drop", **changes):
         model = {"from_run": from_run, "qk_norm": {"when": norms}}
-        return parse(RunConfig, merged(begun, {"model": model, **changes}))
+        return parse(merged(begun, {"model": model, **changes}))
 
     last = config(whole.run_dir, drop={"at": None})
     assert (name_and_role(last)[0], last.positional.layers) == ("NoPE, continued", ["nope"])

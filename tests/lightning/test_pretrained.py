@@ -11,10 +11,8 @@ from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.lightning.test_run import assert_same_state, checkpoint_of, rows_of
-from tests.small_runs import decoder_of
 from trainer.checkpoint import BEFORE_DROP, read_state
 from trainer.common.errors import PreemptedError
-from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
 from trainer.lightning.fit import train
@@ -62,7 +60,7 @@ def begin(base, published, tmp_path):
             "model": {"from_pretrained": str(published[0]), "qk_norm": {"when": "after_drop"}},
             "drop": {"at": 0, "effect_sequences": 4, "schedule": {"warmup_steps": 2}},
         }
-        config = parse(RunConfig, merged(values, changes))
+        config = parse(merged(values, changes))
         (tmp_path / name).mkdir(exist_ok=True)
         return config, train(config, open_corpus(config))
 
@@ -80,7 +78,7 @@ def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, publishe
     ids, targets = probe[:, :-1], probe[:, 1:]
     logits = published[1](ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    effect = run.effect_of_drop
+    effect = read_state(run)["effects"]["recalibrate"]
     assert effect["loss_before"] == pytest.approx(expected.item(), rel=1e-5)
     assert effect["step"] == 0
 
@@ -92,7 +90,7 @@ def test_shape_and_positions_are_the_published_ones(begin):
     assert before["layout"]["training_length"] == 64
     (spectrum,) = before["layout"]["spectra"]
     assert spectrum["inv_freq"] == pytest.approx([500.0 ** (-m / 4) for m in range(4)])
-    layout = decoder_of(run).layout
+    layout = read_run(run).decoder().layout
     assert layout.training_length == 64
     assert not any(s.rotates for s in layout.spectra)
     assert all(layer.qk_norm for layer in layout.layers)

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.small_runs import decoder_of
 from trainer.checkpoint import (
     BEFORE_DROP,
     read_state,
@@ -23,7 +22,6 @@ from trainer.checkpoint import (
     step_name,
 )
 from trainer.common.errors import PreemptedError
-from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
@@ -84,8 +82,8 @@ def assert_resumes(run, whole, steps, directory, **changes):
     for step in steps:
         start_from(whole, step, directory / f"from{step}")
         resumed, trained = run(f"from{step}", **changes)
-        last = trained.config.trainer.max_steps
-        assert_same_state(trained.checkpoint, checkpoint_of(whole, last))
+        last = resumed.trainer.max_steps
+        assert_same_state(trained, checkpoint_of(whole, last))
         assert rows_of(resumed) == rows_of(whole)
 
 
@@ -135,10 +133,10 @@ def test_effect_of_the_drop_matches_the_checkpoints(finished):
     model = read_run(path).decoder()
     each = {"before": losses(model)}
     model.layout = drop(model.layout, qk_norm=True)
-    each |= {"after": losses(model), "end": losses(decoder_of(trained))}
+    each |= {"after": losses(model), "end": losses(read_run(trained).decoder())}
     mean = {f"loss_{when}": sum(values) / len(values) for when, values in each.items()}
     assert mean["loss_end"] < min(mean["loss_before"], mean["loss_after"])
-    effect = dict(trained.effect_of_drop)
+    effect = read_state(trained)["effects"]["recalibrate"]
     assert (effect.pop("what"), effect.pop("length")) == ("dropped the encoding (nope)", 32)
     sequences = effect.pop("sequences")
     assert sequences == {when: pytest.approx(values) for when, values in each.items()}
@@ -192,7 +190,7 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
             norm = name.replace("proj", "norm")
             module.register_forward_hook(lambda *args, norm=norm: seen.update({norm: args[2]}))
     model(ids)
-    after = decoder_of(trained)
+    after = read_run(trained).decoder()
     assert len(seen) == 4
     for norm, output in seen.items():
         weight, rms = after.get_parameter(f"{norm}.weight"), output.square().mean().sqrt()
@@ -202,11 +200,11 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
 
 def test_a_control_that_branches_off_after_the_drop_ends_as_its_run(finished, base, tmp_path):
     main, _ = finished
-    config = parse(RunConfig, merged(base, {"run_dir": str(tmp_path / "control")}))
+    config = parse(merged(base, {"run_dir": str(tmp_path / "control")}))
     Path(config.run_dir).mkdir()
     corpus = prepare_corpus(config.data, config.tokenizer)
     control = train(config, corpus, checkpoint_of(main, 9))
-    assert_same_state(control.checkpoint, checkpoint_of(main))
+    assert_same_state(control, checkpoint_of(main))
     assert rows_of(config) == rows_of(main)
 
 
@@ -216,11 +214,11 @@ def test_control_branches_off_before_the_drop(finished, base, tmp_path):
     branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
     configs = []
     for name, begin in (("control", branch), ("whole", None)):
-        config = parse(RunConfig, merged(base, {"run_dir": str(tmp_path / name)}))
+        config = parse(merged(base, {"run_dir": str(tmp_path / name)}))
         config = replace(config, drop=replace(config.drop, at=None))
         (tmp_path / name).mkdir()
         trained = train(config, prepare_corpus(config.data, config.tokenizer), begin)
-        assert decoder_of(trained).layout.layers[0].spectra[0].rotates
+        assert read_run(trained).decoder().layout.layers[0].spectra[0].rotates
         configs.append(config)
     assert_same_tensors(*map(checkpoint_of, configs))
     assert rows_of(configs[0]) == rows_of(configs[1])
@@ -333,7 +331,7 @@ def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_ad
             group["lr"] = config.optimizer.lr * (0.5, 1.0)[step]
         optimizer.step()
         optimizer.zero_grad()
-    saved = contents_of(trained.checkpoint)
+    saved = contents_of(trained)
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]
         # Adam's steps hardly depend on the size of gradients; its averages do.

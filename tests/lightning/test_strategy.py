@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.lightning.test_run import assert_same_tensors, checkpoint_of, rows_of
-from trainer.common.ranks import init_distributed, shutdown_distributed
+from trainer.common.ranks import process_group
 from trainer.config import RunConfig, StrategyConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import strategy
@@ -31,8 +31,8 @@ def alone(monkeypatch):
     """A process group of one, left again."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
-    yield init_distributed("fsdp2")
-    shutdown_distributed()
+    with process_group("fsdp2"):
+        yield
 
 
 def initial(model, name, shape):
@@ -126,7 +126,6 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
     steps = {"max_steps": 8, "compile": True}
     config = parse(
-        RunConfig,
         merged(
             base,
             {

@@ -14,12 +14,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from tests.positional.examples import slowed
 from tests.reference import attention_layer, turned, watch_attention
+from trainer.commands import compose_words
 from trainer.common.errors import UserError
-from trainer.config import AnalysisRequest
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name
 from trainer.positional.rescaling import cope
 from trainer.positional.spectrum import Spectrum
-from trainer.runs.parsing import parse
 
 
 def spectrum(name, head_dim=64, training_length=4096, **parameters):
@@ -179,7 +178,7 @@ def test_a_plugin_adds_an_encoding(tmp_path, monkeypatch):
         "    return Spectrum((1 / training_length,) * pairs)\n"
     )
     monkeypatch.setitem(ENCODINGS, "constant", None)  # forgotten after the test
-    parse(AnalysisRequest, {"plugins": [str(plugin)]})
+    compose_words([f"plugins=[{plugin}]"])
     assert spectrum("constant", 8, 4, pairs=3).inv_freq == (0.25,) * 3
 
 

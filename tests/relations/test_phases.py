@@ -7,8 +7,6 @@ last one and does the same.
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -89,21 +87,19 @@ def assert_same(first, second):
 @pytest.mark.parametrize("count", range(1, len(CHAIN)))
 def test_a_chain_trains_as_its_first_phases_do_alone(count, chain, whole, tmp_path):
     first = {name: CHAIN[name] for name in [*CHAIN][:count]}
-    config, begun = trained_in(tmp_path / "run", {**chain, "phases": first})
+    config, _ = trained_in(tmp_path / "run", {**chain, "phases": first})
     rows = rows_of(config)
     assert rows == rows_of(whole[0])[: len(rows)]
     for of_whole, alone in zip(phases_of(whole[0]), phases_of(config), strict=False):
         for name in ("start", "end", "tokens", "order", "samples", "change", "seed"):
             assert getattr(of_whole, name) == getattr(alone, name), (alone.name, name)
         assert_same(state_at(whole[0], alone.end), state_at(config, alone.end))
-    assert begun.effects == {n: e for n, e in whole[1].effects.items() if n in first}
 
 
 def test_what_every_phase_sets_is_not_read_while_it_trains(chain, whole, tmp_path):
-    config, other = trained_in(tmp_path / "run", chain, **OTHER)
+    config, _ = trained_in(tmp_path / "run", chain, **OTHER)
     assert rows_of(config) == rows_of(whole[0])
     assert_same(state_at(config, None), state_at(whole[0], None))
-    assert json.dumps(other.effects) == json.dumps(whole[1].effects)
 
 
 def test_a_phase_is_the_run_that_begins_with_the_weights_before_it(chain, whole, tmp_path):

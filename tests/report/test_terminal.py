@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from functools import partial
 from io import StringIO
 
 import pytest
 from rich.console import Console
-from rich.logging import RichHandler
 
 from tests.report.examples import cell, change, report
 from trainer.evaluation.results import Observation, RunSummary
@@ -76,30 +74,3 @@ def test_the_tables_of_what_was_measured_come_first(terminal):
     assert "NoPE" in expected
     console.print_report(measured, "runs/x", existing=False)
     assert shown.getvalue().startswith(2 * expected)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_log_is_shown_once_and_that_of_libraries_only_where_they_fail(monkeypatch, is_terminal):
-    shown = StringIO()
-    out = Console(file=shown, width=60, force_terminal=is_terminal, color_system=None)
-    monkeypatch.setattr(console, "console", out)
-    logger, quiet = logging.getLogger("trainer"), logging.getLogger("huggingface_hub")
-    monkeypatch.setattr(quiet, "level", logging.DEBUG)
-    console.set_up_console()
-    console.set_up_console()
-    assert [type(handler) for handler in logger.handlers] == [RichHandler]
-    assert not logger.propagate
-    assert quiet.level == logging.ERROR
-    assert out.width == (60 if is_terminal else 100)
-    said = "Of a step, " * 7
-    logger.info(said)
-    logger.debug("no")
-    first = shown.getvalue().splitlines()[0]
-    assert first.startswith("Of a step, Of a step, ")  # no time, no level, no path
-    assert len(first.rstrip()) <= out.width
-    monkeypatch.setattr(console, "is_first_process", lambda: False)
-    console.set_up_console()
-    logger.info("Not of this rank")
-    logger.error("Of any rank")
-    assert "Not of this rank" not in shown.getvalue()
-    assert "Of any rank" in shown.getvalue()

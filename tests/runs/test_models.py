@@ -17,7 +17,6 @@ from tests.interchange.families import made
 from tests.lightning.test_run import checkpoint_of, contents_of
 from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
-from trainer.config import RunConfig
 from trainer.evaluation.saved_model import distinct
 from trainer.model.config import ModelConfig
 from trainer.positional.layout import Layout
@@ -164,7 +163,7 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
 def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(monkeypatch):
     def left(step=20, **changes):
         values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
-        state = {"step": step, "config": plain(parse(RunConfig, values))}
+        state = {"step": step, "config": plain(parse(values))}
         monkeypatch.setattr(models, "find_checkpoint", Path)
         monkeypatch.setattr(models, "read_state", lambda path: state)
         return encodings_of("x")
@@ -178,7 +177,7 @@ def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(m
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     reference = str(checkpoint_of(finished[0]))
-    config = parse(RunConfig, {"run_dir": "x", "model": {"from_run": reference}})
+    config = parse({"run_dir": "x", "model": {"from_run": reference}})
     saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=reference)
     assert config.model == replace(saved, vocab_size=config.model.vocab_size)
     assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
@@ -186,5 +185,5 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     before = str(checkpoint_of(finished[0], 6))
     values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
-        parse(RunConfig, values)
+        parse(values)
     assert Path(before).name == "step-000006"

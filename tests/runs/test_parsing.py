@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.config import RunConfig, TrainerConfig
+from trainer.config import TrainerConfig
 from trainer.runs.parsing import merged, parse, runs_of
 
 
@@ -32,7 +32,7 @@ def controlled(*, drop=None, **controls):
 
 def test_a_control_is_the_run_with_its_changes_and_without_controls():
     values = controlled(drop=5, a={"branch": 3, "drop": {"at": 7}}, b={"seed": 4})
-    config, control, other = runs_of(parse(RunConfig, values)).values()
+    config, control, other = runs_of(parse(values)).values()
     assert (control.run_dir, control.seed) == ("runs/x/controls/a", 0)
     assert (control.controls, control.drop_step, config.drop_step) == ({}, 7, 5)
     assert other.seed == 4
@@ -40,32 +40,21 @@ def test_a_control_is_the_run_with_its_changes_and_without_controls():
 
 def test_branches_are_possible_from_every_step_until_which_both_are_changed_alike():
     ends = {"a": {"branch": 1}, "b": {"branch": 5}, "c": {"branch": "drop"}, "d": {"branch": None}}
-    parse(RunConfig, controlled(drop=5, **ends))
-    parse(RunConfig, controlled(a={"branch": 10}))
-    parse(RunConfig, controlled(drop=5, a={"branch": 6}))
+    parse(controlled(drop=5, **ends))
+    parse(controlled(a={"branch": 10}))
+    parse(controlled(drop=5, a={"branch": 6}))
 
 
 def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     values = {"data": {"sequence_length": 64}, "trainer": {"batch_size": 3, "max_steps": 10}}
-    config = parse(RunConfig, {"run_dir": "x", **values, "drop": {"at": 2}})
+    config = parse({"run_dir": "x", **values, "drop": {"at": 2}})
     assert (config.tokens_per_step, config.training_length, config.drop_step) == (192, 64, 2)
     phases = {
         "a": {"steps": 2, "sequence_length": 32}, "b": {"steps": 3, "sequence_length": 128},
         "c": {"steps": 4, "drop": {}}, "d": {"steps": 1, "drop": {"to": "alibi"}},
     }  # fmt: skip
-    config = parse(RunConfig, {"run_dir": "x", **values, "phases": phases})
+    config = parse({"run_dir": "x", **values, "phases": phases})
     assert (config.training_length, config.drop_step) == (64, 5)  # of the last phase
-
-
-def runs(**control):
-    values = {"run_dir": "runs/run", "trainer": {"batch_size": 4}, "controls": {"other": control}}
-    return runs_of(parse(RunConfig, values))
-
-
-def test_a_control_is_the_run_with_its_changes():
-    run, control = runs(trainer={"batch_size": 2}).values()
-    assert (run.trainer.batch_size, control.trainer.batch_size) == (4, 2)
-    assert control.run_dir == "runs/run/controls/other"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +66,7 @@ def test_a_control_is_the_run_with_its_changes():
 )
 def test_a_control_that_cannot_be_compared_is_refused(control, message):
     with pytest.raises(UserError, match=rf"controls\.other.*{message}"):
-        runs(**control)
+        parse(controlled(other=control))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from trainer.runs.phases import (
     phase_before,
     phases_of,
     tokens_at,
-    training_length_at,
 )
 
 SMALL = {
@@ -36,7 +35,7 @@ SMALL = {
 
 
 def configured(phases, **changes):
-    return parse(RunConfig, merged({**SMALL, "phases": phases}, changes))
+    return parse(merged({**SMALL, "phases": phases}, changes))
 
 
 phase = st.fixed_dictionaries(
@@ -72,7 +71,7 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
 
 def test_without_phases_a_drop_makes_two():
     values = merged(SMALL, {"drop": {"at": 40}, "trainer": {"max_steps": 50}})
-    config = parse(RunConfig, values)
+    config = parse(values)
     before, after = phases_of(config)
     assert (before.start, before.end, after.start, after.end) == (0, 40, 40, 50)
     assert before.factor(20) == config.schedule.factor(20, 50)
@@ -100,9 +99,9 @@ def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(change
     run = {**SMALL, "drop": {"at": 50}, "optimizer": {"name": "adamw"}}
     control = {"branch": 32, **changes}
     with pytest.raises(UserError, match=r"differ from the run.s before step 32"):
-        parse(RunConfig, merged(run, {"controls": {"x": control}}))
+        parse(merged(run, {"controls": {"x": control}}))
     allowed = {"branch": 32, "model": {"attention_backend": "sdpa"}}
-    parse(RunConfig, merged(run, {"controls": {"x": allowed}}))
+    parse(merged(run, {"controls": {"x": allowed}}))
 
 
 def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_another():
@@ -122,15 +121,16 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
 
 def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
     config = configured({"a": {"steps": 4}, "b": {"steps": 2, "sequence_length": 16}})
-    assert [training_length_at(config, step) for step in range(1, 7)] == [32] * 4 + [16] * 2
+    trained = [phase_before(phases_of(config), step).config.data for step in range(1, 7)]
+    assert [data.sequence_length for data in trained] == [32] * 4 + [16] * 2
     assert config.training_length == 16
     back = configured({"a": {"steps": 4, "sequence_length": 64}, "b": {"steps": 2}})
     assert back.training_length == 32
-    assert configured({}).training_length == training_length_at(configured({}), 1) == 32
+    assert configured({}).training_length == 32
 
 
 def run_of(**changes):
-    return parse(RunConfig, merged({"run_dir": "x", "trainer": {"max_steps": 20}}, changes))
+    return parse(merged({"run_dir": "x", "trainer": {"max_steps": 20}}, changes))
 
 
 def test_a_control_that_does_not_branch_off_may_read_other_samples():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,11 +13,10 @@ import pytest
 from tests.report.examples import change
 from trainer.common.errors import UserError
 from trainer.common.ranks import Ranks
-from trainer.config import EvaluationRequest, RunConfig
+from trainer.config import EvaluationRequest
 from trainer.evaluation.held_out import Statements
 from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.results import FACTS, RunSummary, troubles
-from trainer.lightning.fit import TrainedRun
 from trainer.runs.descriptions import name_and_role, without_home
 from trainer.runs.directory import open_run_directory, plain
 from trainer.runs.parsing import merged, parse, runs_of
@@ -38,7 +38,7 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
         "nope": {"positional": {"layers": ["nope"]}, "drop": {"at": None}},
     }
     values = {"name": "x", "run_dir": "runs/x", "drop": {"at": 10}}
-    config = parse(RunConfig, {**values, "controls": controls})
+    config = parse({**values, "controls": controls})
     labels = {name: name_and_role(run)[0] for name, run in runs_of(config).items()}
     assert labels == {"main": "DroPE", "rope": "RoPE", "early": "DroPE", "nope": "NoPE"}
     checkpoints = Path("runs/x/checkpoints")
@@ -54,7 +54,7 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
 def test_an_encoding_without_rotation_has_nothing_to_drop():
     for name, step in (("rope", 850), ("alibi", 850), ("nope", None)):
         values = {"positional": {"layers": [name]}, "drop": {"at": 0.85}}
-        config = parse(RunConfig, values)
+        config = parse(values)
         assert config.drop_step == step
         assert len(phases_of(config)) == (1 if step is None else 2)
     assert name_and_role(config)[0] == "NoPE"
@@ -63,7 +63,7 @@ def test_an_encoding_without_rotation_has_nothing_to_drop():
 def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
     drop = {"at": 0.85, "schedule": {"peak": 0.5, "warmup_steps": 20}}
     controls = {"same": {"branch": "drop", "drop": {"to": "same"}}}
-    config = parse(RunConfig, {"run_dir": "x", "drop": drop, "controls": controls})
+    config = parse({"run_dir": "x", "drop": drop, "controls": controls})
     run, control = runs_of(config).values()
     of_run, of_control = phases_of(run), phases_of(control)
     rates = [[phase.factor(step) for step in range(phase.start, 1000)] for phase in of_run]
@@ -81,23 +81,23 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(base, tm
     phases = {"phases": {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}}
     values = {**base, "drop": {"at": None}, "model": {**base["model"], "qk_norm": {}}}
     for changes in (phases, {"controls": {"odd": phases}}):
-        config = parse(RunConfig, merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
+        config = parse(merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):
             check_machine(runs_of(config), Ranks(0, 2, 0, 2))
 
 
 def test_a_report_answers_for_its_evaluation_and_its_controls_alone(tmp_path):
     values = {"run_dir": str(tmp_path / "x"), "controls": {"a": {"seed": 1}}}
-    config = parse(RunConfig, values)
+    config = parse(values)
     place = open_run_directory(config)
     assert not is_finished(config)
     (place / FACTS).write_text(json.dumps({"config": without_home(plain(config))}))
     assert is_finished(config)
-    assert is_finished(parse(RunConfig, values | {"name": "again"}))
+    assert is_finished(parse(values | {"name": "again"}))
     for changes in ({"evaluation": {"windows": 3}}, {"controls": {}}, {"overwrite": True}):
-        assert not is_finished(parse(RunConfig, values | changes))
+        assert not is_finished(parse(values | changes))
     with pytest.raises(UserError, match="holds another run"):
-        is_finished(parse(RunConfig, values | {"seed": 1}))
+        is_finished(parse(values | {"seed": 1}))
 
 
 EVALUATION = {
@@ -132,7 +132,7 @@ def measured(monkeypatch):
 @pytest.mark.slow
 def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, measured):
     run_dir = tmp_path / "run"
-    config = parse(RunConfig, {**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    config = parse({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
     measured.limit = 3
     with pytest.raises(KeyboardInterrupt):
         run_experiment(config)
@@ -167,7 +167,7 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
 def test_a_diverged_run_is_reported_as_one(base, tmp_path):
     rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
     changes = {"run_dir": str(tmp_path), "evaluation": EVALUATION, **rates}
-    report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
+    report, _ = run_experiment(parse({**base, **changes}))
     (run,) = report.runs
     assert not run.finite
     assert 8 < run.skipped <= run.steps == 12
@@ -178,7 +178,7 @@ def test_a_diverged_run_is_reported_as_one(base, tmp_path):
 @pytest.mark.slow
 def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     changes = {"run_dir": str(tmp_path / "run"), "evaluation": {"enabled": False}}
-    report, _ = run_experiment(parse(RunConfig, {**base, **changes}))
+    report, _ = run_experiment(parse({**base, **changes}))
     assert measured == []
     assert report.rows.empty
     assert report.runs[0].final_loss is None
@@ -190,8 +190,10 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
 
 
 def made(tmp_path, rows, effects=None, **values):
-    config = parse(RunConfig, {"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
-    return summary_of(TrainedRun(config, Path("x"), effects or {}, 1.0), rows, "Mine", 123)
+    config = parse({"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
+    state = {"effects": effects or {}}
+    model = SimpleNamespace(run=config, name="Mine", parameters=123, state=state)
+    return summary_of(model, rows)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
@@ -236,6 +238,6 @@ def test_a_run_whose_weights_are_not_finite_is_marked(tmp_path):
 
 @pytest.mark.parametrize("key", ["methods", "tasks"])
 def test_what_a_run_is_to_be_measured_by_exists_before_it_trains(base, key):
-    config = parse(RunConfig, {**base, "evaluation": {key: ["none", "yarnn"]}})
+    config = parse({**base, "evaluation": {key: ["none", "yarnn"]}})
     with pytest.raises(UserError, match=rf"evaluation\.{key}: .*, got "):
         check_machine(runs_of(config), Ranks())

@@ -10,7 +10,6 @@ import pytest
 from tests.program import ROOT
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import compose_words
-from trainer.config import RunConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import read_metrics, saved_config
 from trainer.runs.parsing import merged, parse
@@ -80,7 +79,7 @@ def small(name, base, tmp_path):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "write_renderings", lambda *_: [])  # half of the time
-    config = parse(RunConfig, small(name, base, tmp_path))
+    config = parse(small(name, base, tmp_path))
     report, _ = run_experiment(config)
     phases, run_dir = phases_of(config), Path(config.run_dir)
     rows = read_metrics(run_dir / "metrics.csv")

@@ -11,7 +11,6 @@ import yaml
 from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.commands import read_config
-from trainer.config import RunConfig
 from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
@@ -46,7 +45,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     values = {"name": "x", "run_dir": "x", "model": NANO, "controls": controls}
     values |= {"data": {"sequence_length": 64}, "drop": {"at": 0.75}}
     values |= {"trainer": {"max_steps": 100, "batch_size": 8}}
-    config = parse(RunConfig, values)
+    config = parse(values)
     model = make_decoder(config, 0)
     a_step = 3 * 8 * forward_flops(model.config, model.layout, 64)
     rope = runs_of(config)["rope"]
@@ -59,7 +58,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
 def test_operations_of_phases_are_those_of_their_lengths_and_batches():
     phases = {"short": {"steps": 10}, "long": {"steps": 3, "sequence_length": 256, "batch_size": 4}}
     values = {"model": NANO, "data": {"sequence_length": 64}, "phases": phases}
-    config = parse(RunConfig, values)
+    config = parse(values)
     model = make_decoder(config, 0)
     short, long = (3 * forward_flops(model.config, model.layout, n) for n in (64, 256))
     assert flops(config) == 10 * 32 * short + 3 * 4 * long
@@ -69,7 +68,7 @@ def test_operations_of_phases_are_those_of_their_lengths_and_batches():
 def test_hours_follow_from_operations_peak_and_mfu():
     """The peak of an H100 is 989.4 TFLOP/s in bf16."""
     run = {"precision": "bf16", "max_steps": 10**9, "batch_size": 32}
-    config = parse(RunConfig, {"model": NANO, "strategy": {"name": "ddp"}, "trainer": run})
+    config = parse({"model": NANO, "strategy": {"name": "ddp"}, "trainer": run})
     hours = flops(config) / (989.4e12 * 0.25) / 3600
     *_, rows = plan(config, 4, 0.25).values()
     assert rows["4 x H100 80GB HBM3"] == f"{hours / 4:,.3g} hours, {hours:,.0f} GPU-hours"
@@ -78,7 +77,7 @@ def test_hours_follow_from_operations_peak_and_mfu():
 def test_sharding_takes_the_state_off_a_gpu():
     def memory(name):
         values = {"model": NANO, "strategy": {"name": name}}
-        return plan(parse(RunConfig, values), 8, 0.4)["Memory of each of 8 GPUs, about"]
+        return plan(parse(values), 8, 0.4)["Memory of each of 8 GPUs, about"]
 
     state = "weights, gradients, optimizer"
     whole, shard = (float(memory(name)[state].split()[0]) for name in ("ddp", "fsdp2"))
@@ -88,7 +87,7 @@ def test_sharding_takes_the_state_off_a_gpu():
 @pytest.mark.slow
 def test_activations_are_about_those_that_autograd_saves():
     values = {"model": NANO | {"hidden_size": 128, "num_hidden_layers": 6, "vocab_size": 64}}
-    config = parse(RunConfig, values)
+    config = parse(values)
     model = Decoder(config.model, make_decoder(config, 0).layout)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}

@@ -17,7 +17,6 @@ from trainer.config import (
     EvaluationConfig,
     NeedleTaskSettings,
     RulerSettings,
-    RunConfig,
     TemperatureSettings,
 )
 from trainer.data.corpus import prepare_corpus
@@ -64,7 +63,7 @@ def config(base, tmp_path_factory):
     }
     benchmarks = {"every": 2, "tasks": ["perplexity", "statements"], "lengths": [1, 4], "limit": 4}
     others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
-    return parse(RunConfig, merged(base, {"data": data, "benchmarks": benchmarks, **others}))
+    return parse(merged(base, {"data": data, "benchmarks": benchmarks, **others}))
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def test_text_must_hold_the_longest_sequences_of_any_run(phases, length, monkeyp
     monkeypatch.setattr(text, "prepare_corpus", lambda data, *_, **__: data)
     controls = {"other": {"phases": phases}}
     for keys in ({"phases": phases}, {"controls": controls}):
-        config = parse(RunConfig, {"run_dir": "x", "data": {"sequence_length": 32}, **keys})
+        config = parse({"run_dir": "x", "data": {"sequence_length": 32}, **keys})
         assert open_corpus(config) == replace(config.data, sequence_length=length)
 
 
@@ -73,14 +73,14 @@ def test_a_control_of_other_text_than_its_run_is_refused(data, changes, said):
     """It would be trained on the run's."""
     controls = {"other": changes}
     with pytest.raises(UserError) if said else nullcontext():
-        parse(RunConfig, {"run_dir": "x", "data": data, "controls": controls})
+        parse({"run_dir": "x", "data": data, "controls": controls})
 
 
 def test_all_texts_of_a_mixture_have_the_tokenizer_of_the_first(tmp_path):
     write_texts(tmp_path / "texts")
     mixture = {name: {"files": [str(tmp_path / "texts" / f"{name}.jsonl")]} for name in "01"}
     data = {"source": "files", "mixture": mixture, "cache_dir": str(tmp_path / "cache")}
-    config = parse(RunConfig, {"data": data, "tokenizer": {"vocab_size": 300}})
+    config = parse({"data": data, "tokenizer": {"vocab_size": 300}})
     first, second = lines = list(prepare_texts(config))
     for line in lines:
         assert re.fullmatch(r".*jsonl: \d+ documents, tokens train [\d,]+, val.*, test .*", line)

@@ -44,8 +44,8 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
     return _adapter(kind)
 
 
-def validated(schema: type[T], values: dict[str, Any], *prefix: str) -> T:
-    """Return ``values`` as the dataclass ``schema``; ``prefix``: key of the group in messages.
+def validated(schema: type[T], values: dict[str, Any]) -> T:
+    """Return ``values`` as the dataclass ``schema``.
 
     Raises:
         UserError: pydantic's messages of unknown keys and wrong values, a line each.
@@ -54,7 +54,7 @@ def validated(schema: type[T], values: dict[str, Any], *prefix: str) -> T:
         return adapter(schema).validate_python(values)
     except ValidationError as error:
         lines = (
-            f"{'.'.join(map(str, (*prefix, *e['loc'])))}: {e['msg']}, got {e['input']!r}"
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
             for e in error.errors()
         )
         raise UserError("\n".join(lines)) from None

@@ -1,18 +1,36 @@
-"""Progress of long work: a live bar on a terminal, a line at every tenth of the work elsewhere."""
+"""Progress of long work: the log, a live bar on a terminal, a line at every tenth elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import time
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
+
+from trainer.common.processes import is_first_process
 
 console = Console(stderr=True)
 """Console shared by progress and log, so that a log line does not break the bar."""
 
 LONGEST_SILENCE = 300.0
 """Seconds after which a line is printed before the next tenth."""
+
+
+def show_log() -> None:
+    """Show the program's log, of processes other than the first errors only, without the logs of
+    its libraries."""
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
+    logger = logging.getLogger("trainer")
+    if not logger.handlers:
+        if not console.is_terminal:
+            console.width = 100
+        handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO if is_first_process() else logging.ERROR)
+    logger.propagate = False
 
 
 class Progress:

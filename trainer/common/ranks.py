@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from trainer.common.errors import DivergedError, PreemptedError, UserError
-from trainer.common.processes import cores
 
 T = TypeVar("T")
 
@@ -26,22 +24,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Ranks:
     """Rank of this process: ``rank`` of ``world_size``, and ``local_rank`` of ``local_size`` on its
-    machine."""
+    machine. The process of rank 0 writes files, prints and makes decisions."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_size: int = 1
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this process writes files, prints and makes decisions."""
-        return self.rank == 0
-
-    @property
-    def nodes(self) -> int:
-        """Number of machines."""
-        return -(-self.world_size // self.local_size)
 
 
 def current_ranks() -> Ranks:
@@ -53,18 +41,16 @@ def current_ranks() -> Ranks:
 
 
 def _translate_slurm() -> None:
-    """Set torchrun's environment variables from srun's."""
+    """Set torchrun's environment variables from srun's; all nodes have as many tasks."""
     slurm = os.environ
-    # "4(x2),3" means four tasks on each of two nodes, then three.
-    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm["SLURM_STEP_TASKS_PER_NODE"])
-    per_node = [tasks for tasks, nodes in groups for _ in range(int(nodes or 1))]
     # "gpu[07-08,12],login1" begins with gpu07.
     hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
+    tasks = slurm["SLURM_STEP_NUM_TASKS"]
     os.environ |= {
         "RANK": slurm["SLURM_PROCID"],
-        "WORLD_SIZE": slurm["SLURM_STEP_NUM_TASKS"],
+        "WORLD_SIZE": tasks,
         "LOCAL_RANK": slurm["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": per_node[int(slurm["SLURM_NODEID"])],
+        "LOCAL_WORLD_SIZE": str(int(tasks) // int(slurm["SLURM_STEP_NUM_NODES"])),
         "GROUP_RANK": slurm["SLURM_NODEID"],
         "MASTER_ADDR": hosts.split(",")[0],
         "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
@@ -92,8 +78,13 @@ def device_of(accelerator: str, ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
 
 
-def init_distributed(strategy: str, accelerator: str = "auto") -> Ranks:
-    """Initialize the process group that a strategy other than ``single`` needs.
+@contextmanager
+def process_group(strategy: str, accelerator: str = "auto") -> Iterator[Ranks]:
+    """Provide the process group that a strategy other than ``single`` needs.
+
+    The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
+    error may have occurred on one rank only, and with NCCL destroying the group would wait for its
+    peers.
 
     Raises:
         UserError: several processes were started for a run on a single device.
@@ -104,68 +95,33 @@ def init_distributed(strategy: str, accelerator: str = "auto") -> Ranks:
             raise UserError(
                 f"strategy: single uses one process, and {ranks.world_size} were started"
             )
-        return ranks
-    if not dist.is_initialized():
-        device = device_of(accelerator, ranks)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if ranks.world_size > 1:
-            dist.init_process_group(backend, timeout=timedelta(minutes=30))
-        else:
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return ranks
-
-
-@contextmanager
-def process_group(strategy: str, accelerator: str = "auto") -> Iterator[Ranks]:
-    """Provide the process group of a run.
-
-    The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
-    error may have occurred on one rank only, and with NCCL destroying the group would wait for its
-    peers.
-    """
-    ranks = init_distributed(strategy, accelerator)
+        yield ranks
+        return
+    device = device_of(accelerator, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if ranks.world_size > 1:
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    else:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield ranks
     except BaseException as error:
         if ranks.world_size == 1 or isinstance(error, PreemptedError | DivergedError):
-            shutdown_distributed()
-        elif not isinstance(error, UserError):  # printed by the command line
-            traceback.print_exc()
+            dist.destroy_process_group()
         raise
-    shutdown_distributed()
+    dist.destroy_process_group()
 
 
-def shutdown_distributed() -> None:
-    """Destroy the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class Vote:
-    """Whether any rank wants something, without a host sync.
-
-    The result is known one step later on all ranks, so that communication overlaps with
-    computation; immediately with a single rank.
-    """
-
-    def __init__(self) -> None:
-        self._pending: tuple[torch.Tensor, Any] | None = None
-
-    def agreed(self, mine: bool) -> bool:
-        """Return the previous step's result; all ranks call this every step."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return mine
-        agreed = False
-        if self._pending is not None:
-            votes, work = self._pending
-            work.wait()
-            agreed = bool(votes.item())
-        votes = torch.tensor([float(mine)])
-        self._pending = votes, dist.all_reduce(votes, async_op=True)
-        return agreed
+def any_rank(*flags: bool) -> list[bool]:
+    """Return for each flag whether any rank has set it; all ranks call this together."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [*flags]
+    counts = torch.tensor(flags, dtype=torch.int32)  # on the CPU: without a host sync
+    dist.all_reduce(counts)
+    return counts.bool().tolist()
 
 
 def on_rank_zero(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -194,13 +150,3 @@ def all_gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def share_of_cores(ranks: Ranks) -> int:
-    """Return the number of cores for this process.
-
-    srun gives each process cores of its own. torchrun's processes share all cores of a machine.
-    """
-    if "SLURM_CPUS_PER_TASK" in os.environ and "SLURM_LOCALID" in os.environ:
-        return cores()
-    return max(cores() // ranks.local_size, 1)

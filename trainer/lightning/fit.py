@@ -5,23 +5,24 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from trainer.checkpoint import step_name
+from trainer.checkpoint import check_sound, newest_checkpoint, read_state, step_name
 from trainer.common.errors import UserError
 from trainer.common.progress import Progress
 from trainer.common.ranks import current_ranks, on_rank_zero
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
+from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.lightning.datamodule import TokenData
 from trainer.lightning.metrics import dashboards
@@ -36,31 +37,11 @@ from trainer.lightning.setup import (
 )
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import name_and_role
+from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import starting_weights
-from trainer.runs.phases import phase_at, phases_of
-from trainer.runs.starting_point import samples_of, starting_point
+from trainer.runs.phases import phase_at
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """A finished run.
-
-    ``checkpoint`` is the last one; ``effects`` of changes are by phase. ``seconds``: duration of
-    its training; None if another process began it.
-    """
-
-    config: RunConfig
-    checkpoint: Path
-    effects: dict[str, dict[str, Any]]
-    seconds: float | None
-
-    @property
-    def effect_of_drop(self) -> dict[str, Any] | None:
-        """Effect of the first drop; None without a drop."""
-        dropped = (phase.name for phase in phases_of(self.config) if phase.settings.drop)
-        return next((self.effects[name] for name in dropped if name in self.effects), None)
 
 
 def train(
@@ -70,8 +51,9 @@ def train(
     *,
     is_control: bool = False,
     start_time: float | None = None,
-) -> TrainedRun:
-    """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one.
+) -> Path:
+    """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one;
+    return the last checkpoint.
 
     Args:
         config: the run.
@@ -87,7 +69,6 @@ def train(
         DivergedError: the run diverged.
         PreemptedError: the run was asked to stop, and has.
     """
-    start_time, clock = start_time or time.time(), time.perf_counter()
     ranks, last_step = current_ranks(), config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
     checkpoint, state = on_rank_zero(lambda: starting_point(directory.parent, corpus, branch))
@@ -103,25 +84,50 @@ def train(
         weights.tokenizer is None or same_tokens(weights.tokenizer, corpus.tokenizer)
     ):
         state["token_files"] = dict(weights.token_files)
-    effects = state.get("effects", {})
     if state["step"] < last_step:
         module = make_module(config, model, ranks, weights, draws=checkpoint is None)
         title = f"Training {name_and_role(config)[0]}"
         count = sum(p.numel() for p in model.parameters())
         log.info("%s: %s parameters", title, f"{count:,}")
         with (
-            Progress(title, last_step, config.tokens_per_step, not ranks.is_rank_zero) as progress,
+            Progress(title, last_step, config.tokens_per_step, ranks.rank > 0) as progress,
             numerics(config),
-            stop_requests(config.trainer.max_time, start_time) as asked,
+            stop_requests(config.trainer.max_time, start_time or time.time()) as asked,
         ):
             run = RunCallback(config, corpus, checkpoint, state, progress, asked, is_control)
             with closing(run.writer):
                 fit_phases(run, module)
-        effects = run.effects
         module.to("meta")  # the checkpoint has its contents
-    is_whole = checkpoint in (None, branch)
-    duration = time.perf_counter() - clock if is_whole else None
-    return TrainedRun(config, directory / step_name(last_step), effects, duration)
+    return directory / step_name(last_step)
+
+
+def starting_point(
+    run_dir: Path, corpus: Corpus, branch: Path | None
+) -> tuple[Path | None, dict[str, Any]]:
+    """Return the checkpoint that a run resumes from and its ``state.json``: the newest sound one,
+    else ``branch``, else None and step 0. Cut the metrics file to it.
+
+    Rank 0 calls this.
+
+    Raises:
+        UserError: all checkpoints of the run are damaged, or it was trained on another text.
+    """
+    directory = run_dir / "checkpoints"
+    directory.mkdir(parents=True, exist_ok=True)
+    for partly in directory.glob(".*.partial"):  # of a killed process
+        shutil.rmtree(partly)
+    start = newest_checkpoint(directory) or (branch and check_sound(branch))
+    state: dict[str, Any] = {"step": 0}
+    if start is not None:
+        state = read_state(start)
+        if state["texts"] != corpus.fingerprints:
+            raise UserError("data: the checkpoint was trained on another text than this run")
+        log.info("Resuming from %s (step %d)", start.name, state["step"])
+    metrics = run_dir / "metrics.csv"
+    of_branch = branch is not None and not metrics.exists()
+    rows = read_metrics(branch.parent.parent / "metrics.csv" if branch and of_branch else metrics)
+    write_metrics(metrics, [row for row in rows if row["step"] <= state["step"]])
+    return start, state
 
 
 def fit_phases(run: RunCallback, module: LanguageModule) -> None:
@@ -139,7 +145,7 @@ def fit_phases(run: RunCallback, module: LanguageModule) -> None:
             settings.data.sequence_length,
             settings.trainer.batch_size,
             workers=settings.data.num_workers,
-            samples=samples_of(run.corpus, phase),
+            samples=TrainingSamples(run.corpus.mixed(settings.data), settings.data, phase.seed),
             offset=phase.first_sample(0),
         )
         # ours last: rows and checkpoints have what the others did in a step

@@ -19,6 +19,8 @@ from lightning.pytorch.utilities import rank_zero_only
 from trainer.common.files import write_atomically
 from trainer.common.progress import Progress
 from trainer.config import RunConfig
+from trainer.data.corpus import Corpus
+from trainer.data.dataset import TrainingSamples
 from trainer.lightning.module import Batch, LanguageModule
 from trainer.lightning.optimizers import global_norm
 from trainer.model.decoder import Decoder
@@ -110,6 +112,25 @@ class Metrics:
             if self.peak is not None:
                 speed["mfu"] = rate * flops_per_token(module.model, batch) / self.peak
         return speed
+
+
+def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict[str, float]]:
+    """Return a function from step to the number of times each text has been read."""
+    samples = [
+        TrainingSamples(corpus.mixed(phase.config.data), phase.config.data, phase.seed)
+        for phase in phases
+    ]
+
+    def read(step: int) -> dict[str, float]:
+        total = {part.name: 0.0 for part in corpus.parts}
+        for phase, of_phase in zip(phases, samples, strict=True):
+            until = phase.first_sample(max(phase.start, min(step, phase.end)))
+            before = of_phase.epochs(phase.samples)
+            for name, times in of_phase.epochs(until).items():
+                total[name] += times - before[name]
+        return total
+
+    return read
 
 
 def flops_per_token(model: Decoder, batch: Batch) -> float:

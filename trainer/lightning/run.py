@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,12 +26,12 @@ from trainer.checkpoint import (
 )
 from trainer.common.errors import DivergedError, PreemptedError
 from trainer.common.progress import Progress
-from trainer.common.ranks import Vote, current_ranks
+from trainer.common.ranks import any_rank, current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.lightning.benchmarks import Benchmarks
 from trainer.lightning.drop import apply_change, losses_of
-from trainer.lightning.metrics import Metrics
+from trainer.lightning.metrics import Metrics, epochs_read
 from trainer.lightning.module import Batch, LanguageModule
 from trainer.lightning.setup import make_callbacks, peak_of_ranks
 from trainer.runs.phases import (
@@ -40,7 +41,6 @@ from trainer.runs.phases import (
     phase_before,
     phases_of,
 )
-from trainer.runs.starting_point import epochs_read
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ have failed with the same weights.
 class RunCallback(L.Callback):
     """Restores, changes, measures, saves and stops a run; lives through its phases.
 
-    It follows the user's callbacks. Nothing is saved by schedule while updates are being skipped:
-    the newest checkpoint is healthy. All ranks stop after the same step.
+    It follows the user's callbacks.
 
     ``phase``: the present phase. ``step``: updates done before it. ``effects``: losses before and
     after the change of each phase, by its name.
@@ -101,7 +100,7 @@ class RunCallback(L.Callback):
         self.user_callbacks = make_callbacks(config.callbacks)
         keep = config.trainer.keep_checkpoints, config.trainer.keep_every
         self.writer = Writer(self.checkpoints, *keep, self.permanent)
-        self.saved_at, self.save_vote, self.stop_vote = time.monotonic(), Vote(), Vote()
+        self.saved_at = time.monotonic()
 
     # The start of a phase
 
@@ -178,13 +177,19 @@ class RunCallback(L.Callback):
             self.measure_benchmarks(module, step)
         if is_last or step % settings.log_every == 0:
             self.write_row(trainer, module, batch)
-        is_due = self.is_save_due(step) and not module.tally.skipped_in_a_row()
-        reason = None if step == settings.max_steps else self.reason_to_stop()
-        if is_last or reason is not None or is_due or step in self.permanent:
+        reason, age = self.asked(), time.monotonic() - self.saved_at
+        is_late = age > 60 * (settings.checkpoint_minutes or math.inf)
+        # Clocks of ranks differ, and signals: all save and stop after the same step.
+        is_late, stops = any_rank(is_late, reason is not None and step < settings.max_steps)
+        is_due = is_late or step % settings.checkpoint_every == 0
+        # While updates are skipped, nothing is saved by schedule: the newest checkpoint is healthy.
+        saves = is_last or stops or step in self.permanent
+        if saves or (is_due and not module.tally.skipped_in_a_row()):
             self.save(trainer, module, step_name(step))
-        if is_last or reason is not None:
+        if is_last or stops:
             self.writer.wait()
-        if reason is not None:
+        if stops:
+            reason = reason or "another rank"
             text = f"Stopped after step {step} ({reason}), checkpoint saved."
             raise PreemptedError(text, reason)
 
@@ -227,21 +232,6 @@ class RunCallback(L.Callback):
             in_a_row = module.tally.skipped_in_a_row()
             check_divergence(in_a_row, trainer.global_step, self.checkpoints)
 
-    def is_save_due(self, step: int) -> bool:
-        """Whether a checkpoint is due by steps or by time; all ranks call this at every step."""
-        run, minutes = self.config.trainer, (time.monotonic() - self.saved_at) / 60
-        # Clocks of ranks differ: all save after the step at which they know of the first.
-        by_time = run.checkpoint_minutes is not None and self.save_vote.agreed(
-            minutes > run.checkpoint_minutes
-        )
-        return by_time or step % run.checkpoint_every == 0
-
-    def reason_to_stop(self) -> str | None:
-        """Return the signal's name, "time limit" or "another rank" if all ranks know of a reason;
-        all ranks call this at every step."""
-        mine = self.asked()
-        return (mine or "another rank") if self.stop_vote.agreed(mine is not None) else None
-
     def save(self, trainer: L.Trainer, module: LanguageModule, name: str) -> None:
         """Write a checkpoint of the present state beside training; all ranks call this together."""
         step, corpus = trainer.global_step, self.corpus
@@ -262,7 +252,7 @@ class RunCallback(L.Callback):
                 "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
             }
             self.writer.save(name, module.model, trainer.optimizers[0], state)
-        self.saved_at, self.save_vote = time.monotonic(), Vote()
+        self.saved_at = time.monotonic()
 
 
 def effect_probe(corpus: Corpus, phase: Phase) -> Tensor:

@@ -18,14 +18,13 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.common.processes import usual_threads
+from trainer.common.processes import cores, usual_threads
 from trainer.common.ranks import (
     Ranks,
     all_gather,
     best_precision,
     device_of,
     device_type,
-    share_of_cores,
 )
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
@@ -66,9 +65,11 @@ def set_threads(config: RunConfig, ranks: Ranks) -> None:
     """Set the number of CPU threads to ``trainer.threads`` or the default.
 
     With several ranks, and when compiling, the default is one per core of this process's share of
-    the machine. All ranks call this together.
+    the machine: srun gives each process cores of its own, those of torchrun share all cores.
     """
-    threads, share = config.trainer.threads, share_of_cores(ranks)
+    threads, share = config.trainer.threads, cores()
+    if not {"SLURM_CPUS_PER_TASK", "SLURM_LOCALID"} <= os.environ.keys():
+        share = max(share // ranks.local_size, 1)
     # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
     torch.set_num_threads(threads or (share if ranks.world_size > 1 else usual_threads()))
     if compiles(config) and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
@@ -180,7 +181,7 @@ def make_trainer(
         max_steps=phase.end,
         accelerator=device_type(config.trainer.accelerator),
         devices=1,
-        num_nodes=ranks.nodes,
+        num_nodes=ranks.world_size // ranks.local_size,
         strategy=lightning_strategy(config.strategy.name, device, ranks.local_size),
         # explicit, so that Lightning does not detect a SLURM job
         plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],

@@ -1,38 +1,20 @@
-"""Output on the terminal: tables, reports and the log."""
+"""Output on the terminal: tables and reports."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich import box
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trainer.common.processes import is_first_process
-from trainer.common.progress import console
 from trainer.evaluation.results import VERDICTS, Report, troubles
 from trainer.report.tables import LEGEND, MISSING, Cell, Table, tables
 
 WIDTH = 100
 _COLOURS = {True: "green", False: "red", None: "dim", "↑": "green", "↓": "red", "": ""}
-
-
-def set_up_console() -> None:
-    """Show the program's log, of processes other than the first errors only, without the logs of
-    its libraries."""
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
-    logger = logging.getLogger("trainer")
-    if not logger.handlers:
-        if not console.is_terminal:
-            console.width = WIDTH
-        handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
-        logger.addHandler(handler)
-    logger.setLevel(logging.INFO if is_first_process() else logging.ERROR)
-    logger.propagate = False
 
 
 def print_tables(shown: Sequence[Table]) -> None:

@@ -40,20 +40,7 @@ from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.descriptions import name_and_role, without_home
 from trainer.runs.directory import saved_config
-from trainer.runs.phases import phases_of, training_length_at
-
-
-def published_place(reference: str) -> Path | None:
-    """Return the directory of published weights, or None if a run is named.
-
-    OWNER/NAME is looked for on the hub if there is no directory OWNER here.
-    """
-    path = Path(reference)
-    if (path / "config.json").is_file():
-        return path
-    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists():
-        return find_pretrained(reference)
-    return None
+from trainer.runs.phases import phase_before, phases_of
 
 
 def find_model(reference: str) -> SavedModel:
@@ -64,10 +51,13 @@ def find_model(reference: str) -> SavedModel:
     """
     if reference.startswith("hf:"):
         return _computed_by_transformers(reference)
-    if (path := published_place(reference)) is not None:
-        weights = read_pretrained(reference)
+    path = Path(reference)
+    length: int | None = None
+    # OWNER/NAME is looked for on the hub if there is no directory OWNER here.
+    is_on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists()
+    if is_on_hub or (path / "config.json").is_file():
+        path, weights = find_pretrained(reference), read_pretrained(reference)
         details: dict[str, Any] = {"name": Path(reference).name, "hash": _files_fingerprint(path)}
-        length = None
     else:
         path = check_sound(find_checkpoint(reference))
         state, weights = read_state(path), read_run(path)
@@ -80,7 +70,8 @@ def find_model(reference: str) -> SavedModel:
             "role": role,
             "state": state,
         }
-        length = training_length_at(run, step) if step else None
+        if step:
+            length = phase_before(phases_of(run), step).config.data.sequence_length
     tokenizer = weights.require_tokenizer()
     model = SavedModel(
         reference=reference,

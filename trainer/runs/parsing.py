@@ -7,9 +7,8 @@ training.
 
 from __future__ import annotations
 
-import runpy
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
@@ -22,34 +21,23 @@ from trainer.runs.phases import configured_layout, layout_of_phase, phases_of, r
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose; null stands for none."""
 
-T = TypeVar("T")
 
+def parse(values: dict[str, Any]) -> RunConfig:
+    """Return plain values as the checked and completed configuration of a run.
 
-def parse(schema: type[T], values: dict[str, Any]) -> T:
-    """Return plain values as a checked and completed dataclass.
-
-    A run whose ``drop`` would change nothing, such as one of NoPE, has none. ``plugins`` are run
-    first, so that the configuration can name what they register. A run that begins with trained
-    weights has their shape.
+    A run whose ``drop`` would change nothing, such as one of NoPE, has none. A run that begins with
+    trained weights has their shape.
 
     Raises:
         UserError: unknown keys, wrong types, or a broken rule.
         ValueError: an encoding does not fit the model, or a phase asks for an impossible change.
     """
     values = values | {k: {} for k in NAMED_BY_USERS if values.get(k, ...) is None}
-    for path in values.get("plugins") or ():
-        runpy.run_path(path)
-    config = validated(schema, values)
-    if isinstance(config, RunConfig):
-        return _completed(config)  # type: ignore[return-value]  # T is RunConfig
-    return config
-
-
-def _completed(config: RunConfig) -> RunConfig:
+    config = validated(RunConfig, values)
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
         config = replace(config, trainer=replace(config.trainer, max_steps=steps))
-    config, layout = with_trained_shape(config)
+    config, layout = _with_trained_shape(config)
     check_shape(config.model)
     _check_run(config)
     layout = layout or configured_layout(config)
@@ -58,20 +46,15 @@ def _completed(config: RunConfig) -> RunConfig:
         layout = layout_of_phase(layout, phase)
     if _drops_nothing(config):
         config = replace(config, drop=replace(config.drop, at=None))
-    for name, control in runs_of(config).items():
-        if name != MAIN:
-            _check_control(config, control, name)
+    runs_of(config)
     return config
 
 
-def with_trained_shape(config: RunConfig) -> tuple[RunConfig, Layout | None]:
+def _with_trained_shape(config: RunConfig) -> tuple[RunConfig, Layout | None]:
     """Return the configuration with the shape of the trained model that the run begins with, and
     the model's layout; None without such a model.
 
     Its encodings also come from the run that trained the weights.
-
-    Raises:
-        UserError: there is no such model, its files are damaged, or it conflicts with the request.
     """
     model = config.model
     if not model.is_trained:
@@ -128,16 +111,17 @@ def runs_of(config: RunConfig) -> dict[str, RunConfig]:
     the run's with the control's changes.
 
     Raises:
-        UserError: a control's configuration breaks a rule.
+        UserError: a control breaks a rule, or does not compare with its run.
     """
     runs, values = {MAIN: config}, plain(config)
     for name, changes in values.pop("controls").items():
         base = values | {"run_dir": f"{config.run_dir}/controls/{name}"}
-        changes.pop("branch", None)
+        branch = changes.pop("branch", None)
         try:
-            runs[name] = parse(RunConfig, merged(base, changes))
+            runs[name] = parse(merged(base, changes))
         except UserError as error:
             raise UserError(f"controls.{name}.{error}") from error
+        _check_control(config, runs[name], f"controls.{name}", branch)
     return runs
 
 
@@ -152,10 +136,9 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _check_control(run: RunConfig, control: RunConfig, name: str) -> None:
+def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) -> None:
     """Check that a control trains in the processes of its run, reads its text, and fits into its
     table."""
-    key, branch = f"controls.{name}", run.controls[name].get("branch")
     lengths = control.training_length, run.training_length
     if lengths[0] != lengths[1]:
         raise UserError(f"{key}: trains on {lengths[0]} tokens, the run on {lengths[1]}")

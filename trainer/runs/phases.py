@@ -155,11 +155,6 @@ def phase_before(phases: Sequence[Phase], step: int) -> Phase:
     return phase_at(phases, max(step - 1, 0))
 
 
-def training_length_at(config: RunConfig, step: int) -> int:
-    """Return the tokens of a sequence that the last of ``step`` updates read, at least one."""
-    return phase_before(phases_of(config), step).config.data.sequence_length
-
-
 def tokens_at(config: RunConfig, step: int) -> int:
     """Return the tokens read after ``step`` steps."""
     return phase_before(phases_of(config), step).tokens_at(step)

@@ -147,7 +147,7 @@ def measure_models(
     used = [method for applied in methods.values() for method in applied]
     longest = max((round(factor * C) for method in used for factor in method.fits), default=0)
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
-    for note in task_notes if ranks.is_rank_zero else ():
+    for note in () if ranks.rank else task_notes:
         log.warning("%s", note)
     settings = Settings(config.batch_tokens, device, dtype, ranks.rank, ranks.world_size)
     cells = plan_cells(models, methods, tasks, lengths, fit, settings)

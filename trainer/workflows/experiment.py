@@ -26,9 +26,9 @@ from trainer.evaluation.results import (
     estimates,
     troubles,
 )
-from trainer.evaluation.saved_model import fitting_together
+from trainer.evaluation.saved_model import SavedModel, fitting_together
 from trainer.evaluation.tasks import check_names
-from trainer.lightning.fit import TrainedRun, train
+from trainer.lightning.fit import train
 from trainer.lightning.metrics import log_results
 from trainer.lightning.setup import check_device, set_environment, set_threads
 from trainer.report.pages import write_renderings
@@ -50,10 +50,7 @@ from trainer.workflows.evaluate import (
     unmeasured,
     with_observations,
 )
-from trainer.workflows.text import (
-    check_vocabularies,
-    open_corpus,
-)
+from trainer.workflows.text import check_vocabularies, open_corpus
 
 log = logging.getLogger(__name__)
 
@@ -78,13 +75,13 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     set_environment(config)
     with process_group(config.strategy.name, config.trainer.accelerator) as ranks:
         if on_rank_zero(lambda: is_finished(config)):
-            return (Report.read(directory), True) if ranks.is_rank_zero else None
+            return None if ranks.rank else (Report.read(directory), True)
         set_threads(config, ranks)
         check_machine(configs, ranks)
         with ExitStack() as lock:
             places = on_rank_zero(lambda: _open(config, configs, ranks, lock))
             corpus = corpus_at(config.data, places)
-            runs = {
+            checkpoints = {
                 name: train(
                     run,
                     corpus,
@@ -96,7 +93,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
             }
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
-    report = make_report(runs, corpus, ranks, beside)
+    report = make_report(config, checkpoints, corpus, ranks, beside)
     if ranks.rank:
         return None
     write_renderings(report, directory)
@@ -138,11 +135,7 @@ def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
 def _open(
     config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: ExitStack
 ) -> list[str]:
-    """Prepare text and directories, and return where the text lies.
-
-    Raises:
-        UserError: the text does not suffice, or a directory holds something else.
-    """
+    """Prepare text and directories, and return where the text lies."""
     corpus = open_corpus(config, alone=ranks.world_size == 1)
     check_vocabularies(configs, corpus)
     lock.enter_context(locked(Path(config.run_dir)))
@@ -162,21 +155,25 @@ def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
 
 
 def make_report(
-    runs: dict[str, TrainedRun], corpus: Corpus, ranks: Ranks, beside: Sequence[str] = ()
+    config: RunConfig,
+    checkpoints: Mapping[str, Path],
+    corpus: Corpus,
+    ranks: Ranks,
+    beside: Sequence[str] = (),
 ) -> Report:
     """Evaluate all runs as saved, and make the report; that of the first rank is complete.
 
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
 
-    ``runs``: the run itself as ``main``, and its controls. ``beside``: names of other models to
-    measure.
+    ``checkpoints``: of the run itself as ``main``, and of its controls. ``beside``: names of other
+    models to measure.
     """
-    began, config = time.perf_counter(), runs[MAIN].config
+    began = time.perf_counter()
     length = config.evaluation.training_length
-    paths = [*(str(run.checkpoint) for run in runs.values()), *beside]
+    paths = [*map(str, checkpoints.values()), *beside]
     saved = fitting_together([find_model(p).with_training_length(length) for p in paths])
-    models = dict(zip(runs, saved, strict=False))
+    models = dict(zip(checkpoints, saved, strict=False))
     ordered = sorted(saved, key=lambda model: reference_first(model.role))
     if config.evaluation.enabled:
         report = measure_models(
@@ -191,56 +188,52 @@ def make_report(
     else:
         report = unmeasured(config.name, config.training_length, corpus)
     losses = estimates(report.rows, PERPLEXITY, "loss")
-    trained, rates, seconds = {}, {}, {}
-    for key, run in runs.items():
-        model, rows = models[key], read_metrics(Path(run.config.run_dir) / "metrics.csv")
+    trained, rates = {}, {}
+    for model in models.values():
+        rows = read_metrics(model.home / "metrics.csv")
         loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
-        summary = summary_of(run, rows, model.name, model.parameters)
         trained[model.name] = replace(
-            summary,
+            summary_of(model, rows),
             final_loss=None if loss is None else loss.mean,
             milestones=tuple(model.state.get("benchmarks", ())),
         )
         speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
         rates[model.name] = round(median_high(speeds), 0) if speeds else None
-        if run.seconds is not None:
-            seconds[model.name] = round(run.seconds, 1)
     for trouble in troubles(list(trained.values())):
         log.warning("%s", trouble)
+    effects = models[MAIN].state["effects"]
+    dropped = [p.name for p in phases_of(config) if p.settings.drop and p.name in effects]
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
         runs=tuple(trained.values()),
-        drop=runs[MAIN].effect_of_drop,
+        drop=effects[dropped[0]] if dropped else None,
         timing={
             "tokens_per_second": rates,
             "evaluation_seconds": round(time.perf_counter() - began, 1),
-            "training_seconds": seconds,
+            "training_seconds": {},
         },
     )
     return with_observations(report, ordered)
 
 
-def summary_of(
-    run: TrainedRun, rows: Sequence[Mapping[str, Any]], name: str, parameters: int
-) -> RunSummary:
-    """Return what the training of a run shows, without an evaluation.
-
-    ``rows``: its metrics. ``name``, ``parameters``: of its model.
-    """
-    config, last = run.config, rows[-1] if rows else {}
+def summary_of(model: SavedModel, rows: Sequence[Mapping[str, Any]]) -> RunSummary:
+    """Return what the training of a finished run shows, without an evaluation; ``rows``: its
+    metrics."""
+    config, last = model.run, rows[-1] if rows else {}
+    assert config is not None
     dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
     return RunSummary(
-        name=name,
+        name=model.name,
         encoding=f"{encodings(config)}{dropped}",
-        parameters=parameters,
+        parameters=model.parameters,
         steps=config.trainer.max_steps,
         tokens=tokens_at(config, config.trainer.max_steps),
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
-        changes=tuple(run.effects.values()),
+        changes=tuple(model.state["effects"].values()),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -14,14 +15,13 @@ from trainer.evaluation.saved_model import precision_of
 from trainer.model.generate import Sampler, TextStream, generate
 from trainer.runs.models import find_model
 
+log = logging.getLogger(__name__)
 
-def continue_prompts(
-    request: GenerationRequest, show: Callable[[str], None], say: Callable[[str], None]
-) -> list[str]:
+
+def continue_prompts(request: GenerationRequest, show: Callable[[str], None]) -> list[str]:
     """Continue the prompts with the checkpoint; return the continuations.
 
-    ``show`` gets pieces of a single continuation while it grows; ``say`` gets the model's
-    name before the first token and the speed after the last.
+    ``show`` gets pieces of a single continuation while it grows.
 
     Raises:
         UserError: the checkpoint cannot be read.
@@ -30,8 +30,6 @@ def continue_prompts(
     saved = find_model(request.checkpoint)
     device = device_type()
     model = saved.for_inference(device, precision_of(request.dtype, device))
-    names = dict.fromkeys((saved.name, saved.path.name))  # an export has one name
-    say(", ".join(names))
     tokenizer = saved.tokenizer
     bos = [] if saved.tokens.first is None else [saved.tokens.first]
     prompts = [
@@ -63,5 +61,5 @@ def continue_prompts(
     read, later = sum(map(len, prompts)), len(times) - 1 - len(prompts)
     reading, writing = times[len(prompts)] - times[0], times[-1] - times[len(prompts)]
     speed = f"{read} tokens read, {read / reading:,.0f} a second; {len(times) - 1} written"
-    say(speed + (f", {later / writing:,.1f} a second" if later else ""))
+    log.info("%s", speed + (f", {later / writing:,.1f} a second" if later else ""))
     return [text.text for text in texts]

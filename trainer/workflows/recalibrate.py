@@ -231,20 +231,15 @@ def evaluated(
     }
 
 
-def chosen(
-    model: str,
-    minutes: float,
-    given: Mapping[str, Any],
-    run_dir: Path,
-    overwrite: bool,
-    began: float,
+def chosen_keys(
+    model: str, minutes: float, given: Mapping[str, Any], began: float, record: Path | None
 ) -> dict[str, Any]:
-    """Return the keys that a run in ``run_dir`` began with, or choose them for this machine.
+    """Choose the keys of a run for this machine, or return those of a run that has begun.
 
-    ``began``: when the minutes began, in seconds since the epoch.
+    ``began``: when the minutes began, in seconds since the epoch. ``record``: the configuration of
+    the run that has begun.
     """
-    record = run_dir / RECORD
-    if record.is_file() and not overwrite:
+    if record is not None:
         saved = yaml.safe_load(record.read_text("utf-8"))
         values = {key: reduce(getitem, key.split("."), saved) for key in KEYS}
     else:

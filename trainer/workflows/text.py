@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trainer.checkpoint import read_state, regular_checkpoints
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -15,7 +17,6 @@ from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, v
 from trainer.runs.models import starting_weights
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import phases_of
-from trainer.runs.starting_point import texts_read
 
 
 def tokens_of_weights(config: RunConfig) -> SpecialTokens | None:
@@ -56,6 +57,14 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     longest = max(phase.config.data.sequence_length for phase in phases)
     data, tokens = replace(config.data, sequence_length=longest), tokens_of_weights(config)
     return prepare_corpus(data, config.tokenizer, tokens, alone=alone, wanted=wanted)
+
+
+def texts_read(run_dir: Path) -> list[str] | None:
+    """Return fingerprints of the texts that the run in a directory has read, or None."""
+    for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
+        with suppress(ValueError):  # damaged, or of another format
+            return read_state(path)["texts"]
+    return None
 
 
 def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:

@@ -16,13 +16,13 @@ from trainer.checkpoint import (
     step_of,
 )
 from trainer.common.errors import UserError
-from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
+from trainer.lightning.fit import starting_point
+from trainer.lightning.metrics import epochs_read
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
-from trainer.runs.starting_point import epochs_read, starting_point
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_epochs_are_those_of_all_orders_of_samples_together(base, corpus):
         "c": {"steps": 4, "sequence_length": 64}, "d": {"steps": 2},
     }  # fmt: skip
     never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
-    config = parse(RunConfig, merged(base, {"run_dir": "x", "phases": phases, **never}))
+    config = parse(merged(base, {"run_dir": "x", "phases": phases, **never}))
     trained = phases_of(config)
     read = epochs_read(corpus, trained)
     (name,) = read(0)
