@@ -34,21 +34,6 @@ BUDGETS = {
     **{word: [] for word in ("prepare", "compare")},
     "plan": ["model.num_hidden_layers=1"],
     **{
-        # Trained and evaluated by tests/workflows/test_experiments.py.
-        f"+experiment={name}_demo": ONLY_READ
-        for name in (
-            *("encoding_zoo", "extension"),
-            *("qk_norm_rates", "qk_norm_stability", "rope_id_extension", "trunk_and_branches"),
-        )
-    },
-    **{
-        f"+experiment=ladder{rung}": ONLY_READ
-        for rung in (
-            *("", "_1m", "_1_6m", "_4m", "_order"),
-            *("_no_norm", "_1m_no_norm", "_recipe", "_recipe_norm"),
-        )
-    },
-    **{
         f"checkpoint=runs/{name}": ONLY_READ
         for name in ("extension_demo", "extension_demo/controls/rope", "rope_swa")
     },
@@ -59,6 +44,8 @@ BUDGETS = {
     "evaluate": LENGTHS,
 }  # fmt: skip
 """What is added to a command that holds the word; of several words to the first."""
+READ_EXPERIMENTS = r"\+experiment=(ladder\w*|(?!drope_)\w+_demo)"
+"""Trained and evaluated by tests/workflows/test_experiments.py."""
 ALONE = ["~controls.rope", "~controls.nope"]
 """Demos of another name train without the controls, which the demo itself has."""
 TRAINED = ["evaluation.enabled=false"]
@@ -100,6 +87,8 @@ def small(words: list[str]) -> list[str]:
     """The command with the least budget."""
     if words[0].startswith("scripts/"):
         return [words[0], *SCRIPTS.get(words[0], words[1:])]
+    if any(re.fullmatch(READ_EXPERIMENTS, word) for word in words):
+        return [*words, *ONLY_READ]
     budget = next((budget for word, budget in BUDGETS.items() if word in words), TRAIN)
     if budget is TRAIN and any(word.startswith("name=") for word in words):
         budget = [*TRAIN, *(SWEPT if "--multirun" in words else TRAINED)]

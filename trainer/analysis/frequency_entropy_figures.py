@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,11 +74,16 @@ def analyze_frequency_entropy(target: Target) -> Results:
     for side in SIDES:
         plots.append(_heads_plot(by_length, side, shown))
         plots.append(_norms_plot(norms, side, target.length))
-    sweeps = attenuation_sweeps(target, measures, layers)
-    if sweeps:
-        plots.append(attenuation_plot(sweeps))
-    rows = _rows(by_length, sweeps)
-    return results("frequency_entropy", "Frequency entropy", target.name, plots, rows)
+    perplexities, attenuated = attenuated_perplexity(target, measures, layers)
+    # Of keys and of queries; on prefixes of queries alone.
+    tables = [
+        tidy({NAMES[m]: values}, "layer", "head", "pair", variant=SIDES[side], length=n)
+        for n, entropies in by_length.items()
+        for (m, side), values in entropies.items()
+        if side == "query" or n == target.length
+    ]
+    tables, plots = tables + perplexities, plots + attenuated
+    return results("frequency_entropy", "Frequency entropy", target.name, plots, tables)
 
 
 def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
@@ -92,21 +97,6 @@ def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
     norms = {side: pair_norms(x, pairs) for side, x in head_vectors(heads, head).items()}
     cell = -(-heads.q.shape[2] // CELLS)
     return {side: cell_means(values, cell).numpy() for side, values in norms.items()}
-
-
-def _rows(by_length: Mapping[int, Entropies], sweeps: Sequence[Sweep]) -> list[pd.DataFrame]:
-    """Return every pair's entropies, of queries on prefixes too, and the perplexities."""
-    tables = [
-        tidy({NAMES[m]: values}, "layer", "head", "pair", variant=SIDES[side], length=n)
-        for n, entropies in by_length.items()
-        for (m, side), values in entropies.items()
-        if side == "query" or n == max(by_length)
-    ]
-    for measured in sweeps:
-        numbers = {f"perplexity, alpha={a:g}": p for a, p in measured.perplexity.items()}
-        numbers["attenuated_pairs"] = float(measured.pairs)
-        tables.append(tidy(numbers, variant=measured.gates, length=measured.tokens))
-    return tables
 
 
 def _panel(title: str, measure: str, values: Array, *, y: bool = False) -> Panel:
@@ -182,20 +172,11 @@ def _norms_plot(norms: Mapping[Place, Mapping[Side, Array]], side: Side, length:
     )
 
 
-class Sweep(NamedTuple):
-    """Perplexity by alpha on a text of ``tokens`` tokens; ``pairs``: number of attenuated pairs of
-    queries and keys."""
-
-    gates: str
-    tokens: int
-    pairs: int
-    perplexity: dict[float, float]
-
-
-def attenuation_sweeps(
+def attenuated_perplexity(
     target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
-) -> list[Sweep]:
-    """Measure perplexity of the target's first text by gate and alpha (Sec. 5.2, Fig. 4).
+) -> tuple[list[pd.DataFrame], list[Plot]]:
+    """Measure and draw perplexity of the target's first text by gate, factor and number of tokens
+    (Sec. 5.2, Fig. 4).
 
     ``measures``: measures for which the text is long enough; gates of others are skipped.
     ``entropies``: entropies on the target's texts. A model without rotation, or with an
@@ -206,25 +187,37 @@ def attenuation_sweeps(
     gates = [rules for rules in gates if {rule.entropy for rule in rules} <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
-        return []
+        return [], []
     if target.choice is not None:
-        needed = sorted({rule.entropy for together in gates for rule in together})
+        needed = sorted({rule.entropy for rules in gates for rule in rules})
         frames = target.config.frequency_entropy
         entropies = frequency_entropies(model, target.choice, needed, frames)
     most, size = target.length - 1, model.config.head_size
-    sweeps = []
+    tables, panels = [], []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
-        ids = target.ids[:1, : n + 1]
+        ids, lines = target.ids[:1, : n + 1], []
         plain = _perplexity(model, layout, ids)
-        for together in gates:
+        for number, rules in enumerate(gates):
             curve, pairs = {1.0: plain}, 0
             for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
-                weighted = [replace(rule, alpha=alpha) for rule in together]
+                weighted = [replace(rule, alpha=alpha) for rule in rules]
                 chosen = factors_of(layout, entropies, weighted, size)
                 pairs = count_pairs(chosen)
                 curve[alpha] = _perplexity(model, apply(layout, chosen), ids) if pairs else plain
-            sweeps.append(Sweep(in_words(together), n, pairs, curve))
-    return sweeps
+            numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
+            numbers["attenuated_pairs"] = float(pairs)
+            tables.append(tidy(numbers, variant=in_words(rules), length=n))
+            label = f"{in_words(rules)} ({pairs:,})"
+            lines.append(Line(label, number, [*curve], [*curve.values()]))
+        x, y = "factor α on the chosen pairs", "perplexity"
+        panels.append(Panel(f"{n:,} tokens", lines, x, y, log_if_wide))
+    plot = Plot(
+        "attenuation",
+        draw(panels, columns=2),
+        "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
+        "(Sec. 5.2, Fig. 4).",
+    )
+    return tables, [plot]
 
 
 @torch.no_grad()
@@ -232,25 +225,6 @@ def _perplexity(model: LanguageModel, layout: Layout, ids: Tensor) -> float:
     ids = ids.to(model.device)
     with model.using(layout):
         return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
-
-
-def attenuation_plot(sweeps: Sequence[Sweep]) -> Plot:
-    """Draw perplexity by the factor on the chosen pairs, a panel for each number of tokens."""
-    panels = []
-    for tokens in dict.fromkeys(measured.tokens for measured in sweeps):
-        shown = [measured for measured in sweeps if measured.tokens == tokens]
-        lines = [
-            Line(f"{gates} ({pairs:,})", number, [*curve], [*curve.values()])
-            for number, (gates, _, pairs, curve) in enumerate(shown)
-        ]
-        x, y = "factor α on the chosen pairs", "perplexity"
-        panels.append(Panel(f"{tokens:,} tokens", lines, x, y, log_if_wide))
-    return Plot(
-        "attenuation",
-        draw(panels, columns=2),
-        "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
-        "(Sec. 5.2, Fig. 4).",
-    )
 
 
 def in_words(gate: Sequence[WeightedRopeSettings]) -> str:
