@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
@@ -11,13 +12,13 @@ import pytest
 import torch
 
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
-from trainer.checkpoint import read_state, step_name
+from trainer.checkpoint import Writer, read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError
-from trainer.lightning import metrics
-from trainer.lightning.metrics import Metrics, flops_per_token
+from trainer.lightning import run as of_runs
 from trainer.lightning.module import LanguageModule
-from trainer.lightning.run import check_divergence
+from trainer.lightning.run import check_divergence, flops_per_token
 from trainer.model.flops import training_flops
+from trainer.runs.directory import read_metrics
 
 
 @pytest.mark.parametrize(
@@ -74,20 +75,24 @@ def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
         check_divergence(32, 1_000_031, tmp_path)
 
 
-def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(monkeypatch):
+def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(run, monkeypatch):
     """With a second a step, and a minute for each checkpoint, one of them between phases."""
-    times = iter([0.0, 60.0, 60.0, 61.0, 121.0, 122.0, 124.0])
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    rows = Metrics(None, [], lambda _: {}, SimpleNamespace(advance_to=lambda _: None), None)
-    with rows.elsewhere():
-        pass
-    rows.start(6)
-    with rows.elsewhere():
-        pass
-    phase = SimpleNamespace(config=SimpleNamespace(tokens_per_step=1000))
-    module = SimpleNamespace(device=torch.device("cpu"))
-    for step in (8, 10):
-        assert rows._speed(module, phase, step, {}) == {"tokens_per_second": 1000.0}
+    seconds = [0.0]
+
+    def taking(duration, function):
+        def slow(*args):
+            seconds[0] += duration
+            return function(*args)
+
+        return slow
+
+    clock = SimpleNamespace(perf_counter=lambda: seconds[0], monotonic=lambda: seconds[0])
+    monkeypatch.setattr(of_runs, "time", clock)
+    monkeypatch.setattr(LanguageModule, "training_step", taking(1, LanguageModule.training_step))
+    monkeypatch.setattr(Writer, "save", taking(60, Writer.save))
+    config, _ = run(trainer={"checkpoint_every": 4})
+    rows = read_metrics(Path(config.run_dir) / "metrics.csv")
+    assert [row["tokens_per_second"] for row in rows] == [128.0] * 6
 
 
 class Shrink(L.Callback):

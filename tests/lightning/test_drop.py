@@ -193,10 +193,7 @@ def test_one_callback_serves_two_trainings():
     ("module", "callback", "options"),
     [
         (ours, DropPositions(0.5), {"max_steps": -1}),
-        (ours, DropPositions(3, to="banana"), {"max_steps": 4}),
         (Llama, DropPositions(3, layers=[0]), {"max_steps": 4}),
-        (Llama, DropPositions(3, to="rope"), {"max_steps": 4}),
-        (Llama, DropPositions(3, optimizer_state="reset_new"), {"max_steps": 4}),
         (
             lambda: LanguageModule(
                 Decoder(
@@ -208,18 +205,11 @@ def test_one_callback_serves_two_trainings():
             {"max_steps": 4},
         ),
     ],
-    ids=[
-        "share of nothing",
-        "unknown encoding",
-        "layers",
-        "another encoding",
-        "new parameters",
-        "no norms",
-    ],
+    ids=["share of nothing", "layers", "no norms"],
 )
 def test_what_cannot_be_dropped_is_refused_before_the_first_update(module, callback, options):
     module = module()
-    with pytest.raises((ValueError, KeyError)):
+    with pytest.raises(ValueError, match=r"DropPositions|layout"):
         trainer_of(callback, **options).fit(module, TokenData("", 32, 8, samples=RandomSamples()))
     assert module.global_step == 0
 
@@ -306,8 +296,8 @@ def test_workers_take_turns():
 
 def test_gains_of_several_batches_are_those_of_one():
     gains, probe = [], torch.arange(8).view(4, 2)
-    for rows in (3, None):
+    for rows in (3, 4):
         model = decoder()
-        match_gains(model, drop(model.layout, qk_norm=True), probe, rows)
+        match_gains(model, drop(model.layout, qk_norm=True), probe.split(rows))
         gains.append(model.layers[0].self_attn.q_norm.weight)
     torch.testing.assert_close(*gains)

@@ -8,9 +8,6 @@ import math
 import pytest
 import torch
 
-from trainer.common.ranks import Ranks
-from trainer.config import RunConfig, TrainerConfig
-from trainer.lightning import setup
 from trainer.lightning.module import Tally
 
 
@@ -61,23 +58,3 @@ def test_updates_that_were_skipped_are_counted_in_a_row_and_since_the_start():
         tally.end_update(torch.tensor(2.0), torch.tensor(skipped))
         counted.append((tally.skipped_in_a_row(), tally.read()["skipped_steps"]))
     assert counted == [(1, 1), (2, 2), (0, 2), (1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("threads", "ranks", "expected"),
-    [(None, Ranks(), 6), (2, Ranks(), 2), (None, Ranks(1, 2), 3), (2, Ranks(1, 2), 2)],
-)
-def test_a_run_has_the_usual_threads_and_ranks_their_share(monkeypatch, threads, ranks, expected):
-    """torchrun's OMP_NUM_THREADS is not the user's choice."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    monkeypatch.setattr(setup, "cores", lambda: 3)
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    from torch._inductor import config as inductor
-
-    before = torch.get_num_threads()
-    with inductor.patch(compile_threads=9):
-        config = RunConfig(trainer=TrainerConfig(threads=threads, compile=True))
-        setup.set_threads(config, ranks)
-        assert inductor.compile_threads == (threads or 3)
-    assert torch.get_num_threads() == expected
-    torch.set_num_threads(before)

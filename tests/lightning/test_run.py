@@ -25,9 +25,9 @@ from trainer.common.errors import PreemptedError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import vocabulary_size
-from trainer.lightning import metrics
+from trainer.lightning import dashboards
+from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
-from trainer.lightning.metrics import log_results
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.run import effect_probe
 from trainer.lightning.setup import make_decoder
@@ -261,8 +261,8 @@ def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
     monkeypatch.setattr(WandbLogger, "log_metrics", lambda _, row, step: logged.append((step, row)))
     write_metrics(tmp_path / "metrics.csv", [{"step": 2, "loss": 3.5}, {"step": 4, "loss": 3.0}])
     for offline in (True, False):
-        metrics._wandb.cache_clear()
-        metrics._wandb(tmp_path, "run", "run", offline)
+        dashboards._wandb.cache_clear()
+        dashboards._wandb(tmp_path, "run", "run", offline)
         assert logged == [(2, {"loss": 3.5}), (4, {"loss": 3.0})]  # online the server has them
 
 
@@ -279,9 +279,9 @@ def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, 
         with pytest.raises(PreemptedError):
             run(logger={"wandb": True, "offline": True})
     wandb.teardown()
-    metrics._wandb.cache_clear()  # another process
+    dashboards._wandb.cache_clear()  # another process
     config, _ = run(logger={"wandb": True, "offline": True})
-    log_results(config, {32: {"evaluation/loss/DroPE": 4.0}}, {})
+    log_results(config, {32: {"evaluation/loss/DroPE": 4.0}})
     wandb.teardown()
     first, second = sorted(Path(config.run_dir).rglob("*.wandb"), key=lambda p: p.stat().st_mtime)
     assert first.name == second.name

@@ -19,7 +19,7 @@ from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.lightning.fit import starting_point
-from trainer.lightning.metrics import epochs_read
+from trainer.lightning.run import epochs_read
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of

@@ -157,11 +157,6 @@ def test_rows_draw_independently_of_order_and_batch(seed, top_p, order):
     assert alone(logits[4:], [0]) == together[4]
 
 
-def test_temperature_0_takes_the_likeliest():
-    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(Sampler()(logits, range(7)), logits.argmax(-1))
-
-
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_the_least_draw_takes_no_token_without_probability(monkeypatch, top_p):
     """Of [0, 1) the generator may draw exactly 0."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.model import loss
-from trainer.model.loss import linear_cross_entropy, token_losses
+from trainer.model.loss import linear_cross_entropy
 
 WIDTH, VOCAB = 6, 11
 
@@ -98,12 +98,29 @@ def test_bfloat16_states_have_bfloat16_products_and_float32_sums():
     assert_same(actual, plain(hidden, weight, targets, weights), 3e-2)
 
 
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
 @pytest.mark.parametrize("chunk", [1, 7, 24, 100])
-def test_token_losses_are_those_of_the_logits(monkeypatch, chunk):
+def test_losses_of_a_model_are_those_of_its_logits(tiny_decoder, monkeypatch, chunk):
     monkeypatch.setitem(loss.CHUNKS, "cpu", (0, chunk))
-    hidden, weight, targets, _ = problem(24)
-    losses = token_losses(hidden.view(2, 12, -1), weight, targets.view(2, 12))
-    expected = F.cross_entropy(hidden @ weight.T, targets, reduction="none").view(2, 12)
+    model, targets = tiny_decoder(), (torch.arange(96) % 50).view(2, 48)
+    states = torch.randn(2, 48, 32, generator=torch.Generator().manual_seed(0))
+    with LargestTensor() as largest:
+        losses = model.losses(states, targets)
+    assert largest.elements <= max(chunk * 50, states.numel())
+    logits = states @ model.head.T
+    expected = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     torch.testing.assert_close(losses, expected)
 
 
@@ -145,19 +162,6 @@ def test_products_are_added_in_float32(dtype):
     assert (total == 5020).all()
 
 
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returns."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **kwargs or {})
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.elements = max(self.elements, value.numel())
-        return result
-
-
 def test_the_logits_of_all_tokens_never_exist(monkeypatch):
     monkeypatch.setattr(loss, "TILE", 16)
     monkeypatch.setitem(loss.CHUNKS, "cpu", (0, 16))
@@ -165,7 +169,6 @@ def test_the_logits_of_all_tokens_never_exist(monkeypatch):
     allowed = max(16 * 500, 1000 * 8)
     with LargestTensor() as chunked:
         ours(hidden, weight, targets, weights)
-        token_losses(hidden, weight, targets)
     assert chunked.elements <= allowed
     with LargestTensor() as whole:
         plain(hidden, weight, targets, weights)

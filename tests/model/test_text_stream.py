@@ -1,6 +1,5 @@
 """Streamed text is the decoded text, in whole characters, cut before the first stop string."""
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -87,16 +86,6 @@ def test_a_last_character_that_is_not_finished_comes_at_the_end():
     assert streamed(BYTE_LEVEL, tokens)[-1] == BYTE_LEVEL.decode(tokens)[1:] != ""
 
 
-@given(st.lists(st.integers(128, 255) | st.integers(257, 261), max_size=12))
-@example([215, 160, 251, 165, 135, 261, 199, 161, 177, 215])
-def test_bytes_that_are_no_text_do_not_end_a_stream_with_an_error(tokens):
-    """What a byte-fallback decoder makes of them depends on what follows, so they may differ from
-    the text decoded at once; the characters of other tokens are all there once, in their order."""
-    known = [BYTE_FALLBACK.id_to_token(token) for token in tokens if token > 256]
-    text = "".join(streamed(BYTE_FALLBACK, tokens))
-    assert [character for character in text if character in "aehnt"] == known
-
-
 def test_special_tokens_are_omitted_everywhere():
     end, text = special_tokens(BYTE_LEVEL).end, BYTE_LEVEL.encode("the end").ids
     for tokens in ([end, *text], [*text[:2], end, *text[2:]], [*text, end]):
@@ -117,17 +106,3 @@ def test_stop_strings_are_found_across_tokens_and_never_shown(text, stop):
             expected = text[: min(ends)]
             break
     assert "".join(streamed(CHARACTERS, map(ord, text), stop)) == expected
-
-
-@pytest.mark.parametrize(
-    ("stop", "text", "shown"),
-    [
-        (["d", "abc"], "xabcd", "x"),  # a longer one than the shortest
-        (["bc", "abc"], "xabcd", "x"),  # two that end together: the one that begins first
-        (["abc", "bc"], "xabcd", "x"),
-        (["b"], "b", ""),
-        (["cd"], "xabc", "xabc"),
-    ],
-)
-def test_the_stop_string_that_is_complete_first_ends_the_text_where_it_begins(stop, text, shown):
-    assert "".join(streamed(CHARACTERS, map(ord, text), stop)) == shown

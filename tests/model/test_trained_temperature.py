@@ -15,7 +15,6 @@ from tests.reference import eager
 from trainer.model.attention import LayerPass
 from trainer.model.backends import BACKENDS, Mask
 from trainer.positional.config import TemperatureConfig
-from trainer.positional.layout import Layout
 from trainer.positional.rotation import head_groups
 
 IDS = torch.randint(50, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -49,16 +48,6 @@ def test_attention_is_llama_4_s_of_a_layer_without_rotation(tiny_decoder):
     (groups, _) = head_groups(model.layout, positions, 50)
     output = ours(x, LayerPass(groups, groups, Mask()))
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-def test_queries_see_the_logarithm_of_what_they_read(tiny_decoder):
-    """scale (1 + c ln n), n = 1, 2, ... keys, at every length and inside the training length."""
-    layout = tiny_decoder(temperature=LOGARITHM).layout
-    for length in (5, 32, 90):
-        (groups, _) = head_groups(layout, torch.arange(length), length)
-        expected = [0.4 * (1 + 2 * math.log(n)) for n in range(1, length + 1)]
-        assert groups[0].temperature.flatten().tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("steps", [False, True])
@@ -95,10 +84,3 @@ def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
     cache = model.empty_cache(2, 50)
     parts = [model(IDS[:, a:b], cache=cache, length=50) for a, b in ((0, 30), (30, 31), (31, 50))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)
-
-
-def test_a_trained_temperature_has_gradients_and_survives_checkpoints(tiny_decoder):
-    model = tiny_decoder(layers=["rope", "nope"], temperature=LLAMA_4)
-    model.loss(IDS[:, :-1], IDS[:, 1:]).backward()
-    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-    assert Layout.from_dict(model.layout.to_dict()) == model.layout

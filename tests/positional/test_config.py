@@ -54,14 +54,6 @@ def test_a_temperature_beside_one_of_an_encoding_is_refused():
         layout(layers=["rope_id"], temperature=TemperatureConfig(coefficient=0.1))
 
 
-def test_a_temperature_takes_the_place_of_one_that_is_off():
-    """RoPE-ID's with coefficient 0 changes nothing at any length."""
-    off = {"rope_id": {"temperature": 0}}
-    temperature = TemperatureConfig(coefficient=0.1)
-    built = layout(layers=["rope_id"], encodings=off, temperature=temperature)
-    assert {s.temperature.coefficient for s in built.spectra} == {0.1}
-
-
 @pytest.mark.parametrize(
     ("kv_heads", "share", "count"),
     [(4, 0.5, 2), (4, 0.0, 0), (4, 1.0, 4), (3, 0.333, 1), (3, 0.667, 2), (25, 0.28, 7)],

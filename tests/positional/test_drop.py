@@ -44,25 +44,9 @@ def test_chosen_layers_and_only_those(chosen, changed):
         assert after.layers[i] == MIXED.layers[i]
 
 
-@pytest.mark.parametrize("index", [4, -5])
-def test_a_layer_that_does_not_exist_is_refused(index):
-    with pytest.raises(IndexError):
-        drop(MIXED, layers=[0, index])
-
-
 def test_qk_norm_comes_on_only_where_the_encoding_went():
     after = drop(MIXED, layers=[0, 1], qk_norm=True)
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]
-
-
-def test_norms_that_were_trained_stay_on_where_the_encoding_goes():
-    after = drop(MIXED)
-    assert [layer.qk_norm for layer in after.layers] == [False, False, True, False]
-
-
-def test_another_encoding_may_take_the_place():
-    after = drop(MIXED, layers=[1], to=SLOW)
-    assert after.layers[1].spectra == (SLOW, SLOW)
 
 
 PAIRS = Spectrum((0.8, 0.4, 0.2))
@@ -88,12 +72,6 @@ def test_chosen_heads_of_chosen_layers_and_only_those(heads, spectra):
     assert after.layers[1].window == 16
     assert after.layers[0] == after.layers[2] == LAYOUT.layers[0]
     assert [layer.qk_norm for layer in after.layers] == [False, True, False]
-
-
-@pytest.mark.parametrize("head", [4, -5])
-def test_a_head_that_does_not_exist_is_refused(head):
-    with pytest.raises(IndexError):
-        drop(LAYOUT, heads=[head])
 
 
 def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotates():

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.positional.examples import slowed
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.commands import compose_words
-from trainer.common.errors import UserError
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name
 from trainer.positional.rescaling import cope
 from trainer.positional.spectrum import Spectrum
@@ -146,20 +144,6 @@ def test_cope_clips_the_slowest_pairs_as_published(head_dim, clipped):
     rescaling = slowed(cope, spectrum("rope", head_dim), 4.0, 4096, clipped=clipped)
     assert rescaling == encoding
     assert slowed(cope, spectrum("rope", head_dim), 1.0, 4096) == spectrum("rope", head_dim)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "head_dim", "message"),
-    [
-        ("rop", {}, 64, "positional: expected one of rope, "),
-        ("rope", {"bsae": 1e4}, 64, "encodings.rope: rope() got an unexpected keyword"),
-        ("half_rope", {}, 10, "encodings.half_rope: rotary_fraction 0.5 of head_dim 10 is 5"),
-        ("rope_id", {"slowest_wavelength": 0}, 64, "encodings.rope_id: the fastest wavelength"),
-    ],
-)
-def test_a_wrong_setting_is_named(name, parameters, head_dim, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        by_name(name, head_dim, 4096, **parameters)
 
 
 def test_a_plugin_adds_an_encoding(tmp_path, monkeypatch):

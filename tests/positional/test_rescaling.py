@@ -1,7 +1,6 @@
 """Rescalings against transformers and the formulas of the papers, with a factor and with length."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -24,9 +23,7 @@ from trainer.positional.rescaling import (
     rebased,
     rescaled,
     yarn,
-    yarn_full_range,
 )
-from trainer.positional.spectrum import Spectrum
 
 C = 2048
 cases = pytest.mark.parametrize(
@@ -84,12 +81,6 @@ def test_methods_are_those_of_transformers(rescaling, kind, more, head_dim, base
 def test_ntk_aware_is_dynamic_scaling_of_transformers_at_that_length(head_dim, base, factor):
     expected, _ = theirs("dynamic", head_dim, base, 1.0, seq_len=round(C * factor))
     assert_frequencies(slowed(ntk_aware, rope(head_dim, base), factor, C), expected)
-
-
-@cases
-def test_ntk_by_parts_is_yarn_without_its_attention_factor(head_dim, base, factor):
-    ours = slowed(ntk_by_parts, rope(head_dim, base), factor, C)
-    assert ours == replace(slowed(yarn, rope(head_dim, base), factor, C), rotary_scale=1.0)
 
 
 @pytest.mark.parametrize("rescaling", [ntk_by_parts, yarn])
@@ -156,13 +147,6 @@ def test_longrope_is_longrope_of_transformers(length):
         original_max_position_embeddings=C,
     )
     assert_frequencies(longrope(rope(), short, long, C).at(length, C), expected)
-
-
-def test_over_the_full_range_pairs_that_stand_still_are_not_the_slowest():
-    before = Spectrum((1.0, 0.1, 0.01, 0.0))
-    assert slowed(yarn_full_range, before, 4.0, C).inv_freq == pytest.approx(
-        (1.0, 0.0625, 0.0025, 0.0)
-    )
 
 
 @given(

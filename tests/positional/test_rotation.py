@@ -67,13 +67,6 @@ def test_a_pair_is_a_complex_number_that_turns(position, seed):
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
 
 
-def test_published_scaling_of_the_rotation_scales_the_table():
-    plain = rotary_table(ROPE, torch.arange(8))
-    scaled = rotary_table(replace(ROPE, rotary_scale=1.5), torch.arange(8))
-    for before, after in zip(plain, scaled, strict=True):
-        torch.testing.assert_close(after, 1.5 * before, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("scale", [1.0, 1.5])
 def test_gradients_are_those_of_the_formula(scale):
     """The rotation has a backward of its own; here as autograd differentiates it."""
@@ -209,10 +202,3 @@ def test_heads_that_differ_in_their_scale_alone_have_tables_of_their_own():
     layout = replace(uniform(rope, layers=1, heads=2, training_length=32), layers=(heads,))
     ((plain, scaled),) = head_groups(layout, torch.arange(4), 4)
     torch.testing.assert_close(scaled.cos, 2 * plain.cos)
-
-
-def test_temperature_per_query_grows_up_to_the_window():
-    spectrum = Spectrum(temperature=Temperature(0.1, per="query", reference=1))
-    ((group,),) = head_groups(one_layer(8, spectrum, window=4), torch.arange(8), 8)
-    seen = torch.tensor([1.0, 2, 3, 4, 4, 4, 4, 4])
-    torch.testing.assert_close(group.temperature[:, 0], 1 + 0.1 * seen.log())

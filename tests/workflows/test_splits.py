@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.common.ranks import Ranks
 from trainer.config import (
     AnalysisConfig,
     AttenuationSettings,
@@ -23,7 +22,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
 from trainer.data.tokenizer import SpecialTokens
-from trainer.lightning.benchmarks import Benchmarks
+from trainer.lightning.benchmarks import benchmark_tasks
 from trainer.lightning.run import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
@@ -95,8 +94,8 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
     probe = effect_probe(corpus, phases_of(config)[0])
     assert seen(probe[:, 1:].numpy()) == {"validation"}
-    perplexity, statements = Benchmarks(config, corpus, Ranks()).tasks
-    for length in (32, 128):
+    (perplexity, short), (_, long), (statements, _), _ = benchmark_tasks(config, corpus)
+    for length in (short, long):
         assert seen(perplexity.windows[length]) == {"validation"}
         assert seen(statements.of_length[length].prompts) == {"validation"}
 

@@ -92,7 +92,7 @@ def log_likelihoods(
         requests = [Request(c[-max(1, room - len(new)) :], new) for c, new in requests]
     longest = max((len(context) + len(new) - 1 for context, new in requests), default=0)
     # Keys that depend on what follows cannot be shared, and padding would change them.
-    alone = model.follows_length(longest)
+    alone = model.layout.at(longest) != model.layout.at(1)
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (context, new) in enumerate(requests):
         alike[len(context), len(new) if alone else 0].append(index)

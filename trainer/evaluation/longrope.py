@@ -24,7 +24,7 @@ from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, hidden, magic
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import (
-    longest,
+    long_frequencies,
     longrope,
     ntk_aware,
     ntk_by_parts,
@@ -51,7 +51,7 @@ def longrope_starts(layout: Layout, s: float) -> list[Candidate]:
     """Return LongRoPE's starting points: the unchanged model, PI, NTK-aware and NTK-by-parts
     scaling, and NTK-aware scaling up to a critical pair with the factor s from there on."""
     C = layout.training_length
-    before = [longest(spectrum, C) for spectrum in layout.spectra]
+    before = [long_frequencies(spectrum, C).inv_freq for spectrum in layout.spectra]
     starts = [[(1.0,) * len(frequencies) for frequencies in before]]
     for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
         starts.append([_ratios(f, rescaling(f, C).frequencies(f, s)) for f in before])
@@ -134,7 +134,8 @@ def critical_pair(spectrum: Spectrum, training_length: int) -> int:
 
     Leading pairs with frequency 0 count as fast ones that a drop removed.
     """
-    turns = np.array(longest(spectrum, training_length)) * training_length / (2 * math.pi)
+    inv_freq = long_frequencies(spectrum, training_length).inv_freq
+    turns = np.array(inv_freq) * training_length / (2 * math.pi)
     first = int(np.argmax(turns > 0)) if turns.any() else 0
     return max(1, first + int((turns[first:] >= 1).sum()))
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
@@ -42,7 +41,6 @@ from trainer.model.backends import Mask, allowed
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
-from trainer.model.loss import chunk_size
 from trainer.positional.intervention import intervene
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import (
@@ -450,17 +448,6 @@ class AdaptedModel(LanguageModel):
         finally:
             del self._base.forward
         return logits.view(*states.shape[:-1], -1)
-
-    @torch.no_grad()
-    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Return each target's cross-entropy ``[...]``, float32 nats; logits in chunks."""
-        size = chunk_size(self.vocab_size, states.device)
-        rows, of_rows = states.flatten(0, -2).split(size), targets.flatten().split(size)
-        losses = [
-            F.cross_entropy(self.logits(x).float(), y, reduction="none")
-            for x, y in zip(rows, of_rows, strict=True)
-        ]
-        return torch.cat(losses).view(targets.shape)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for ``capacity`` tokens in each of ``rows``."""

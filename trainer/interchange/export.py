@@ -200,7 +200,7 @@ def _native_values(layout: Layout, architecture: Architecture, rope: Parameters)
 
 
 def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
-    if layout.frequencies_follow_length:
+    if any(spectrum.long for spectrum in layout.spectra):
         raise UserError(
             "export: frequencies that follow the length have no place in an export with encodings "
             "or norms that no architecture of transformers has"
@@ -322,7 +322,8 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
         (theirs(ids, use_cache=False).logits[0, -KEPT:], model(ids, last=KEPT)[0]) for ids in cases
     ]
     short, long = cases[0][0, : max(1, C - DECODED)], cases[-1][0]
-    prompts = [short] if model.layout.frequencies_follow_length else [short, long]
+    is_alone = any(spectrum.long for spectrum in model.layout.spectra)
+    prompts = [short] if is_alone else [short, long]
     batch = pad_sequence(prompts, batch_first=True, padding_side="left")
     mask = pad_sequence(
         [torch.ones_like(x) for x in prompts], batch_first=True, padding_side="left"

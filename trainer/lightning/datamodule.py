@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import lightning as L
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -142,17 +142,12 @@ class TokenData(L.LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's share of the held-out sequences."""
+        """Return the held-out sequences, which Lightning shares among the ranks."""
         assert self.trainer is not None
-        ids = self.probe(self.held_out)[self.trainer.global_rank :: self.trainer.world_size]
-        size = self.batch_size // (self.trainer.accumulate_grad_batches * self.trainer.world_size)
-        return DataLoader(TensorDataset(ids), batch_size=size, collate_fn=_shifted)
-
-
-def _shifted(rows: list[tuple[Tensor]]) -> dict[str, Tensor]:
-    """Return inputs and targets ``[B, T]`` of rows ``[T + 1]``."""
-    ids = torch.stack([row for (row,) in rows])
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+        ids = self.probe(self.held_out)
+        data: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
+        parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
+        return DataLoader(data, batch_size=self.batch_size // parts)
 
 
 def _ignore_signals(_: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from statistics import fmean
 from typing import Any, Literal, get_args
@@ -33,8 +33,7 @@ def apply_change(
     *,
     gain: Gain = "one",
     optimizer_state: OptimizerState = "keep",
-    probe: Tensor | None = None,
-    rows: int | None = None,
+    probe: Sequence[Tensor] = (),
 ) -> tuple[list[float], list[float]]:
     """Change encoding, QK-norm and optimizer state; return the losses of the probe's sequences
     before and after.
@@ -45,26 +44,25 @@ def apply_change(
         layout: the encoding after the change.
         gain: of QK-norms that come on: 1, or matched to the RMS of their inputs on the probe.
         optimizer_state: keep, reset, or reset_new (of the QK-norms alone).
-        probe: held-out token ids ``[sequences, T + 1]``; None: no losses.
-        rows: sequences of a forward pass; None: all.
+        probe: held-out token ids in batches ``[B, T + 1]``; empty: no losses.
     """
-    before = losses_of(model, probe, rows)
-    if gain == "matched" and probe is not None:
-        match_gains(model, layout, probe, rows)
+    before = losses_of(model, probe)
+    if gain == "matched" and probe:
+        match_gains(model, layout, probe)
     model.layout = layout
     reset_optimizer(trainer, optimizer_state)
-    return before, losses_of(model, probe, rows)
+    return before, losses_of(model, probe)
 
 
-def losses_of(model: Decoder, probe: Tensor | None, rows: int | None = None) -> list[float]:
+def losses_of(model: Decoder, probe: Sequence[Tensor]) -> list[float]:
     """Return the mean loss of each sequence of a probe, see :func:`apply_change`; every rank reads
     all."""
-    if probe is None:
-        return []
+    losses: list[float] = []
     with evaluating(model):
-        parts = probe.to(model.device).split(rows or len(probe))
-        losses = [model.token_losses(x[:, :-1], x[:, 1:]).mean(dim=1) for x in parts]
-        return torch.cat(losses).tolist()
+        for ids in probe:
+            x = ids.to(model.device)
+            losses += model.token_losses(x[:, :-1], x[:, 1:]).mean(dim=1).tolist()
+    return losses
 
 
 def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
@@ -79,7 +77,7 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
 
 
 @torch.no_grad()
-def match_gains(model: Decoder, layout: Layout, probe: Tensor, rows: int | None = None) -> None:
+def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None:
     """Set the gain of each QK-norm that ``layout`` turns on to the RMS of its inputs on a probe,
     see :func:`apply_change`.
 
@@ -100,8 +98,9 @@ def match_gains(model: Decoder, layout: Layout, probe: Tensor, rows: int | None 
                         squares[norm].append(out.float().square().mean(dim=(1, 2)))
 
                     hooks.callback(projection.register_forward_hook(measure).remove)
-        for ids in probe[:, :-1].to(model.device).split(rows or len(probe)):
-            model.token_losses(ids, ids)
+        for ids in probe:
+            x = ids[:, :-1].to(model.device)
+            model.token_losses(x, x)
     # Parameters are resharded now; within the block gains were temporary copies.
     for norm, means in squares.items():
         norm.weight.fill_(torch.cat(means).mean().sqrt().item())
@@ -252,7 +251,7 @@ class DropPositions(L.Callback):
             self._dropped(model),
             gain=self.gain,
             optimizer_state=self.optimizer_state,
-            probe=self.probe,
+            probe=() if self.probe is None else (self.probe,),
         )
         if self.probe is not None:
             names = "drop/loss_before", "drop/loss_after"

@@ -24,8 +24,8 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
+from trainer.lightning.dashboards import dashboards
 from trainer.lightning.datamodule import TokenData
-from trainer.lightning.metrics import dashboards
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.run import RunCallback, check_divergence
 from trainer.lightning.setup import (

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.common.schedule import Schedule
 from trainer.lightning.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
-from trainer.lightning.strategy import mesh_of_ranks, reshard, shard
+from trainer.lightning.strategy import mesh_of_ranks, shard
 from trainer.model.backends import cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -63,7 +63,6 @@ class LanguageModule(L.LightningModule):
         self.prepare = prepare
         self.tally = Tally()
         self._optimizer: torch.optim.Optimizer | None = None
-        self._kernels_for: tuple[Any, ...] = ()
 
     def configure_model(self) -> None:
         """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
@@ -121,18 +120,17 @@ class LanguageModule(L.LightningModule):
         return loss
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
-        """Choose kernels for a new kind of batch or layout, and set this step's learning rates."""
-        length, documents = batch["input_ids"].shape[1], "documents" in batch
-        # A new layout may need another kernel: ALiBi has a mask, which cuDNN must not see.
-        if self._kernels_for != (length, documents, self.model.layout):
-            self._kernels_for = length, documents, self.model.layout
-            half = self.model.compute_dtype is not None or "16" in str(self.trainer.precision)
-            device = self.trainer.strategy.root_device.type
-            name = self.model.use_backend(
-                self.attention, device, documents=documents, half=half, length=length
-            )
-            if device == "cuda":
-                torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
+        """Choose the attention kernel for batch and layout, and set this step's learning rates."""
+        device = self.trainer.strategy.root_device.type
+        name = self.model.use_backend(
+            self.attention,
+            device,
+            documents="documents" in batch,
+            half=self.model.compute_dtype is not None or "16" in str(self.trainer.precision),
+            length=batch["input_ids"].shape[1],
+        )
+        if device == "cuda":  # cuDNN must see no mask, which a new layout may bring
+            torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
         if self.schedule is not None and index % self.trainer.accumulate_grad_batches == 0:
             factor = self.schedule(self.global_step)
             for group in self.trainer.optimizers[0].param_groups:
@@ -186,7 +184,9 @@ def evaluating(model: Decoder) -> Iterator[None]:
     finally:
         for block, backend in zip(model.layers, backends, strict=True):
             block.self_attn.attend = backend
-        reshard(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 class Tally:

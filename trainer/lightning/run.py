@@ -1,19 +1,22 @@
-"""The callback of a run: it restores, changes, measures, saves and stops."""
+"""The callback of a run: it restores, changes, measures, logs, saves and stops."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from pkgutil import resolve_name
 from statistics import fmean
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from trainer.checkpoint import (
@@ -29,11 +32,16 @@ from trainer.common.progress import Progress
 from trainer.common.ranks import any_rank, current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
-from trainer.lightning.benchmarks import Benchmarks
+from trainer.data.dataset import TrainingSamples
+from trainer.evaluation.results import is_known
+from trainer.lightning.benchmarks import benchmark_scores, benchmark_tasks
 from trainer.lightning.drop import apply_change, losses_of
-from trainer.lightning.metrics import Metrics, epochs_read
 from trainer.lightning.module import Batch, LanguageModule
-from trainer.lightning.setup import make_callbacks, peak_of_ranks
+from trainer.lightning.optimizers import global_norm
+from trainer.lightning.setup import precision_of
+from trainer.model.decoder import Decoder
+from trainer.model.flops import dense_peak, training_flops
+from trainer.runs.directory import COLUMNS, append_metrics
 from trainer.runs.phases import (
     Phase,
     kept_steps,
@@ -53,12 +61,13 @@ have failed with the same weights.
 
 
 class RunCallback(L.Callback):
-    """Restores, changes, measures, saves and stops a run; lives through its phases.
+    """Restores, changes, measures, logs, saves and stops a run; lives through its phases.
 
     It follows the user's callbacks.
 
     ``phase``: the present phase. ``step``: updates done before it. ``effects``: losses before and
-    after the change of each phase, by its name.
+    after the change of each phase, by its name. ``milestones``: benchmarks so far, see
+    :class:`~trainer.evaluation.results.RunSummary`. ``pending``: more values of the next row.
 
     Args:
         config: the run.
@@ -82,22 +91,21 @@ class RunCallback(L.Callback):
         is_control: bool,
     ) -> None:
         self.config, self.corpus, self.ranks = config, corpus, current_ranks()
-        self.asked, self.is_control = asked, is_control
+        self.progress, self.asked, self.is_control = progress, asked, is_control
         self.checkpoints = Path(config.run_dir) / "checkpoints"
         self.begin_from, self.state, self.step = checkpoint, state, state["step"]
         self.phases, self.permanent = phases_of(config), kept_steps(config)
         self.effects: dict[str, dict[str, Any]] = dict(state.get("effects", {}))
-        self.metrics = Metrics(
-            Path(config.run_dir) / "metrics.csv",
-            self.phases,
-            epochs_read(corpus, self.phases),
-            progress,
-            peak_of_ranks(config),
-        )
-        self.metrics.pending |= state.get("pending_metrics", {})
-        self.benchmarks = Benchmarks(config, corpus, self.ranks)
-        self.benchmarks.milestones += state.get("benchmarks", ())
-        self.user_callbacks = make_callbacks(config.callbacks)
+        self.milestones: list[dict[str, Any]] = [*state.get("benchmarks", ())]
+        self.pending: dict[str, float] = dict(state.get("pending_metrics", {}))
+        self.row_step, self.row_time = 0, 0.0  # of the last row, without time that is not training
+        self.epochs = epochs_read(corpus, self.phases)
+        self.benchmarks = benchmark_tasks(config, corpus)
+        self.user_callbacks: list[L.Callback] = []
+        for values in config.callbacks.values():
+            arguments = dict(values)
+            target = ":".join(arguments.pop("_target_").rsplit(".", 1))
+            self.user_callbacks.append(resolve_name(target)(**arguments))
         keep = config.trainer.keep_checkpoints, config.trainer.keep_every
         self.writer = Writer(self.checkpoints, *keep, self.permanent)
         self.saved_at = time.monotonic()
@@ -118,7 +126,7 @@ class RunCallback(L.Callback):
         # Lightning has no public way to begin at a step without a checkpoint of its own.
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.total.ready = progress.total.completed = self.step
-        if self.step == 0 and self.config.model.is_trained and not self.benchmarks.milestones:
+        if self.step == 0 and self.config.model.is_trained and not self.milestones:
             self.measure_benchmarks(module, 0)
         longer = self.phase.config.data.sequence_length > module.model.layout.training_length
         # A resumed run repeats no change: the layout is in the checkpoint.
@@ -138,8 +146,7 @@ class RunCallback(L.Callback):
             layout_of_phase(module.model.layout, phase),
             gain=drop.qk_norm_gain if drop and norms_come_on else "one",
             optimizer_state=phase.settings.optimizer_state,
-            probe=effect_probe(self.corpus, phase),
-            rows=self.micro_batch_size,
+            probe=self.probe(),
         )
         losses = {"loss_before": fmean(before), "loss_after": fmean(after)}
         self.effects[phase.name] = {
@@ -150,7 +157,7 @@ class RunCallback(L.Callback):
             "loss_end": None,
             "sequences": {"before": before, "after": after},
         }
-        self.metrics.pending |= {f"{phase.key}/{name}": loss for name, loss in losses.items()}
+        self.pending |= {f"{phase.key}/{name}": loss for name, loss in losses.items()}
         log.info(
             "Step %d: %s; held-out loss %.3f before, %.3f after",
             *(self.step, phase.description, *losses.values()),
@@ -158,8 +165,9 @@ class RunCallback(L.Callback):
         self.measure_benchmarks(module, self.step)
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
-        """Start the clock."""
-        self.metrics.start(trainer.global_step)
+        """Start the clock of the phase."""
+        self.row_step, self.row_time = trainer.global_step, time.perf_counter()
+        self.progress.advance_to(self.row_step)
 
     # The end of a step
 
@@ -198,44 +206,89 @@ class RunCallback(L.Callback):
         """Whether an encoding was dropped."""
         return any(phase.settings.drop and phase.name in self.effects for phase in self.phases)
 
-    @property
-    def micro_batch_size(self) -> int:
-        """Sequences of a forward pass on this rank."""
+    def probe(self) -> Sequence[Tensor]:
+        """Return the probe of the phase, see :func:`effect_probe`, in micro-batches."""
         run = self.phase.config.trainer
-        return run.micro_batch_size or run.batch_size // self.ranks.world_size
+        rows = run.micro_batch_size or run.batch_size // self.ranks.world_size
+        return effect_probe(self.corpus, self.phase).split(rows)
 
     def measure_effect(self, module: LanguageModule) -> None:
         """Measure the loss at the end of a phase that began with a change."""
         phase, effect = self.phase, self.effects[self.phase.name]
-        with self.metrics.elsewhere():
-            probe = effect_probe(self.corpus, phase)
-            losses = losses_of(module.model, probe, self.micro_batch_size)
+        with self.untimed():
+            losses = losses_of(module.model, self.probe())
         sequences = effect["sequences"] | {"end": losses}
         self.effects[phase.name] = effect | {"loss_end": fmean(losses), "sequences": sequences}
-        self.metrics.pending[f"{phase.key}/loss_end"] = fmean(losses)
+        self.pending[f"{phase.key}/loss_end"] = fmean(losses)
         name = "recalibration" if phase.settings.drop else f"phase {phase.name!r}"
         log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, fmean(losses), name)
 
     def measure_benchmarks(self, module: LanguageModule, step: int) -> None:
-        """Measure the benchmarks after ``step`` updates."""
-        if self.config.benchmarks.every is None:
+        """Add a milestone after ``step`` updates, the same on all ranks."""
+        if not self.benchmarks:
             return
+        with self.untimed():
+            scores = benchmark_scores(module.model, self.benchmarks, self.config, self.ranks)
         tokens = phase_before(self.phases, step).tokens_at(step)
-        with self.metrics.elsewhere():
-            scores = self.benchmarks.measure(module.model, step, tokens, self.has_dropped)
-        self.metrics.pending |= scores
+        milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}
+        self.milestones.append(milestone)
+        self.pending |= {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
 
     def write_row(self, trainer: L.Trainer, module: LanguageModule, batch: Batch) -> None:
-        """Write a row of metrics; a run that diverged ends with it."""
-        self.metrics.write(trainer, module, self.phase, batch)
+        """Write a row to ``metrics.csv`` and all loggers, with what callbacks passed to
+        ``module.log``; a run that diverged ends with it."""
+        step, phase = trainer.global_step, self.phase
+        metrics = {
+            "tokens": phase.tokens_at(step),
+            **{f"epochs/{name}": round(times, 6) for name, times in self.epochs(step).items()},
+            "phase": self.phases.index(phase),
+            **module.tally.read(),
+            "parameter_norm": global_norm(p.detach() for p in module.model.parameters()).item(),
+            "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+            **self.speed(module, step, batch),
+            # A user's callback may log under a name of the run.
+            **{
+                f"callback/{name}" if name in COLUMNS else name: float(value)
+                for name, value in trainer.logged_metrics.items()
+            },
+            **self.pending,
+        }
+        self.pending = {}
+        path = Path(self.config.run_dir) / "metrics.csv"
+        rank_zero_only(append_metrics)(path, metrics | {"step": step})
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self.progress.advance_to(step, loss=metrics["loss"])
         if not self.is_control:
-            in_a_row = module.tally.skipped_in_a_row()
-            check_divergence(in_a_row, trainer.global_step, self.checkpoints)
+            check_divergence(module.tally.skipped_in_a_row(), step, self.checkpoints)
+
+    def speed(self, module: LanguageModule, step: int, batch: Batch) -> dict[str, float]:
+        """Return tokens per second since the last row; on a GPU also peak memory in GiB, and the
+        share of the dense peak of all ranks' GPUs if it is known."""
+        now = time.perf_counter()
+        tokens = (step - self.row_step) * self.phase.config.tokens_per_step
+        rate = tokens / (now - self.row_time)
+        self.row_step, self.row_time = step, now
+        speed = {"tokens_per_second": round(rate, 1)}
+        if module.device.type == "cuda":
+            speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
+            peak = dense_peak(torch.cuda.get_device_name(), precision_of(self.config))
+            if peak is not None:
+                flops = flops_per_token(module.model, batch)
+                speed["mfu"] = rate * flops / (peak * self.ranks.world_size)
+        return speed
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Leave the time of the block out of the speed of training."""
+        start = time.perf_counter()
+        yield
+        self.row_time += time.perf_counter() - start
 
     def save(self, trainer: L.Trainer, module: LanguageModule, name: str) -> None:
         """Write a checkpoint of the present state beside training; all ranks call this together."""
         step, corpus = trainer.global_step, self.corpus
-        with self.metrics.elsewhere():
+        with self.untimed():
             state = {
                 "step": step,
                 "model": asdict(module.model.config),
@@ -246,9 +299,9 @@ class RunCallback(L.Callback):
                 "config": asdict(self.config),
                 "texts": corpus.fingerprints,
                 "tally": module.tally.state(),
-                "pending_metrics": dict(self.metrics.pending),
+                "pending_metrics": dict(self.pending),
                 "effects": dict(self.effects),
-                "benchmarks": [*self.benchmarks.milestones],
+                "benchmarks": [*self.milestones],
                 "user_callbacks": {c.state_key: c.state_dict() for c in self.user_callbacks},
             }
             self.writer.save(name, module.model, trainer.optimizers[0], state)
@@ -271,3 +324,32 @@ def check_divergence(in_a_row: int, step: int, directory: Path) -> None:
             f"the loss or the gradient was not finite in steps {step - in_a_row + 1} to {step}; "
             f"the last healthy checkpoint is {str(paths[-1]) if paths else None}"
         )
+
+
+def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict[str, float]]:
+    """Return a function from step to the number of times each text has been read."""
+    samples = [
+        TrainingSamples(corpus.mixed(phase.config.data), phase.config.data, phase.seed)
+        for phase in phases
+    ]
+
+    def read(step: int) -> dict[str, float]:
+        total = {part.name: 0.0 for part in corpus.parts}
+        for phase, of_phase in zip(phases, samples, strict=True):
+            until = phase.first_sample(max(phase.start, min(step, phase.end)))
+            before = of_phase.epochs(phase.samples)
+            for name, times in of_phase.epochs(until).items():
+                total[name] += times - before[name]
+        return total
+
+    return read
+
+
+def flops_per_token(model: Decoder, batch: Batch) -> float:
+    """Return the operations of a training step per token; document masks are those of ``batch``."""
+    rows, length = batch["input_ids"].shape
+    if "documents" not in batch:
+        return training_flops(model.config, model.layout, length) / length
+    counts = [row.unique_consecutive(return_counts=True)[1].tolist() for row in batch["documents"]]
+    total = sum(training_flops(model.config, model.layout, length, each) for each in counts)
+    return total / (rows * length)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib import import_module
 from typing import Any, Literal
 
 import lightning as L
@@ -21,7 +20,6 @@ from trainer.common.errors import UserError
 from trainer.common.processes import cores, usual_threads
 from trainer.common.ranks import (
     Ranks,
-    all_gather,
     best_precision,
     device_of,
     device_type,
@@ -31,7 +29,6 @@ from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import fill, lightning_strategy, parallelize
 from trainer.model.decoder import Decoder, initial_value
-from trainer.model.flops import dense_peak
 from trainer.runs.phases import Phase, configured_layout, phase_at, phases_of
 
 
@@ -188,7 +185,7 @@ def make_trainer(
         precision="32-true",  # of the weights; the decoder chooses the compute dtype
         accumulate_grad_batches=run.accumulation(ranks.world_size),
         logger=loggers,
-        log_every_n_steps=0,  # Metrics writes rows, including values from log()
+        log_every_n_steps=0,  # RunCallback writes rows, including values from log()
         callbacks=callbacks,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -204,22 +201,3 @@ def make_trainer(
     loop: Any = trainer.fit_loop.epoch_loop
     loop._broadcast_sigterm_tensor = lambda: None
     return trainer
-
-
-def make_callbacks(configured: Mapping[str, Mapping[str, Any]]) -> list[L.Callback]:
-    """Create the user's callbacks: each the class ``_target_`` with the other keys."""
-    callbacks = []
-    for values in configured.values():
-        arguments = {str(key): value for key, value in values.items() if key != "_target_"}
-        module, _, name = str(values["_target_"]).rpartition(".")
-        callbacks.append(getattr(import_module(module), name)(**arguments))
-    return callbacks
-
-
-def peak_of_ranks(config: RunConfig) -> float | None:
-    """Return the dense operations per second of all ranks' GPUs, or None if one is unknown; all
-    ranks call this together."""
-    if device_type(config.trainer.accelerator) == "cpu":
-        return None
-    peaks = all_gather(dense_peak(torch.cuda.get_device_name(), precision_of(config)))
-    return None if None in peaks else sum(filter(None, peaks))

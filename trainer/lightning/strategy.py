@@ -5,8 +5,7 @@ Order: activation checkpointing, compilation of each block, sharding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any, Literal
@@ -129,37 +128,21 @@ def fill(model: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> Non
         parameter.copy_(value)
 
 
-def reshard(model: nn.Module) -> None:
-    """Reshard parameters after a forward pass without backward."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def whole_model(model: Decoder) -> Decoder:
+    """Return a copy of a sharded decoder with whole parameters in the compute dtype; another
+    decoder as it is.
 
-
-@contextmanager
-def gathered(model: Decoder) -> Iterator[None]:
-    """Keep the parameters of a sharded model gathered within the block, in the compute dtype.
-
-    Ranks may then do different forward passes. All ranks enter and leave the block together.
+    Ranks may then do different forward passes. All ranks call this together.
     """
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not parts:
-        yield
-        return
-    begin = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model.token_losses(begin, begin)  # a first pass through the model registers the root
-    try:
-        for part in parts:
-            part.unshard()
-            part.set_reshard_after_forward(False, recurse=False)
-        yield
-        # The next backward prefetches what the last pass read: it must be the same on all ranks.
-        model.token_losses(begin, begin)
-    finally:
-        for block in model.layers:
-            if isinstance(block, FSDPModule):
-                block.set_reshard_after_forward(block is not model.layers[-1], recurse=False)
-        reshard(model)
+    if not isinstance(model, FSDPModule):
+        return model
+    with torch.device("meta"):
+        copy = Decoder(model.config, model.layout).to(dtype=model.compute_dtype)
+    copy.to_empty(device=model.device)
+    copy.compute_dtype = model.compute_dtype
+    shards: dict[str, Any] = dict(model.named_parameters())
+    fill(copy, lambda name, _: shards[name].full_tensor())
+    return copy
 
 
 def checkpoint_activations(block: nn.Module, kind: str) -> None:

@@ -14,9 +14,6 @@ from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
 from trainer.positional.rotation import Groups, encode_keys, encode_queries
 
-Observer = Callable[..., None]
-"""Receives the queries and keys before and after their encoding, ``[B, H, T, D]`` each."""
-
 
 class Linear(nn.Linear):
     """Linear layer that computes in the dtype of its input; gradients have the weights' dtype."""
@@ -71,7 +68,7 @@ class Attention(nn.Module):
     drop adds no parameters to a run. While disabled they take part with weight zero. Every
     parameter then has a gradient, which sharded and replicated training need.
 
-    ``observe``, if set, receives the queries and keys.
+    ``observe``, if set, receives queries and keys ``[B, H, T, D]`` before and after their encoding.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -94,7 +91,7 @@ class Attention(nn.Module):
         self.k_norm = norm("k", kv_size)
 
         self.attend: Attend = sdpa
-        self.observe: Observer | None = None
+        self.observe: Callable[..., None] | None = None
 
     def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""

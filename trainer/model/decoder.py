@@ -24,7 +24,7 @@ from trainer.model.backends import BACKENDS, Mask, choose_backend, prepared
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
-from trainer.model.loss import linear_cross_entropy, token_losses
+from trainer.model.loss import linear_cross_entropy
 from trainer.positional.encodings import alibi_slopes
 from trainer.positional.intervention import intervene
 from trainer.positional.layout import Layout
@@ -147,7 +147,8 @@ class Decoder(LanguageModel):
             head_size=self.config.head_size,
         )
         for block in self.layers:
-            block.self_attn.attend = BACKENDS[name]
+            if block.self_attn.attend is not BACKENDS[name]:  # compiled guards stay quick
+                block.self_attn.attend = BACKENDS[name]
         return name
 
     def hidden_states(
@@ -161,19 +162,16 @@ class Decoder(LanguageModel):
         length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
-        """Compute normalized states ``[B, T, hidden_size]`` before the head.
+        """Compute normalized states ``[B, T, hidden_size]`` before the head, for ids ``[B, T]``.
+
+        See :class:`LanguageModel` for the other arguments. Of positions before the ``last`` ones
+        the last block computes only keys and values.
 
         Args:
-            ids: ``[B, T]`` token ids.
             documents: ``[B, T]`` integers; attention stays within equal numbers.
             bounds: starts of the documents, see :func:`trainer.model.backends.bounds_of`. If needed
                 and not given, computing them causes a host sync.
             longest: upper bound of the documents' lengths; None: T.
-            cache: earlier tokens, extended in place.
-            length: tokens of the whole sequence if more will follow; encodings that depend on the
-                length use it.
-            last: number of last positions to return; None: all. For other positions the last block
-                computes only keys and values.
         """
         x = self.embed_tokens(ids)
         x = x if self.compute_dtype is None else x.to(self.compute_dtype)
@@ -190,7 +188,8 @@ class Decoder(LanguageModel):
         layers, kv_heads = self.layout.layers, self.config.num_key_value_heads
         # Layers whose cached keys are encoded again in every forward pass.
         plain = [
-            cache is not None and (len(layer.spectra) > kv_heads or layer.frequencies_follow_length)
+            cache is not None
+            and (len(layer.spectra) > kv_heads or any(s.long for s, _ in layer.groups))
             for layer in layers
         ]
         new = seen = head_groups(self.layout, positions, lengths, x.dtype)
@@ -255,11 +254,6 @@ class Decoder(LanguageModel):
         """
         x = self.hidden_states(ids, **options)
         return linear_cross_entropy(x, self.head, targets, weights, losses=losses)
-
-    @torch.no_grad()
-    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
-        """See :class:`LanguageModel`."""
-        return token_losses(states, self.head, targets)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
+from trainer.model.loss import chunk_size
 from trainer.positional.layout import Layout
 
 OnLayer = Callable[..., None]
@@ -75,20 +77,14 @@ class LanguageModel(nn.Module, ABC):
     ) -> Tensor:
         """Compute states ``[B, T, hidden_size]`` before the head, for ids ``[B, T]``.
 
-        ``cache``: earlier tokens, extended in place. ``last``: number of last positions to return
-        (None: all). ``length``: tokens of the whole sequence, if more will follow.
+        ``cache``: earlier tokens, extended in place. ``length``: tokens of the whole sequence if
+        more will follow; encodings that depend on the length use it. ``last``: number of last
+        positions to return; None: all.
         """
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """Compute ``[..., vocab]`` from states ``[..., hidden_size]``."""
-
-    @abstractmethod
-    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
-        """Return each target's cross-entropy ``[...]``, float32 nats, without gradient.
-
-        The targets follow the states ``[..., hidden_size]``.
-        """
 
     @abstractmethod
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
@@ -114,10 +110,6 @@ class LanguageModel(nn.Module, ABC):
         finally:
             self.layout = previous
 
-    def follows_length(self, length: int) -> bool:
-        """Whether keys depend on the number of tokens, up to ``length``, that follow them."""
-        return self.layout.at(length) != self.layout.at(1)
-
     def sequences_at_once(self, length: int, batch_tokens: int) -> int:
         """Return the number of sequences of ``length`` tokens in a forward pass.
 
@@ -132,6 +124,20 @@ class LanguageModel(nn.Module, ABC):
         """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see
         :meth:`hidden_states`."""
         return self.logits(self.prefilled(ids, **options))
+
+    @torch.no_grad()
+    def losses(self, states: Tensor, targets: Tensor) -> Tensor:
+        """Return each target's cross-entropy ``[...]``, float32 nats, without gradient.
+
+        The targets follow the states ``[..., hidden_size]``. Logits are computed in chunks.
+        """
+        size = chunk_size(self.vocab_size, states.device)
+        rows, of_rows = states.flatten(0, -2).split(size), targets.flatten().split(size)
+        losses = [
+            F.cross_entropy(self.logits(x).float(), y, reduction="none")
+            for x, y in zip(rows, of_rows, strict=True)
+        ]
+        return torch.cat(losses).view(targets.shape)
 
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return each token's cross-entropy ``[B, T]``, without gradient."""

@@ -183,16 +183,3 @@ def linear_cross_entropy(
     w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
     flat = None if losses is None else losses.view(-1)
     return _LinearCrossEntropy.apply(hidden, weight, targets, w, flat)
-
-
-@torch.no_grad()
-def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's cross-entropy, ``[...]`` float32, for evaluation; logits in chunks."""
-    size = chunk_size(len(weight), hidden.device)
-    states, of_states = hidden.flatten(0, -2).split(size), targets.flatten().split(size)
-    head = weight.to(hidden.dtype)
-    losses = [
-        F.cross_entropy(F.linear(x, head).float(), y, reduction="none")
-        for x, y in zip(states, of_states, strict=True)
-    ]
-    return torch.cat(losses).view(targets.shape)

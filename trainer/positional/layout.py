@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any, Literal, TypeVar
 
 from trainer.common.fields import adapter
 from trainer.positional.intervention import Intervention
-from trainer.positional.rescaling import Rescaling, dynamic, rebased, rescaled
+from trainer.positional.rescaling import Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
 T = TypeVar("T")
@@ -45,11 +45,6 @@ class LayerEncoding:
     def groups(self) -> tuple[tuple[Spectrum, int], ...]:
         """Spectra of neighbouring heads that share one, and the number of these heads."""
         return tuple((spectrum, len([*heads])) for spectrum, heads in groupby(self.spectra))
-
-    @property
-    def frequencies_follow_length(self) -> bool:
-        """Whether the rotation of a key changes once the sequence has grown."""
-        return any(spectrum.long is not None for spectrum, _ in self.groups)
 
     def expanded(self, queries_per_key: int) -> LayerEncoding:
         """Return the layer with a spectrum for every query head."""
@@ -105,11 +100,6 @@ class Layout:
         return any(spectrum.follows_length for spectrum in self.spectra)
 
     @property
-    def frequencies_follow_length(self) -> bool:
-        """Whether the rotation of keys changes once the sequence has grown."""
-        return any(spectrum.long is not None for spectrum in self.spectra)
-
-    @property
     def rotates(self) -> bool:
         """Whether any head rotates."""
         return any(spectrum.rotates for spectrum in self.spectra)
@@ -151,13 +141,9 @@ class Layout:
     ) -> Layout:
         """Replace every spectrum of ``layers`` (default: all) by ``change(spectrum)``; return the
         new layout."""
-        indices = range(len(self.layers)) if layers is None else layers
-        spectra = dict.fromkeys(s for index in indices for s, _ in self.layers[index].groups)
-        changed = {spectrum: change(spectrum) for spectrum in spectra}
-        new = list(self.layers)
-        for index in indices:
-            heads = tuple(changed[spectrum] for spectrum in new[index].spectra)
-            new[index] = replace(new[index], spectra=heads)
+        changed, new = cache(change), list(self.layers)
+        for index in range(len(new)) if layers is None else layers:
+            new[index] = replace(new[index], spectra=tuple(map(changed, new[index].spectra)))
         return replace(self, layers=tuple(new))
 
     def chosen(self, layers: LayerChoice) -> list[int]:
@@ -180,14 +166,6 @@ class Layout:
         C, start = self.training_length, self.longest
         factor = factor if start == C else max(1.0, factor * C / start)
         return self.map(lambda s: rescaled(s, rescaling, start, factor), self.chosen(layers))
-
-    def rebased(self, base: float, layers: LayerChoice = None) -> Layout:
-        """Replace the base of the frequencies of ``layers``.
-
-        Raises:
-            ValueError: frequencies of a layer are not geometric.
-        """
-        return self.map(lambda s: rebased(s, base), self.chosen(layers))
 
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,6 @@ from trainer.positional.spectrum import (
 GEOMETRIC = 1e-4
 """Tolerance on the steps between neighbouring pairs of a geometric spectrum, relative: it may have
 been read from float32 tables."""
-
-
 Rescaling = Callable[[Frequencies, int], Stretch]
 """Method of context extension: how to slow frequencies that were trained at a length."""
 
@@ -108,24 +107,15 @@ def ntk_by_parts(
     return _by_share(1 - ramp)
 
 
-def yarn(
-    inv_freq: Frequencies,
-    training_length: int,
-    *,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-) -> Stretch:
+def yarn(inv_freq: Frequencies, training_length: int, **ramp: Any) -> Stretch:
     """YaRN (Peng et al. 2023) as transformers computes it.
 
-    NTK-by-parts scaling, and an attention factor of 0.1 ln s + 1 on the rotated channels of both
-    queries and keys: where the whole head rotates, logits are multiplied by its square, the paper's
-    temperature. As in transformers, pairs with frequency zero have it too (p-RoPE), and channels
-    that do not rotate have none (HalfRoPE).
+    :func:`ntk_by_parts` with its options ``ramp``, and an attention factor of 0.1 ln s + 1 on the
+    rotated channels of both queries and keys: where the whole head rotates, logits are multiplied
+    by its square, the paper's temperature. As in transformers, pairs with frequency zero have it
+    too (p-RoPE), and channels that do not rotate have none (HalfRoPE).
     """
-    parts = ntk_by_parts(
-        inv_freq, training_length, beta_fast=beta_fast, beta_slow=beta_slow, truncate=truncate
-    )
+    parts = ntk_by_parts(inv_freq, training_length, **ramp)
     return replace(parts, attention=0.1) if _has_order(inv_freq) else parts
 
 
@@ -143,30 +133,6 @@ def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
     return _by_share(np.clip(1 - indices / (sum(f > 0 for f in inv_freq) - 1), 0, 1))
 
 
-def _over_turns(
-    inv_freq: Frequencies, training_length: int, beta_fast: float, beta_slow: float
-) -> Stretch:
-    turns = np.array(inv_freq) * training_length / (2 * math.pi)
-    return _by_share(np.clip((turns - beta_slow) / (beta_fast - beta_slow), 0, 1))
-
-
-def ntk_by_parts_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
-    """NTK-by-parts scaling as published (Peng et al. 2023; DroPE Eq. 11; DoPE App. A.2).
-
-    Pairs that turn more than 32 times in C keep their frequency, pairs that turn less than once are
-    divided by s. The ramp between them is linear in the turns, and thus in the frequency.
-    :func:`ntk_by_parts` is the usual implementation.
-    """
-    return _over_turns(inv_freq, training_length, 32.0, 1.0)
-
-
-def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
-    """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and :func:`yarn`'s attention
-    factor. DroPE's Eq. 11 has the frequencies alone."""
-    parts = ntk_by_parts_turns(inv_freq, training_length)
-    return replace(parts, attention=0.1) if any(inv_freq) else parts
-
-
 def llama3(
     inv_freq: Frequencies,
     training_length: int,
@@ -176,9 +142,28 @@ def llama3(
 ) -> Stretch:
     """Scaling of Llama 3.1, as transformers computes it.
 
-    It is :func:`ntk_by_parts_turns` with ``high_freq_factor`` and ``low_freq_factor`` turns.
+    Pairs that turn more than ``high_freq_factor`` times in C keep their frequency, pairs that turn
+    less than ``low_freq_factor`` times are divided by s. The ramp between them is linear in the
+    turns, and thus in the frequency.
     """
-    return _over_turns(inv_freq, training_length, high_freq_factor, low_freq_factor)
+    turns = np.array(inv_freq) * training_length / (2 * math.pi)
+    share = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    return _by_share(np.clip(share, 0, 1))
+
+
+def ntk_by_parts_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
+    """NTK-by-parts scaling as published (Peng et al. 2023; DroPE Eq. 11; DoPE App. A.2).
+
+    It is :func:`llama3` with 1 and 32 turns; :func:`ntk_by_parts` is the usual implementation.
+    """
+    return llama3(inv_freq, training_length, high_freq_factor=32.0)
+
+
+def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
+    """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and :func:`yarn`'s attention
+    factor. DroPE's Eq. 11 has the frequencies alone."""
+    parts = ntk_by_parts_turns(inv_freq, training_length)
+    return replace(parts, attention=0.1) if any(inv_freq) else parts
 
 
 def cope(inv_freq: Frequencies, training_length: int, *, clipped: int = 20) -> Stretch:
@@ -189,24 +174,19 @@ def cope(inv_freq: Frequencies, training_length: int, *, clipped: int = 20) -> S
     return Stretch(cope_shares(len(inv_freq), clipped), (math.inf,) * len(inv_freq))
 
 
-def known_long(spectrum: Spectrum, training_length: int) -> LongFrequencies | None:
-    """Return a spectrum's frequencies for long sequences, as they are at the end of training.
+def long_frequencies(spectrum: Spectrum, training_length: int) -> LongFrequencies:
+    """Return a spectrum's frequencies in the longest sequences, from which an extension starts.
 
     A schedule is evaluated at C, the longest sequences that the model was trained on, and fixed
-    there. None if all sequences have the same frequencies.
+    there. If all sequences have the same frequencies, these begin at C.
     """
     long = spectrum.long
-    if long is None or long.stretch is None:
-        return long
-    seen = training_length > long.length
-    inv_freq = spectrum.at(training_length, training_length).inv_freq if seen else long.inv_freq
-    return LongFrequencies(long.length, inv_freq)
-
-
-def longest(spectrum: Spectrum, training_length: int) -> Frequencies:
-    """Return the frequencies in the longest sequences; an extension starts from these."""
-    long = known_long(spectrum, training_length)
-    return spectrum.inv_freq if long is None else long.inv_freq
+    if long is None:
+        return LongFrequencies(training_length, spectrum.inv_freq)
+    if long.stretch is None or training_length <= long.length:
+        return LongFrequencies(long.length, long.inv_freq)
+    at_end = spectrum.at(training_length, training_length)
+    return LongFrequencies(long.length, at_end.inv_freq)
 
 
 def rescaled(
@@ -220,15 +200,14 @@ def rescaled(
     if factor == 1:
         return spectrum
     stretch = rescaling(spectrum.inv_freq, training_length)
-    long = known_long(spectrum, training_length)
-    if long is not None:
-        of_long = rescaling(long.inv_freq, training_length)
-        long = LongFrequencies(long.length, of_long.frequencies(long.inv_freq, factor))
+    inv_freq = stretch.frequencies(spectrum.inv_freq, factor)
+    long = long_frequencies(spectrum, training_length)
+    others = rescaling(long.inv_freq, training_length).frequencies(long.inv_freq, factor)
     return replace(
         spectrum,
-        inv_freq=stretch.frequencies(spectrum.inv_freq, factor),
+        inv_freq=inv_freq,
         rotary_scale=stretch.scale(factor, spectrum.rotary_scale),
-        long=long,
+        long=None if others == inv_freq else LongFrequencies(long.length, others),
     )
 
 
@@ -271,8 +250,7 @@ def dynamic(
     """
     if not spectrum.rotates:
         return spectrum
-    held = known_long(spectrum, training_length)
-    long = held or LongFrequencies(training_length, spectrum.inv_freq)
+    long = long_frequencies(spectrum, training_length)
     stretch = rescaling(long.inv_freq, training_length)
     long = replace(long, stretch=stretch, growth=growth, reference=training_length)
     return replace(spectrum, long=long)
@@ -296,11 +274,10 @@ def longrope(
     def divided(inv_freq: Frequencies, factors: Sequence[float]) -> Frequencies:
         return tuple(f / factor for f, factor in zip(inv_freq, factors, strict=True))
 
-    held = known_long(spectrum, training_length)
-    begins = training_length if held is None else held.length
+    before = long_frequencies(spectrum, training_length)
     short_freq = divided(spectrum.inv_freq, short)
-    long_freq = divided(longest(spectrum, training_length), long)
-    others = None if short_freq == long_freq else LongFrequencies(begins, long_freq)
+    long_freq = divided(before.inv_freq, long)
+    others = None if short_freq == long_freq else LongFrequencies(before.length, long_freq)
     return replace(spectrum, inv_freq=short_freq, long=others)
 
 

@@ -12,7 +12,7 @@ from trainer.common.errors import UserError
 from trainer.config import SAME, DataConfig, PhaseConfig, RunConfig
 from trainer.positional.config import build_layout, spectrum_of
 from trainer.positional.layout import Layout, drop
-from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.rescaling import RESCALINGS, rebased
 
 ORDERS = 1_000_003
 """Distance between the seeds of two orders of samples in a run."""
@@ -199,7 +199,8 @@ def layout_of_phase(layout: Layout, phase: Phase) -> Layout:
     config, rescale, change = phase.config, phase.settings.rescale, phase.settings.drop
     length = config.data.sequence_length
     if rescale is not None and rescale.base is not None:
-        layout = layout.rebased(rescale.base, rescale.layers)
+        base = rescale.base
+        layout = layout.map(lambda s: rebased(s, base), layout.chosen(rescale.layers))
     elif rescale is not None:
         factor = rescale.factor or length / layout.training_length
         if factor <= 1:

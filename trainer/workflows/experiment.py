@@ -28,8 +28,8 @@ from trainer.evaluation.results import (
 )
 from trainer.evaluation.saved_model import SavedModel, fitting_together
 from trainer.evaluation.tasks import check_names
+from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
-from trainer.lightning.metrics import log_results
 from trainer.lightning.setup import check_device, set_environment, set_threads
 from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import encodings, reference_first, without_home
@@ -98,9 +98,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
         return None
     write_renderings(report, directory)
     report.write(directory)
-    image = directory / "figures" / "benchmarks.png"
-    images = {image.stem: image} if image.is_file() else {}
-    log_results(config, _by_length(report), images)
+    log_results(config, _by_length(report))
     return report, False
 
 

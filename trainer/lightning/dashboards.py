@@ -1,0 +1,76 @@
+"""Weights & Biases and TensorBoard: rows of metrics and results of an evaluation."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from trainer.common.files import write_atomically
+from trainer.config import RunConfig
+from trainer.runs.directory import read_metrics
+
+LENGTH = "evaluation/length"
+"""Name of the length in tokens in dashboards, against which scores are drawn."""
+
+
+def dashboards(config: RunConfig) -> list[Logger]:
+    """Return the configured loggers besides ``metrics.csv``."""
+    loggers, place = [], Path(config.run_dir)
+    if config.logger.wandb:
+        is_control = place.parent.name == "controls"
+        name = f"{config.name}/{place.name}" if is_control else config.name
+        loggers.append(_wandb(place, name, config.name, config.logger.offline))
+    if config.logger.tensorboard:
+        from lightning.pytorch.loggers import TensorBoardLogger
+
+        loggers.append(TensorBoardLogger(place, name="tensorboard", version=""))
+    return loggers
+
+
+@lru_cache
+def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
+    """Create a run's logger once: it stays open for results that are computed after training.
+
+    Offline it begins with the rows of earlier processes: each process writes a directory of its own
+    under the run's id, and `wandb sync` of the newest uploads the whole series.
+    """
+    from lightning.pytorch.loggers import WandbLogger
+
+    path = place / "wandb_id"
+    if not path.exists():
+        rank_zero_only(write_atomically)(path, secrets.token_hex(4))
+    logger = WandbLogger(
+        name=name,
+        group=group,
+        project=os.environ.get("WANDB_PROJECT", "unrope"),
+        id=path.read_text() if path.exists() else None,
+        # Offline there is nothing to resume, and some versions warn of it.
+        resume=None if offline else "allow",
+        mode="offline" if offline else None,
+        save_dir=place,
+        reinit="create_new",  # the run's own stays open while its controls train
+    )
+    logger._wandb_init.pop("anonymous", None)  # wandb warns about it, whatever its value
+    for row in read_metrics(place / "metrics.csv") if offline else ():
+        logger.log_metrics(row, step=row.pop("step"))
+    return logger
+
+
+def log_results(config: RunConfig, values: Mapping[int, Mapping[str, float]]) -> None:
+    """Log an evaluation's ``values``, by length in tokens and name, to the dashboards."""
+    for logger in dashboards(config):
+        dashboard: Any = logger
+        is_wandb = type(logger).__name__ == "WandbLogger"
+        for length, row in values.items():
+            for name in row if is_wandb else ():
+                # by its name: Lightning's `*` takes precedence over `evaluation/*`
+                dashboard.experiment.define_metric(name, step_metric=LENGTH)
+            dashboard.log_metrics({LENGTH: length, **row}, step=None if is_wandb else length)
+        logger.finalize("success")
