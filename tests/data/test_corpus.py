@@ -96,7 +96,7 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     assert by_object.directories == other.directories
     taken = replace(config, source="files", files=["gone"], prepared=str(corpus.directories[0]))
     assert prepare_corpus(taken, BPE).fingerprint == corpus.fingerprint
-    with pytest.raises(UserError, match=r"data.prepared: .* has other tokens than the model"):
+    with pytest.raises(UserError, match=r"data: .* has other tokens than the model"):
         prepare_corpus(taken, BPE, special_tokens(train_tokenizer(["other"], 260, [])))
 
 

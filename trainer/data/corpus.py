@@ -221,18 +221,18 @@ def prepare_corpus(
             directory = prepare(text, tokenizer_config, tokens)
         directories.append(directory)
         tokens = tokens or open_prepared(directory).special  # one for all texts
-    corpus = corpus_at(config, directories)
-    assert tokens is not None  # there is a text
-    if not same_tokens(tokens.tokenizer, corpus.tokenizer):
-        raise UserError(f"data.prepared: {directories[0]} has other tokens than the model")
-    return corpus
+    return corpus_at(config, directories, tokens)
 
 
-def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
+def corpus_at(
+    config: DataConfig, directories: Sequence[str | Path], tokens: SpecialTokens | None = None
+) -> Corpus:
     """Open the corpus whose texts lie in ``directories``, one per configured text.
 
+    ``tokens``: of the model (None: those of the first text).
+
     Raises:
-        UserError: a split is shorter than one sequence, or the texts have different tokenizers.
+        UserError: a split is shorter than one sequence, or a text has other tokens.
     """
     parts = []
     for (name, source), directory in zip(config.texts.items(), directories, strict=True):
@@ -243,10 +243,8 @@ def corpus_at(config: DataConfig, directories: Sequence[str | Path]) -> Corpus:
                     f"data: expected {config.sequence_length} tokens or more in the {split} split "
                     f"of {directory}, got {count}"
                 )
+        tokens = tokens or text.special
+        if not same_tokens(text.special.tokenizer, tokens.tokenizer):
+            raise UserError(f"data: {directory} has other tokens than the model or the first text")
         parts.append(text)
-    for part in parts[1:]:
-        if not same_tokens(part.special.tokenizer, parts[0].special.tokenizer):
-            raise UserError(
-                f"data.mixture.{part.name}: expected the tokenizer of {parts[0].name}, got another"
-            )
     return Corpus(tuple(parts))

@@ -255,8 +255,6 @@ class AdaptedModel(LanguageModel):
         self.hf = hf.eval()
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
         self._usual = hf.config._attn_implementation
-        if self._usual not in _MASKS:
-            self._usual = "eager"
         hf.set_attn_implementation(f"unrope_{self._usual}")
         self._observe: OnLayer | None = None
         text, ids = hf.config.get_text_config(), torch.arange(TRIED, device=self.device)[None]

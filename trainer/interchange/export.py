@@ -9,11 +9,13 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 from torch import Tensor
@@ -21,8 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer.common.errors import UserError
 from trainer.common.files import partial_directory
-from trainer.interchange.hf_config import ARCHITECTURES, OWN, Architecture
-from trainer.interchange.hf_rope import Parameters, rope_parameters, spectrum_from_rope_parameters
+from trainer.interchange.hf_config import ARCHITECTURES, OWN, SHAPE, Architecture, from_hf_config
+from trainer.interchange.hf_rope import (
+    Parameters,
+    rope_parameters,
+    rotate_alike,
+    spectrum_from_rope_parameters,
+)
 from trainer.interchange.pretrained import published_name, waits
 from trainer.interchange.published import (
     CONFIG,
@@ -37,7 +44,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import Layout
-from trainer.positional.spectrum import Spectrum, Temperature
+from trainer.positional.spectrum import Spectrum
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +82,6 @@ def export_model(
     Raises:
         UserError: the directory is not empty, or the loaded model differs; nothing is left then.
     """
-    from huggingface_hub import save_torch_state_dict
-
     if to.exists() and any(to.iterdir()):
         raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")
     tokenizer = tokenizer if token_files else prompting(tokenizer, end)
@@ -124,36 +129,33 @@ def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
 
 def config_of(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     """Return the ``config.json``, but for tokens, of the first architecture that represents a
-    decoder of this shape and layout."""
+    decoder of this shape and layout: what it says is read back and compared."""
     turning = [s for s in layout.spectra if s.rotates] or [Spectrum()]
     rope = rope_parameters(turning[0], config.head_size, layout.longest)
     for name, architecture in ARCHITECTURES.items():
-        if rope is not None and _represents(architecture, name, config, layout):
-            return _shape(name, config, layout) | _native_values(layout, architecture, rope)
+        if rope is None:
+            break
+        values = _shape(name, config, layout) | _native_values(layout, architecture, rope)
+        with suppress(StrictDataclassError):  # a Llama's heads have to divide its width
+            if _computes_alike(*from_hf_config(values), config, layout):
+                return values
     return _shape(OWN, config, layout) | _custom_values(config, layout)
 
 
-def _represents(architecture: Architecture, name: str, config: ModelConfig, layout: Layout) -> bool:
-    """Whether an architecture has a place for everything but the frequencies."""
-    norms = {layer.qk_norm for layer in layout.layers}
-    turns = {layer.spectra[0].rotates for layer in layout.layers}
-    windows = {layer.window for layer in layout.layers}
-    # Scales and constant temperatures do not count: the weights absorb them.
-    plain = {replace(s, rotary_scale=1.0, temperature=Temperature()) for s in layout.spectra}
-    per_head = (config.qk_norm.kind, config.qk_norm.targets) == ("per_head", "both")
-    return (
-        all(s.temperature.is_constant and not s.alibi for s in layout.spectra)
-        and all(len(layer.groups) == 1 for layer in layout.layers)
-        and len([spectrum for spectrum in plain if spectrum.rotates]) <= 1
-        and norms == {architecture.qk_norm}
-        and (per_head or not architecture.qk_norm)
-        and config.qkv_bias == architecture.qkv_bias
-        and (len(turns) == 1 or architecture.nope_layers)
-        and len(windows - {None}) <= 1
-        and (windows == {None} or architecture.windows != "none")
-        and (len(windows) == 1 or architecture.windows != "every")
-        # transformers refuses a Llama whose heads do not divide the width.
-        and (name != "LlamaForCausalLM" or not config.hidden_size % config.num_attention_heads)
+def _computes_alike(
+    read: ModelConfig, read_layout: Layout, config: ModelConfig, layout: Layout
+) -> bool:
+    """Whether two models differ at most in scales and constant temperatures of whole layers, which
+    the weights absorb."""
+    norms = [(model.qk_norm.kind, model.qk_norm.targets) for model in (read, config)]
+    return read.qkv_bias == config.qkv_bias and all(
+        len(layer.groups) == 1
+        and layer.spectra[0].temperature.is_constant
+        and not layer.spectra[0].alibi
+        and rotate_alike(theirs.spectra[0], layer.spectra[0], config.head_size, layout.longest)
+        and (theirs.window, theirs.qk_norm) == (layer.window, layer.qk_norm)
+        and (norms[0] == norms[1] or not layer.qk_norm)
+        for theirs, layer in zip(read_layout.layers, layout.layers, strict=True)
     )
 
 
@@ -161,16 +163,9 @@ def _shape(architecture: str, config: ModelConfig, layout: Layout) -> dict[str, 
     return {
         "architectures": [architecture],
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
+        **{key: getattr(config, key) for key in SHAPE},
         "head_dim": config.head_size,
-        "vocab_size": config.vocab_size,
         "max_position_embeddings": layout.longest,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_word_embeddings,
     }
 
 

@@ -158,13 +158,16 @@ def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
     return trained, reach if reach > trained else 0
 
 
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings"),
+)
+"""Keys that a ``config.json`` and a decoder's configuration share."""
+
+
 def _model_config(values: Mapping[str, Any], **properties: Any) -> ModelConfig:
     """Return the shape; ``properties`` are derived from other keys."""
-    names = (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings"),
-    )
-    shape = {name: values[name] for name in names} | {"head_dim": values.get("head_dim")}
+    shape = {name: values[name] for name in SHAPE} | {"head_dim": values.get("head_dim")}
     return adapter(ModelConfig).validate_python(shape | properties)
 
 

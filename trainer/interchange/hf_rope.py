@@ -117,7 +117,7 @@ def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> 
     for candidate in _candidates(spectrum, head_dim, training_length):
         with suppress(ValueError, ZeroDivisionError):  # a candidate may be out of bounds
             read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
-            if _rotate_alike(read_back, spectrum, head_dim // 2, training_length):
+            if rotate_alike(read_back, spectrum, head_dim, training_length):
                 return candidate
     return None
 
@@ -127,9 +127,10 @@ def _whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
     return inv_freq + (0.0,) * (pairs - len(inv_freq))
 
 
-def _rotate_alike(a: Spectrum, b: Spectrum, pairs: int, training_length: int) -> bool:
-    """Whether two spectra have the same frequencies at every length; scales may differ by a
-    constant."""
+def rotate_alike(a: Spectrum, b: Spectrum, head_dim: int, training_length: int) -> bool:
+    """Whether two spectra rotate a head by the same frequencies at every length; scales may differ
+    by a constant."""
+    pairs = head_dim // 2
     lengths = {s.long.length for s in (a, b) if s.long is not None} | {training_length}
     for n in {1, *(n for length in lengths for n in (length, length + 1, 3 * length))}:
         x, y = (s.at(n, training_length) for s in (a, b))
