@@ -8,7 +8,7 @@ import pytest
 
 from trainer.workflows import analyze
 
-DRAWING = ("draw", "by_length", "heat_maps", "histogram")
+DRAWING = ("draw", "heat_maps", "histogram")
 
 
 @pytest.fixture(autouse=True)

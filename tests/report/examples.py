@@ -97,6 +97,8 @@ def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
 
 def change(step, before, after, end=None, sequences=None, what="", length=0):
     """A change of a run, as it notes it."""
+    if sequences is None:
+        sequences = {"before": [before], "after": [after]} | ({"end": [end]} if end else {})
     return {
         "step": step,
         "what": what,
@@ -104,7 +106,7 @@ def change(step, before, after, end=None, sequences=None, what="", length=0):
         "loss_before": before,
         "loss_after": after,
         "loss_end": end,
-        "sequences": sequences or {},
+        "sequences": sequences,
     }
 
 

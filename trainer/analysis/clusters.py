@@ -31,7 +31,6 @@ from trainer.analysis.topic import (
 )
 from trainer.plotting.panels import (
     Panel,
-    by_length,
     draw,
     histogram,
     log_if_wide,
@@ -241,7 +240,7 @@ def curve_plots(
 
     def plot(name: str, panels: list[Panel], caption: str, **layout: Any) -> Plot:
         x = "length of the text (tokens)"
-        figure = by_length(panels, x=x, trained=trained, **layout)
+        figure = draw(panels, x=x, trained=trained, **layout)
         return Plot(f"clusters_{name}", figure, caption)
 
     ranks = [

@@ -26,7 +26,7 @@ from trainer.analysis.topic import (
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
-from trainer.plotting.panels import Line, Panel, by_length, diagonal, draw, graded
+from trainer.plotting.panels import Line, Panel, diagonal, draw, graded
 from trainer.plotting.style import Plot, style_numbers
 
 MEASURES = {
@@ -145,7 +145,7 @@ def _positions(
     ]
     return Plot(
         "drop_positions",
-        by_length(panels, x="tokens read", trained=trained),
+        draw(panels, x="tokens read", trained=trained),
         "Distance between both models' predictions, and their losses, by the number of tokens "
         "read (DroPE, Sec. 5).",
     )

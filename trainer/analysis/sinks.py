@@ -18,7 +18,7 @@ from trainer.analysis.topic import (
     tidy,
     versions,
 )
-from trainer.plotting.panels import Panel, by_length, heat_maps, over_heads
+from trainer.plotting.panels import Panel, draw, heat_maps, over_heads
 from trainer.plotting.style import Plot
 
 CELLS = 128
@@ -100,12 +100,12 @@ def analyze_sinks(target: Target) -> Results:
     plots = [
         Plot(
             "sinks_by_length",
-            by_length(by_query, x="length of the text (tokens)", trained=C),
+            draw(by_query, x="length of the text (tokens)", trained=C),
             "Queries at the end of a text of this length, mean and 80% of heads (RoPE-ID, Fig. 6).",
         ),
         Plot(
             "sinks_keys",
-            by_length(by_key, x="position of the key", trained=C),
+            draw(by_key, x="position of the key", trained=C),
             "Length of keys before the encoding, and their mean dot product with later queries, by "
             "position (RoPE-ID, Fig. 5).",
         ),

@@ -18,7 +18,7 @@ import pandas as pd
 
 from trainer.analysis.attention import Array
 from trainer.analysis.topic import Results, Target, results, tidy
-from trainer.plotting.panels import Line, Panel, by_length
+from trainer.plotting.panels import Line, Panel, draw
 from trainer.plotting.style import Plot, style_numbers
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
@@ -116,7 +116,7 @@ def analyze_synthetic(target: Target) -> Results:
     ]
     plot = Plot(
         "synthetic",
-        by_length(panels, x="length; distance (tokens)", trained=C, columns=2, height=2.6),
+        draw(panels, x="length; distance (tokens)", trained=C, columns=2, height=2.6),
         "One repeated vector of ones under each spectrum: first singular value by the length of "
         "the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
     )

@@ -109,21 +109,21 @@ def over_heads(
 def draw(
     panels: Sequence[Panel],
     *,
-    columns: int | None = None,
-    height: float = 2.5,
+    columns: int = 3,
+    height: float = 2.4,
     x: str = "",
     y: str = "",
     trained: int | None = None,
     index: str = "",
     share: bool = False,
 ) -> Figure:
-    """Draw panels in rows of ``columns`` (None: all), with one legend and one colour bar.
+    """Draw panels in rows of ``columns``, with one legend and one colour bar.
 
     ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
     ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic.
     ``index``: label of the colour bar. ``share``: all panels have the same axes.
     """
-    columns = min(columns or len(panels), len(panels))
+    columns = min(columns, len(panels))
     small = columns > 3
     numbers = [panel.index for panel in panels if panel.index is not None]
     top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
@@ -149,13 +149,6 @@ def draw(
             points = grid[0].collections[0]
             figure.colorbar(points, ax=grid, label=index, pad=0.02, aspect=30, ticks=ticks)
     return figure
-
-
-def by_length(
-    panels: Sequence[Panel], *, x: str, trained: int, columns: int = 3, height: float = 2.25
-) -> Figure:
-    """Draw panels over lengths or positions in tokens."""
-    return draw(panels, columns=columns, height=height, x=x, trained=trained)
 
 
 def histogram(values: Mapping[str, Array], x_label: str, *, low: float, high: float) -> Figure:

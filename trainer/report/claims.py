@@ -22,7 +22,7 @@ import pandas as pd
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import AS_IS, Observation, Report, RunSummary
 from trainer.evaluation.statistics import Estimate, change
-from trainer.report.tables import interval, percent
+from trainer.report.tables import rate
 
 LEARNED = 0.5
 """Retrieval at the training length below which a model has not learned the task."""
@@ -155,9 +155,8 @@ def retrieves(
     ``learned``: keys that must have learned the task (None: both).
     """
 
-    def rate(row: Any) -> str:
-        limits = interval(row.low, row.high)
-        return f"{evidence.name(row)} {percent(row.value)}% ({limits}) at {row.length} tokens"
+    def score(row: Any) -> str:
+        return f"{evidence.name(row)} {rate(row)} at {row.length} tokens"
 
     both = pairs(evidence.rows(a), evidence.rows(b), place, b_place or place)
     if not both:
@@ -167,9 +166,9 @@ def retrieves(
         if not trained:
             return None, f"{evidence.name(both[0][0])} was not measured at its training length."
         if trained[0].value < LEARNED:
-            return None, f"{rate(trained[0])} has not learned the task (below {LEARNED:.0%})."
+            return None, f"{score(trained[0])} has not learned the task (below {LEARNED:.0%})."
     shown = all(certainly_exceeds(p, q, times) for p, q in both)
-    return shown, " ".join(f"{rate(p)}, {rate(q)}." for p, q in both)
+    return shown, " ".join(f"{score(p)}, {score(q)}." for p, q in both)
 
 
 def loss(
@@ -230,19 +229,17 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     drop = evidence.report.drop
     if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
         return None  # the run itself comes first, and its drop may be another one
-    losses = np.array([drop[f"loss_{when}"] for when in ("before", "after", "end")], float)
-    if not np.isfinite(losses).all():
+    columns = ["before", "after", "end"]
+    losses = pd.DataFrame(drop["sequences"], dtype=float).reindex(columns=columns)
+    if losses.empty or losses.isna().any(axis=None):
         return None, "A loss before, after or at the end is missing."
-    before, after, end = (
-        np.array(drop["sequences"].get(when) or [loss], float)
-        for when, loss in zip(("before", "after", "end"), losses, strict=True)
-    )
-    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses)
+    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses.mean())
     numbers = f"{numbers} (step {drop['step']})."
-    if change(after.tolist(), before.tolist()).low <= SAME:
+    if change(losses.after.tolist(), losses.before.tolist()).low <= SAME:
         return None, f"{numbers} The drop raises it by no more than {SAME:.0%}."
-    share = change((after - end).tolist(), (after - before).tolist())
-    limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(before) > 1 else ""
+    won, lost = losses.after - losses.end, losses.after - losses.before
+    share = change(won.tolist(), lost.tolist())
+    limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(losses) > 1 else ""
     text = f"{numbers} {1 + share.mean:.0%}{limits} of the rise is won back."
     return 1 + share.low >= KEPT, text
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary, estimates, lengths_of
-from trainer.plotting.panels import Line, Panel, by_length, draw, heat_maps, log_if_wide
+from trainer.plotting.panels import Line, Panel, draw, heat_maps, log_if_wide
 from trainer.plotting.style import Plot, style_numbers
 from trainer.report.tables import factor_label, percent, perplexity
 
@@ -66,7 +66,7 @@ def _success(report: Report, task: str) -> Plot:
     ]
     return Plot(
         f"success_{_file_name(task)}",
-        by_length(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
+        draw(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
         f"Mean score of the trials over sequence length: {report.tasks[task]}. Bands: 95% "
         f"intervals over texts. After Figure 1 and Table 1 of “{_DROPE}”.",
     )
@@ -105,7 +105,7 @@ def _contrast(report: Report) -> Iterator[Plot]:
     ]
     yield Plot(
         "perplexity_and_retrieval",
-        by_length(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
+        draw(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
         "Left: perplexity, exp of the mean loss on the last tokens of held-out sequences. Right: "
         f"{report.tasks[task]}. A low perplexity does not show that distant text is read. Bands: "
         f"95% intervals over texts. After Figure 5 of “{_DROPE}”.",

@@ -21,7 +21,7 @@ from trainer.common.files import write_atomically
 from trainer.evaluation.results import VERDICTS, Report, troubles
 from trainer.plotting.style import Plot, save
 from trainer.report.figures import plots
-from trainer.report.tables import LEGEND, TABLE, interval, percent, tables
+from trainer.report.tables import LEGEND, TABLE, percent, rate, tables
 
 PAGE = "report.html"
 _RATE = "tokens_per_second"  # timing that the page shows in the table of runs
@@ -132,5 +132,5 @@ def lead(report: Report) -> str:
     return (
         f"Trained at {report.trained} tokens and tested at up to {best.length}, where "
         f"{report.row_name((best.model, best.method))} scores highest in {report.tasks[task]}: "
-        f"{percent(best.value)}% ({interval(best.low, best.high)})."
+        f"{rate(best)}."
     )

@@ -118,9 +118,14 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f}"
 
 
-def interval(low: float, high: float) -> str:
-    """Return ``92.4–99.1``, the interval of a rate in percent."""
-    return f"{percent(low)}–{percent(high)}"
+def interval(row: Any) -> str:
+    """Return ``92.4–99.1``, the interval of a row's rate in percent."""
+    return f"{percent(row.low)}–{percent(row.high)}"
+
+
+def rate(row: Any) -> str:
+    """Return ``97.3% (92.4–99.1)``, the rate of a row with its interval."""
+    return f"{percent(row.value)}% ({interval(row)})"
 
 
 def factor_label(factor: float) -> str:
@@ -144,7 +149,7 @@ def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
     def cell(row: Any) -> Cell:
         mark = marks.get(((row.model, row.method), row.length), "")
         best = row.value > 0 and highest[row.length] - row.value <= ROUNDING
-        return Cell(percent(row.value), interval(row.low, row.high), mark, best)
+        return Cell(percent(row.value), interval(row), mark, best)
 
     if task == MEAN:
         note = (
