@@ -6,7 +6,7 @@ Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.par
 from __future__ import annotations
 
 from dataclasses import field, replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -42,7 +42,6 @@ STATEMENTS = "statements"
 """Task that training sequences can contain; its score is called retrieval."""
 RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
 MULTIPLE_CHOICE, HARNESS = "multiple_choice", "harness"
-GROUPS = (RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS)
 """Groups of tasks, each with settings of its name."""
 
 
@@ -452,8 +451,6 @@ class LongBenchSettings:
     """Directory of TASK.jsonl; null: the archive that the hub distributes."""
     tasks: list[str] = field(default_factory=list)
     """Tasks of LongBench, such as hotpotqa; []: the 14 that RoPE-ID averages (App. A.8)."""
-    limit: Count | None = None
-    """Questions of a task; null: all, 150 to 500."""
 
 
 @configuration
@@ -480,8 +477,6 @@ class MultipleChoiceSettings:
         ]
     )
     """Names of these files."""
-    limit: Count | None = None
-    """Questions of a task, the first ones; null: all."""
 
 
 @configuration
@@ -490,8 +485,6 @@ class HarnessSettings:
 
     tasks: list[str] = field(default_factory=list)
     """Tasks and groups of lm-eval, which gets their data from the hub."""
-    limit: Count | None = None
-    """Questions of a task, the first ones; null: all."""
 
 
 @configuration
@@ -536,6 +529,8 @@ class EvaluationConfig:
     harness."""
     windows: Count = 96
     """Held-out windows of the task perplexity at each length."""
+    limit: Count | None = None
+    """Most windows, trials or questions of a task and length, for a quick look; null: all."""
     last: Count | None = None
     """Tokens of each window that are reported; null: C, or the shortest length if that is less."""
     batch_tokens: Count = 16384
@@ -557,18 +552,6 @@ class EvaluationConfig:
         C = self.training_length or training_length
         lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
         return replace(self, training_length=C, lengths=lengths, tokens=None)
-
-    def limited(self, count: int) -> Self:
-        """Return the configuration with at most so many trials, or questions from files."""
-
-        def fewer(settings: Any) -> Any:
-            key = "limit" if hasattr(settings, "limit") else "trials"
-            return replace(settings, **{key: min(getattr(settings, key) or count, count)})
-
-        return replace(
-            self,
-            **{name: fewer(getattr(self, name)) for name in ("needles", *GROUPS)},
-        )
 
 
 # ---- A run ----

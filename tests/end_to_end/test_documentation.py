@@ -39,7 +39,7 @@ BUDGETS = {
     },
     "analysis=synthetic,matrix_entropy": [],
     "analyze": ["analysis.length=128", "analysis.texts=2"],
-    "+evaluation=multiple_choice": ["evaluation.multiple_choice.limit=2"],
+    "+evaluation=multiple_choice": ["evaluation.limit=2"],
     "+evaluation=extension": [*LENGTHS, "evaluation.lengths=[1,2]"],
     "evaluate": LENGTHS,
 }  # fmt: skip

@@ -20,11 +20,12 @@ from trainer.config import (
     NeedleTaskSettings,
     TemperatureSettings,
 )
+from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope
 from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, statements
-from trainer.evaluation.loss import Perplexity, windows_with_common_ends
+from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.methods import method_for
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
@@ -61,7 +62,7 @@ def fit_text(corpus, count=2):
 
 
 def perplexity(corpus, lengths=LENGTHS):
-    windows = windows_with_common_ends(corpus.test, 3, lengths)
+    windows = held_out_windows(corpus.test, 3, max(lengths))
     return Perplexity(windows, corpus.end_of_text, 32)
 
 
@@ -122,7 +123,7 @@ def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corp
     measured, _ = evaluation(["crop"])
     (loss,) = [r["value"] for r in rows(measured) if r["metric"] == "loss" and r["length"] == 64]
     losses = []
-    for window in perplexity(corpus).windows[64]:
+    for window in perplexity(corpus).windows:
         for first in (16, 32):
             ids = torch.tensor([corpus.end_of_text, *window[first : first + 32]])
             logits = model(ids[None, :-1])[0].double()
@@ -177,28 +178,10 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus):
 
     def keys(windows):
         text = fit_text(corpus, windows)
-        return [cell.key for cell in cells_of(model, corpus, config, text)]
+        return [cell.parts for cell in cells_of(model, corpus, config, text)]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 4 + [False] * 2
-
-
-def test_keys_of_a_model_do_not_depend_on_the_models_beside_it(model, corpus):
-    fitted = TemperatureSettings(models="all")
-    config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
-    layouts = {"a": model.layout, "b": model.layout.with_training_length(64)}
-    models = [saved(name, model, layout=layout) for name, layout in layouts.items()]
-    methods = {
-        n: [method_for(m, layout, config) for m in config.methods] for n, layout in layouts.items()
-    }
-    text = fit_text(corpus)
-
-    def keys(*models):
-        plans = plan_cells(models, methods, [perplexity(corpus)], LENGTHS, text, Settings())
-        return {(plan.model.name, plan.method.key, plan.length): plan.key for plan in plans}
-
-    a, b = models
-    assert keys(a, b) == keys(b, a) == keys(a) | keys(b)
 
 
 def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
@@ -206,7 +189,7 @@ def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
 
     def keys(count=2, **choice):
         config = EvaluationConfig(lengths=[1, 2], methods=names, choice=ChoiceSettings(**choice))
-        return [cell.key for cell in cells_of(model, corpus, config, fit_text(corpus, count))]
+        return [cell.parts for cell in cells_of(model, corpus, config, fit_text(corpus, count))]
 
     first = keys()
     for others in (keys(length=2), keys(text="standard"), keys(texts=1), keys(1)):
@@ -260,7 +243,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
 def small_parts(monkeypatch):
     """Cells of many parts: each part has one batch, of one sequence of 64 tokens or two of 32."""
     monkeypatch.setitem(PART, "cpu", 1.0)
-    monkeypatch.setattr("trainer.evaluation.answering.IN_CACHE", 64 * 32)
+    monkeypatch.setattr("trainer.model.language_model.IN_CACHE", 64 * 32)
 
 
 def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
@@ -275,26 +258,21 @@ def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
     evaluation, small_parts, monkeypatch
 ):
     whole, _ = evaluation(["none"], folder="whole", tokens=64)
-    read, parts = Perplexity.read, []
+    read, parts, limit = Perplexity.read, [], 2
 
-    def counting(task, reading):
-        if len(parts) == 2:
+    def counting(task, model, length, reads, batch_tokens, part):
+        if len(parts) == limit:
             raise KeyboardInterrupt
-        parts.append((reading.length, reading.part.start))
-        return read(task, reading)
+        parts.append((length, part.start))
+        return read(task, model, length, reads, batch_tokens, part)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Perplexity, "read", counting)
-        with pytest.raises(KeyboardInterrupt):
-            evaluation(["none"], folder="killed", tokens=64)
+    monkeypatch.setattr(Perplexity, "read", counting)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation(["none"], folder="killed", tokens=64)
     assert parts == [(32, 0), (32, 1)]
     parts.clear()
 
-    def counting_on(task, reading):
-        parts.append((reading.length, reading.part.start))
-        return read(task, reading)
-
-    monkeypatch.setattr(Perplexity, "read", counting_on)
+    limit = None
     cells, _ = evaluation(["none"], folder="killed", tokens=64)
     assert rows(cells) == rows(whole)
     assert parts == [(32, 2), (64, 0), (64, 1), (64, 2)]
@@ -305,7 +283,7 @@ def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts):
     keys = []
     for tokens in (64, 65):
         evaluation(["none"], folder="a", tokens=tokens)
-        keys.append({str(cell.part_key(i)) for cell in evaluation.plans for i in range(cell.parts)})
+        keys.append({str(key) for cell in evaluation.plans for key in cell.parts})
     assert not keys[0] & keys[1]
 
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedTokenizerFast
 
 from trainer.evaluation import harness
 from trainer.evaluation.harness import HarnessModel, harness_tasks
-from trainer.evaluation.task import Reading
 
 MAX_LENGTH = 32
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]
@@ -109,15 +108,14 @@ def task(tmp_path, monkeypatch):
 
 def values(task, model, metric="acc"):
     """Values of a metric by question."""
-    read = task.read(Reading(model, MAX_LENGTH, 64))
+    read = task.read(model, MAX_LENGTH, MAX_LENGTH, 64, slice(None))
     return {trial: x for trial, key, x in sorted(read) if key == f"{task.name}_{metric}"}
 
 
 def test_a_task_from_a_file(models, task):
     """lm-eval's own model scores the same questions alike."""
     ours, theirs = models
-    settings = HarnessSettings(["sums"], limit=4)
-    (found,) = harness_tasks(settings, ours.encoder)
+    (found,) = harness_tasks(HarnessSettings(["sums"]), ours.encoder, 4)
     assert {*found.titles} == {"sums_acc", "sums_acc_norm"}
     expected = lm_eval.simple_evaluate(
         theirs, tasks=["sums"], limit=4, task_manager=TaskManager(include_path=str(task))
@@ -134,9 +132,9 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     (task / "both.yaml").write_text(
         "group: both\ntask: [sums, more]\naggregate_metric_list: [{metric: acc}]\n"
     )
-    settings = HarnessSettings(["both", "sums"], limit=4)
+    settings = HarnessSettings(["both", "sums"])
     model = models[0].model
-    both, sums = harness_tasks(settings, models[0].encoder)
+    both, sums = harness_tasks(settings, models[0].encoder, 4)
     whole = values(sums, model)
     assert [*values(both, model).values()] == 2 * [*whole.values()]
     assert both.trials(32).label.tolist() == ["sums"] * 4 + ["more"] * 4

@@ -10,14 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.data.conftest import held_out
-from trainer.common.errors import UserError
-from trainer.data.corpus import HeldOutText
+from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.prepared import windows_at
 from trainer.evaluation.loss import (
     mean_loss,
     token_losses,
     unigram_loss,
-    windows_with_common_ends,
 )
 
 
@@ -26,28 +24,16 @@ def counted_up(size):
     return np.arange(size) % 50
 
 
-def test_windows_of_all_lengths_end_with_the_same_tokens():
-    windows = windows_with_common_ends(held_out(np.arange(500)), 7, [8, 32])
-    np.testing.assert_array_equal(windows[8], windows[32][:, -8:])
-    assert windows[32].shape == (7, 32)
-
-
 @pytest.mark.parametrize(
     ("size", "last", "count"),
     [(500, 8, 7), (80, 8, 7), (79, 8, 6), (39, 8, 1), (32, 8, 1), (33, 1, 2), (32 + 6 * 9, 9, 7)],
 )
 def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
-    """There are as many windows as the text has disjoint scored tokens for, at every length."""
-    windows = windows_with_common_ends(held_out(np.arange(size)), 7, [9, 32], last=last)
-    assert [len(windows[n]) for n in (9, 32)] == [count, count]
-    scored = windows[32][:, -last:]
-    np.testing.assert_array_equal(windows[9][:, -last:], scored)
+    """There are as many windows as the text has disjoint scored tokens for."""
+    windows = held_out_windows(held_out(np.arange(size)), 7, 32, apart=last)
+    assert len(windows) == count
+    scored = windows[:, -last:]
     assert len(np.unique(scored)) == scored.size
-
-
-def test_text_shorter_than_the_longest_window_is_an_error():
-    with pytest.raises(UserError, match="at most the 31 tokens"):
-        windows_with_common_ends(held_out(np.arange(31)), 7, [8, 32])
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
@@ -106,8 +92,8 @@ def test_reading_as_much_as_there_is_crops_nothing(tiny_decoder):
 
 def test_cropped_the_last_tokens_have_the_same_loss_at_every_length(tiny_decoder):
     model = tiny_decoder(training_length=8)
-    windows = windows_with_common_ends(held_out(np.arange(500) % 50), 4, [16, 24, 61])
-    losses = [by_position(model, w, 100, 8)[-4:] for w in windows.values()]
+    windows = held_out_windows(held_out(np.arange(500) % 50), 4, 61)
+    losses = [by_position(model, windows[:, -n:], 100, 8)[-4:] for n in (16, 24, 61)]
     for result in losses[1:]:
         torch.testing.assert_close(result, losses[0], rtol=1e-6, atol=1e-6)
 

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -14,7 +13,6 @@ from trainer.evaluation.multiple_choice import (
     multiple_choice_tasks,
     read_questions,
 )
-from trainer.evaluation.task import Reading
 
 KNOWN = {
     # The short answer is likeliest, the long one per character.
@@ -74,12 +72,12 @@ def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     write(tmp_path / "other.jsonl.gz", [1, 1])
     settings = MultipleChoiceSettings(str(tmp_path), ["t"])
     (task,) = multiple_choice_tasks(settings, KnownEncoder())
-    values = task.read(Reading(None, 100, 100))
+    values = task.read(None, 100, 100, 100, slice(None))
     assert [*task.titles] == ["t_acc", "t_acc_norm"]
     for key, hit in zip(task.titles, right, strict=True):
         assert [(trial, x) for trial, name, x in values if name == key] == [(0, hit), (1, 1)]
     assert len(task.trials(100)) == 2
-    (first,) = multiple_choice_tasks(replace(settings, limit=1), KnownEncoder())
+    (first,) = multiple_choice_tasks(settings, KnownEncoder(), 1)
     assert len(first.questions) == 1
 
 

@@ -22,7 +22,6 @@ from trainer.config import MultipleChoiceSettings
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
-from trainer.evaluation.task import Reading
 from trainer.lightning.module import evaluating
 from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.models import read_run
@@ -104,8 +103,8 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     corpus = prepare_corpus(config.data, config.tokenizer)
     model = read_run(checkpoint_of(config)).decoder().eval()
     encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
-    for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK], limit=5), encoder):
-        values = task.read(Reading(model, 128, 4096))
+    for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK]), encoder, 5):
+        values = task.read(model, 128, 128, 4096, slice(None))
         for key in task.titles:
             scores = [value for _, name, value in values if name == key]
             assert last[f"{key}/4x"] == pytest.approx(sum(scores) / 5)

@@ -16,7 +16,6 @@ from trainer.evaluation.results import (
     RunSummary,
     averaged,
     rows_of,
-    table,
 )
 
 TRAINED = 1024
@@ -67,7 +66,7 @@ def loss(value, model="RoPE", method="none", length=2048, **fields):
 def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
     """A report of nothing but cells."""
     columns = [*TRIAL_COLUMNS, "seconds"]
-    parts = [table([], columns)]
+    parts = [pd.DataFrame(columns=columns)]
     for place, measured in cells:
         metric, values = next((m, measured[m + k]) for m, k in KINDS if m + k in measured)
         part = pd.DataFrame({"value": pd.Series(values, dtype=float), **place, "metric": metric})
@@ -126,7 +125,6 @@ EXPERIMENT = {
         Observation("third claim", "a paper", None, "Not judged: why."),
     ),
     "task": {"needles": 4, "chance": 0.01, "chance_listed": 0.25, "training_share": 0.5},
-    "timing": {"tokens_per_second": {"RoPE": 51000.0}, "seconds": 12.5},
 }
 """What a report of an experiment has beside its cells."""
 

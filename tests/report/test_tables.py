@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 
+import pandas as pd
 import pytest
 
 from tests.report.examples import cell, example, loss, report
 from trainer.common.errors import UserError
-from trainer.evaluation.results import table as table_of
-from trainer.evaluation.results import write_csv
 from trainer.report.tables import compare, perplexity, tables
 
 
@@ -111,7 +110,8 @@ ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "len
 def run(place, *rows, evaluation=False, text="one"):
     results = place / "evaluation" if evaluation else place
     results.mkdir(parents=True)
-    write_csv(results / "results.csv", table_of([ROW | row for row in rows]))
+    table = pd.DataFrame([ROW | row for row in rows])
+    table.to_csv(results / "results.csv", index=False)
     (results / "facts.json").write_text(json.dumps({"environment": {"corpus": text}}))
     return str(place)
 
@@ -150,7 +150,7 @@ def test_losses_on_different_texts_stand_in_different_tables(tmp_path):
 
 def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path):
     place = run(tmp_path / "a", {}, evaluation=True)
-    write_csv(tmp_path / "a" / "results.csv", table_of([]))
+    (tmp_path / "a" / "results.csv").write_text("model\n")
     (scores,) = compare([place])
     assert scores.rows[0][0] == "a: RoPE"
 

@@ -18,11 +18,11 @@ from trainer.config import (
     MultipleChoiceSettings,
     WeightedRopeSettings,
 )
+from trainer.data.corpus import held_out_windows
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.fitting import spread_evenly
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.loss import windows_with_common_ends
 from trainer.runs.models import find_model
 from trainer.workflows import evaluate
 from trainer.workflows.evaluate import held_out_corpus
@@ -131,9 +131,9 @@ def test_weights_of_pairs_are_chosen_on_validation_text(publish, run, place):
     found, (as_is, changed) = run(model, methods=["none", "weighted_rope"], weighted_rope=rules)
     candidate = find_model(model)
     text = DataConfig(source="files", files=[str(place / "text.txt")])
-    windows = windows_with_common_ends(held_out_corpus(text, candidate).validation, 32, [C])
+    windows = held_out_windows(held_out_corpus(text, candidate).validation, 32, C)
     decoder = candidate.load("cpu").eval()
-    ids = torch.from_numpy(windows[C][spread_evenly(4, 32)])
+    ids = torch.from_numpy(windows[spread_evenly(4, 32)])
     weights = weighted_rope.select(decoder, ids, rules, decoder.layout)
     decoder.layout = weighted_rope.apply(decoder.layout, weights)
     questions = multiple_choice.read_questions(place / "questions/t.jsonl.gz")

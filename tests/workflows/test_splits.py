@@ -96,7 +96,7 @@ def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen
     assert seen(probe[:, 1:].numpy()) == {"validation"}
     (perplexity, short), (_, long), (statements, _), _ = benchmark_tasks(config, corpus)
     for length in (short, long):
-        assert seen(perplexity.windows[length]) == {"validation"}
+        assert seen(perplexity.windows[:, -length:]) == {"validation"}
         assert seen(statements.of_length[length].prompts) == {"validation"}
 
 
@@ -133,11 +133,11 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
         measure_models(
             "r", [candidate], evaluation, evaluate.held_out_of(corpus, candidate), tmp_path
         )
-    assert seen(asked["text"].windows(4000)) == {"validation"}
+    assert seen(asked["text"].windows(6400)) == {"validation"}
     perplexity, statements, *prompted = asked["tasks"]
     assert len(prompted) == 2
     for length in (4000, 6400):
-        assert seen(perplexity.windows[length]) == {"test"}
+        assert seen(perplexity.windows[:, -length:]) == {"test"}
         assert seen(statements.of_length[length].prompts) == {"test"}
         for task in prompted:
             assert seen([prompt.tokens for prompt in task.prompts(length)]) == {"test"}

@@ -21,10 +21,10 @@ from trainer.common.fields import adapter
 from trainer.common.progress import Progress
 from trainer.evaluation.fitting import FitText, Fitting
 from trainer.evaluation.methods import Method
-from trainer.evaluation.results import TRIAL_COLUMNS, counted, table
+from trainer.evaluation.results import TRIAL_COLUMNS
 from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
 from trainer.evaluation.store import Store
-from trainer.evaluation.task import Reading, Task
+from trainer.evaluation.task import Task
 from trainer.model.flops import forward_flops
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -36,7 +36,7 @@ PART = {"cpu": 2e10, "cuda": 3e15}
 minute on a GPU. This bounds what an interruption loses."""
 PREFILL = 32768
 """Tokens of a long sequence that are read at once."""
-COLUMNS = (*TRIAL_COLUMNS, "seconds")
+COLUMNS = [*TRIAL_COLUMNS, "seconds"]
 
 
 @dataclass(frozen=True)
@@ -63,57 +63,17 @@ class Settings:
 class Cell:
     """One model, method, length (in tokens) and task.
 
-    ``key``: all inputs of its result. ``parts``: number of parts in which it is measured, whatever
-    the number of processes, so that a resumed evaluation can use fewer or more.
+    ``parts``: all inputs of the result of each part. The number of parts does not depend on the
+    number of processes, so that a resumed evaluation can use fewer or more. ``part_tokens``: number
+    of tokens that are read for a part, about.
     """
 
     model: SavedModel
     method: Method
     length: int
     task: Task
-    key: dict[str, Any]
-    parts: int
-
-    def part_key(self, part: int) -> dict[str, Any]:
-        """Return all inputs of a part's result."""
-        return {**self.key, "part": [part, self.parts]}
-
-    @property
-    def part_tokens(self) -> float:
-        """Number of tokens that are read for a part, about."""
-        return self.length * self.task.sequences(self.length) / self.parts
-
-    def measure(self, model: LanguageModel, layout: Layout, tokens: int, part: int) -> Any:
-        """Return the values of a part's trials, and the seconds that they took.
-
-        ``tokens``: of a forward pass.
-        """
-        began, reads = time.perf_counter(), self.method.reads
-        reads = reads if reads and reads < self.length else None
-        with model.using(layout):
-            every_nth = slice(part, None, self.parts)
-            values = self.task.read(Reading(model, self.length, tokens, reads, every_nth))
-        return {"values": values, "seconds": time.perf_counter() - began}
-
-    def trials(self, parts: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-        """Return the trials of each of the task's results, in :data:`COLUMNS`.
-
-        ``parts``: what :meth:`measure` returned for each part.
-        """
-        values = [value for part in parts for value in part["values"]]
-        trials = self.task.trials(self.length).assign(
-            model=self.model.name,
-            method=self.method.key,
-            metric=self.task.metric,
-            length=self.length,
-            factor=self.length / self.model.training_length,
-            seconds=round(sum(part["seconds"] for part in parts), 3),
-        )
-        results = [
-            trials.assign(task=key, value=pd.Series({n: x for n, name, x in values if name == key}))
-            for key in self.task.titles
-        ]
-        return pd.concat(results)[[*COLUMNS]]
+    parts: Sequence[dict[str, Any]]
+    part_tokens: float
 
 
 def plan_cells(
@@ -143,8 +103,10 @@ def plan_cells(
                     }
                     sequences = task.sequences(length)
                     wanted = math.ceil(sequences * flops / PART[settings.device])
-                    parts = max(1, min(wanted, sequences))
-                    cells.append(Cell(model, method, length, task, key, parts))
+                    count = max(1, min(wanted, sequences))
+                    parts = [{**key, "part": [part, count]} for part in range(count)]
+                    tokens = length * sequences / count
+                    cells.append(Cell(model, method, length, task, parts, tokens))
     return cells
 
 
@@ -157,34 +119,60 @@ def measure_cells(
         The trials of all cells in :data:`COLUMNS`, and a sentence for each fitted parameter; both
         are empty on all processes but the first.
     """
-    parts = [(cell, part) for cell in cells for part in range(cell.parts)]
-    missing = [cell for cell, part in parts if not store.has("part", cell.part_key(part))]
-    sizes = counted(len(cells), "cell"), counted(len(parts), "part")
-    log.info("%s in %s, %d of these measured before", *sizes, len(parts) - len(missing))
-    total, done = sum(cell.part_tokens for cell in missing) / settings.ranks, 0.0
-    notes: list[str] = []
+    parts = [(cell, number) for cell in cells for number in range(len(cell.parts))]
+    missing = [cell for cell, number in parts if not store.has("part", cell.parts[number])]
+    stored = len(parts) - len(missing)
+    log.info("%d cells in %d parts, %d of these measured before", len(cells), len(parts), stored)
+    total = sum(cell.part_tokens for cell in missing) / settings.ranks
+    done, notes = 0.0, list[str]()
     with Progress("Evaluating", max(total, 1.0), silent=settings.rank > 0) as progress:
         progress.advance_to(0)
         for saved in dict.fromkeys(cell.model for cell in cells):
             # The weights are read if anything is missing.
             load = cache(partial(saved.for_inference, settings.device, settings.dtype, PREFILL))
-            of_model = [(cell, part) for cell, part in parts if cell.model is saved]
+            of_model = [(cell, number) for cell, number in parts if cell.model is saved]
             layouts, fitted = _layouts([cell for cell, _ in of_model], load, text, store, settings)
             notes += fitted
-            for cell, part in of_model[settings.rank :: settings.ranks]:
-                if not store.has("part", cell.part_key(part)):
+            for cell, number in of_model[settings.rank :: settings.ranks]:
+                if not store.has("part", cell.parts[number]):
                     layout = layouts[cell.method, cell.length]
-                    value = cell.measure(load(), layout, settings.batch_tokens, part)
-                    store.put("part", cell.part_key(part), value)
+                    value = _measure(cell, number, load(), layout, settings.batch_tokens)
+                    store.put("part", cell.parts[number], value)
                     done += cell.part_tokens
                     progress.advance_to(done)
     if settings.rank:
-        return table([], COLUMNS), []
-    tables = [
-        cell.trials([store.wait("part", cell.part_key(part)) for part in range(cell.parts)])
-        for cell in cells
+        return pd.DataFrame(columns=COLUMNS), []
+    return pd.concat([_trials(cell, store) for cell in cells], ignore_index=True), notes
+
+
+def _measure(
+    cell: Cell, number: int, model: LanguageModel, layout: Layout, batch_tokens: int
+) -> dict[str, Any]:
+    """Return the values of a part's trials, and the seconds that they took."""
+    began, length = time.perf_counter(), cell.length
+    reads, part = min(length, cell.method.reads or length), slice(number, None, len(cell.parts))
+    with model.using(layout):
+        values = cell.task.read(model, length, reads, batch_tokens, part)
+    return {"values": values, "seconds": time.perf_counter() - began}
+
+
+def _trials(cell: Cell, store: Store) -> pd.DataFrame:
+    """Return the trials of each of the task's results, as soon as all parts are stored."""
+    parts = [store.wait("part", key) for key in cell.parts]
+    values = [value for part in parts for value in part["values"]]
+    trials = cell.task.trials(cell.length).assign(
+        model=cell.model.name,
+        method=cell.method.key,
+        metric=cell.task.metric,
+        length=cell.length,
+        factor=cell.length / cell.model.training_length,
+        seconds=round(sum(part["seconds"] for part in parts), 3),
+    )
+    results = [
+        trials.assign(task=key, value=pd.Series({n: x for n, name, x in values if name == key}))
+        for key in cell.task.titles
     ]
-    return pd.concat(tables, ignore_index=True), notes
+    return pd.concat(results)[COLUMNS]
 
 
 def _layouts(
@@ -196,18 +184,11 @@ def _layouts(
 ) -> tuple[dict[tuple[Method, int], Layout], list[str]]:
     """Return the layouts of one model by method and length, and a sentence for each fitted value.
 
-    This process fits every n-th of the methods that read text, and waits for the others.
+    This process makes those of every n-th method, and waits for the others.
     """
     methods = list(dict.fromkeys(cell.method for cell in cells))
     lengths = list(dict.fromkeys(cell.length for cell in cells))
     saved, plain = cells[0].model, adapter(list[Layout])
-    factors = [length / saved.training_length for length in lengths]
-
-    def fit(method: Method) -> dict[str, Any]:
-        fitting = Fitting(load, text, settings.batch_tokens)
-        layouts = plain.dump_python(list(map(method.layouts(fitting), factors)))
-        return {"layouts": layouts, "notes": list(dict.fromkeys(fitting.notes))}
-
     keys = {
         method: {
             "model": saved.fingerprint,
@@ -216,16 +197,20 @@ def _layouts(
             "settings": settings.key,
         }
         for method in methods
-        if method.fits
     }
-    for method in [*keys][settings.rank :: settings.ranks]:
+    for method in methods[settings.rank :: settings.ranks]:
         if not store.has("fit", keys[method]):
-            store.put("fit", keys[method], fit(method))
+            fitting = Fitting(load, text, settings.batch_tokens)
+            layout_at = method.layouts(fitting)
+            made = [layout_at(length / saved.training_length) for length in lengths]
+            notes = list(dict.fromkeys(fitting.notes))
+            value = {"layouts": plain.dump_python(made), "notes": notes}
+            store.put("fit", keys[method], value)
     layouts: dict[tuple[Method, int], Layout] = {}
-    notes: list[str] = []
+    sentences: list[str] = []
     for method in methods:
-        fitted = store.wait("fit", keys[method]) if method in keys else fit(method)
+        fitted = store.wait("fit", keys[method])
         for length, layout in zip(lengths, plain.validate_python(fitted["layouts"]), strict=True):
             layouts[method, length] = layout
-        notes += [f"{saved.name}, {method.title}: {note}" for note in fitted["notes"]]
-    return layouts, notes
+        sentences += [f"{saved.name}, {method.title}: {note}" for note in fitted["notes"]]
+    return layouts, sentences

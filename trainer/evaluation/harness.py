@@ -20,7 +20,7 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Reading, Task, Value, trial_table
+from trainer.evaluation.task import Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
@@ -111,12 +111,14 @@ class Harness(Task):
         labels = [name for name, docs in self.docs.items() for _ in docs]
         return trial_table(len(labels), labels=labels if len(self.tasks) > 1 else None)
 
-    def read(self, reading: Reading) -> list[Value]:
+    def read(
+        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
+    ) -> list[Value]:
         """Return the value of every reported metric for each question, in the first part."""
-        if reading.part.start:
+        if part.start:
             return []
         results = evaluate(
-            HarnessModel(reading.model, self.encoder, reading.most, reading.batch_tokens),
+            HarnessModel(model, self.encoder, reads, batch_tokens),
             dict(self.tasks),
             samples={name: list(docs) for name, docs in self.docs.items()},
             bootstrap_iters=0,
@@ -138,8 +140,10 @@ def filtered(metric: str, name: str) -> str:
     return metric if name == "none" else f"{metric}_{name}"
 
 
-def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
-    """Load the tasks of lm-eval and their data.
+def harness_tasks(
+    settings: HarnessSettings, encoder: Encoder, limit: int | None = None
+) -> list[Harness]:
+    """Load the tasks of lm-eval and their data, the first ``limit`` questions of each.
 
     Raises:
         UserError: a task has no metric of :data:`METRICS`.
@@ -151,7 +155,7 @@ def harness_tasks(settings: HarnessSettings, encoder: Encoder) -> list[Harness]:
         for task in tasks.values():
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        docs = {key: range(len(task.eval_docs))[: settings.limit] for key, task in tasks.items()}
+        docs = {key: range(len(task.eval_docs))[:limit] for key, task in tasks.items()}
         first = next(iter(tasks.values()))
         means = [metric for metric in METRICS if first.aggregation().get(metric) is mean]
         filters = [each.name for each in getattr(first, "_filters", ())] or ["none"]

@@ -10,14 +10,14 @@ import pandas as pd
 import torch
 
 from trainer.config import STATEMENTS, NeedleTaskSettings
-from trainer.data.corpus import Corpus, HeldOutText
+from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.data.tokenizer import own_first_token
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.loss import windows_with_common_ends
 from trainer.evaluation.needles import Haystack
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Reading, Task, Value, trial_table
+from trainer.evaluation.task import Task, Value, trial_table
+from trainer.model.language_model import LanguageModel
 
 HAYSTACK = 1 << 22
 """Tokens of held-out documents that haystacks are made of."""
@@ -78,18 +78,20 @@ class Statements(Task):
         return trial_table(len(depths), depths=depths.tolist())
 
     @torch.no_grad()
-    def read(self, reading: Reading) -> list[Value]:
+    def read(
+        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
+    ) -> list[Value]:
         """Return 1 for each trial whose answer is the most likely next token, else 0.
 
         Only the last position goes through the head, and a batch holds at most ``batch_tokens``
         tokens (at least one trial), so memory is linear in the length.
         """
-        model, trials = reading.model, self.of_length[reading.length]
-        prompts = trials.prompts[:, -reading.most :].copy()
+        trials = self.of_length[length]
+        prompts = trials.prompts[:, -reads:].copy()
         prompts[:, 0] = self.first_token
-        size = model.sequences_at_once(prompts.shape[1], reading.batch_tokens)
+        size = model.sequences_at_once(reads, batch_tokens)
         values: list[Value] = []
-        for first in range(0, len(prompts), size)[reading.part]:
+        for first in range(0, len(prompts), size)[part]:
             ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
             predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
             hits = predicted == trials.answers[first : first + size]
@@ -101,9 +103,11 @@ def statements(
     corpus: Corpus, split: HeldOutText, lengths: list[int], settings: NeedleTaskSettings
 ) -> Statements:
     """Make trials in windows of held-out text that end at the same tokens at every length."""
-    vocabulary, trials = NeedleVocabulary.from_tokenizer(corpus.tokenizer), {}
+    vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     numbers = np.arange(settings.trials)
-    for length, text in windows_with_common_ends(split, settings.trials, lengths).items():
+    windows, trials = held_out_windows(split, settings.trials, max(lengths)), {}
+    for length in lengths:
+        text = windows[:, -length:].copy()
         text[:, 0] = corpus.first_token
         trials[length] = make_trials(
             text, numbers, vocabulary, settings.needles, settings.seed, settings.changes

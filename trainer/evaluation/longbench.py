@@ -26,7 +26,6 @@ from functools import cache, partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -250,10 +249,6 @@ def label(contexts: float) -> str:
     return "16×+ ctx" if low == 16 else f"{low}–{2 * low or 2}× ctx"
 
 
-SEED = 42
-"""Seed of the choice of questions."""
-
-
 def longbench_tasks(
     settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
 ) -> tuple[list[PromptTask], list[str]]:
@@ -276,8 +271,5 @@ def longbench_tasks(
             notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
             continue
         lines = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()]
-        if settings.limit is not None and settings.limit < len(lines):
-            sample = Random(f"{SEED} {name}").sample(range(len(lines)), settings.limit)
-            lines = [lines[index] for index in sorted(sample)]
         tasks.append(longbench_task(name, lines, tokenizer, bos, training_length))
     return tasks, notes

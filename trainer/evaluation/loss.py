@@ -1,4 +1,4 @@
-"""Held-out loss by position and on the last tokens, at any length, and the task of perplexity."""
+"""Held-out loss by position and on the last tokens, and the task of perplexity."""
 
 from __future__ import annotations
 
@@ -12,51 +12,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY
-from trainer.data.corpus import HeldOutText, held_out_windows
+from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Reading, Task, Value, trial_table
+from trainer.evaluation.task import Task, Value, trial_table
 from trainer.model.language_model import LanguageModel
 
 UNIGRAM_TOKENS = 2**20
 """Tokens of a text whose frequencies are counted."""
-
-
-def windows_with_common_ends(
-    text: HeldOutText,
-    count: int,
-    lengths: list[int],
-    *,
-    last: int | None = None,
-    name: str = "held-out",
-) -> dict[int, Integers]:
-    """Return ``[count, length]`` held-out tokens for every length, ending at the same places.
-
-    The last tokens of the windows are then equal at every length, read with more or less context,
-    so that their losses are paired.
-
-    Args:
-        text: the text; windows of a mixture come from its parts in the shares of their weights.
-        count: windows of each length.
-        lengths: in tokens.
-        last: last tokens of a window that are scored. No two windows share any of them: an interval
-            over windows takes these as independent. A short text then has fewer than ``count``
-            windows, at least one. None: the scored tokens may overlap.
-        name: name of the text in the error.
-
-    Raises:
-        UserError: the held-out text is shorter than the longest window.
-    """
-    longest = max(lengths, default=0)
-    if text.longest < longest:
-        raise UserError(
-            f"evaluation.lengths: expected at most the {text.longest} tokens of the {name} text, "
-            f"got {longest}"
-        )
-    windows = held_out_windows(text, count, longest, last)
-    return {length: windows[:, longest - length :].copy() for length in lengths}
 
 
 def mean_loss(
@@ -124,12 +88,13 @@ def token_losses(
 
 @dataclass
 class Perplexity(Task):
-    """Held-out loss on the ``last`` tokens of windows that end at the same places.
+    """Held-out loss on the ``last`` tokens of windows, read with more or less context before them.
 
-    ``windows``: ``[N, length]`` tokens of held-out text for each length.
+    ``windows``: ``[N, longest]`` tokens of held-out text. Those of all lengths end at the same
+    places, so that their losses are paired.
     """
 
-    windows: dict[int, Integers]
+    windows: Integers
     first_token: int
     last: int
 
@@ -140,16 +105,17 @@ class Perplexity(Task):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the windows and the averaged tokens."""
-        return fingerprint(self.windows[length], self.last, self.first_token)
+        return fingerprint(self.windows[:, -length:], self.last, self.first_token)
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each window."""
-        return trial_table(len(self.windows[length]))
+        return trial_table(len(self.windows))
 
-    def read(self, reading: Reading) -> list[Value]:
+    def read(
+        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
+    ) -> list[Value]:
         """Return the mean loss on the last tokens of each window; NaN if it is not finite."""
-        model, length, batch_tokens, reads, part = reading
-        windows, size = self.windows[length], max(1, batch_tokens // length)
+        windows, size = self.windows[:, -length:], max(1, batch_tokens // length)
         values: list[Value] = []
         for first in range(0, len(windows), size)[part]:
             batch = windows[first : first + size]

@@ -17,7 +17,8 @@ from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Reading, Task, Value, trial_table
+from trainer.evaluation.task import Task, Value, trial_table
+from trainer.model.language_model import LanguageModel
 
 METRICS = ("acc", "acc_norm")
 UNCONDITIONAL = 1_000_000
@@ -90,14 +91,15 @@ class MultipleChoice(Task):
         """Return a trial for each question."""
         return trial_table(len(self.questions))
 
-    def read(self, reading: Reading) -> list[Value]:
+    def read(
+        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
+    ) -> list[Value]:
         """Return ``acc`` and ``acc_norm`` of each question in the part."""
         values: list[Value] = []
-        for first in range(0, len(self.questions), TOGETHER)[reading.part]:
+        for first in range(0, len(self.questions), TOGETHER)[part]:
             questions = self.requests[first : first + TOGETHER]
             requests = list(chain.from_iterable(questions))
-            results = log_likelihoods(reading.model, requests, reading.batch_tokens, reading.most)
-            likelihoods = iter(results)
+            likelihoods = iter(log_likelihoods(model, requests, batch_tokens, reads))
             for number, choices in enumerate(questions, first):
                 question = self.questions[number]
                 totals = [next(likelihoods)[0] for _ in choices]
@@ -110,9 +112,9 @@ class MultipleChoice(Task):
 
 
 def multiple_choice_tasks(
-    settings: MultipleChoiceSettings, encoder: Encoder
+    settings: MultipleChoiceSettings, encoder: Encoder, limit: int | None = None
 ) -> list[MultipleChoice]:
-    """Return a task for every file.
+    """Return a task for every file, of its first ``limit`` questions.
 
     Raises:
         OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
@@ -121,7 +123,7 @@ def multiple_choice_tasks(
     directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")
     tasks = []
     for name in settings.tasks:
-        questions = read_questions(directory / f"{name}.jsonl.gz", settings.limit)
+        questions = read_questions(directory / f"{name}.jsonl.gz", limit)
         pairs = [pair for question in questions for pair in question.choices]
         requests = iter(encoder.requests(pairs))
         encoded = [list(islice(requests, len(question.choices))) for question in questions]

@@ -3,8 +3,8 @@
 A directory of results holds ``results.csv`` (a row for each model, method, task, length and
 metric), ``trials.parquet`` (single scores and losses, for paired tests) and ``facts.json``. Lengths
 are in tokens, losses in nats per token, scores are fractions from 0 to 1. A number that was not
-measured or is not finite is empty or ``null``. Everything but ``timing`` and seconds depends only
-on what was trained and evaluated.
+measured or is not finite is empty or ``null``. Everything but seconds and
+``tokens_per_second`` depends only on what was trained and evaluated.
 """
 
 from __future__ import annotations
@@ -61,18 +61,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def table(rows: Sequence[dict[str, Any]], columns: Sequence[str] = COLUMNS) -> pd.DataFrame:
-    """Return rows under ``columns``; missing values are NaN."""
-    return pd.DataFrame(list(rows), columns=list(columns))
-
-
-def write_csv(path: Path, rows: pd.DataFrame) -> None:
-    """Write a table atomically; numbers have ten digits."""
-    write_atomically(path, rows.to_csv(index=False, float_format="%.10g"))
-
-
 def read_csv(path: Path) -> pd.DataFrame:
-    """Read what :func:`write_csv` wrote."""
+    """Read a results.csv; its texts may look like numbers."""
     text = dict.fromkeys(("run", "model", "method", "task", "metric"), str)
     return pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
 
@@ -102,7 +92,7 @@ def rows_of(trials: pd.DataFrame, run: str, seed: int) -> pd.DataFrame:
     for key, part in scores.groupby(ROW, sort=False):
         about = dict(zip(ROW, key, strict=True))
         rows.append({**about, **_numbers(part), "task": MEAN, "metric": "score"})
-    return table([{**row, "run": run, "seed": seed} for row in rows])
+    return pd.DataFrame([{**row, "run": run, "seed": seed} for row in rows], columns=[*COLUMNS])
 
 
 def _numbers(trials: pd.DataFrame) -> dict[str, Any]:
@@ -183,7 +173,8 @@ class RunSummary:
     losses of each sequence by ``before``, ``after`` and ``end``). ``skipped``: updates left out
     because their loss or gradient was not finite. ``finite``: whether all weights are finite.
     ``milestones``: benchmarks during training: ``scores`` by task after ``step`` updates and
-    ``tokens``, and whether the encoding was ``dropped`` by then.
+    ``tokens``, and whether the encoding was ``dropped`` by then. ``tokens_per_second``: median of
+    training.
     """
 
     name: str
@@ -197,6 +188,7 @@ class RunSummary:
     finite: bool = True
     changes: tuple[dict[str, Any], ...] = ()
     milestones: tuple[dict[str, Any], ...] = ()
+    tokens_per_second: int | None = None
 
 
 @dataclass(frozen=True)
@@ -228,7 +220,7 @@ class Report:
     ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
     of the training sequences carried such statements). ``drop``: the change of the run that drops
     its encoding, as in ``RunSummary.changes``. ``made``: date, command, program and inputs, as text
-    by term. ``timing["tokens_per_second"]``: a number by run, a column of the table of runs.
+    by term.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
@@ -237,8 +229,8 @@ class Report:
     training_length: int
     config: dict[str, Any]
     environment: dict[str, Any]
-    rows: pd.DataFrame = field(default_factory=lambda: table([]))
-    trials: pd.DataFrame = field(default_factory=lambda: table([], TRIAL_COLUMNS))
+    rows: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=[*COLUMNS]))
+    trials: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=[*TRIAL_COLUMNS]))
     methods: dict[str, str] = field(default_factory=dict)
     tasks: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -248,7 +240,6 @@ class Report:
     drop: dict[str, Any] | None = None
     observations: tuple[Observation, ...] = ()
     task: dict[str, Any] = field(default_factory=dict)
-    timing: dict[str, Any] = field(default_factory=dict)
     made: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -272,7 +263,8 @@ class Report:
         (directory / FACTS).unlink(missing_ok=True)
         buffer = BytesIO()
         self.trials.to_parquet(buffer, index=False)
-        write_csv(directory / "results.csv", self.rows)
+        table = self.rows.to_csv(index=False, float_format="%.10g")
+        write_atomically(directory / "results.csv", table)
         write_atomically(directory / "trials.parquet", buffer.getvalue())
         facts = adapter(Report).dump_json(self, indent=1, exclude={"rows", "trials"})
         write_atomically(directory / FACTS, facts + b"\n")

@@ -13,7 +13,6 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.common.ranks import best_precision
 from trainer.config import RunConfig
 from trainer.data.tokenizer import SpecialTokens, same_tokens
 from trainer.evaluation.store import fingerprint
@@ -27,11 +26,6 @@ log = logging.getLogger(__name__)
 Dtype = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
-
-
-def precision_of(dtype: Dtype | None, device: str) -> Dtype:
-    """Return the dtype of an evaluation's weights; ``dtype``: as configured."""
-    return dtype or best_precision(device)
 
 
 def multiplied_in(weights: Dtype, device: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -28,34 +27,19 @@ def fingerprint(*parts: Any) -> str:
     Raises:
         TypeError: a value has another type, whose text may not identify it.
     """
-    digest = hashlib.sha256()
-    for piece in _pieces(parts):
-        digest.update(len(piece).to_bytes(8))  # the length separates ("12", "3") from ("1", "23")
-        digest.update(piece)
-    return digest.hexdigest()[:16]
+    text = json.dumps(parts, sort_keys=True, default=_as_json)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _pieces(value: Any) -> Iterator[bytes]:
-    """Yield the bytes of a value, one piece for each nested value."""
+def _as_json(value: Any) -> Any:
+    """Return a dataclass or an array as values that ``json`` knows."""
     if isinstance(value, np.ndarray):
-        yield f"array {value.dtype.str} {value.shape}".encode()
-        yield value.tobytes()
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield type(value).__name__.encode()
-        yield from _pieces({field.name: getattr(value, field.name) for field in fields(value)})
-    elif isinstance(value, Mapping):
-        yield f"mapping {len(value)}".encode()
-        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
-            yield from _pieces(key)
-            yield from _pieces(item)
-    elif isinstance(value, list | tuple):
-        yield f"sequence {len(value)}".encode()
-        for item in value:
-            yield from _pieces(item)
-    elif value is None or isinstance(value, bool | int | float | str):
-        yield f"{type(value).__name__} {value!r}".encode()
-    else:
-        raise TypeError(f"no key can be made of {value!r}")
+        content = hashlib.sha256(value.tobytes()).hexdigest()
+        return ["array", value.dtype.str, value.shape, content]
+    if is_dataclass(value) and not isinstance(value, type):
+        items = {field.name: getattr(value, field.name) for field in fields(value)}
+        return [type(value).__name__, items]
+    raise TypeError(f"no key can be made of {value!r}")
 
 
 class Store:

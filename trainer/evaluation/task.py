@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,27 +19,6 @@ from trainer.model.language_model import LanguageModel
 
 Value = tuple[int, str, float]
 """Number of a trial, the key of a result, and its value."""
-
-
-class Reading(NamedTuple):
-    """How a model reads a part of a task's trials.
-
-    ``length``: in tokens. ``batch_tokens``: tokens of a forward pass. ``reads``: number of last
-    tokens of a sequence that the model reads; None: every token. ``part``: the batches that are
-    read, such as ``slice(0, None, 2)``. Batches stay whole, so that trials measured in parts have
-    the same numbers, digit for digit, as all at once.
-    """
-
-    model: LanguageModel
-    length: int
-    batch_tokens: int
-    reads: int | None = None
-    part: slice = slice(None)
-
-    @property
-    def most(self) -> int:
-        """Largest number of tokens that the model reads at a time."""
-        return min(self.length, self.reads or self.length)
 
 
 class Task(ABC):
@@ -69,8 +47,16 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def read(self, reading: Reading) -> list[Value]:
-        """Return the values of the trials in the part of ``reading``."""
+    def read(
+        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
+    ) -> list[Value]:
+        """Return the values of trials of ``length`` tokens.
+
+        ``reads``: number of last tokens of a sequence that the model reads, at most ``length``.
+        ``batch_tokens``: of a forward pass. ``part``: the batches to read, such as ``slice(0, None,
+        2)``. Batches stay whole, so that trials measured in parts have the same numbers, digit for
+        digit, as all at once.
+        """
 
 
 def trial_table(
@@ -131,12 +117,9 @@ class PromptTask(Task):
         ]
         groups = [(i, None) if p.group is None else (None, p.group) for i, p in enumerate(prompts)]
         numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        trials = trial_table(
-            len(prompts),
-            [numbers[group] for group in groups],
-            [p.depth for p in prompts],
-            [p.label for p in prompts],
-        )
+        texts = [numbers[group] for group in groups]
+        depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
+        trials = trial_table(len(prompts), texts, depths, labels)
         return fingerprint(inputs, self.never_first), trials
 
     def fingerprint(self, length: int) -> str:
@@ -147,11 +130,12 @@ class PromptTask(Task):
         """Return the prompts' depths and labels; those of a group share a text."""
         return self._summary(length)[1]
 
-    def read(self, reading: Reading) -> list[Value]:
+    def read(
+        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
+    ) -> list[Value]:
         """Return the score of each answer."""
-        model, length, batch_tokens, reads, part = reading
         prompts = self._prompts(length)
-        asked = prompts if reads is None else [_cropped(prompt, reads) for prompt in prompts]
+        asked = prompts if reads == length else [_cropped(prompt, reads) for prompt in prompts]
         options = self.stop, part, self.never_first
         texts = answers(model, self.tokenizer, asked, batch_tokens, *options)
         return [

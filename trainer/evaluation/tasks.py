@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -15,16 +16,17 @@ from trainer.config import (
     STATEMENTS,
     EvaluationConfig,
 )
+from trainer.data.corpus import held_out_windows
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.longbench import longbench_tasks
-from trainer.evaluation.loss import Perplexity, windows_with_common_ends
+from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import PARTS
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import counted
 from trainer.evaluation.ruler import ruler_tasks
-from trainer.evaluation.task import Task
+from trainer.evaluation.task import PromptTask, Task
 
 
 def check_names(config: EvaluationConfig) -> None:
@@ -57,6 +59,7 @@ def make_tasks(
     tasks: list[Task] = []
     notes: list[str] = []
     bos, tokenizer, C = text.bos_token, text.corpus.tokenizer, training_length
+    config = limited(config)
     for name in config.tasks:
         made: Sequence[Task] = ()
         missing: Sequence[str] = ()
@@ -80,16 +83,30 @@ def make_tasks(
         elif name == MANY_SHOT:
             made = many_shot_tasks(config.many_shot, tokenizer, bos)
         elif name == MULTIPLE_CHOICE:
-            made = multiple_choice_tasks(config.multiple_choice, text.encoder)
+            made = multiple_choice_tasks(config.multiple_choice, text.encoder, config.limit)
         elif name == HARNESS:
             from trainer.evaluation.harness import harness_tasks
 
-            made = harness_tasks(config.harness, text.encoder)
+            made = harness_tasks(config.harness, text.encoder, config.limit)
         tasks += made
         notes += missing
     if notes and not tasks:
         raise UserError(f"evaluation.tasks: {' '.join(notes)}")
-    return tasks, notes
+    limit = config.limit
+    return [replace(t, limit=limit) if isinstance(t, PromptTask) else t for t in tasks], notes
+
+
+def limited(config: EvaluationConfig) -> EvaluationConfig:
+    """Return the configuration with at most ``limit`` windows and trials of a task and length."""
+    if (limit := config.limit) is None:
+        return config
+    return replace(
+        config,
+        windows=min(config.windows, limit),
+        needles=replace(config.needles, trials=min(config.needles.trials, limit)),
+        ruler=replace(config.ruler, trials=min(config.ruler.trials, limit)),
+        many_shot=replace(config.many_shot, trials=min(config.many_shot.trials, limit)),
+    )
 
 
 def perplexity(
@@ -100,8 +117,9 @@ def perplexity(
         raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
     wanted, longest = config.windows, max(lengths)
     notes: list[str] = []
-    windows = windows_with_common_ends(text.split, wanted, lengths, last=last)
-    if (count := len(windows[longest])) < wanted:
+    # No two windows share a scored token: an interval over windows takes these as independent.
+    windows = held_out_windows(text.split, wanted, longest, apart=last)
+    if (count := len(windows)) < wanted:
         notes.append(
             f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
             f"held-out text of {len(text.split):,} tokens has no more of {longest:,} tokens "

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from trainer.common.ranks import Ranks, all_gather
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.task import PromptTask, Reading, Task
+from trainer.evaluation.task import Task
 from trainer.evaluation.tasks import make_tasks
 from trainer.lightning.module import evaluating
 from trainer.lightning.strategy import whole_model
@@ -28,14 +29,12 @@ def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[tuple[Task, int]]
         return []
     lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
     text = HeldOut(corpus, corpus.validation, corpus.first_token, config.data.needles.share)
-    evaluation = config.evaluation.limited(asked.limit)
-    evaluation = replace(evaluation, tasks=asked.tasks, windows=asked.limit, last=None)
-    tasks: list[tuple[Task, int]] = []
-    for task in make_tasks(text, evaluation, lengths, C)[0]:
-        limited = replace(task, limit=asked.limit) if isinstance(task, PromptTask) else task
-        for length in lengths:
-            limited.fingerprint(length)  # makes the prompts, which raises if one does not fit
-            tasks.append((limited, length))
+    evaluation = replace(
+        config.evaluation, tasks=asked.tasks, windows=asked.limit, limit=asked.limit, last=None
+    )
+    tasks = list(product(make_tasks(text, evaluation, lengths, C)[0], lengths))
+    for task, length in tasks:
+        task.fingerprint(length)  # makes the prompts, which raises if one does not fit
     return tasks
 
 
@@ -46,13 +45,13 @@ def benchmark_scores(
 
     Ranks share the questions; all call this together and get the same scores.
     """
-    tokens, share = config.evaluation.batch_tokens // ranks.world_size, ranks.rank
+    tokens = config.evaluation.batch_tokens // ranks.world_size
+    share = slice(ranks.rank, None, ranks.world_size)
     scores: dict[str, float] = {}
     with evaluating(model):
         model = whole_model(model)
         for task, length in tasks:
-            part = slice(share, None, ranks.world_size)
-            read = task.read(Reading(model, length, tokens, part=part))
+            read = task.read(model, length, length, tokens, share)
             for key in task.titles:
                 mine = [value for _, name, value in read if name == key]
                 values = [value for of_rank in all_gather(mine) for value in of_rank]

@@ -24,7 +24,6 @@ from trainer.report.figures import plots
 from trainer.report.tables import LEGEND, TABLE, percent, rate, tables
 
 PAGE = "report.html"
-_RATE = "tokens_per_second"  # timing that the page shows in the table of runs
 
 
 def write_renderings(report: Report, directory: Path) -> None:
@@ -41,13 +40,8 @@ def write_renderings(report: Report, directory: Path) -> None:
         legend=LEGEND,
         figures=_saved(plots(report), directory / "figures"),
         verdicts=VERDICTS,
-        rates=report.timing.get(_RATE, {}),
         made=report.made,
-        details={
-            "Settings": report.config,
-            "Environment": report.environment,
-            "Timing": {key: value for key, value in report.timing.items() if key != _RATE},
-        },
+        details={"Settings": report.config, "Environment": report.environment},
     )
 
 

@@ -11,7 +11,13 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.common.ranks import Ranks, current_ranks, device_of, device_type
+from trainer.common.ranks import (
+    Ranks,
+    best_precision,
+    current_ranks,
+    device_of,
+    device_type,
+)
 from trainer.config import (
     STATEMENTS,
     DataConfig,
@@ -27,12 +33,7 @@ from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Report, averaged, rows_of
-from trainer.evaluation.saved_model import (
-    SavedModel,
-    fitting_together,
-    multiplied_in,
-    precision_of,
-)
+from trainer.evaluation.saved_model import SavedModel, fitting_together, multiplied_in
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
@@ -81,7 +82,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         models = sorted(models, key=lambda model: reference_first(model.role))
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells", ranks=ranks)
-    if ranks.rank:
+    if report is None:
         return None
     report = replace(with_observations(report, models), made=origin(models))
     write_renderings(report, output)
@@ -123,7 +124,7 @@ def measure_models(
     directory: Path,
     accelerator: str = "auto",
     ranks: Ranks = Ranks(),  # noqa: B008
-) -> Report:
+) -> Report | None:
     """Measure every method on every model; return a report without anything about training.
 
     Cells that are stored in ``directory``, by an interrupted evaluation or for another table, are
@@ -131,14 +132,14 @@ def measure_models(
 
     ``models``: as :func:`fitting_together` returns them. ``text``: in the first one's tokens.
     ``directory``: of finished cells. ``accelerator``: cpu, or a GPU if there is one.
-    ``ranks``: this process among those that share the work; only the first one returns results.
+    ``ranks``: this process among those that share the work; all but the first one return None.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
             or no method applies to any model.
     """
     device = device_type(accelerator)
-    dtype = precision_of(config.dtype, device)
+    dtype = config.dtype or best_precision(device)
     C = models[0].training_length
     config = replace(config.in_multiples(C), dtype=dtype)
     lengths, corpus, needles = config.in_tokens(C), text.corpus, config.needles
@@ -153,7 +154,7 @@ def measure_models(
     cells = plan_cells(models, methods, tasks, lengths, fit, settings)
     trials, fit_notes = measure_cells(cells, fit, Store(directory), settings)
     if ranks.rank:
-        return unmeasured(name, C, corpus)
+        return None
     titles = {method.key: method.title for method in used}
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
     if mean_of := averaged(trials):
@@ -178,11 +179,6 @@ def measure_models(
         if STATEMENTS in task_titles
         else {},
     )
-
-
-def unmeasured(name: str, training_length: int, corpus: Corpus) -> Report:
-    """Return a report without rows."""
-    return Report(name, training_length, {}, environment(corpus))
 
 
 def with_observations(report: Report, models: Sequence[SavedModel]) -> Report:

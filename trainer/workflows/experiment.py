@@ -32,7 +32,7 @@ from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
 from trainer.lightning.setup import check_device, set_environment, set_threads
 from trainer.report.pages import write_renderings
-from trainer.runs.descriptions import encodings, reference_first, without_home
+from trainer.runs.descriptions import encodings, environment, reference_first, without_home
 from trainer.runs.directory import (
     check_run_directory,
     locked,
@@ -47,7 +47,6 @@ from trainer.runs.phases import phases_of, tokens_at
 from trainer.workflows.evaluate import (
     held_out_of,
     measure_models,
-    unmeasured,
     with_observations,
 )
 from trainer.workflows.text import check_vocabularies, open_corpus
@@ -94,7 +93,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
     report = make_report(config, checkpoints, corpus, ranks, beside)
-    if ranks.rank:
+    if report is None:
         return None
     write_renderings(report, directory)
     report.write(directory)
@@ -158,8 +157,8 @@ def make_report(
     corpus: Corpus,
     ranks: Ranks,
     beside: Sequence[str] = (),
-) -> Report:
-    """Evaluate all runs as saved, and make the report; that of the first rank is complete.
+) -> Report | None:
+    """Evaluate all runs as saved, and make the report; return None on other ranks than the first.
 
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
@@ -167,7 +166,6 @@ def make_report(
     ``checkpoints``: of the run itself as ``main``, and of its controls. ``beside``: names of other
     models to measure.
     """
-    began = time.perf_counter()
     length = config.evaluation.training_length
     paths = [*map(str, checkpoints.values()), *beside]
     saved = fitting_together([find_model(p).with_training_length(length) for p in paths])
@@ -184,20 +182,21 @@ def make_report(
             ranks,
         )
     else:
-        report = unmeasured(config.name, config.training_length, corpus)
+        report = Report(config.name, config.training_length, {}, environment(corpus))
+    if report is None or ranks.rank:
+        return None
     losses = estimates(report.rows, PERPLEXITY, "loss")
-    trained, rates = {}, {}
+    trained = []
     for model in models.values():
         rows = read_metrics(model.home / "metrics.csv")
         loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
-        trained[model.name] = replace(
+        summary = replace(
             summary_of(model, rows),
             final_loss=None if loss is None else loss.mean,
             milestones=tuple(model.state.get("benchmarks", ())),
         )
-        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-        rates[model.name] = round(median_high(speeds), 0) if speeds else None
-    for trouble in troubles(list(trained.values())):
+        trained.append(summary)
+    for trouble in troubles(trained):
         log.warning("%s", trouble)
     effects = models[MAIN].state["effects"]
     dropped = [p.name for p in phases_of(config) if p.settings.drop and p.name in effects]
@@ -205,13 +204,8 @@ def make_report(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
-        runs=tuple(trained.values()),
+        runs=tuple(trained),
         drop=effects[dropped[0]] if dropped else None,
-        timing={
-            "tokens_per_second": rates,
-            "evaluation_seconds": round(time.perf_counter() - began, 1),
-            "training_seconds": {},
-        },
     )
     return with_observations(report, ordered)
 
@@ -221,6 +215,7 @@ def summary_of(model: SavedModel, rows: Sequence[Mapping[str, Any]]) -> RunSumma
     metrics."""
     config, last = model.run, rows[-1] if rows else {}
     assert config is not None
+    speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
     return RunSummary(
         name=model.name,
@@ -232,6 +227,7 @@ def summary_of(model: SavedModel, rows: Sequence[Mapping[str, Any]]) -> RunSumma
         skipped=last.get("skipped_steps", 0),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
         changes=tuple(model.state["effects"].values()),
+        tokens_per_second=round(median_high(speeds)) if speeds else None,
     )
 
 

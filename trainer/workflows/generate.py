@@ -9,9 +9,8 @@ from collections.abc import Callable
 import torch
 
 from trainer.common.processes import usual_threads
-from trainer.common.ranks import device_type
+from trainer.common.ranks import best_precision, device_type
 from trainer.config import GenerationRequest
-from trainer.evaluation.saved_model import precision_of
 from trainer.model.generate import Sampler, TextStream, generate
 from trainer.runs.models import find_model
 
@@ -29,7 +28,7 @@ def continue_prompts(request: GenerationRequest, show: Callable[[str], None]) ->
     torch.set_num_threads(usual_threads())
     saved = find_model(request.checkpoint)
     device = device_type()
-    model = saved.for_inference(device, precision_of(request.dtype, device))
+    model = saved.for_inference(device, request.dtype or best_precision(device))
     tokenizer = saved.tokenizer
     bos = [] if saved.tokens.first is None else [saved.tokens.first]
     prompts = [
