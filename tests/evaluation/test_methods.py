@@ -68,12 +68,6 @@ def layout_of(name, fitting, factor, config=CONFIG):
     return method_for(name, fitting.model.layout, config).layouts(fitting)(factor)
 
 
-def test_parts_that_choose_on_text_are_known():
-    assert {name for name, part in PARTS.items() if part.fits(CONFIG)} == {
-        *("longrope", "temperature", "dope", "weighted_rope")
-    }
-
-
 @pytest.mark.parametrize("name", [*RESCALINGS, "longrope", "temperature"])
 def test_parts_that_need_a_factor_change_nothing_for_1(fitting, name):
     have = fitting()
@@ -127,7 +121,7 @@ def test_joined_parts_apply_from_left_to_right(fitting):
     assert weighted.spectra == layout_of("pi", have, 2.0).spectra
 
 
-@pytest.mark.parametrize("heads", range(1, 8))
+@pytest.mark.parametrize("heads", [1, 5])
 def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
     have = fitting(model={"num_hidden_layers": 4})
     config = replace(CONFIG, dope=DopeSettings(heads=heads, stage="post_rope"))
@@ -334,13 +328,6 @@ def test_settings_have_the_layers_that_change(fitting):
         method = method_for("yarn", layout, replace(CONFIG, layers=layers))
         assert method.settings == {"layers": expected}
     assert method_for("none", layout, replace(CONFIG, layers=[0])).settings == {}
-
-
-def test_a_fitted_temperature_is_noted(fitting):
-    have = fitting(layers=["nope"])
-    (spectrum,) = layout_of("temperature", have, 2.0).spectra
-    c = spectrum.temperature.coefficient
-    assert have.notes[-1] == f"logits times 1 + {c:.3g} ln s"
 
 
 def test_the_lengths_that_fits_read_are_known_before_them(fitting):
