@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from hashlib import sha256
 from itertools import combinations
 
@@ -27,40 +28,51 @@ from trainer.evaluation.longbench import (
     rouge_l,
 )
 
-
-@pytest.mark.parametrize(
-    ("prediction", "answer", "value"),
-    [
-        ("The Paris, of France!", "Paris", 0.5),  # paris of france: P 1/3, R 1
-        ("an apple a day", "The apple", 2 / 3),
-        ("Alice Alice Boris", "alice alice", 0.8),  # repeated words count
-        ("'tis", "tis", 1.0),
-        ("theatre", "the atre", 0.0),  # articles are whole words
-        ("", "Paris", 0.0),
-        ("the", "a", 0.0),
-    ],
-)
-def test_f1_of_words(prediction, answer, value):
-    assert qa_f1(prediction, answer) == pytest.approx(value)
+CLASSES = ["Date", "Other number", "number", "Price"]
+classified = partial(classification, classes=CLASSES)
 
 
 @pytest.mark.parametrize(
-    ("prediction", "answer", "value"),
+    ("metric", "prediction", "answer", "value"),
     [
+        (qa_f1, "The Paris, of France!", "Paris", 0.5),  # paris of france: P 1/3, R 1
+        (qa_f1, "an apple a day", "The apple", 2 / 3),
+        (qa_f1, "Alice Alice Boris", "alice alice", 0.8),  # repeated words count
+        (qa_f1, "'tis", "tis", 1),
+        (qa_f1, "theatre", "the atre", 0),  # articles are whole words
+        (qa_f1, "", "Paris", 0),
+        (qa_f1, "the", "a", 0),
         # The example of Lin (2004), Sec. 3.2: the union of "w1 w2" and "w1 w3 w5" has 4 words.
-        ("w1 w2 w6 w7 w8. w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5", 8 / 13),
-        ("the cat sat", "the cat sat", 1.0),
-        ("sat cat the", "the cat sat", 1 / 3),
-        ("The cat", "the cat", 0.5),  # upper case is another word
-        ("a a a a", "a", 1.0),  # sets of words
-        ("a. b.", "b a", 1.0),  # each sentence finds its own
-        ("", "a", 0.0),
-        (".", "a", 0.0),
-        ("a", "", 0.0),
+        (rouge_l, "w1 w2 w6 w7 w8. w1 w3 w8 w9 w5", "w1 w2 w3 w4 w5", 8 / 13),
+        (rouge_l, "sat cat the", "the cat sat", 1 / 3),
+        (rouge_l, "The cat", "the cat", 0.5),  # upper case is another word
+        (rouge_l, "a a a a", "a", 1),  # sets of words
+        (rouge_l, "a. b.", "b a", 1),  # each sentence finds its own
+        (rouge_l, "", "a", 0),
+        (rouge_l, ".", "a", 0),
+        (rouge_l, "a", "", 0),
+        (classified, "Date", "Date", 1),
+        (classified, "It is a Date or a Price", "Date", 0.5),
+        (classified, "date", "Date", 0),
+        (classified, "Price", "Date", 0),
+        (classified, "Other number", "Other number", 1),  # "number" is part of it
+        (classified, "Other number", "number", 0.5),
+        (code_similarity, "return x\nmore", "return x", 1),
+        (code_similarity, "\n\n# why\n```python\n// no\nreturn x", "return x", 1),
+        (code_similarity, "# only words", "return x", 0),
+        (code_similarity, "", "return x", 0),
+        (code_similarity, "abcd", "bcde", 0.75),  # 2 * 3 / 8
+        (code_similarity, "abc", "abd", 0.67),  # 2 * 2 / 6, in whole percents
+        (count, "There are 7 of 12, so 7.", "7", 2 / 3),
+        (count, "seven", "7", 0),
+        (count, "17", "7", 0),
+        (retrieval, "Paragraph 12", "Paragraph 12", 1),
+        (retrieval, "Paragraph 1 or 12", "Paragraph 12", 0.5),
+        (retrieval, "none", "Paragraph 12", 0),
     ],
 )
-def test_rouge_l(prediction, answer, value):
-    assert rouge_l(prediction, answer) == pytest.approx(value, abs=1e-7)
+def test_metrics_by_hand(metric, prediction, answer, value):
+    assert metric(prediction, answer) == pytest.approx(value, abs=1e-7)
 
 
 # Computed with rouge 1.0.1, Rouge().get_scores(prediction, answer)[0]["rouge-l"]["f"].
@@ -95,49 +107,6 @@ def test_the_common_subsequence_is_common_and_longest(x, y):
     longest = tuple(longest_common_subsequence(x, y))
     assert longest in common
     assert len(longest) == max(map(len, common))
-
-
-CLASSES = ["Date", "Other number", "number", "Price"]
-
-
-@pytest.mark.parametrize(
-    ("prediction", "answer", "value"),
-    [
-        ("Date", "Date", 1.0),
-        ("It is a Date or a Price", "Date", 0.5),
-        ("date", "Date", 0.0),
-        ("Price", "Date", 0.0),
-        ("Other number", "Other number", 1.0),  # "number" is part of it
-        ("Other number", "number", 0.5),
-        ("", "Date", 0.0),
-    ],
-)
-def test_classification(prediction, answer, value):
-    assert classification(prediction, answer, CLASSES) == value
-
-
-@pytest.mark.parametrize(
-    ("prediction", "answer", "value"),
-    [
-        ("return x\nmore", "return x", 1.0),
-        ("\n\n# why\n```python\n// no\nreturn x", "return x", 1.0),
-        ("# only words", "return x", 0.0),
-        ("", "return x", 0.0),
-        ("abcd", "bcde", 0.75),  # 2 * 3 / 8
-        ("abc", "abd", 0.67),  # 2 * 2 / 6, in whole percents
-    ],
-)
-def test_code_similarity(prediction, answer, value):
-    assert code_similarity(prediction, answer) == value
-
-
-def test_numbers_in_an_answer():
-    assert count("There are 7 of 12, so 7.", "7") == pytest.approx(2 / 3)
-    assert count("seven", "7") == 0
-    assert count("17", "7") == 0
-    assert retrieval("Paragraph 12", "Paragraph 12") == 1
-    assert retrieval("Paragraph 1 or 12", "Paragraph 12") == 0.5
-    assert retrieval("none", "Paragraph 12") == 0
 
 
 # Beginning of the SHA-256 of the prompt in dataset2prompt.json, tokens in dataset2maxlen.json.

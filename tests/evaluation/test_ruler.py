@@ -153,18 +153,6 @@ def test_the_three_answers_are_never_tied_with_the_fourth_word(units, length):
     assert sum(counts.values()) > total - 5
 
 
-@pytest.mark.parametrize("length", [300, 900])
-def test_other_paragraphs_of_the_article_come_first(task, tokenizer, length):
-    article = {f"0.{p}" for p in range(4)}
-    for number, prompt in enumerate(task("qa_1").prompts(length)):
-        text = tokenizer.decode(list(prompt.tokens[1:]))
-        assert text.endswith(f"Question: How many people has town 0.{number}? Answer:")
-        shown = re.findall(r"Document \d+:\nTown (\d\.\d)", text)
-        assert len({*shown}) == len(shown)
-        assert f"0.{number}" in shown
-        assert {*shown} <= article or {*shown} > article
-
-
 def test_a_length_beyond_all_paragraphs_repeats_them(task, tokenizer):
     for prompt in task("qa_2").prompts(6144):
         text = tokenizer.decode(list(prompt.tokens[1:]))

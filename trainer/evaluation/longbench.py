@@ -194,9 +194,9 @@ def longbench_task(
 
     @cache
     def encoded() -> list[NDArray[np.int32]]:
-        texts = (kind.template.format(**row) for row in rows)
-        tokens = (tokenizer.encode(text, add_special_tokens=False).ids for text in texts)
-        return [np.array([*before, *ids], dtype=np.int32) for ids in tokens]
+        texts = [kind.template.format(**row) for row in rows]
+        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array([*before, *encoding.ids], dtype=np.int32) for encoding in encodings]
 
     def prompts(length: int) -> list[Prompt]:
         """Return one prompt per question; with its answer it has at most ``length`` tokens.
