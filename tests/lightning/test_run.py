@@ -31,6 +31,7 @@ from trainer.lightning.fit import train
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.run import effect_probe
 from trainer.lightning.setup import make_decoder
+from trainer.model.decoder import initial_value
 from trainer.positional.layout import drop
 from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import read_run
@@ -309,7 +310,7 @@ def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_ad
     corpus = prepare_corpus(config.data, config.tokenizer)
     samples = TrainingSamples(corpus, config.data, config.seed)
     model = make_decoder(config, vocabulary_size(corpus.tokenizer)).to_empty(device="cpu")
-    model.reset_parameters(config.seed)
+    model.fill(lambda name, empty: initial_value(model.config, name, empty.shape, config.seed))
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     others = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

@@ -18,7 +18,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.lightning import strategy
 from trainer.lightning.fit import train
 from trainer.lightning.setup import make_decoder
-from trainer.lightning.strategy import fill, parallelize
+from trainer.lightning.strategy import parallelize, shard_like
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
@@ -35,8 +35,13 @@ def alone(monkeypatch):
         yield
 
 
-def initial(model, name, shape):
-    return initial_value(model.config, name, shape, 0)
+def initial(model, seed=0):
+    """Fill a decoder, sharded or not, with its initial weights."""
+
+    def value(name, parameter):
+        return shard_like(initial_value(model.config, name, parameter.shape, seed), parameter)
+
+    model.fill(value)
 
 
 def tiny(**more):
@@ -57,8 +62,8 @@ def test_weights_are_drawn_on_the_cpu_whatever_the_default_device_is():
     config = tiny(seed=3)
     model, expected = (make_decoder(config, 50).to_empty(device="cpu") for _ in range(2))
     with torch.device("meta"):
-        fill(model, lambda name, shape: initial_value(model.config, name, shape, 3))
-    expected.reset_parameters(3)
+        initial(model, 3)
+    initial(expected, 3)
     for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter, other)
 
@@ -67,9 +72,9 @@ def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
     config = tiny(strategy=StrategyConfig(name="fsdp2"), seed=3)
     model, plain = make_decoder(config, 50), make_decoder(config, 50)
     parallelize(model, torch.device("cpu"), "fsdp2")
-    fill(model, lambda name, shape: initial_value(model.config, name, shape, 3))
+    initial(model, 3)
     plain.to_empty(device="cpu")
-    plain.reset_parameters(3)
+    initial(plain, 3)
     expected = dict(plain.named_parameters())
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor(), expected[name]), name
@@ -97,7 +102,7 @@ def test_bf16_is_the_same_computation_under_every_strategy(alone):
     for name in ("single", "fsdp2"):
         model = make_decoder(tiny(), 50)
         parallelize(model, torch.device("cpu"), name, half=True)
-        fill(model, partial(initial, model))
+        initial(model)
         seen = set()
         for block in model.layers:
             block.register_forward_hook(lambda _, __, out, seen=seen: seen.add(out.dtype))

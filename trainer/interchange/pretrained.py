@@ -77,17 +77,13 @@ class Pretrained:
     token_files: Mapping[str, str] = field(default_factory=dict)
     end_of_text: int | None = None
 
-    @torch.no_grad()
-    def fill(self, model: Decoder) -> None:
-        """Read the weights into a decoder of this shape, in place.
+    def value(self, name: str, parameter: Tensor) -> Tensor:
+        """Read the value of a decoder's parameter.
 
-        Parameters missing from the file, the query and key norms that wait for a drop, get their
-        initial values.
+        Query and key norms that wait for a drop are in no file and get their initial values.
         """
-        for name, parameter in model.named_parameters():
-            read = self.tensors.get(name)
-            initial = partial(initial_value, model.config, name, parameter.shape, seed=0)
-            parameter.copy_((read or initial)())
+        read = self.tensors.get(name)
+        return read() if read else initial_value(self.config, name, parameter.shape, seed=0)
 
     def decoder(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
         """Load the model directly onto the device and in ``dtype``; takes hardly more memory than
@@ -95,7 +91,7 @@ class Pretrained:
         with torch.device("meta"):
             model = Decoder(self.config, self.layout).to(dtype)
         model.to_empty(device=device)
-        self.fill(model)
+        model.fill(self.value)
         return model
 
     def require_tokenizer(self) -> Tokenizer:

@@ -27,7 +27,7 @@ from trainer.common.ranks import (
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.module import LanguageModule
-from trainer.lightning.strategy import fill, lightning_strategy, parallelize
+from trainer.lightning.strategy import lightning_strategy, parallelize, shard_like
 from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.phases import Phase, configured_layout, phase_at, phases_of
 
@@ -133,10 +133,12 @@ def make_module(
     run, strategy, phases = config.trainer, config.strategy, phases_of(config)
     size = strategy.shard_size or ranks.local_size
 
-    def value(name: str, shape: torch.Size) -> Tensor:
-        if pretrained is None or name not in pretrained.tensors:
-            return initial_value(model.config, name, shape, config.seed)
-        return pretrained.tensors[name]().float()
+    def value(name: str, parameter: Tensor) -> Tensor:
+        if pretrained is None:
+            whole = initial_value(model.config, name, parameter.shape, config.seed)
+        else:
+            whole = pretrained.value(name, parameter).float()
+        return shard_like(whole, parameter)
 
     def prepare(model: Decoder, device: torch.device) -> None:
         parallelize(
@@ -149,7 +151,7 @@ def make_module(
             compile=compiles(config),
         )
         if draws:
-            fill(model, value)
+            model.fill(value)
 
     optimizer = asdict(config.optimizer)
     return LanguageModule(

@@ -5,7 +5,6 @@ Order: activation checkpointing, compilation of each block, sharding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any, Literal
@@ -48,7 +47,7 @@ def parallelize(
     activation_checkpointing: Literal["none", "selective", "full"] = "none",
     compile: bool = False,
 ) -> None:
-    """Distribute a decoder from the meta device and allocate its weights, which :func:`fill` sets.
+    """Distribute a decoder from the meta device and allocate its weights.
 
     Args:
         model: decoder on the meta device.
@@ -112,20 +111,14 @@ def shard(model: Decoder, mesh: DeviceMesh, half: bool) -> None:
         register_fsdp_forward_method(model, method)
 
 
-@torch.no_grad()
-def fill(model: nn.Module, value_of: Callable[[str, torch.Size], Tensor]) -> None:
-    """Fill every parameter, or its shard, with the whole value that ``value_of`` gives by name and
-    shape, on the CPU and the same on every rank."""
-    for name, parameter in model.named_parameters():
-        with torch.device("cpu"):  # Lightning calls this with the GPU as the default device
-            value = value_of(name, parameter.shape)
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            # Every rank has the same values, so none need to be sent.
-            value = distribute_tensor(
-                value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
-            )
-        parameter.copy_(value)
+def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return a value that is on the CPU and the same on every rank, sharded as the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh = parameter.device_mesh
+    # No rank needs to send its value.
+    shard = whole.to(mesh.device_type)
+    return distribute_tensor(shard, mesh, parameter.placements, src_data_rank=None)
 
 
 def whole_model(model: Decoder) -> Decoder:
@@ -141,7 +134,7 @@ def whole_model(model: Decoder) -> Decoder:
     copy.to_empty(device=model.device)
     copy.compute_dtype = model.compute_dtype
     shards: dict[str, Any] = dict(model.named_parameters())
-    fill(copy, lambda name, _: shards[name].full_tensor())
+    copy.fill(lambda name, _: shards[name].full_tensor())
     return copy
 
 

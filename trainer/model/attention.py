@@ -19,7 +19,7 @@ class Linear(nn.Linear):
     """Linear layer that computes in the dtype of its input; gradients have the weights' dtype."""
 
     def reset_parameters(self) -> None:
-        """Do nothing: :meth:`trainer.model.decoder.Decoder.reset_parameters` draws the weights."""
+        """Do nothing: :class:`~trainer.model.decoder.Decoder` draws the weights."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform ``[..., in_features]`` to ``[..., out_features]``."""

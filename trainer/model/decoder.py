@@ -89,7 +89,7 @@ class Decoder(LanguageModel):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if not self.norm.weight.is_meta:
-            self.reset_parameters(seed)
+            self.fill(lambda name, empty: initial_value(config, name, empty.shape, seed))
 
     @property
     def layout(self) -> Layout:
@@ -117,10 +117,10 @@ class Decoder(LanguageModel):
         return (self.lm_head or self.embed_tokens).weight
 
     @torch.no_grad()
-    def reset_parameters(self, seed: int) -> None:
-        """Draw all weights again."""
+    def fill(self, value_of: Callable[[str, Tensor], Tensor]) -> None:
+        """Set every parameter to ``value_of(name, parameter)``."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
+            parameter.copy_(value_of(name, parameter))
 
     def use_backend(
         self,
@@ -316,10 +316,11 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
     seed: not on other parameters, nor on the distribution over devices.
     """
     if len(shape) == 1:
-        return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    return torch.empty(shape).normal_(std=_initial_std(config, name, shape), generator=generator)
+    whole = torch.empty(shape, device="cpu")  # Lightning makes the GPU the default device
+    return whole.normal_(std=_initial_std(config, name, shape), generator=generator)
 
 
 def _initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
