@@ -21,9 +21,9 @@ from hypothesis import settings
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.program import blank
+from trainer import plotting
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.plotting import style
 from trainer.positional.config import PositionalConfig, build_layout
 
 pytest_plugins = ["tests.small_runs"]
@@ -73,8 +73,8 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def blank_figures(request, monkeypatch):
     """Blank figures, but in tests of reports: to render them takes most of a report's time."""
-    if not {"report", "plotting"} & {*request.path.parts}:
-        monkeypatch.setattr(style, "_rendered", blank)
+    if not {"report", "test_plotting.py"} & {*request.path.parts}:
+        monkeypatch.setattr(plotting, "_rendered", blank)
 
 
 @pytest.fixture(autouse=True)

@@ -108,9 +108,9 @@ def _become(words: list[str], cwd: str, environment: dict[str, str], said: str) 
     os.environ.clear()
     os.environ.update(environment)
     if "FIGURES" not in environment:
-        from trainer.plotting import style
+        from trainer import plotting
 
-        style._rendered = blank
+        plotting._rendered = blank
     try:
         if words[0] == "-m":
             sys.path.insert(0, cwd)

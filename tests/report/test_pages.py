@@ -14,8 +14,7 @@ import pytest
 from tests.report.examples import EXPERIMENT, cell, change, example, report
 from trainer.analysis.topic import COLUMNS, Results, tidy
 from trainer.evaluation.results import RunSummary
-from trainer.plotting.panels import Panel, draw, over_heads
-from trainer.plotting.style import Plot
+from trainer.plotting import Panel, Plot, draw, over_heads
 from trainer.report.pages import lead, write_analysis, write_renderings
 
 

@@ -29,15 +29,15 @@ from trainer.analysis.topic import (
     tidy,
     versions,
 )
-from trainer.plotting.panels import (
+from trainer.plotting import (
     Panel,
+    Plot,
     draw,
     histogram,
     log_if_wide,
     over_heads,
     plane,
 )
-from trainer.plotting.style import Plot
 
 CHUNK = 2048
 """Positions converted to float64 at a time."""

@@ -26,8 +26,7 @@ from trainer.analysis.topic import (
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
-from trainer.plotting.panels import Line, Panel, diagonal, draw, graded
-from trainer.plotting.style import Plot, style_numbers
+from trainer.plotting import Line, Panel, Plot, diagonal, draw, graded, style_numbers
 
 MEASURES = {
     "distance": "mean distance (tokens)",

@@ -38,8 +38,7 @@ from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.analysis.weighted_rope import apply, count_pairs, factors_of, rules_of
 from trainer.config import WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.panels import Line, Panel, draw, graded, heat_maps, log_if_wide
-from trainer.plotting.style import Plot
+from trainer.plotting import Line, Panel, Plot, draw, graded, heat_maps, log_if_wide
 from trainer.positional.layout import Layout
 
 CELLS = 256

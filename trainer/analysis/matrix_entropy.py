@@ -42,8 +42,7 @@ from trainer.analysis.attention import (
 )
 from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.panels import Line, Panel, draw, heat_maps
-from trainer.plotting.style import Plot
+from trainer.plotting import Line, Panel, Plot, draw, heat_maps
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode_keys, encode_queries, head_groups
 

@@ -20,8 +20,7 @@ from trainer.analysis.offset_features import (
     summary,
 )
 from trainer.analysis.topic import Results, Target, results, tidy
-from trainer.plotting.panels import Panel, draw
-from trainer.plotting.style import BLACK, GREY, Plot
+from trainer.plotting import BLACK, GREY, Panel, Plot, draw
 
 
 def offset_changes(before: Target, after: Target) -> Results:

@@ -43,8 +43,20 @@ from trainer.analysis.attention import (
     view_heads,
 )
 from trainer.analysis.topic import NotApplicableError, Results, Target, results, tidy
-from trainer.plotting.panels import Line, Panel, diagonal, draw, graded, heat_maps, plane
-from trainer.plotting.style import BLACK, GREEN, GREY, ORANGE, Plot
+from trainer.plotting import (
+    BLACK,
+    GREEN,
+    GREY,
+    ORANGE,
+    Line,
+    Panel,
+    Plot,
+    diagonal,
+    draw,
+    graded,
+    heat_maps,
+    plane,
+)
 
 TURN = 2 * math.pi
 RADII = (6.0, 9.0, 12.0)

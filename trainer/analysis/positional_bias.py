@@ -38,8 +38,7 @@ from trainer.analysis.attention import (
 from trainer.analysis.topic import Results, Target, results, stacked, tidy
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.panels import Line, Panel, draw, heat_maps, log_if_wide
-from trainer.plotting.style import STYLE_NUMBERS, Plot
+from trainer.plotting import STYLE_NUMBERS, Line, Panel, Plot, draw, heat_maps, log_if_wide
 from trainer.positional.encodings import rope
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import (

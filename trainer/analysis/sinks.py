@@ -18,8 +18,7 @@ from trainer.analysis.topic import (
     tidy,
     versions,
 )
-from trainer.plotting.panels import Panel, draw, heat_maps, over_heads
-from trainer.plotting.style import Plot
+from trainer.plotting import Panel, Plot, draw, heat_maps, over_heads
 
 CELLS = 128
 """Cells of a map's side."""

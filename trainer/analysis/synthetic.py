@@ -18,8 +18,7 @@ import pandas as pd
 
 from trainer.analysis.attention import Array
 from trainer.analysis.topic import Results, Target, results, tidy
-from trainer.plotting.panels import Line, Panel, draw
-from trainer.plotting.style import Plot, style_numbers
+from trainer.plotting import Line, Panel, Plot, draw, style_numbers
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum

@@ -16,7 +16,7 @@ from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
-from trainer.plotting.style import Plot
+from trainer.plotting import Plot
 
 COLUMNS = ("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value")
 """Columns of results. ``variant``: the state of queries and keys, the side, or the method.

@@ -14,8 +14,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary, estimates, lengths_of
-from trainer.plotting.panels import Line, Panel, draw, heat_maps, log_if_wide
-from trainer.plotting.style import Plot, style_numbers
+from trainer.plotting import Line, Panel, Plot, draw, heat_maps, log_if_wide, style_numbers
 from trainer.report.tables import factor_label, percent, perplexity
 
 CONTRASTED = (AS_IS, "crop", "yarn")

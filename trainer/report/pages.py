@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from trainer.analysis.topic import Results, summary
 from trainer.common.files import write_atomically
 from trainer.evaluation.results import VERDICTS, Report, troubles
-from trainer.plotting.style import Plot, save
+from trainer.plotting import Plot, save
 from trainer.report.figures import plots
 from trainer.report.tables import LEGEND, TABLE, percent, rate, tables
 

@@ -1,1 +1,0 @@
-"""Drawing over matplotlib: panels of lines and points, histograms, heat maps; knows no results."""
