@@ -104,7 +104,7 @@ def test_a_process_among_several_prepares_nothing_and_none_prepares_text_of_the_
     with pytest.raises(UserError, match=r"texts is not prepared in .*python -m trainer prepare"):
         prepare_corpus(config, BPE, alone=False)
     prepare_corpus(config, BPE)
-    assert prepare_corpus(config, BPE, alone=False).training_tokens
+    assert prepare_corpus(config, BPE, alone=False).parts
     with pytest.raises(UserError, match="data: some/text is not prepared"):
         prepare_corpus(replace(config, source="hub", hub_name="some/text"), BPE)
 

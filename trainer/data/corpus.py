@@ -147,11 +147,6 @@ class Corpus:
         return [part.fingerprint for part in self.parts]
 
     @property
-    def training_tokens(self) -> int:
-        """Number of tokens of the training text of all parts."""
-        return sum(len(part.train) for part in self.parts)
-
-    @property
     def validation(self) -> HeldOutText:
         """Held-out text for fitting and the drop's effect."""
         return HeldOutText(tuple((part.weight, part.validation) for part in self.parts))

@@ -106,7 +106,10 @@ def revision_of(config: DataConfig) -> str | None:
         return config.revision
     from huggingface_hub import HfApi
 
-    return HfApi().dataset_info(str(config.hub_name), revision=config.revision).sha
+    try:
+        return HfApi().dataset_info(str(config.hub_name), revision=config.revision).sha
+    except Exception as error:  # of the network, it names neither
+        raise UserError(f"data.hub_name: {config.hub_name}: {error}") from error
 
 
 def cache_directory(config: DataConfig) -> Path:

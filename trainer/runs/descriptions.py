@@ -140,6 +140,6 @@ def environment(corpus: Corpus) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "corpus": corpus.fingerprint,
-        "training_text_tokens": corpus.training_tokens,
+        "training_text_tokens": sum(len(part.train) for part in corpus.parts),
         "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
     }
