@@ -18,13 +18,14 @@ from trainer.common.progress import LONGEST_SILENCE, Progress, show_log
 def spoken(monkeypatch):
     """Run ``steps`` of ``seconds`` each on a clock of one's own; the times at which a line came."""
 
-    def go(steps, seconds, *, begin=0, terminal=False, **options):
+    def go(steps, seconds, *, begin=0, terminal=False, first=True):
         now, out = [0.0], io.StringIO()
         console = Console(file=out, width=200, force_terminal=terminal, legacy_windows=False)
         monkeypatch.setattr(progress, "console", console)
+        monkeypatch.setattr(progress, "is_first_process", lambda: first)
         monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
         times = []
-        with Progress("Training [i]", steps, 10.0, **options) as bar:
+        with Progress("Training [i]", steps, 10.0) as bar:
             bar.advance_to(begin)
             for step in range(begin + 1, steps + 1):
                 now[0] += seconds
@@ -42,7 +43,7 @@ def test_a_log_gets_a_line_every_tenth_and_is_not_silent_for_long(spoken):
     assert text.splitlines()[0] == "Training [i]  10%  loss 1.000  100 tokens/s  9 s left"
     times, _ = spoken(20_000, 1.0)
     assert max(b - a for a, b in pairwise(times)) <= LONGEST_SILENCE + 1
-    assert spoken(100, 0.1, silent=True) == ([], "")
+    assert spoken(100, 0.1, first=False) == ([], "")
 
 
 def test_resumed_work_counts_from_where_it_began(spoken):
@@ -55,7 +56,7 @@ def test_a_terminal_has_a_live_bar_that_goes_away(spoken):
     assert "Training [i]" in text
     assert "tokens/s" in text
     assert text.endswith("\x1b[2K")
-    assert spoken(20, 0.1, terminal=True, silent=True)[1] == ""
+    assert spoken(20, 0.1, terminal=True, first=False)[1] == ""
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

@@ -18,7 +18,7 @@ from trainer.evaluation.held_out import Statements
 from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.results import FACTS, RunSummary, troubles
 from trainer.runs.descriptions import name_and_role, without_home
-from trainer.runs.directory import open_run_directory, plain
+from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.parsing import merged, parse, runs_of
 from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import evaluate_lengths
@@ -192,8 +192,9 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
 def made(tmp_path, rows, effects=None, **values):
     config = parse({"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
     state = {"effects": effects or {}}
-    model = SimpleNamespace(run=config, name="Mine", parameters=123, state=state)
-    return summary_of(model, rows)
+    write_metrics(tmp_path / "metrics.csv", rows)
+    model = SimpleNamespace(run=config, name="Mine", parameters=123, state=state, home=tmp_path)
+    return summary_of(model, None)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):

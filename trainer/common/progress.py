@@ -36,14 +36,11 @@ def show_log() -> None:
 class Progress:
     """Progress of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
 
-    ``silent`` shows nothing, for all ranks but the first.
+    Only the first process shows it.
     """
 
-    def __init__(
-        self, title: str, total: float, tokens_per_step: float = 1.0, silent: bool = False
-    ) -> None:
+    def __init__(self, title: str, total: float, tokens_per_step: float = 1.0) -> None:
         self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
-        self.silent = silent
         self.bar = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -71,7 +68,7 @@ class Progress:
         if self.start is None:
             self.start = self.line = step, now
         done, elapsed = step - self.start[0], now - self.start[1]
-        if self.silent or not done or not elapsed:
+        if not (is_first_process() and done and elapsed):
             return
         details = "" if loss is None else f"loss {loss:.3f}  "
         details += f"{done * self.tokens_per_step / elapsed:,.0f} tokens/s"

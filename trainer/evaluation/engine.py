@@ -125,7 +125,7 @@ def measure_cells(
     log.info("%d cells in %d parts, %d of these measured before", len(cells), len(parts), stored)
     total = sum(cell.part_tokens for cell in missing) / settings.ranks
     done, notes = 0.0, list[str]()
-    with Progress("Evaluating", max(total, 1.0), silent=settings.rank > 0) as progress:
+    with Progress("Evaluating", max(total, 1.0)) as progress:
         progress.advance_to(0)
         for saved in dict.fromkeys(cell.model for cell in cells):
             # The weights are read if anything is missing.

@@ -90,7 +90,7 @@ def train(
         count = sum(p.numel() for p in model.parameters())
         log.info("%s: %s parameters", title, f"{count:,}")
         with (
-            Progress(title, last_step, config.tokens_per_step, ranks.rank > 0) as progress,
+            Progress(title, last_step, config.tokens_per_step) as progress,
             numerics(config),
             stop_requests(config.trainer.max_time, start_time or time.time()) as asked,
         ):

@@ -7,12 +7,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median_high
-from typing import Any
 
 from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.ranks import Ranks, all_gather, on_rank_zero, process_group
@@ -80,8 +79,8 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
         with ExitStack() as lock:
             places = on_rank_zero(lambda: _open(config, configs, ranks, lock))
             corpus = corpus_at(config.data, places)
-            checkpoints = {
-                name: train(
+            checkpoints = [
+                train(
                     run,
                     corpus,
                     branch_checkpoint(config, name),
@@ -89,7 +88,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
                     start_time=start_time,
                 )
                 for name, run in configs.items()
-            }
+            ]
         all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
     report = make_report(config, checkpoints, corpus, ranks, beside)
@@ -153,7 +152,7 @@ def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
 
 def make_report(
     config: RunConfig,
-    checkpoints: Mapping[str, Path],
+    checkpoints: Sequence[Path],
     corpus: Corpus,
     ranks: Ranks,
     beside: Sequence[str] = (),
@@ -163,20 +162,19 @@ def make_report(
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
 
-    ``checkpoints``: of the run itself as ``main``, and of its controls. ``beside``: names of other
-    models to measure.
+    ``checkpoints``: of the run itself, which is the first, and of its controls. ``beside``: names
+    of other models to measure.
     """
     length = config.evaluation.training_length
-    paths = [*map(str, checkpoints.values()), *beside]
-    saved = fitting_together([find_model(p).with_training_length(length) for p in paths])
-    models = dict(zip(checkpoints, saved, strict=False))
-    ordered = sorted(saved, key=lambda model: reference_first(model.role))
+    paths = [*map(str, checkpoints), *beside]
+    models = fitting_together([find_model(p).with_training_length(length) for p in paths])
+    ordered = sorted(models, key=lambda model: reference_first(model.role))
     if config.evaluation.enabled:
         report = measure_models(
             config.name,
             ordered,
             config.evaluation,
-            held_out_of(corpus, models[MAIN]),
+            held_out_of(corpus, models[0]),
             Path(config.run_dir) / "evaluation" / "cells",
             config.trainer.accelerator,
             ranks,
@@ -186,35 +184,29 @@ def make_report(
     if report is None or ranks.rank:
         return None
     losses = estimates(report.rows, PERPLEXITY, "loss")
-    trained = []
-    for model in models.values():
-        rows = read_metrics(model.home / "metrics.csv")
+    runs = []
+    for model in models[: len(checkpoints)]:
         loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
-        summary = replace(
-            summary_of(model, rows),
-            final_loss=None if loss is None else loss.mean,
-            milestones=tuple(model.state.get("benchmarks", ())),
-        )
-        trained.append(summary)
-    for trouble in troubles(trained):
+        runs.append(summary_of(model, None if loss is None else loss.mean))
+    for trouble in troubles(runs):
         log.warning("%s", trouble)
-    effects = models[MAIN].state["effects"]
+    effects = models[0].state["effects"]
     dropped = [p.name for p in phases_of(config) if p.settings.drop and p.name in effects]
     report = replace(
         report,
         config=without_home(plain(config)),
         made=origin(ordered),
-        runs=tuple(trained),
+        runs=tuple(runs),
         drop=effects[dropped[0]] if dropped else None,
     )
     return with_observations(report, ordered)
 
 
-def summary_of(model: SavedModel, rows: Sequence[Mapping[str, Any]]) -> RunSummary:
-    """Return what the training of a finished run shows, without an evaluation; ``rows``: its
-    metrics."""
-    config, last = model.run, rows[-1] if rows else {}
+def summary_of(model: SavedModel, final_loss: float | None) -> RunSummary:
+    """Return what the training of a finished run shows; ``final_loss``: of its evaluation."""
+    config, rows = model.run, read_metrics(model.home / "metrics.csv")
     assert config is not None
+    last = rows[-1] if rows else {}
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
     dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
     return RunSummary(
@@ -228,6 +220,8 @@ def summary_of(model: SavedModel, rows: Sequence[Mapping[str, Any]]) -> RunSumma
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
         changes=tuple(model.state["effects"].values()),
         tokens_per_second=round(median_high(speeds)) if speeds else None,
+        final_loss=final_loss,
+        milestones=tuple(model.state.get("benchmarks", ())),
     )
 
 
