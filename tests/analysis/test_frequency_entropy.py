@@ -17,11 +17,12 @@ from tests.analysis.attention_examples import captured, cells
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
+    analyze_frequency_entropy,
     frequency_entropies,
+    in_words,
     sequence_fe,
     spectrum_fe,
 )
-from trainer.analysis.frequency_entropy_figures import analyze_frequency_entropy, in_words
 from trainer.analysis.topic import NotApplicableError, Target
 from trainer.analysis.weighted_rope import apply, rules_of
 from trainer.common.errors import UserError

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from trainer.analysis.attention import capture
-from trainer.analysis.frequency_entropy import frequency_entropies
-from trainer.analysis.weighted_rope import apply, rules_of, select
+from trainer.analysis.frequency_entropy import choose_factors, frequency_entropies
+from trainer.analysis.weighted_rope import apply, rules_of
 from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings
 from trainer.model.generate import generate
@@ -37,7 +37,7 @@ def median(model, measure, ids):
 def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure, side):
     model = tiny_decoder()
     settings = WeightedRopeSettings(measure, side, median(model, measure, IDS), 0.25)
-    weights = select(model, IDS, [settings])
+    weights = choose_factors(model, IDS, [settings])
     before, after = captured(model, model.layout), captured(model, apply(model.layout, weights))
     result = frequency_entropies(model, IDS, [measure])
     for name, entropies in (("q", result[0][measure, "query"]), ("k", result[0][measure, "key"])):
@@ -53,7 +53,7 @@ def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure
 def test_nothing_chosen_is_the_very_same_model(tiny_decoder):
     model = tiny_decoder()
     for settings in (WeightedRopeSettings(tau=0.0), WeightedRopeSettings(tau=1.0, alpha=1.0)):
-        weights = select(model, SHORT, [settings])
+        weights = choose_factors(model, SHORT, [settings])
         assert all(not w.query and not w.key for w in weights)
         assert apply(model.layout, weights) is model.layout
 
@@ -63,7 +63,7 @@ def test_nothing_chosen_is_the_very_same_model(tiny_decoder):
 def test_it_goes_with_any_rescaling(tiny_decoder, rescaling):
     model = tiny_decoder()
     rescaled = model.layout.rescaled(RESCALINGS[rescaling], 4.0)
-    weights = select(model, SHORT, [EVERYTHING], rescaled)
+    weights = choose_factors(model, SHORT, [EVERYTHING], rescaled)
     assert model.layout is not rescaled
     before, after = captured(model, rescaled)[0], captured(model, apply(rescaled, weights))[0]
     torch.testing.assert_close(after.rotated_q, 0.5 * before.rotated_q)
@@ -82,14 +82,14 @@ def test_pairs_that_several_rules_choose_have_the_smallest_factor(tiny_decoder):
         WeightedRopeSettings(side="above", tau=middle, alpha=0.7),
     ]
     for order in (rules, rules[::-1]):
-        values = {g for w in select(model, SHORT, order) for row in w.query for g in row}
+        values = {g for w in choose_factors(model, SHORT, order) for row in w.query for g in row}
         assert values == {0.2, 0.5}
 
 
 def test_pairs_without_rotation_keep_the_factor_1(tiny_decoder):
     half = {"encodings": {"rope": {"rotary_fraction": 0.5}}}
     model = tiny_decoder(layers=["rope", "nope"], heads={"nope": 0.5}, **half)
-    first, second = select(model, SHORT, [EVERYTHING])
+    first, second = choose_factors(model, SHORT, [EVERYTHING])
     turns, still = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0), (1.0,) * 8
     assert first.query == (turns, turns, still, still)
     assert first.key == (turns, still)
@@ -102,12 +102,12 @@ def test_pairs_without_rotation_keep_the_factor_1(tiny_decoder):
 def test_a_pair_of_frequency_zero_does_not_rotate(tiny_decoder):
     model = tiny_decoder()
     model.layout = model.layout.map(lambda s: replace(s, inv_freq=(*s.inv_freq[:3], 0.0)))
-    assert select(model, SHORT, [EVERYTHING])[0].key == ((0.5, 0.5, 0.5, 1.0) * 2,) * 2
+    assert choose_factors(model, SHORT, [EVERYTHING])[0].key == ((0.5, 0.5, 0.5, 1.0) * 2,) * 2
 
 
 def test_spectra_need_a_whole_frame(tiny_decoder):
     with pytest.raises(UserError, match="1024 tokens"):
-        select(tiny_decoder(), SHORT, [WeightedRopeSettings(entropy="spectrum")])
+        choose_factors(tiny_decoder(), SHORT, [WeightedRopeSettings(entropy="spectrum")])
 
 
 def test_copies_of_a_key_have_its_factors():

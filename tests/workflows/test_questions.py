@@ -11,6 +11,7 @@ import torch
 
 from tests.model.test_decoder import published
 from trainer.analysis import weighted_rope
+from trainer.analysis.frequency_entropy import choose_factors
 from trainer.config import (
     DataConfig,
     EvaluationConfig,
@@ -134,7 +135,7 @@ def test_weights_of_pairs_are_chosen_on_validation_text(publish, run, place):
     windows = held_out_windows(held_out_corpus(text, candidate).validation, 32, C)
     decoder = candidate.load("cpu").eval()
     ids = torch.from_numpy(windows[spread_evenly(4, 32)])
-    weights = weighted_rope.select(decoder, ids, rules, decoder.layout)
+    weights = choose_factors(decoder, ids, rules, decoder.layout)
     decoder.layout = weighted_rope.apply(decoder.layout, weights)
     questions = multiple_choice.read_questions(place / "questions/t.jsonl.gz")
     pairs = [pair for question in questions for pair in question.choices]

@@ -1,5 +1,6 @@
-"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is (Probing
-Rotary Position Embeddings through Frequency Entropy, Sec. 3).
+"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is, and
+perplexity with pairs of extreme entropy attenuated (Probing Rotary Position Embeddings through
+Frequency Entropy, Sec. 3 and 5.2, Fig. 1 to 10 and 15 to 21).
 
 The signal of a pair is its l2 norm at every position (Eq. 4). Both entropies lie between 0, a pure
 tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or low throughout (a
@@ -9,23 +10,45 @@ frequency band), SequenceFE where it oscillates.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import pandas as pd
 import torch
+from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.attention import (
+    SIDES,
+    Array,
     Heads,
+    Place,
     Side,
     capture,
+    cell_means,
+    head_vectors,
     pair_counts,
     pair_norms,
     stack_heads,
+    stack_layers,
+    view_heads,
 )
+from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.analysis.weighted_rope import apply, count_pairs, factors_of, rules_of
 from trainer.common.errors import UserError
-from trainer.config import USUAL, ShortTime
+from trainer.config import USUAL, ShortTime, WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
+from trainer.plotting import Line, Panel, Plot, draw, graded, heat_maps, log_if_wide
+from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Layout
 
+CELLS = 256
+"""Largest number of cells of a map along the text."""
+COLUMNS = 4
+"""Largest number of layers or heads beside each other."""
+PAIR_INDEX = "pair index, from the fastest on"
 TAPERS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,
     "hamming": torch.hamming_window,
@@ -128,3 +151,209 @@ def frequency_entropy_of(
                 rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
         entropies |= {(name, side): stack_heads(values).cpu() for name, values in rows.items()}
     return entropies
+
+
+def choose_factors(
+    model: LanguageModel,
+    ids: Tensor,
+    rules: Sequence[WeightedRopeSettings],
+    layout: Layout | None = None,
+) -> tuple[Intervention, ...]:
+    """Choose the factors of Weighted RoPE for every layer by mean entropies on texts ``[B, T]``.
+
+    ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
+
+    Raises:
+        UserError: the text is too short.
+    """
+    measures = sorted({rule.entropy for rule in rules})
+    with model.using(layout or model.layout):
+        entropies = frequency_entropies(model, ids, measures)
+    return factors_of(model.layout, entropies, rules, model.config.head_size)
+
+
+Entropies = dict[tuple[str, Side], Array]
+"""Entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no such pair."""
+
+
+def analyze_frequency_entropy(target: Target) -> Results:
+    """Compute SpectrumFE and SequenceFE of every pair, also on the configured prefixes, and
+    perplexity with extreme pairs attenuated."""
+    target.require(6)  # with fewer than a frame, only SpectrumFE is left out
+    frames = target.config.frequency_entropy
+    measures = [m for m in MEASURES if m != "spectrum" or target.length >= frames.frame]
+    layers = capture(
+        target.model, target.ids, lambda heads: frequency_entropy_of(heads, measures, frames)
+    )
+    by_length: dict[int, Entropies] = {}
+    for n in sorted({n for n in target.config.prefixes if n < target.length}):
+        names = [m for m in measures if m != "spectrum" or n >= frames.frame]
+        prefix = target.ids[:, :n]
+        by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
+    by_length[target.length] = values = _stacked(layers)
+    chosen, ranked = target.config.chosen, values[measures[0], "query"]
+    lowest = np.nan_to_num(ranked, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
+    # The head with the most concentrated pair.
+    shown = chosen or [(layer, lowest[layer]) for layer in target.shown_layers]
+    norms = view_heads(target.model, target.ids[:1], shown, norm_maps)
+    plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
+    for side in SIDES:
+        plots.append(_heads_plot(by_length, side, shown))
+        plots.append(_norms_plot(norms, side, target.length))
+    perplexities, attenuated = attenuated_perplexity(target, measures, layers)
+    # Of keys and of queries; on prefixes of queries alone.
+    tables = [
+        tidy({NAMES[m]: values}, "layer", "head", "pair", variant=SIDES[side], length=n)
+        for n, entropies in by_length.items()
+        for (m, side), values in entropies.items()
+        if side == "query" or n == target.length
+    ]
+    tables, plots = tables + perplexities, plots + attenuated
+    return results("frequency_entropy", "Frequency entropy", target.name, plots, tables)
+
+
+def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
+    return {key: stack_layers([entropies[key] for entropies in layers]) for key in layers[0]}
+
+
+def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
+    """Return mean norms ``[pairs, cells]`` over neighbouring tokens of the first text, of the pairs
+    of a query head and of the keys that it reads."""
+    pairs = pair_counts(heads.encoding, heads.q.shape[1], heads.q.shape[-1])[head]
+    norms = {side: pair_norms(x, pairs) for side, x in head_vectors(heads, head).items()}
+    cell = -(-heads.q.shape[2] // CELLS)
+    return {side: cell_means(values, cell).numpy() for side, values in norms.items()}
+
+
+def _panel(title: str, measure: str, values: Array, *, y: bool = False) -> Panel:
+    """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
+    row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
+    return graded(title, pair, values, row, y=NAMES[measure] if y else "", prepare=_unit)
+
+
+def _unit(axes: Axes) -> None:
+    axes.set_ylim(0, 1.02)
+
+
+def _layers_plot(measure: str, values: Array, chosen: Sequence[Place]) -> Plot:
+    """Draw queries of all heads of all layers, ``values`` ``[layers, heads, pairs]``, or of the
+    layers of the chosen heads."""
+    shown = list(dict.fromkeys(layer for layer, _ in chosen)) or list(range(len(values)))
+    panels = [_panel(f"layer {i}", measure, values[i]) for i in shown]
+    columns, height = (COLUMNS, 1.75) if len(shown) <= COLUMNS else (6, 0.95)
+    look: dict[str, Any] = {"columns": columns, "height": height, "share": True}
+    return Plot(
+        f"frequency_entropy_layers_{measure}",
+        draw(panels, x=PAIR_INDEX, y=NAMES[measure], index="head", **look),
+        f"{NAMES[measure]} of every pair of the queries of layers (Fig. 3, 6 and 7).",
+    )
+
+
+def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[Place]) -> Plot:
+    """Draw single query heads, or the key heads that they read, by the length of the text."""
+    whole = by_length[max(by_length)]
+    lengths = [*by_length] if side == "query" else [max(by_length)]
+    panels = []
+    for start in range(0, len(heads), COLUMNS):
+        for m, of in whole:
+            if of != side:
+                continue
+            missing = np.full(whole[m, side].shape, np.nan)
+            values = np.stack([by_length[n].get((m, side), missing) for n in lengths])
+            group = whole[m, "query"].shape[1] // values.shape[2]
+            for column, (i, j) in enumerate(heads[start : start + COLUMNS]):
+                title, shown = f"layer {i}, head {j}", values[:, i, j // group]
+                panels.append(_panel(title, m, shown, y=column == 0))
+    named = ", ".join(f"{i}: {n:,}" for i, n in enumerate(lengths))
+    return Plot(
+        f"frequency_entropy_heads_{SIDES[side]}",
+        draw(
+            panels,
+            columns=min(COLUMNS, len(heads)),
+            index=f"tokens ({named})",
+            x=PAIR_INDEX,
+            height=1.75,
+            share=True,
+        ),
+        f"Entropy of every pair of the {SIDES[side]} of single heads, by the length of the text "
+        "(Fig. 1, 2, 5, 8-10, 18-21, above; App. F, Fig. 15-17).",
+    )
+
+
+def _norms_plot(norms: Mapping[Place, Mapping[Side, Array]], side: Side, length: int) -> Plot:
+    """Draw norms of the pairs of single heads along the text."""
+    return Plot(
+        f"frequency_entropy_norms_{SIDES[side]}",
+        heat_maps(
+            {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()},
+            "l2 norm of the pair",
+            log=True,
+            x="token",
+            y=PAIR_INDEX,
+            columns=COLUMNS,
+            cell=(-(-length // CELLS), 1),
+        ),
+        f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, 5, 8-10, "
+        "18-21, below).",
+    )
+
+
+def attenuated_perplexity(
+    target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
+) -> tuple[list[pd.DataFrame], list[Plot]]:
+    """Measure and draw perplexity of the target's first text by gate, factor and number of tokens
+    (Sec. 5.2, Fig. 4).
+
+    ``measures``: measures for which the text is long enough; gates of others are skipped.
+    ``entropies``: entropies on the target's texts. A model without rotation, or with an
+    intervention, is not measured.
+    """
+    settings, model, layout = target.config.attenuation, target.model, target.model.layout
+    gates = [rules_of(gate) for gate in settings.gates]
+    gates = [rules for rules in gates if {rule.entropy for rule in rules} <= {*measures}]
+    busy = any(layer.intervention for layer in layout.layers)
+    if not (settings.alphas and gates and layout.rotates) or busy:
+        return [], []
+    if target.choice is not None:
+        needed = sorted({rule.entropy for rules in gates for rule in rules})
+        frames = target.config.frequency_entropy
+        entropies = frequency_entropies(model, target.choice, needed, frames)
+    most, size = target.length - 1, model.config.head_size
+    tables, panels = [], []
+    for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
+        ids, lines = target.ids[:1, : n + 1], []
+        plain = _perplexity(model, layout, ids)
+        for number, rules in enumerate(gates):
+            curve, pairs = {1.0: plain}, 0
+            for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
+                weighted = [replace(rule, alpha=alpha) for rule in rules]
+                chosen = factors_of(layout, entropies, weighted, size)
+                pairs = count_pairs(chosen)
+                curve[alpha] = _perplexity(model, apply(layout, chosen), ids) if pairs else plain
+            numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
+            numbers["attenuated_pairs"] = float(pairs)
+            tables.append(tidy(numbers, variant=in_words(rules), length=n))
+            label = f"{in_words(rules)} ({pairs:,})"
+            lines.append(Line(label, number, [*curve], [*curve.values()]))
+        x, y = "factor α on the chosen pairs", "perplexity"
+        panels.append(Panel(f"{n:,} tokens", lines, x, y, log_if_wide))
+    plot = Plot(
+        "attenuation",
+        draw(panels, columns=2),
+        "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
+        "(Sec. 5.2, Fig. 4).",
+    )
+    return tables, [plot]
+
+
+@torch.no_grad()
+def _perplexity(model: LanguageModel, layout: Layout, ids: Tensor) -> float:
+    ids = ids.to(model.device)
+    with model.using(layout):
+        return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())
+
+
+def in_words(gate: Sequence[WeightedRopeSettings]) -> str:
+    """Describe the rules of a gate in words."""
+    signs = {"below": "<", "above": ">"}
+    return " or ".join(f"{NAMES[r.entropy]} {signs[r.side]} {r.tau:g}" for r in gate)

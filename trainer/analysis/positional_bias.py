@@ -164,8 +164,7 @@ def bias_gradients(model: Decoder, ids: Tensor) -> Array:
 
     First axis: A^c towards the diagonal, and towards the previous token. Second axis: gradients by
     W_Q and by W_K, of which this is the Frobenius norm. It is averaged over the texts ``ids``
-    ``[B, T]``, whose attention is held as a whole. A^c is
-    the head's, and the states that enter its layer are constants.
+    ``[B, T]``, whose attention is held as a whole. The states that enter a layer are constants.
     """
     measured: list[Tensor] = []  # [heads, 2, 2] of every layer of every text
 
@@ -375,7 +374,7 @@ def under_yarn(target: Target, place: Place) -> tuple[list[pd.DataFrame], Plot]:
     beside = {name: curve[:BESIDE] for name, curve in by_distance.items()}
     title = "positional: layer {} head {}".format(*place)
     panels = [Panel(title, _lines(beside), "distance (tokens back)", "attention")]
-    tables = _curve_rows("attention_by_distance", place, by_distance)
+    tables = [_curve_rows("attention_by_distance", place, by_distance)]
     if prompt is not None:
         needle = prompt.needle
         place = highest_rotating(maps["trained"][..., needle].sum(axis=-1), model.layout)
@@ -384,7 +383,7 @@ def under_yarn(target: Target, place: Place) -> tuple[list[pd.DataFrame], Plot]:
         first -= needle.start
         title, x = "needle: layer {} head {}".format(*place), "key, tokens from the needle's first"
         panels.append(Panel(title, _lines(near, first), x, "attention"))
-        tables += _curve_rows("attention_near_needle", place, near, first)
+        tables.append(_curve_rows("attention_near_needle", place, near, first))
     plot = Plot(
         "attention_under_yarn",
         draw(panels),
@@ -397,20 +396,11 @@ def under_yarn(target: Target, place: Place) -> tuple[list[pd.DataFrame], Plot]:
 
 def _curve_rows(
     metric: str, place: Place, curves: Mapping[str, Array], first: int = 0
-) -> list[pd.DataFrame]:
-    """Return the values of a head's curves by position from ``first`` on, and by layout."""
-    layer, head = place
-    return [
-        tidy(
-            {metric: curve},
-            "length",
-            places={"length": range(first, first + len(curve))},
-            variant=name,
-            layer=layer,
-            head=head,
-        )
-        for name, curve in curves.items()
-    ]
+) -> pd.DataFrame:
+    """Return the values of a head's curves by layout, and by position from ``first`` on."""
+    (layer, head), values = place, np.stack([*curves.values()])
+    places = {"variant": [*curves], "length": range(first, first + values.shape[1])}
+    return tidy({metric: values}, "variant", "length", places=places, layer=layer, head=head)
 
 
 def _lines(curves: Mapping[str, Array], first: int = 0) -> list[Line]:

@@ -8,7 +8,7 @@ them, on top of any rescaling. Pairs that do not rotate stay unchanged.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.attention import SIDES, Side
-from trainer.analysis.frequency_entropy import FrequencyEntropy, frequency_entropies
 from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings
-from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 
@@ -44,32 +42,14 @@ def rules_of(gate: str) -> list[WeightedRopeSettings]:
     return rules
 
 
-def select(
-    model: LanguageModel,
-    ids: Tensor,
-    rules: Sequence[WeightedRopeSettings],
-    layout: Layout | None = None,
-) -> tuple[Intervention, ...]:
-    """Choose the factors of every layer from the mean entropies on texts ``[B, T]``.
-
-    ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
-
-    Raises:
-        UserError: the text is too short.
-    """
-    measures = sorted({rule.entropy for rule in rules})
-    with model.using(layout or model.layout):
-        entropies = frequency_entropies(model, ids, measures)
-    return factors_of(model.layout, entropies, rules, model.config.head_size)
-
-
 def factors_of(
     layout: Layout,
-    entropies: Sequence[FrequencyEntropy],
+    entropies: Sequence[Mapping[tuple[str, Side], Tensor]],
     rules: Sequence[WeightedRopeSettings],
     head_dim: int,
 ) -> tuple[Intervention, ...]:
-    """Return the factors on every layer's queries and keys, by their own entropies (Eq. 11 and 12).
+    """Return the factors on every layer's queries and keys, by their own entropies (Eq. 11 and
+    12), ``[H, pairs]`` by measure and side.
 
     A pair that several rules choose gets the smallest factor. A side whose factors are all 1 is
     empty.

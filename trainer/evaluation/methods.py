@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.analysis import weighted_rope
+from trainer.analysis.frequency_entropy import choose_factors
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig
 from trainer.evaluation import dope
@@ -297,7 +298,7 @@ def _weighted(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> L
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
         ids, layout = fitting.ids(factor, config), before(factor)
-        factors = weighted_rope.select(fitting.model, ids, config.weighted_rope, layout)
+        factors = choose_factors(fitting.model, ids, config.weighted_rope, layout)
         pairs = counted(weighted_rope.count_pairs(factors), "pair")
         fitting.notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
         return factors

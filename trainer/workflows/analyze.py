@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer.analysis.attention import NeedlePrompt
 from trainer.analysis.clusters import analyze_clusters
 from trainer.analysis.drop import compare_drop
-from trainer.analysis.frequency_entropy_figures import analyze_frequency_entropy
+from trainer.analysis.frequency_entropy import analyze_frequency_entropy
 from trainer.analysis.matrix_entropy import analyze_matrix_entropy
 from trainer.analysis.offset_changes import offset_changes
 from trainer.analysis.offset_features import analyze_offset_features
