@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -71,13 +72,12 @@ class KVCache:
         for layer in self.layers:
             layer.length = length
 
-    def copy_from(
-        self, other: KVCache, length: int, rows: Sequence[int] | slice = slice(None)
-    ) -> None:
-        """Fill with the first ``length`` columns of ``rows`` of another cache, default all."""
+    def copy_from(self, other: KVCache, length: int, rows: Sequence[int]) -> None:
+        """Fill with the first ``length`` columns of ``rows`` of another cache."""
+        index = torch.tensor(rows, device=self.layers[0].keys.device)
         for layer, source in zip(self.layers, other.layers, strict=True):
-            layer.keys[:, :, :length] = source.keys[rows, :, :length]
-            layer.values[:, :, :length] = source.values[rows, :, :length]
+            layer.keys[:, :, :length] = source.keys[index, :, :length]
+            layer.values[:, :, :length] = source.values[index, :, :length]
         self.fill((), length)
 
     def keep(self, rows: Sequence[int]) -> list[int]:
@@ -86,14 +86,15 @@ class KVCache:
         The last ones move to the places of removed ones: other rows are not copied.
         """
         kept, count = set(rows), len(rows)
-        moved = [row for row in rows if row >= count]
-        order = [row if row in kept else moved.pop() for row in range(count)]
-        gaps = [place for place, row in enumerate(order) if row != place]
-        movers = [order[place] for place in gaps]
+        last = [row for row in rows if row >= count]
+        order = [row if row in kept else last.pop() for row in range(count)]
+        moves = [(place, row) for place, row in enumerate(order) if row != place]
+        if moves:
+            to, moved = torch.tensor(moves, device=self.layers[0].keys.device).T
+            for layer in self.layers:
+                for stored in (layer.keys, layer.values):
+                    stored[to, :, : layer.length] = stored[moved, :, : layer.length]
         for layer in self.layers:
-            for stored in (layer.keys, layer.values):
-                if gaps:
-                    stored[gaps, :, : layer.length] = stored[movers, :, : layer.length]
             layer.keys, layer.values = layer.keys[:count], layer.values[:count]
         if self.begins:
             self.begins = tuple(self.begins[row] for row in order)
