@@ -301,3 +301,13 @@ def test_gains_of_several_batches_are_those_of_one():
         match_gains(model, drop(model.layout, qk_norm=True), probe.split(rows))
         gains.append(model.layers[0].self_attn.q_norm.weight)
     torch.testing.assert_close(*gains)
+
+
+def test_each_held_out_sequence_is_validated_by_one_rank(monkeypatch):
+    """Lightning's sampler shares them among the ranks."""
+    data, ids = TokenData("", 32, 8, held_out=16), torch.arange(16 * 33).view(16, 33)
+    monkeypatch.setattr(data, "probe", lambda _: ids)
+    data.trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=2, global_rank=1)
+    batches = [*data.val_dataloader()]
+    assert [len(batch["input_ids"]) for batch in batches] == [4] * 4
+    assert torch.equal(torch.cat([batch["labels"] for batch in batches]), ids[:, 1:])

@@ -10,7 +10,6 @@ import torch
 from trainer.lightning import optimizers
 from trainer.lightning.optimizers import (
     make_optimizer,
-    newton_schulz,
     scale_or_skip_next_step,
 )
 
@@ -112,24 +111,3 @@ def test_the_next_step_is_scaled_or_skipped(tiny_decoder, name):
     scale_or_skip_next_step(optimizer, torch.tensor(1.0), torch.tensor(True))
     optimizer.step()
     assert_equal(fresh, tiny_decoder())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(4, 4), (6, 3), (3, 6)])
-def test_muon_s_iteration_keeps_directions_and_evens_out_their_sizes(shape, dtype, monkeypatch):
-    """A matrix U S V^T becomes U S' V^T; the polynomial is iterated on the singular values."""
-    monkeypatch.setattr(optimizers, "_iteration_dtype", lambda _: dtype)
-    torch.manual_seed(0)
-    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    sizes = torch.linspace(1, 2, min(shape))
-    values = sizes / sizes.norm()
-    for _ in range(5):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    wanted = u @ torch.diag(values) @ v
-    matrix = u @ torch.diag(sizes) @ v
-    result = newton_schulz(torch.stack([matrix, -3 * matrix, torch.zeros(shape)]))
-    assert result.dtype == torch.bfloat16
-    assert result.is_contiguous()
-    torch.testing.assert_close(result[0].float(), wanted, atol=0.03, rtol=0)
-    torch.testing.assert_close(result[1].float(), -wanted, atol=0.03, rtol=0)
-    assert not result[2].any()

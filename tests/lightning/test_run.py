@@ -199,16 +199,6 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     assert not torch.allclose(after.layers[1].self_attn.q_norm.weight, torch.ones(16), rtol=0.01)
 
 
-def test_a_control_that_branches_off_after_the_drop_ends_as_its_run(finished, base, tmp_path):
-    main, _ = finished
-    config = parse(merged(base, {"run_dir": str(tmp_path / "control")}))
-    Path(config.run_dir).mkdir()
-    corpus = prepare_corpus(config.data, config.tokenizer)
-    control = train(config, corpus, checkpoint_of(main, 9))
-    assert_same_state(control, checkpoint_of(main))
-    assert rows_of(config) == rows_of(main)
-
-
 def test_control_branches_off_before_the_drop(finished, base, tmp_path):
     """The same run from the beginning, without the drop, ends at the same weights."""
     main, _ = finished

@@ -9,7 +9,6 @@ from torch.func import functional_call
 from trainer.model import decoder as decoder_module
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
-from trainer.positional import rotation
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import drop
@@ -149,36 +148,6 @@ def test_a_dropped_rope_decoder_is_a_nope_decoder(tiny_decoder):
     assert not torch.allclose(dropped(IDS), nope(IDS), atol=1e-3)
     dropped.layout = drop(dropped.layout)
     assert torch.equal(dropped(IDS), nope(IDS))
-
-
-@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_cosines_and_sines_are_rounded_once_a_pass_to_the_same_numbers(
-    tiny_decoder, monkeypatch, weights
-):
-    model = tiny_decoder(heads={"rope": 0.5, "nope": 0.5}).to(weights)
-    model.compute_dtype = torch.bfloat16
-    dtypes, original = [], rotation.rotate
-
-    def recorded(x, cos, sin):
-        dtypes.extend((cos.dtype, sin.dtype))
-        return original(x, cos, sin)
-
-    monkeypatch.setattr(rotation, "rotate", recorded)
-
-    def numbers():
-        model.zero_grad()
-        loss = model.loss(IDS, IDS)
-        loss.backward()
-        return [loss, model(IDS), *(p.grad for p in model.parameters())]
-
-    ours = numbers()
-    assert {*dtypes} == {torch.bfloat16}
-    monkeypatch.setattr(
-        decoder_module, "head_groups", lambda *args: rotation.head_groups(*args[:3], torch.float32)
-    )
-    dtypes.clear()
-    assert all(map(torch.equal, ours, numbers()))
-    assert {*dtypes} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", ["per_head", "full"])

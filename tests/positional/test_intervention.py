@@ -157,20 +157,3 @@ def test_reading_in_parts_is_reading_in_one_go(tiny_decoder, positional):
     cache = model.empty_cache(2, IDS.shape[1])
     parts = [model(part, cache=cache) for part in IDS.split([7, 1, 1, 15], dim=1)]
     torch.testing.assert_close(torch.cat(parts, dim=1), model(IDS), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_compiled_blocks_follow_interventions_that_come_and_go(tiny_decoder):
-    model = tiny_decoder()
-    changed = with_intervention(model.layout, EVERYTHING)
-    plain = model(IDS)
-    with model.using(changed):
-        expected = model(IDS)
-    assert not torch.allclose(plain, expected, atol=1e-2)
-    for block in model.layers:
-        block.compile(backend="eager")
-    for _ in range(2):
-        torch.testing.assert_close(model(IDS), plain)
-        with model.using(changed):
-            torch.testing.assert_close(model(IDS), expected)
