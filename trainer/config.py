@@ -542,17 +542,6 @@ class EvaluationConfig:
     multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
     harness: HarnessSettings = field(default_factory=HarnessSettings)
 
-    def in_tokens(self, training_length: int) -> list[int]:
-        """Return the evaluated lengths of models with this training length."""
-        C = self.training_length or training_length
-        return self.tokens or [round(C * factor) for factor in self.lengths]
-
-    def in_multiples(self, training_length: int) -> EvaluationConfig:
-        """Return the configuration with C of the models, and ``lengths`` in place of ``tokens``."""
-        C = self.training_length or training_length
-        lengths = self.lengths if self.tokens is None else [n / C for n in self.tokens]
-        return replace(self, training_length=C, lengths=lengths, tokens=None)
-
 
 # ---- A run ----
 

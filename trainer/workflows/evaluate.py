@@ -141,8 +141,10 @@ def measure_models(
     device = device_type(accelerator)
     dtype = config.dtype or best_precision(device)
     C = models[0].training_length
-    config = replace(config.in_multiples(C), dtype=dtype)
-    lengths, corpus, needles = config.in_tokens(C), text.corpus, config.needles
+    lengths = config.tokens or [round(C * factor) for factor in config.lengths]
+    factors = config.lengths if config.tokens is None else [n / C for n in config.tokens]
+    config = replace(config, training_length=C, lengths=factors, tokens=None, dtype=dtype)
+    corpus, needles = text.corpus, config.needles
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
     used = [method for applied in methods.values() for method in applied]
