@@ -1,4 +1,4 @@
-"""Panels of lines and points, histograms, heat maps, styles of names, and files of figures."""
+"""Panels of lines and points, heat maps, styles of names, and files of figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from trainer.plotting import (
     draw,
     graded,
     heat_maps,
-    histogram,
     log_if_wide,
     over_heads,
     paper_style,
@@ -145,13 +144,6 @@ def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
     assert cloud.get_array().tolist() == [0, 0, 1, 1]
     assert cloud.get_offsets().tolist() == [[1, 1], [2, 1], [3, 1], [4, 1]]
     assert figure.axes[1].get_ylabel() == "layer"
-
-
-def test_a_histogram_has_shares_and_means():
-    groups = {"keys": np.array([5.0, 5, 95]), "queries": np.array([50.0])}
-    (axes,) = histogram(groups, "%", low=0, high=100).axes
-    assert [line.get_xdata()[0] for line in axes.lines] == [35, 50]
-    assert axes.patches[0].get_xy()[:, 1].max() == 100 * 2 / 3
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Figures: panels of lines and points, histograms and heat maps, their style, and their files.
+"""Figures: panels of lines and points, and heat maps; their style and their files.
 
 Drawn over matplotlib; knows no results.
 """
@@ -196,23 +196,6 @@ def draw(
             ticks = MaxNLocator(5, integer=True) if whole else None
             points = grid[0].collections[0]
             figure.colorbar(points, ax=grid, label=index, pad=0.02, aspect=30, ticks=ticks)
-    return figure
-
-
-def histogram(values: Mapping[str, Array], x_label: str, *, low: float, high: float) -> Figure:
-    """Draw the shares of each group's values in 20 bins from ``low`` to ``high``; dashed: means."""
-    edges = np.linspace(low, high, 21).tolist()
-    with paper_style():
-        figure = blank(2.3)
-        axes = figure.add_subplot()
-        look: dict[str, Any] = {"alpha": 0.45, "histtype": "stepfilled", "linewidth": 1}
-        for (label, group), colour in zip(values.items(), GROUPS, strict=False):
-            weights = np.full(group.size, 100 / group.size)
-            axes.hist(group.ravel(), edges, weights=weights, color=colour, label=label, **look)
-            axes.axvline(float(group.mean()), color=colour, linewidth=1.2, linestyle="--")
-        axes.set_xlabel(x_label)
-        axes.set_ylabel("share (%)")
-        _legend(figure)
     return figure
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from trainer.workflows import analyze
 
-DRAWING = ("draw", "heat_maps", "histogram")
+DRAWING = ("draw", "heat_maps")
 
 
 @pytest.fixture(autouse=True)

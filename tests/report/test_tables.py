@@ -39,11 +39,6 @@ def test_trials_and_texts_of_a_cell_are_counted():
     assert table.note == "Trials in a cell: 2 to 4, texts: 2."
 
 
-def test_columns_are_lengths():
-    (table,) = tables(report(cell([1.0], length=2048), cell([1.0], length=1024)))
-    assert table.columns == (("1024 tokens", "1× (trained)"), ("2048 tokens", "2×"))
-
-
 def test_unmeasured_cells_are_empty_and_unmeasured_rows_left_out():
     made = report(
         cell([1.0], length=1024),

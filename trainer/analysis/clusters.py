@@ -30,10 +30,10 @@ from trainer.analysis.topic import (
     versions,
 )
 from trainer.plotting import (
+    Line,
     Panel,
     Plot,
     draw,
-    histogram,
     log_if_wide,
     over_heads,
     plane,
@@ -258,7 +258,12 @@ def curve_plots(
         panel("silhouette score", "silhouette"),
         panel("Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True),
     ]
-    shares = {title: 100 * values[f"{side}_first_share"][..., -1] for side, title in SIDES.items()}
+    shares = []
+    for style, (side, title) in zip((4, 1), SIDES.items(), strict=True):
+        of_heads = 100 * values[f"{side}_first_share"][..., -1].ravel()
+        counts, edges = np.histogram(of_heads, 20, (0, 100))
+        middles = (edges[:-1] + edges[1:]) / 2
+        shares.append(Line(title, style, middles.tolist(), (100 * counts / counts.sum()).tolist()))
     return [
         plot(
             "cosine",
@@ -281,7 +286,7 @@ def curve_plots(
         ),
         Plot(
             "clusters_first_component",
-            histogram(shares, "variance of the first component (%)", low=0, high=100),
+            draw([Panel("", shares, "variance of the first component (%)", "share of heads (%)")]),
             "Heads by the share of the first principal component in the variance about the origin, "
             "before the encoding (RoPE-ID, Fig. 4).",
         ),
