@@ -9,12 +9,11 @@ measured or is not finite is empty or ``null``. Everything but seconds and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import pandas as pd
 from pydantic import ConfigDict
@@ -49,11 +48,6 @@ VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
 """Whether an observation was made, in words."""
 Row = tuple[str, str]
 """Model name and method key."""
-
-
-def is_known(value: float | None) -> TypeGuard[float]:
-    """Whether a number was measured and is finite."""
-    return value is not None and math.isfinite(value)
 
 
 def counted(number: int, noun: str) -> str:

@@ -68,11 +68,9 @@ def make_tasks(
         elif name == STATEMENTS and text.training_share:
             made = [statements(text.corpus, text.split, lengths, config.needles)]
         elif name == STATEMENTS:
-            known = text.training_share is not None
-            why = "carried none" if known else "is not known to have carried any"
             missing = [
                 "The task 'statements' was left out: the training text of the first model "
-                f"{why} (data.needles.share)."
+                "carried none, or is not known (data.needles.share)."
             ]
         elif name in NEEDLE_TASKS:
             made = [NEEDLE_TASKS[name](text.haystack, config.needles)]

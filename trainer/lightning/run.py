@@ -33,7 +33,6 @@ from trainer.common.ranks import any_rank, current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.data.dataset import TrainingSamples
-from trainer.evaluation.results import is_known
 from trainer.lightning.benchmarks import benchmark_scores, benchmark_tasks
 from trainer.lightning.drop import apply_change, losses_of
 from trainer.lightning.module import Batch, LanguageModule
@@ -232,7 +231,7 @@ class RunCallback(L.Callback):
         tokens = phase_before(self.phases, step).tokens_at(step)
         milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}
         self.milestones.append(milestone)
-        self.pending |= {f"benchmark/{key}": x for key, x in scores.items() if is_known(x)}
+        self.pending |= {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}
 
     def write_row(self, trainer: L.Trainer, module: LanguageModule, batch: Batch) -> None:
         """Write a row to ``metrics.csv`` and all loggers, with what callbacks passed to
