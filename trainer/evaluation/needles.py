@@ -258,10 +258,9 @@ def hidden(
                 for place, needle in zip(places, quiz.needles, strict=True)
                 if any(answer in needle for answer in quiz.answers)
             ]
-            first = round(min(asked) / room, 4)
-            where, group = (first, None) if depth is None else (depth, trial)
+            where = round(min(asked) / room, 4) if depth is None else depth
             tokens = (*before, *with_needles, *question)
-            prompts.append(Prompt(tokens, quiz.answers, new, where, group))
+            prompts.append(Prompt(tokens, quiz.answers, new, where, trial))
     return prompts
 
 
@@ -324,8 +323,7 @@ def multi_key(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> 
 @needle_task(string_match_all, after_all)
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several keys, and ask for all of them; the score is the share found."""
-    count = settings.needles
-    draw = partial(magic_numbers, keys=count, queries=count)
+    draw = partial(magic_numbers, keys=settings.needles, queries=settings.needles)
     return hidden(haystack, settings, length, draw)
 
 

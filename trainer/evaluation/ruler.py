@@ -140,7 +140,7 @@ DRAWS: dict[str, Callable[[Random], str]] = {
 }
 
 
-def needles(
+def search(
     rng: Random,
     trial: int,
     units: int,
@@ -437,7 +437,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "niah_multivalue": {"haystack": "essay", "values": 4},
     "niah_multiquery": {"haystack": "essay", "keys": 4, "queries": 4},
 }
-"""Options of :func:`needles`, by task."""
+"""Options of :func:`search`, by task."""
 READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_hotpotqa)}
 """Tasks that need a file: its key and its reader."""
 
@@ -447,9 +447,9 @@ TASKS = (*SEARCHES, "vt", "cwe", "fwe", *READERS)
 def generated_kinds(tokenizer: Tokenizer, documents: Sequence[str]) -> dict[str, RulerKind]:
     """Return the kinds of the tasks that need no file, by name."""
     chain = partial(variable_tracking, example_lines=lines_of_example(tokenizer))
-    search = partial(needles, essay=Essay(documents))
+    searches = partial(search, essay=Essay(documents))
     return {
-        **{name: RulerKind(partial(search, **o), 128, 1) for name, o in SEARCHES.items()},
+        **{name: RulerKind(partial(searches, **o), 128, 1) for name, o in SEARCHES.items()},
         "vt": RulerKind(chain, 30, HOPS + 1),
         "cwe": RulerKind(common_words, 120, COMMON + 1),
         "fwe": RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT),
