@@ -30,6 +30,7 @@ BUDGETS = {
     "runs/drope_smollm2_135m_local": ONLY_READ,
     # Measures a real model; tests/workflows/test_recalibrate.py runs it on a tiny one.
     "recalibrate": ["--help"],
+    "model=llama_135m": ONLY_READ,  # for a GPU
     **{word: [] for word in ("--help", "--cfg", "generate", "export")},
     **{word: [] for word in ("prepare", "compare")},
     "plan": ["model.num_hidden_layers=1"],
@@ -97,7 +98,9 @@ def small(words: list[str]) -> list[str]:
         budget = [word for word in budget if not word.startswith("trainer.max_steps=")]
     replaced = {word.partition("=")[0] for word in budget if "=" in word}
     rest = [word for word in words if word.partition("=")[0] not in replaced]
-    return [*(_shorter(word) if word.startswith("+phases") else word for word in rest), *budget]
+    rest = [_shorter(word) if word.startswith("+phases") else word for word in rest]
+    place = rest.index("--config-dir") if "--config-dir" in rest else len(rest)
+    return [*rest[:place], *budget, *rest[place:]]
 
 
 def _shorter(phase: str) -> str:
@@ -122,10 +125,9 @@ def place(tmp_path_factory):
         re.DOTALL,
     )
     (directory / "my_callbacks.py").write_text(callback[1])
-    encoding = re.search(
-        r"```python\n(.*?)```", (ROOT / "docs/encodings.md").read_text(), re.DOTALL
-    )
-    (directory / "my_encoding.py").write_text(encoding[1])
+    for page, name in ("encodings.md", "my_encoding.py"), ("evaluation.md", "my_task.py"):
+        code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+        (directory / name).write_text(code[1])
     for text in yaml_files(ROOT / "docs" / "running.md"):
         path = directory / re.search(r"^# (my_conf/\S+)", text, re.MULTILINE)[1]
         path.parent.mkdir(parents=True, exist_ok=True)
