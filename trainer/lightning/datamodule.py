@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
@@ -17,25 +17,18 @@ if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
 
 
-class Samples(Protocol):
-    """Training samples by number."""
-
-    def __getitems__(self, numbers: list[int]) -> Any:
-        """Return these samples as one batch."""
-        ...
-
-
 class Batches(IterableDataset[Any]):
     """Micro-batches of one rank, from step ``start`` on, without end.
 
     Step s reads ``batch_size`` samples from number ``offset + s * batch_size`` on, on any number of
     ranks: the batch is split into ``micro_batches`` equal parts, and each part is split among the
-    ranks. Workers take turns, so their number does not matter either.
+    ranks. Workers take turns, so their number does not matter either. ``samples.__getitems__``
+    returns the samples of a list of numbers as one batch.
     """
 
     def __init__(
         self,
-        samples: Samples,
+        samples: Any,
         batch_size: int,
         *,
         start: int = 0,
@@ -77,7 +70,7 @@ class TokenData(L.LightningDataModule):
         seed: of the order.
         workers: processes that read.
         held_out: sequences of validation text.
-        samples: what is read in place of the corpus's training text, by number.
+        samples: what is read in place of the corpus's training text, see :class:`Batches`.
         offset: added to sample numbers, which begin with step times ``batch_size``.
     """
 
@@ -90,7 +83,7 @@ class TokenData(L.LightningDataModule):
         seed: int = 0,
         workers: int = 2,
         held_out: int = 64,
-        samples: Samples | None = None,
+        samples: Any = None,
         offset: int = 0,
     ) -> None:
         super().__init__()

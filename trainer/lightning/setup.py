@@ -88,26 +88,21 @@ def set_environment(config: RunConfig) -> None:
 
 @contextmanager
 def numerics(config: RunConfig) -> Iterator[None]:
-    """Multiply float32 in TF32 and apply ``trainer.deterministic`` within the block."""
-    precision = torch.get_float32_matmul_precision()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    memory: Any = torch.utils.deterministic  # attributes are created at run time
-    filled = memory.fill_uninitialized_memory
+    """Multiply float32 in TF32 on a GPU; apply ``trainer.deterministic`` within the block."""
+    # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
+    # setting, and torch raises if both are used.
+    if device_type(config.trainer.accelerator) == "cuda":
+        torch.set_float32_matmul_precision("high")
+    if config.trainer.deterministic:
+        torch.use_deterministic_algorithms(True)
+        memory: Any = torch.utils.deterministic  # attributes are created at run time
+        # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
+        memory.fill_uninitialized_memory = False
     try:
-        # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
-        # setting, and torch raises if both are used.
-        if device_type(config.trainer.accelerator) == "cuda":
-            torch.set_float32_matmul_precision("high")
-        if config.trainer.deterministic:
-            torch.use_deterministic_algorithms(True)
-            # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
-            memory.fill_uninitialized_memory = False
         yield
     finally:
-        torch.set_float32_matmul_precision(precision)
         if config.trainer.deterministic:
-            torch.use_deterministic_algorithms(deterministic)
-            memory.fill_uninitialized_memory = filled
+            torch.use_deterministic_algorithms(False)
 
 
 def make_decoder(
