@@ -306,16 +306,15 @@ class AdaptedModel(LanguageModel):
         layers: list[tuple[Spectrum, Order | None, Any, Any]] = []
         has_frequencies = any("inv_freq" in name for name, _ in self.hf.named_buffers())
 
-        def before(index: int, module: nn.Module, args: Any, given: dict[str, Any]) -> None:
-            (((_, plain, _),), _) = _calls(
-                lambda: module.forward(*args, **_without_rotation(given))
-            )
-            (((_, rotated, options),), _) = _calls(lambda: module.forward(*args, **given))
-            tables = given.get("position_embeddings")
+        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+            still = _without_rotation(options)
+            (((_, plain, _),), _) = _calls(lambda: module.forward(*args, **still))
+            (((_, rotated, attention),), _) = _calls(lambda: module.forward(*args, **options))
+            tables = options.get("position_embeddings")
             if tables is None and has_frequencies:  # it rotates past the tables
                 raise UserError("a layer rotates queries and keys in an unknown way")
             shapes = tuple(x.shape for x in plain)
-            window = options.get("sliding_window")
+            window = attention.get("sliding_window")
             layers.append((*rotation_of(plain, rotated, tables), window, shapes))
 
         with self._before(before):
