@@ -71,23 +71,6 @@ def test_lines_intervals_and_references_of_a_panel():
     assert band.get_datalim(axes.transData).get_points().tolist() == [[1, 1], [2, 6]]
 
 
-def test_only_a_line_of_few_points_has_markers():
-    figure = draw([Panel("", [Line(str(n), 0, range(n), range(n)) for n in (16, 17)])])
-    assert [line.get_marker() for line in figure.axes[0].lines] == ["o", "None"]
-
-
-def test_a_line_and_a_reference_are_named_once_for_all_panels():
-    first, second = Line("one", 0, [1, 2, 3], [0, 1, 0]), Line("other", 8, [1, 3], [1, 1])
-    panels = [
-        Panel("a", [first], "x", vertical=(2, "here"), horizontal=((0.5, "chance"),)),
-        Panel("b", [second, first], "u"),
-    ]
-    figure = draw(panels)
-    assert [axes.get_title() for axes in figure.axes] == ["a", "b"]
-    assert [axes.get_xlabel() for axes in figure.axes] == ["x", "u"]
-    assert labels(figure) == ["one", "other", "chance", "here"]
-
-
 @pytest.mark.parametrize(
     ("values", "scale"), [((2, 10), "linear"), ((2, 10.1), "log"), ((0, 10), "linear")]
 )

@@ -66,11 +66,13 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
     assert shown.getvalue().split() == expected.split()
 
 
-def test_the_tables_of_what_was_measured_come_first(terminal):
+def test_a_table_has_a_line_of_values_and_one_of_intervals(terminal):
     shown = terminal(80)
-    measured = report(cell([0.25, 0.75]), cell([0.5, 1.0], model="NoPE"))
-    console.print_tables(tables(measured))
-    expected = shown.getvalue()
-    assert "NoPE" in expected
-    console.print_report(measured, "runs/x", existing=False)
-    assert shown.getvalue().startswith(2 * expected)
+    better = cell([1.0] * 9 + [0.0] * 11, method="yarn")
+    console.print_tables(
+        tables(report(cell([0.0] * 20), better, cell([1.0] * 5, "DroPE", length=1024)))
+    )
+    lines = [" ".join(line.split()) for line in shown.getvalue().splitlines()]
+    assert lines[4:10] == [
+        "RoPE · 0.0", "0.0–16.1", "+ YaRN · 45.0↑", "25.8–65.8", "", "DroPE 100.0 ·",
+    ]  # fmt: skip
