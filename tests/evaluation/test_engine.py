@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import (
-    ChoiceSettings,
     DopeSettings,
     EvaluationConfig,
     NeedleTaskSettings,
@@ -22,7 +21,7 @@ from trainer.config import (
 )
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope
-from trainer.evaluation.engine import PART, Settings, measure_cells, plan_cells
+from trainer.evaluation.engine import PART, Settings, make_layouts, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.loss import Perplexity
@@ -89,13 +88,14 @@ def evaluation(model, corpus, tmp_path):
             perplexity(corpus, lengths),
             statements(corpus, corpus.test, lengths, needles),
         ]
-        text = fit_text(corpus)
-        plans = plan_cells(
-            [saved("tiny", model, load)], of_model, tasks, lengths, text, Settings(tokens)
+        models, store, settings = (
+            [saved("tiny", model, load)],
+            Store(tmp_path / folder),
+            Settings(tokens),
         )
-        go.plans = plans
-        trials, _ = measure_cells(plans, text, Store(tmp_path / folder), Settings(tokens))
-        return trials, len(loads)
+        layouts, _ = make_layouts(models, of_model, lengths, fit_text(corpus), store, settings)
+        go.plans = plan_cells(models, of_model, tasks, layouts, settings)
+        return measure_cells(go.plans, store, settings), len(loads)
 
     return go
 
@@ -159,48 +159,38 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     config = EvaluationConfig()
     methods = {name: [method_for("none", shape.layout, config)] for name in "ab"}
     del shape
-    text = fit_text(corpus)
-    plans = plan_cells(models, methods, [perplexity(corpus)], LENGTHS, text, Settings())
-    measure_cells(plans, text, Store(tmp_path), Settings())
+    store, settings = Store(tmp_path), Settings()
+    layouts, _ = make_layouts(models, methods, LENGTHS, fit_text(corpus), store, settings)
+    plans = plan_cells(models, methods, [perplexity(corpus)], layouts, settings)
+    measure_cells(plans, store, settings)
     assert alive == [0, 0, 0]
 
 
-def cells_of(model, corpus, config, text, tokens=4096, load=None):
-    """The cells of a configuration's methods for one model in perplexity."""
+def evaluated(model, corpus, config, text, folder, settings=Settings(), load=None):  # noqa: B008
+    """Cells of a configuration's methods for one model in perplexity, their trials, and notes."""
+    models, store = [saved("tiny", model, load)], Store(folder)
     methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
-    task, settings = perplexity(corpus), Settings(tokens)
-    return plan_cells([saved("tiny", model, load)], methods, [task], LENGTHS, text, settings)
+    layouts, notes = make_layouts(models, methods, LENGTHS, text, store, settings)
+    cells = plan_cells(models, methods, [perplexity(corpus)], layouts, settings)
+    return cells, measure_cells(cells, store, settings), notes
 
 
-def test_a_fit_on_other_text_is_another_measurement(model, corpus):
+def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
 
     def keys(windows):
         text = fit_text(corpus, windows)
-        return [cell.parts for cell in cells_of(model, corpus, config, text)]
+        return [cell.parts for cell in evaluated(model, corpus, config, text, tmp_path)[0]]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 4 + [False] * 2
 
 
-def test_heads_chosen_on_other_text_are_another_measurement(model, corpus):
-    names = ["none", "dope", "yarn+weighted_rope"]
-
-    def keys(count=2, **choice):
-        config = EvaluationConfig(lengths=[1, 2], methods=names, choice=ChoiceSettings(**choice))
-        return [cell.parts for cell in cells_of(model, corpus, config, fit_text(corpus, count))]
-
-    first = keys()
-    for others in (keys(length=2), keys(text="standard"), keys(texts=1), keys(1)):
-        assert [a == b for a, b in zip(first, others, strict=True)] == [True] * 2 + [False] * 4
-
-
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
     config = EvaluationConfig(lengths=[1, 2], methods=["dope"], dope=DopeSettings(heads=2))
     text = fit_text(corpus, 3)
-    cells = cells_of(model, corpus, config, text)
-    _, notes = measure_cells(cells, text, Store(tmp_path), Settings())
+    *_, notes = evaluated(model, corpus, config, text, tmp_path)
     for length, note in zip(LENGTHS, notes, strict=True):
         chosen = dope.select(model, torch.from_numpy(text.windows(length)), config.dope)
         heads = ", ".join(map(str, chosen))
@@ -216,10 +206,9 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
         lengths=[1, 2], methods=["dope", "temperature"], temperature=temperature
     )
     text = fit_text(corpus)
-    cells = cells_of(model, corpus, config, text)
 
     def go(folder):
-        trials, notes = measure_cells(cells, text, Store(tmp_path / folder), Settings())
+        _, trials, notes = evaluated(model, corpus, config, text, tmp_path / folder)
         return notes, rows(trials)
 
     whole = go("whole")
@@ -297,12 +286,11 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
     )
     text = fit_text(corpus)
     load = partial(copy.deepcopy, model)  # each process has its own
-    cells = cells_of(model, corpus, config, text, 64, load)
-    alone, notes = measure_cells(cells, text, Store(tmp_path / "alone"), Settings(64))
-    go = partial(measure_cells, cells, text, Store(tmp_path / "shared"))
+    go = partial(evaluated, model, corpus, config, text, load=load)
+    _, alone, notes = go(tmp_path / "alone", Settings(64))
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(go, Settings(64, rank=0, ranks=2))
-        assert go(Settings(64, rank=1, ranks=2))[0].empty
-        together, shared_notes = first.result()
+        first = pool.submit(go, tmp_path / "shared", Settings(64, rank=0, ranks=2))
+        assert go(tmp_path / "shared", Settings(64, rank=1, ranks=2))[1].empty
+        _, together, shared_notes = first.result()
     assert shared_notes == notes
     assert rows(together) == rows(alone)

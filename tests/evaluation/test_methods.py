@@ -178,7 +178,7 @@ def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name
     ("layers", "changed"),
     [(None, [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
 )
-@pytest.mark.parametrize("name", [name for name in PARTS if "layers" in PARTS[name].uses])
+@pytest.mark.parametrize("name", [name for name in PARTS if PARTS[name].layered])
 def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(
     fitting, name, layers, changed
 ):
@@ -327,8 +327,7 @@ def test_settings_have_the_layers_that_change(fitting):
     layout = fitting(windows=[16, None]).model.layout
     for layers, expected in ((None, [1]), ("all", [0, 1]), ([-2], [0])):
         method = method_for("yarn", layout, replace(CONFIG, layers=layers))
-        assert method.settings == {"layers": expected}
-    assert method_for("none", layout, replace(CONFIG, layers=[0])).settings == {}
+        assert method.settings["layers"] == expected
 
 
 def test_the_lengths_that_fits_read_are_known_before_them(fitting):
@@ -350,7 +349,10 @@ def test_settings_have_the_prompts_that_heads_are_chosen_on(fitting, tmp_path):
     for content in ("{}", "{} "):
         file.write_text(content)
         settings.append(method_for("yarn+dope", layout, config).settings)
-    assert settings[0] != settings[1]
+    for choice in (ChoiceSettings(length=2.0), ChoiceSettings(texts=1), config.choice):
+        changed = replace(CONFIG, choice=choice)
+        settings.append(method_for("yarn+dope", layout, changed).settings)
+    assert len({str(each) for each in settings}) == 5
     assert "needles" in settings[0]
 
 

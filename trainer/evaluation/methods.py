@@ -47,19 +47,26 @@ TITLES = {
 """Titles of :data:`~trainer.positional.rescaling.RESCALINGS` in tables."""
 
 
+LAYOUT_KEYS = (
+    *("lengths", "layers", "temperature", "dynamic_ntk_alpha", "longrope"),
+    *("choice", "dope", "weighted_rope"),
+)
+"""Keys below ``evaluation`` that methods read."""
+
+
 @dataclass(frozen=True)
 class Part:
     """One part of a method.
 
-    ``rotation``: whether it only affects rotating heads. ``uses``: configuration keys that it
-    depends on. ``fits``: lengths of the texts that it is fitted on, in training lengths; empty
-    if it is not fitted.
+    ``rotation``: whether it only affects rotating heads. ``layered``: whether it changes the layers
+    of ``evaluation.layers`` alone. ``fits``: lengths of the texts that it is fitted on, in training
+    lengths; empty if it is not fitted.
     """
 
     title: str
     change: PartChange
     rotation: bool = False
-    uses: tuple[str, ...] = ()
+    layered: bool = False
     fits: Callable[[EvaluationConfig], Sequence[float]] = lambda config: ()
 
 
@@ -89,10 +96,9 @@ class Method:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All its inputs besides the model and text, as JSON values."""
-        values, config = asdict(self.config), self.config
-        used = {name for part in self.parts for name in part.uses}
-        if "choice" in used and config.choice.text != "validation":
+        """All keys below ``evaluation`` that layouts depend on, as JSON values."""
+        values, used, config = asdict(self.config), {*LAYOUT_KEYS}, self.config
+        if config.choice.text != "validation":
             used |= {"needles", "many_shot"}  # make its prompts
             if file := config.many_shot.file:
                 values["many_shot"]["file"] = fingerprint(Path(file).read_text(encoding="utf-8"))
@@ -151,7 +157,7 @@ def why_idle(name: str, model: SavedModel, config: EvaluationConfig) -> str:
         return "is computed by transformers, and this method needs the decoder of this program"
     if any(PARTS[part].rotation for part in names) and not layout.rotates:
         return "has no rotation"
-    for part in (PARTS[name] for name in names if "layers" in PARTS[name].uses):
+    for part in (PARTS[name] for name in names if PARTS[name].layered):
         chosen = layout.of_layers(layers)
         if not (chosen.rotates if part.rotation else chosen.layers):
             return "has no such layer that sees more than the training length (evaluation.layers)"
@@ -322,32 +328,24 @@ PARTS: dict[str, Part] = {
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _plain(lambda layout, factor, config: windowed(layout))),
     **{
-        name: Part(TITLES[name], _rescaled(rescaling), True, ("layers",))
+        name: Part(TITLES[name], _rescaled(rescaling), True, True)
         for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), True, ("layers",))
+        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), True, True)
         for name, rescaling in RESCALINGS.items()
     },
-    "dynamic_ntk_alpha": Part(
-        "dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), True, ("dynamic_ntk_alpha", "layers")
-    ),
-    "longrope": Part(
-        "LongRoPE", _longrope, True, ("longrope", "layers"), lambda config: config.lengths
-    ),
+    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), True, True),
+    "longrope": Part("LongRoPE", _longrope, True, True, lambda config: config.lengths),
     "temperature": Part(
         "temperature",
         _fitted_temperature,
-        uses=("temperature", "lengths", "layers"),
+        layered=True,
         fits=lambda config: config.temperature.lengths or config.lengths,
     ),
-    "temperature_rope_id": Part(
-        "RoPE-ID temperature", _plain(_rope_id_temperature), uses=("temperature", "layers")
-    ),
-    "dope": Part("DoPE", _denoised, True, ("dope", "choice"), _lengths_of_choice),
-    "weighted_rope": Part(
-        "Weighted RoPE", _weighted, True, ("weighted_rope", "choice"), _lengths_of_choice
-    ),
+    "temperature_rope_id": Part("RoPE-ID temperature", _plain(_rope_id_temperature), layered=True),
+    "dope": Part("DoPE", _denoised, True, fits=_lengths_of_choice),
+    "weighted_rope": Part("Weighted RoPE", _weighted, True, fits=_lengths_of_choice),
     "drop": Part("dropped", _plain(_dropped)),
 }
 """By the names of ``evaluation.methods``."""

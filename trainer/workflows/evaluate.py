@@ -27,7 +27,7 @@ from trainer.config import (
 )
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.engine import Settings, measure_cells, plan_cells
+from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
@@ -153,8 +153,10 @@ def measure_models(
     for note in () if ranks.rank else task_notes:
         log.warning("%s", note)
     settings = Settings(config.batch_tokens, device, dtype, ranks.rank, ranks.world_size)
-    cells = plan_cells(models, methods, tasks, lengths, fit, settings)
-    trials, fit_notes = measure_cells(cells, fit, Store(directory), settings)
+    store = Store(directory)
+    layouts, fit_notes = make_layouts(models, methods, lengths, fit, store, settings)
+    cells = plan_cells(models, methods, tasks, layouts, settings)
+    trials = measure_cells(cells, store, settings)
     if ranks.rank:
         return None
     titles = {method.key: method.title for method in used}
