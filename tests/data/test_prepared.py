@@ -207,7 +207,7 @@ def test_text_of_another_size_than_its_manifest_says_is_refused(config):
     directory = prepare(config, BPE)
     with (directory / "train.bin").open("ab") as file:
         file.truncate(100)
-    with pytest.raises(ValueError, match="mmap length"):
+    with pytest.raises(UserError, match=r"train\.bin: expected \d+ tokens"):
         open_prepared(directory)
 
 

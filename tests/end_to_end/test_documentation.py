@@ -28,6 +28,7 @@ BUDGETS = {
     # with small ones; tests/interchange reads and exports small ones.
     "+experiment=drope_smollm2_135m_local": ONLY_READ,
     "runs/drope_smollm2_135m_local": ONLY_READ,
+    "runs/rope_id_ablation_demo": ONLY_READ,
     # Measures a real model; tests/workflows/test_recalibrate.py runs it on a tiny one.
     "recalibrate": ["--help"],
     "model=llama_135m": ONLY_READ,  # for a GPU
@@ -36,7 +37,10 @@ BUDGETS = {
     "plan": ["model.num_hidden_layers=1"],
     **{
         f"checkpoint=runs/{name}": ONLY_READ
-        for name in ("extension_demo", "extension_demo/controls/rope", "rope_swa")
+        for name in (
+            *("extension_demo", "extension_demo/controls/rope", "rope_swa"),
+            "rope_id_ablation_demo",
+        )
     },
     "analysis=synthetic,matrix_entropy": [],
     "analyze": ["analysis.length=128", "analysis.texts=2"],

@@ -142,20 +142,22 @@ def open_prepared(directory: Path, name: str = "text", weight: float = 1.0) -> P
     """Open a text; its tokens are read on use.
 
     Raises:
-        UserError: it is incomplete.
-        ValueError: a file is too short.
+        UserError: it is incomplete, or a file has another length.
+        FileNotFoundError: a file is missing.
     """
     manifest = Manifest.load(directory)
     if not manifest.is_complete:
         raise UserError(f"{directory}: expected complete prepared text, got {manifest.tokens}")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    train, validation, test = (
+
+    def ids(split: Split) -> Ids:
+        path, dtype, count = directory / f"{split}.bin", manifest.dtype, manifest.tokens[split]
+        if path.stat().st_size != count * np.dtype(dtype).itemsize:
+            raise UserError(f"{path}: expected {count} tokens; prepare the text again")
         # An empty file cannot be mapped.
-        np.memmap(directory / f"{split}.bin", manifest.dtype, "r", shape=(count,))
-        if (count := manifest.tokens[split])
-        else np.empty(0, manifest.dtype)
-        for split in SPLITS
-    )
+        return np.memmap(path, dtype, "r") if count else np.empty(0, dtype)
+
+    train, validation, test = map(ids, SPLITS)
     special = special_tokens(tokenizer, end=manifest.end_of_text)
     fingerprint = manifest.fingerprint
     return Prepared(directory, special, train, validation, test, fingerprint, name, weight)

@@ -66,7 +66,7 @@ def answers(
                 on_token=is_complete,
             )
             for index, tokens in zip(indices, answered, strict=True):
-                has_ended = tokens[-1] in ends
+                has_ended = not ends.isdisjoint(tokens[-1:])
                 texts[index] = tokenizer.decode(tokens[:-1] if has_ended else tokens)
     return texts
 

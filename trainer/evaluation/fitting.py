@@ -46,8 +46,9 @@ class FitText:
         return windows[:, self.longest - length :]
 
     def spread(self, count: int, length: int) -> Integers:
-        """Return ``[count, length]`` windows spread evenly over each text of a mixture, in the
-        texts' shares of all windows.
+        """Return ``[count, length]`` windows, or all if there are fewer.
+
+        They are spread evenly over each text of a mixture, in the texts' shares of all windows.
 
         Windows of one text overlap with their neighbours, so that the first ones are nearly one
         text.

@@ -85,14 +85,16 @@ class Harness(Task):
     """A task or group of lm-eval; trials are the questions of all its tasks.
 
     ``titles``: of the metrics that are reported. ``tasks``: the tasks of a group by name, or one.
-    ``docs``: the questions of each, from the first. A length limits what the model reads. A cell
-    has a single part, and its questions are labelled by their task if there are several.
+    ``docs``: the questions of each, from the first. ``key``: a hash of them. A length limits what
+    the model reads. A cell has a single part, and its questions are labelled by their task if there
+    are several.
     """
 
     name: str
     titles: Mapping[str, str]
     tasks: Mapping[str, HarnessTask]
     docs: Mapping[str, range]
+    key: str
     encoder: Encoder
 
     def sequences(self, length: int) -> int:
@@ -101,10 +103,7 @@ class Harness(Task):
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the tasks, by names and version of lm-eval, and their questions."""
-        questions = [
-            [task.eval_docs[i] for i in self.docs[name]] for name, task in self.tasks.items()
-        ]
-        return fingerprint(lm_eval.__version__, list(self.tasks), repr(questions))
+        return self.key
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question, labelled by its task if there are several."""
@@ -140,13 +139,20 @@ def filtered(metric: str, name: str) -> str:
     return metric if name == "none" else f"{metric}_{name}"
 
 
+def labels_of(task: HarnessTask) -> list[str]:
+    """Return the metrics of :data:`METRICS` that a task has, under each of its filters."""
+    means = [metric for metric in METRICS if task.aggregation().get(metric) is mean]
+    filters = [each.name for each in getattr(task, "_filters", ())] or ["none"]
+    return [filtered(metric, each) for metric in means for each in filters]
+
+
 def harness_tasks(
     settings: HarnessSettings, encoder: Encoder, limit: int | None = None
 ) -> list[Harness]:
     """Load the tasks of lm-eval and their data, the first ``limit`` questions of each.
 
     Raises:
-        UserError: a task has no metric of :data:`METRICS`.
+        UserError: a task, or all tasks of a group, have no metric of :data:`METRICS` in common.
     """
     made: list[Harness] = []
     index = TaskManager()
@@ -155,13 +161,13 @@ def harness_tasks(
         for task in tasks.values():
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
-        docs = {key: range(len(task.eval_docs))[:limit] for key, task in tasks.items()}
-        first = next(iter(tasks.values()))
-        means = [metric for metric in METRICS if first.aggregation().get(metric) is mean]
-        filters = [each.name for each in getattr(first, "_filters", ())] or ["none"]
-        labels = [filtered(metric, each) for metric in means for each in filters]
+        questions = {key: list(task.eval_docs)[:limit] for key, task in tasks.items()}
+        docs = {key: range(len(each)) for key, each in questions.items()}
+        first, *others = map(labels_of, tasks.values())
+        labels = [label for label in first if all(label in other for other in others)]
         if not labels:
             raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
         titles = {f"{name}_{label}": f"{name} ({label})" for label in labels}
-        made.append(Harness(name, titles, tasks, docs, encoder))
+        key = fingerprint(lm_eval.__version__, repr(questions))
+        made.append(Harness(name, titles, tasks, docs, key, encoder))
     return made

@@ -43,7 +43,7 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     for line in filter(str.strip, Path(file).read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
         question, solution = QUESTION.format(problem=row["problem"]), row["solution"]
-        answer = row.get("answer", boxed(solution))
+        answer = row.get("answer") or boxed(solution)
         if answer is None:
             raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")
         example = f"{question} {solution}\n\n"

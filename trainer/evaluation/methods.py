@@ -30,7 +30,8 @@ from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
 LayoutAt = Callable[[float], Layout]
-"""A layout for every extension factor."""
+"""A layout for every extension factor. ``yarn+dope`` maps the model's own to YaRN's, and those to
+DoPE's."""
 PartChange = Callable[[LayoutAt, Fitting, EvaluationConfig], LayoutAt]
 """Maps the layouts before a part to those after it; its configuration lists layers as indices."""
 TITLES = {
@@ -328,15 +329,21 @@ PARTS: dict[str, Part] = {
     "crop": Part("cropped", _unchanged),
     "window": Part("sliding window", _plain(lambda layout, factor, config: windowed(layout))),
     **{
-        name: Part(TITLES[name], _rescaled(rescaling), True, True)
+        name: Part(TITLES[name], _rescaled(rescaling), rotation=True, layered=True)
         for name, rescaling in RESCALINGS.items()
     },
     **{
-        f"dynamic_{name}": Part(f"dynamic {TITLES[name]}", _dynamic(rescaling), True, True)
+        f"dynamic_{name}": Part(
+            f"dynamic {TITLES[name]}", _dynamic(rescaling), rotation=True, layered=True
+        )
         for name, rescaling in RESCALINGS.items()
     },
-    "dynamic_ntk_alpha": Part("dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), True, True),
-    "longrope": Part("LongRoPE", _longrope, True, True, lambda config: config.lengths),
+    "dynamic_ntk_alpha": Part(
+        "dynamic NTK (alpha)", _plain(_dynamic_ntk_alpha), rotation=True, layered=True
+    ),
+    "longrope": Part(
+        "LongRoPE", _longrope, rotation=True, layered=True, fits=lambda config: config.lengths
+    ),
     "temperature": Part(
         "temperature",
         _fitted_temperature,
@@ -344,8 +351,8 @@ PARTS: dict[str, Part] = {
         fits=lambda config: config.temperature.lengths or config.lengths,
     ),
     "temperature_rope_id": Part("RoPE-ID temperature", _plain(_rope_id_temperature), layered=True),
-    "dope": Part("DoPE", _denoised, True, fits=_lengths_of_choice),
-    "weighted_rope": Part("Weighted RoPE", _weighted, True, fits=_lengths_of_choice),
+    "dope": Part("DoPE", _denoised, rotation=True, fits=_lengths_of_choice),
+    "weighted_rope": Part("Weighted RoPE", _weighted, rotation=True, fits=_lengths_of_choice),
     "drop": Part("dropped", _plain(_dropped)),
 }
 """By the names of ``evaluation.methods``."""

@@ -131,7 +131,9 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
         f"depth_{_file_name(task)}",
         heat_maps(
             {
-                textwrap.fill(report.row_name(row), 24): means.loc[row].reindex(depths).to_numpy()
+                textwrap.fill(report.row_name(row), 24): means.loc[row]
+                .reindex(depths, columns=[*lengths])
+                .to_numpy()
                 for row in _rows(report)
                 if row in means.index.droplevel("depth")
             },

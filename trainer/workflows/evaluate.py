@@ -153,6 +153,12 @@ def measure_models(
     for note in () if ranks.rank else task_notes:
         log.warning("%s", note)
     settings = Settings(config.batch_tokens, device, dtype, ranks.rank, ranks.world_size)
+    # Refuse lengths that do not fit a task or the text before anything is fitted.
+    for task in tasks:
+        for length in lengths:
+            task.trials(length)
+    if longest:
+        fit.windows(longest)
     store = Store(directory)
     layouts, fit_notes = make_layouts(models, methods, lengths, fit, store, settings)
     cells = plan_cells(models, methods, tasks, layouts, settings)

@@ -113,9 +113,7 @@ def measure_speed(
         free = 0.8 * torch.cuda.mem_get_info()[0] - STATE * parameters_of(config)
         tokens = min(tokens, int(free / activation_bytes(config, 2 if half else 4, "none")))
         if tokens < SHORTEST:
-            raise UserError(
-                f"MODEL: its training needs more memory than the GPU's, {free:.3g} bytes"
-            )
+            raise UserError("MODEL: its training needs more memory than the GPU has")
         read = tokens
     length = min(layout.training_length, read)
     with torch.device("meta"):
