@@ -24,7 +24,7 @@ from trainer.config import (
     WeightedRopeSettings,
 )
 from trainer.evaluation import dope
-from trainer.evaluation.fitting import LARGEST_TRIED, Fitting
+from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.methods import (
     PARTS,
     TITLES,
@@ -34,6 +34,7 @@ from trainer.evaluation.methods import (
     why_idle,
     windowed,
 )
+from trainer.evaluation.temperature import LARGEST_TRIED
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS
 

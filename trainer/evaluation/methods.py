@@ -19,13 +19,19 @@ from trainer.analysis.frequency_entropy import choose_factors
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig
 from trainer.evaluation import dope
-from trainer.evaluation.fitting import Fitting, fit_coefficient, fit_line, is_largest_tried
+from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.longrope import fitted_layout
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.store import fingerprint
+from trainer.evaluation.temperature import (
+    fit_coefficient,
+    fit_line,
+    is_largest_tried,
+    tempered,
+)
 from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerChoice, Layout
+from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
@@ -176,26 +182,6 @@ def windowed(layout: Layout) -> Layout:
     C = layout.training_length
     layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
     return replace(layout, layers=layers)
-
-
-def tempered(
-    layout: Layout,
-    coefficient: float,
-    exponent: float = 1.0,
-    layers: LayerChoice = None,
-) -> Layout:
-    """Multiply the logits of ``layers`` by (1 + c ln s)^exponent beyond the training length.
-
-    This is DroPE's temperature (App. C.2), or with c = 0.1 and exponent 2 RoPE-ID's (App. A.4). It
-    replaces an earlier temperature, and C is the longest length of training, whatever length the
-    earlier one referred to.
-    """
-    return layout.map(
-        lambda spectrum: spectrum.with_temperature(
-            coefficient=coefficient, exponent=exponent, per="sequence", reference=None, steps=False
-        ),
-        layout.chosen(layers),
-    )
 
 
 def _unchanged(before: LayoutAt, fitting: Fitting, config: EvaluationConfig) -> LayoutAt:

@@ -39,35 +39,52 @@ from trainer.workflows.text import open_corpus
 
 log = logging.getLogger(__name__)
 
-DEADLINE, TRAINING, EVALUATION = 0.75, 0.8, 0.18
-"""Share of the minutes after which training ends in any case, and shares for training and
-evaluation of the time that checkpoints and the export leave."""
+DEADLINE = 0.75
+"""Share of the minutes after which training ends in any case."""
+TRAINING = 0.8
+"""Share for training of the time that checkpoints and the export leave."""
+EVALUATION = 0.18
+"""Share for evaluation of the same time."""
 FILES = 2.5e-7
 """Seconds that a parameter takes to be written, hashed, read and exported."""
 PROBES = 3 * 8
 """Sequences on which the drop's effect is measured: before it, after it, and at the end."""
-SHORTEST, SEQUENCES = 512, 4096
-"""Tokens of the shortest sequence; sequences of the whole context that must fit to use it."""
-STEPS, BATCH_TOKENS = 1000, (512, 512 * 2048)
-"""Steps that the batch is chosen for, and fewest and most tokens of a step (DroPE, App. D)."""
-WARMUP = 10, 500
+SHORTEST = 512
+"""Tokens of the shortest sequence."""
+SEQUENCES = 4096
+"""Sequences of the whole context that must fit the time to use it."""
+STEPS = 1000
+"""Steps that the batch is chosen for."""
+LEAST_TOKENS, MOST_TOKENS = 512, 512 * 2048
+"""Fewest and most tokens of a step (DroPE, App. D)."""
+LEAST_WARMUP, MOST_WARMUP = 10, 500
 """Fewest and most steps of warm-up, otherwise a tenth of the steps."""
-LARGE, NORMED_RATE = 2e9, 1e-3
-"""Parameters up to which 3e-4 is the learning rate (1e-4 above; DroPE, App. D), and the rate from
-which on training needs QK-norm (DroPE, Table 11)."""
+LARGE = 2e9
+"""Parameters up to which 3e-4 is the learning rate; 1e-4 above (DroPE, App. D)."""
+NORMED_RATE = 1e-3
+"""Learning rate from which on training needs QK-norm (DroPE, Table 11)."""
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Most tokens of a forward pass."""
-WINDOWS, DEPTHS, FITS = 4, 5, 24
-"""Windows and needles of a small evaluation, and windows that a fitted temperature reads, at each
-length."""
+WINDOWS, NEEDLES = 4, 5
+"""Windows and needles of a small evaluation at each length."""
+FIT_WINDOWS = 24
+"""Windows that a fitted temperature reads at each length."""
 KEYS = (
-    *("data.sequence_length", "trainer.batch_size", "trainer.micro_batch_size"),
-    *("trainer.max_steps", "drop.schedule.warmup_steps", "optimizer.lr"),
-    *("model.qk_norm.when", "drop.qk_norm_gain", "evaluation.tokens", "evaluation.training_length"),
-    *("evaluation.methods", "evaluation.windows", "evaluation.needles.trials"),
+    "data.sequence_length",
+    "trainer.batch_size",
+    "trainer.micro_batch_size",
+    "trainer.max_steps",
+    "drop.schedule.warmup_steps",
+    "optimizer.lr",
+    "model.qk_norm.when",
+    "drop.qk_norm_gain",
+    "evaluation.tokens",
+    "evaluation.training_length",
+    "evaluation.methods",
+    "evaluation.windows",
+    "evaluation.needles.trials",
 )
 """Keys that :func:`choose` may choose."""
-
 
 EXPECTED = "papers report 95% of the scores after 5,000,000,000 (docs/guide.md)"
 """For models of up to 2B (DroPE, Fig. 10)."""
@@ -169,8 +186,7 @@ def choose(
         length //= 2
     length = pick("data.sequence_length", length)
     # 2. A batch, a power of two, for about a thousand steps.
-    low, high = BATCH_TOKENS
-    tokens = min(max(seconds / seconds_of(length) * length / STEPS, low), high)
+    tokens = min(max(seconds / seconds_of(length) * length / STEPS, LEAST_TOKENS), MOST_TOKENS)
     batch = pick("trainer.batch_size", 1 << max(0, int(math.log2(max(1.0, tokens / length)))))
     fitting = max(1, speed.pass_tokens // length)
     micro = next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= fitting)
@@ -179,10 +195,10 @@ def choose(
     a_step = batch * seconds_of(length)
     probes = PROBES * forward_flops(config, layout, length) / speed.operations
     steps = pick("trainer.max_steps", int((seconds - probes) / a_step))
-    if "trainer.max_steps" not in given and steps < 2 * WARMUP[0]:
-        missing = (2 * WARMUP[0] * a_step + probes - seconds) / (60 * TRAINING)
+    if "trainer.max_steps" not in given and steps < 2 * LEAST_WARMUP:
+        missing = (2 * LEAST_WARMUP * a_step + probes - seconds) / (60 * TRAINING)
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
-    pick("drop.schedule.warmup_steps", min(max(steps // 10, WARMUP[0]), WARMUP[1], steps))
+    pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
     # 4. The learning rate by size, and QK-norm by the rate.
     rate = pick("optimizer.lr", 3e-4 if parameters_of(config) <= LARGE else 1e-4)
     if not any(layer.qk_norm for layer in layout.layers):
@@ -210,8 +226,8 @@ def evaluated(
     def cost() -> float:
         """Return the operations of a small evaluation: of two models, and of three methods on one
         of them beyond C."""
-        texts = (5 if lengths[-1] > C else 2) * (WINDOWS + DEPTHS)
-        read = {n: texts + (FITS if n > C else 0) for n in lengths}
+        texts = (5 if lengths[-1] > C else 2) * (WINDOWS + NEEDLES)
+        read = {n: texts + (FIT_WINDOWS if n > C else 0) for n in lengths}
         return sum(read[n] * forward_flops(config, layout, n) for n in lengths)
 
     while len(lengths) > 1 and cost() > operations:
