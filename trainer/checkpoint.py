@@ -265,14 +265,13 @@ def find_checkpoint(name: str) -> Path:
 
 def is_sound(path: Path) -> bool:
     """Whether the files of a checkpoint are those of its manifest."""
-    if not (path / MANIFEST).is_file():
+    try:
+        manifest: dict[str, list[Any]] = json.loads((path / MANIFEST).read_bytes())
+        with ThreadPoolExecutor() as pool:
+            files = [*pool.map(_described, [path / name for name in manifest])]
+    except (FileNotFoundError, ValueError):  # a file is missing, or the manifest was cut short
         return False
-    manifest: dict[str, list[Any]] = json.loads((path / MANIFEST).read_bytes())
-    files = [path / name for name in manifest]
-    if not all(file.is_file() for file in files):
-        return False
-    with ThreadPoolExecutor() as pool:
-        return [*pool.map(_described, files)] == [*manifest.values()]
+    return files == [*manifest.values()]
 
 
 def check_sound(path: Path) -> Path:

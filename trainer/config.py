@@ -31,6 +31,8 @@ MISSING = "???"
 """Value of a key that has to be given, as Hydra writes it."""
 Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$")]
 """Name of a run, a phase or a control, and of a directory."""
+Names = Annotated[list[str], Field(min_length=1)]
+"""At least one name."""
 MAIN = "main"
 """Name of the run itself among its controls."""
 PERIOD = 10_000
@@ -495,7 +497,7 @@ class EvaluationConfig:
     """Evaluate a training run at its end."""
     training_length: Length | None = None
     """C, in tokens: the unit of lengths, and where methods begin; null: that of the model."""
-    methods: list[str] = field(default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"])
+    methods: Names = field(default_factory=lambda: ["none", "pi", "ntk", "yarn", "temperature"])
     """Methods, several joined by + from left to right (yarn+dope): none, crop, window, pi, ntk,
     ntk_by_parts, yarn, yarn_full_range, llama3, ntk_by_parts_turns, yarn_turns, cope, dynamic_...,
     dynamic_ntk_alpha, longrope, temperature, temperature_rope_id, dope, weighted_rope, drop."""
@@ -519,11 +521,13 @@ class EvaluationConfig:
     """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
     0.1}; +evaluation=weighted_rope has both."""
 
-    lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0, 4.0, 8.0])
+    lengths: Annotated[list[Positive], Field(min_length=1)] = field(
+        default_factory=lambda: [1.0, 2.0, 4.0, 8.0]
+    )
     """Lengths in multiples of the training length."""
-    tokens: list[Length] | None = None
+    tokens: Annotated[list[Length], Field(min_length=1)] | None = None
     """Lengths in tokens, in place of lengths; null: lengths."""
-    tasks: list[str] = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
+    tasks: Names = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
     """perplexity, statements (for runs trained with data.needles), standard, noisy,
     multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot, multiple_choice,
     harness."""

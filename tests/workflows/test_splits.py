@@ -114,10 +114,15 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )  # fmt: skip
     asked = {}
 
-    def plan(models, methods, tasks, lengths, text, settings):
-        asked.update(tasks=tasks, text=text)
+    def make_layouts(models, methods, lengths, text, store, settings):
+        asked.update(text=text)
+        return {}, []
+
+    def plan(models, methods, tasks, layouts, settings):
+        asked.update(tasks=tasks)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(evaluate, "make_layouts", make_layouts)
     monkeypatch.setattr(evaluate, "plan_cells", plan)
     evaluation = EvaluationConfig(
         lengths=[125, 200],

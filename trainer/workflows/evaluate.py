@@ -76,7 +76,6 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     first = models[0]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
-    output.mkdir(parents=True, exist_ok=True)
     text = held_out_of(held_out_corpus(request.text, first), first)
     if name == DEFAULT:  # same order as a run's own table
         models = sorted(models, key=lambda model: reference_first(model.role))
