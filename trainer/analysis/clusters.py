@@ -309,7 +309,7 @@ def snapshots_plot(target: Target, shown: Sequence[Place], looks: Versions) -> P
             planes[place] = principal_axes(vectors["plain"])
         return {version: project(vectors[version], planes[place]) for version in looks}
 
-    # A text of its own for each length: temperatures and frequencies may follow the length.
+    # Read the text once per length: temperatures and frequencies may depend on the length.
     lengths = dict.fromkeys([min(target.training_length, target.length), target.length])
     views = {n: view_heads(target.model, target.ids[:1, :n], shown, view) for n in lengths}
     panels = []

@@ -1,6 +1,7 @@
-"""Frequency entropy: how concentrated the spectrum of a rotary pair's norm along a text is, and
-perplexity with pairs of extreme entropy attenuated (Probing Rotary Position Embeddings through
-Frequency Entropy, Sec. 3 and 5.2, Fig. 1 to 10 and 15 to 21).
+"""Frequency entropy of rotary pairs, and perplexity with pairs of extreme entropy attenuated.
+
+Source: Probing Rotary Position Embeddings through Frequency Entropy, Sec. 3 and 5.2, Fig. 1 to 10
+and 15 to 21.
 
 The signal of a pair is its l2 norm at every position (Eq. 4). Both entropies lie between 0, a pure
 tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or low throughout (a
@@ -201,7 +202,7 @@ def analyze_frequency_entropy(target: Target) -> Results:
         plots.append(_heads_plot(by_length, side, shown))
         plots.append(_norms_plot(norms, side, target.length))
     perplexities, attenuated = attenuated_perplexity(target, measures, layers)
-    # Of keys and of queries; on prefixes of queries alone.
+    # Prefixes have rows for queries alone.
     tables = [
         tidy({NAMES[m]: values}, "layer", "head", "pair", variant=SIDES[side], length=n)
         for n, entropies in by_length.items()

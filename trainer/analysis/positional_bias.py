@@ -348,9 +348,13 @@ def highest_rotating(values: Array, layout: Layout) -> Place:
 def yarn_attention(
     model: LanguageModel, ids: Tensor, place: Place, prompt: NeedlePrompt | None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Return as ``trained`` and under ``yarn`` with s = 2: :func:`attention_by_distance` ``[T]`` of
-    one head in texts ``[B, T]`` (Fig. 7); and attention ``[layers, query heads, T]`` of the last
-    token of needle prompts, mean over the prompts, if there are any (Fig. 8)."""
+    """Measure attention as ``trained`` and under ``yarn`` with s = 2.
+
+    Returns:
+        :func:`attention_by_distance` ``[T]`` of one head in texts ``[B, T]`` (Fig. 7), and
+        attention ``[layers, query heads, T]`` of the last token of needle prompts, the mean over
+        the prompts (Fig. 8); empty without prompts.
+    """
 
     def of_last(heads: Heads) -> Array:
         return last_attention(heads)[:, :, 0].double().mean(dim=0).cpu().numpy()

@@ -86,7 +86,7 @@ def _read(
         return torch.tensor(tokens, device=model.device)
 
     trunk = model.empty_cache(len(trunks), length + count - 1)
-    # The last token stays out, so that every prompt has one to read by itself.
+    # Without the last token: every prompt must read at least one token after the trunk.
     read_rows(model, ids(trunks, 0, -1), trunk, length=length)
     shares = [
         (_shared(prompts[group[0]], prompts[index]), row, index)

@@ -116,7 +116,7 @@ def make_layouts(
                 made = list(map(method.layouts(fitting), factors))
                 notes = list(dict.fromkeys(fitting.notes))
                 store.put("fit", keys[method], {"layouts": plain.dump_python(made), "notes": notes})
-                del fitting  # and its weights, before those of the next model are read
+                del fitting  # free the weights before the next model is read
         for method, key in keys.items():
             fitted = store.wait("fit", key)
             made = plain.validate_python(fitted["layouts"])

@@ -88,12 +88,12 @@ class Method:
 
     @property
     def parts(self) -> list[Part]:
-        """Its parts, the first one first."""
+        """The parts, in the order in which they apply."""
         return [PARTS[name] for name in self.key.split("+")]
 
     @property
     def title(self) -> str:
-        """Its name in tables."""
+        """The method's name in tables."""
         return " + ".join(part.title for part in self.parts)
 
     @property
