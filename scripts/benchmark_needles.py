@@ -168,8 +168,7 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
         prompts, stop, score = task.prompts(length), task.stop, task.score
 
     def ours(prompts: Sequence[Prompt]) -> list[str]:
-        texts = answers(pair.ours, pair.tokenizer, prompts, options.batch_tokens, stop=stop)
-        return [texts[index] for index in range(len(prompts))]
+        return answers(pair.ours, pair.tokenizer, prompts, options.batch_tokens, stop=stop)
 
     contestants: dict[str, Callable[[Sequence[Prompt]], list[str]]] = {
         "ours": ours,

@@ -38,3 +38,9 @@ def fit_text(*ids, count, longest, weights=None):
     key = fingerprint([[int(token) for token in of_text] for of_text in ids])
     corpus = SimpleNamespace(first_token=0, fingerprint=key)
     return FitText(HeldOut(corpus, text, None, None), count, longest)
+
+
+def values_of(task, model, length, batch_tokens):
+    """Values of all batches of a task."""
+    batches = task.batches(model, length, batch_tokens)
+    return [value for read in batches for value in read()]

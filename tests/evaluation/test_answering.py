@@ -12,18 +12,12 @@ from tokenizers.models import WordLevel
 from tests.model.test_cache import MODELS
 from tests.model.test_generate import changing
 from trainer.data.tokenizer import END_OF_TEXT
-from trainer.evaluation import answering
+from trainer.evaluation.answering import answers, batches
 from trainer.evaluation.scoring import Prompt
 from trainer.model.generate import generate
 from trainer.positional.rescaling import longrope
 
 WORDS = 256
-
-
-def answers(model, tokenizer, prompts, *options, **more):
-    """Return the answers in the order of their prompts."""
-    texts = answering.answers(model, tokenizer, prompts, *options, **more)
-    return [texts[index] for index in range(len(prompts))]
 
 
 @pytest.fixture(scope="module")
@@ -215,10 +209,13 @@ def test_every_prompt_is_in_one_batch_within_the_budget(kinds, budget):
         Prompt((group,) * (size - 1) + (index,), (), new, depth=index / 30, group=group or None)
         for index, (group, size, new) in enumerate(kinds)
     ]
-    batches = list(answering._batches(prompts, budget))
-    every = [i for batch in batches for group in batch for i in group]
+    made = list(batches(prompts, budget))
+    every = [i for batch in made for group in batch for i in group]
     assert sorted(every) == list(range(len(prompts)))
-    for batch in batches:
+    for batch in made:
+        indices = [i for group in batch for i in group]
+        alone = [*batches([prompts[i] for i in indices], budget)]
+        assert [[[indices[i] for i in group] for group in again] for again in alone] == [batch]
         sizes = {len(prompts[i].tokens) for group in batch for i in group}
         (new,) = {prompts[i].new_tokens for group in batch for i in group}
         assert len(batch) == 1 or len(batch) * (max(sizes) + new) <= budget

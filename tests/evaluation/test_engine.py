@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import shutil
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,7 +22,7 @@ from trainer.config import (
 )
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope
-from trainer.evaluation.engine import PART, Settings, make_layouts, measure_cells, plan_cells
+from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.loss import Perplexity
@@ -95,7 +96,8 @@ def evaluation(model, corpus, tmp_path):
         )
         layouts, _ = make_layouts(models, of_model, lengths, fit_text(corpus), store, settings)
         go.plans = plan_cells(models, of_model, tasks, layouts, settings)
-        return measure_cells(go.plans, store, settings), len(loads)
+        measure_cells(go.plans, store, settings)
+        return trials_of(go.plans, store), len(loads)
 
     return go
 
@@ -166,13 +168,14 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     assert alive == [0, 0, 0]
 
 
-def evaluated(model, corpus, config, text, folder, settings=Settings(), load=None):  # noqa: B008
+def evaluated(model, corpus, config, text, store, tokens=4096, load=None):
     """Cells of a configuration's methods for one model in perplexity, their trials, and notes."""
-    models, store = [saved("tiny", model, load)], Store(folder)
+    models, settings = [saved("tiny", model, load)], Settings(tokens)
     methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
     layouts, notes = make_layouts(models, methods, LENGTHS, text, store, settings)
     cells = plan_cells(models, methods, [perplexity(corpus)], layouts, settings)
-    return cells, measure_cells(cells, store, settings), notes
+    measure_cells(cells, store, settings)
+    return cells, trials_of(cells, store), notes
 
 
 def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
@@ -181,7 +184,7 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
 
     def keys(windows):
         text = fit_text(corpus, windows)
-        return [cell.parts for cell in evaluated(model, corpus, config, text, tmp_path)[0]]
+        return [cell.key for cell in evaluated(model, corpus, config, text, Store(tmp_path))[0]]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 4 + [False] * 2
@@ -190,7 +193,7 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
     config = EvaluationConfig(lengths=[1, 2], methods=["dope"], dope=DopeSettings(heads=2))
     text = fit_text(corpus, 3)
-    *_, notes = evaluated(model, corpus, config, text, tmp_path)
+    *_, notes = evaluated(model, corpus, config, text, Store(tmp_path))
     for length, note in zip(LENGTHS, notes, strict=True):
         chosen = dope.select(model, torch.from_numpy(text.windows(length)), config.dope)
         heads = ", ".join(map(str, chosen))
@@ -208,76 +211,70 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     text = fit_text(corpus)
 
     def go(folder):
-        _, trials, notes = evaluated(model, corpus, config, text, tmp_path / folder)
+        _, trials, notes = evaluated(model, corpus, config, text, Store(tmp_path / folder))
         return notes, rows(trials)
 
     whole = go("whole")
 
-    def killed(task, *_):
+    def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Perplexity, "read", killed)
+        patch.setattr(Perplexity, "batches", killed)
         with pytest.raises(KeyboardInterrupt):
             go("killed")
     assert len(list((tmp_path / "killed").glob("fit-*"))) == 2
     assert go("killed") == whole
     for path in (tmp_path / "killed").glob("fit-*"):
-        path.unlink()
-    monkeypatch.setattr(Perplexity, "read", killed)
+        shutil.rmtree(path)
+    monkeypatch.setattr(Perplexity, "batches", killed)
     assert go("killed") == whole
 
 
-@pytest.fixture
-def small_parts(monkeypatch):
-    """Cells of many parts: each part has one batch, of one sequence of 64 tokens or two of 32."""
-    monkeypatch.setitem(PART, "cpu", 1.0)
-    monkeypatch.setattr("trainer.model.language_model.IN_CACHE", 64 * 32)
-
-
-def test_a_cell_measured_in_parts_has_the_same_digits(evaluation, monkeypatch, tmp_path):
-    whole, _ = evaluation(folder="whole", tokens=64)
-    monkeypatch.setitem(PART, "cpu", 1.0)
-    cells, _ = evaluation(folder="parts", tokens=64)
-    assert rows(cells) == rows(whole)
-    assert len(list((tmp_path / "parts").glob("part-*"))) > 12
-
-
-def test_an_interrupted_cell_resumes_with_the_parts_that_are_stored(
-    evaluation, small_parts, monkeypatch
+def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
+    evaluation, monkeypatch, tmp_path
 ):
+    """A batch has one sequence of 64 tokens or two of 32."""
     whole, _ = evaluation(["none"], folder="whole", tokens=64)
-    read, parts, limit = Perplexity.read, [], 2
+    batches, read, limit = Perplexity.batches, [], 2
 
-    def counting(task, model, length, reads, batch_tokens, part):
-        if len(parts) == limit:
-            raise KeyboardInterrupt
-        parts.append((length, part.start))
-        return read(task, model, length, reads, batch_tokens, part)
+    def counting(task, model, length, *options):
+        def count(number, batch):
+            if len(read) == limit:
+                raise KeyboardInterrupt
+            read.append((length, number))
+            return batch()
 
-    monkeypatch.setattr(Perplexity, "read", counting)
+        return [partial(count, *each) for each in enumerate(batches(task, model, length, *options))]
+
+    monkeypatch.setattr(Perplexity, "batches", counting)
     with pytest.raises(KeyboardInterrupt):
         evaluation(["none"], folder="killed", tokens=64)
-    assert parts == [(32, 0), (32, 1)]
-    parts.clear()
+    assert read == [(32, 0), (32, 1)]
+    # The second is cut short, as if the power had gone.
+    files = (tmp_path / "killed").glob("cell-*/0.jsonl")
+    (path,) = (path for path in files if "perplexity" in path.read_text())
+    path.write_text(path.read_text()[:-9])
+    read.clear()
 
     limit = None
     cells, _ = evaluation(["none"], folder="killed", tokens=64)
     assert rows(cells) == rows(whole)
-    assert parts == [(32, 2), (64, 0), (64, 1), (64, 2)]
+    assert read == [(32, 1), (64, 0), (64, 1), (64, 2)]
 
 
-def test_parts_of_other_batches_are_not_put_together(evaluation, small_parts):
+def test_values_of_other_batches_are_not_put_together(evaluation):
     """Their sequences were read in other company; they are measured once more."""
     keys = []
     for tokens in (64, 65):
         evaluation(["none"], folder="a", tokens=tokens)
-        keys.append({str(key) for cell in evaluation.plans for key in cell.parts})
+        keys.append({str(cell.key) for cell in evaluation.plans})
     assert not keys[0] & keys[1]
 
 
-def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
-    model, corpus, small_parts, tmp_path
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_share_fits_and_batches_and_the_each_can_put_cells_together(
+    model, corpus, tmp_path, ranks
 ):
     config = EvaluationConfig(
         lengths=[1, 2],
@@ -286,11 +283,11 @@ def test_processes_share_fits_and_parts_and_the_first_one_puts_cells_together(
     )
     text = fit_text(corpus)
     load = partial(copy.deepcopy, model)  # each process has its own
-    go = partial(evaluated, model, corpus, config, text, load=load)
-    _, alone, notes = go(tmp_path / "alone", Settings(64))
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(go, tmp_path / "shared", Settings(64, rank=0, ranks=2))
-        assert go(tmp_path / "shared", Settings(64, rank=1, ranks=2))[1].empty
-        _, together, shared_notes = first.result()
-    assert shared_notes == notes
-    assert rows(together) == rows(alone)
+    go = partial(evaluated, model, corpus, config, text, tokens=64, load=load)
+    _, alone, notes = go(Store(tmp_path / "alone"))
+    with ThreadPoolExecutor(ranks) as pool:
+        stores = [Store(tmp_path / "shared", rank, ranks) for rank in range(ranks)]
+        for _, together, shared_notes in pool.map(go, stores):
+            assert shared_notes == notes
+            assert rows(together) == rows(alone)
+    assert len({path.name for path in (tmp_path / "shared").glob("cell-*/*")}) == ranks

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.evaluation.conftest import values_of
 from tests.model.test_decoder import published
 from trainer.common.errors import UserError
 from trainer.config import HarnessSettings
@@ -108,7 +109,7 @@ def task(tmp_path, monkeypatch):
 
 def values(task, model, metric="acc"):
     """Values of a metric by question."""
-    read = task.read(model, MAX_LENGTH, MAX_LENGTH, 64, slice(None))
+    read = values_of(task, model, MAX_LENGTH, 64)
     return {trial: x for trial, key, x in sorted(read) if key == f"{task.name}_{metric}"}
 
 

@@ -2,9 +2,11 @@
 
 import gzip
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from tests.evaluation.conftest import values_of
 from trainer.config import MultipleChoiceSettings
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Request
@@ -72,7 +74,7 @@ def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     write(tmp_path / "other.jsonl.gz", [1, 1])
     settings = MultipleChoiceSettings(str(tmp_path), ["t"])
     (task,) = multiple_choice_tasks(settings, KnownEncoder())
-    values = task.read(None, 100, 100, 100, slice(None))
+    values = values_of(task, SimpleNamespace(context=None), 100, 100)
     assert [*task.titles] == ["t_acc", "t_acc_norm"]
     for key, hit in zip(task.titles, right, strict=True):
         assert [(trial, x) for trial, name, x in values if name == key] == [(0, hit), (1, 1)]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from tests.evaluation.conftest import values_of
 from trainer.config import EvaluationConfig, NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.held_out import HeldOut, statements
@@ -31,7 +32,7 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
         for window in windows[:, -length:]:
             ids = torch.tensor([corpus.end_of_text, *window])
             losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
-        result = task.read(model, length, length, 4096, slice(None))
+        result = values_of(task, model, length, 4096)
         by_window = [window[-last:].mean().item() for window in losses]
         assert [value for _, _, value in result] == pytest.approx(by_window, rel=1e-5)
         assert [(trial, key) for trial, key, _ in result] == [(i, "perplexity") for i in range(3)]
@@ -52,7 +53,8 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
     task = statements(corpus, corpus.test, [64], settings)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    result = task.read(model, 64, reads, 130, slice(None))  # two trials, a batch
+    model.context = reads
+    result = values_of(task, model, 64, 130)  # two trials, a batch
     handle.remove()
     trials = task.of_length[64]
     cropped = [[end, *prompt[64 - reads + 1 :]] for prompt in trials.prompts]
@@ -80,7 +82,8 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     task = PromptTask("quarter", corpus.tokenizer, prompts, score)
     assert task.fingerprint(64) == replace(task).fingerprint(64)
     assert task.fingerprint(64) != task.fingerprint(32)
-    read = task.read(model, 64, 32, 4096, slice(None))
+    model.context = 32
+    read = values_of(task, model, 64, 4096)
     assert sorted(read) == [(i, "quarter", 0.25) for i in range(3)]
     assert task.trials(64).to_dict("list") == {
         "text": [0, 1, 2], "depth": [0.5] * 3, "label": ["a"] * 3,
@@ -108,14 +111,15 @@ def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, m
     asked = []
     monkeypatch.setattr(
         "trainer.evaluation.task.answers",
-        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or {0: ""},
+        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or [""],
     )
 
     def prompts(length):
         return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
 
     task = PromptTask("one", corpus.tokenizer, prompts, lambda text, answers: 0.0)
-    task.read(model, 64, 32, 4096, slice(None))
+    model.context = 32
+    values_of(task, model, 64, 4096)
     (prompt,) = asked
     assert len(prompt.tokens) == 30
     assert prompt.tokens[0] == 7

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.evaluation.conftest import values_of
 from tests.lightning.test_distributed import launch, variant
 from tests.lightning.test_run import (
     assert_same_tensors,
@@ -104,7 +105,7 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     model = read_run(checkpoint_of(config)).decoder().eval()
     encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
     for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK]), encoder, 5):
-        values = task.read(model, 128, 128, 4096, slice(None))
+        values = values_of(task, model, 128, 4096)
         for key in task.titles:
             scores = [value for _, name, value in values if name == key]
             assert last[f"{key}/4x"] == pytest.approx(sum(scores) / 5)

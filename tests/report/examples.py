@@ -83,6 +83,7 @@ def report(*cells, training_length=TRAINED, tasks=TASKS, **fields):
         **{
             "name": "r",
             "training_length": training_length,
+            "trained": training_length,
             "rows": rows_of(trials, "r", 0),
             "trials": trials[[*TRIAL_COLUMNS]],
             "methods": METHODS,
@@ -124,7 +125,7 @@ EXPERIMENT = {
         Observation("second claim", "a paper", False, "0%"),
         Observation("third claim", "a paper", None, "Not judged: why."),
     ),
-    "task": {"needles": 4, "chance": 0.01, "chance_listed": 0.25, "training_share": 0.5},
+    "training_share": 0.5,
 }
 """What a report of an experiment has beside its cells."""
 

@@ -42,7 +42,7 @@ def plots():
         methods=METHODS,
         tasks={STATEMENTS: "Statements", PERPLEXITY: "Perplexity"},
         training_length=64,
-        task={"chance": 0.015, "chance_listed": 0.25},
+        config={"evaluation": {"needles": {"needles": 4}}},
     )
     return {plot.name: plot for plot in plots_of(small)}
 
@@ -99,7 +99,7 @@ def test_success_over_length(plots):
     heights = [y for _, y in drawn(figure.axes[0])]
     assert [100, 25] in heights
     assert [0, 0] in heights
-    assert [1.5, 1.5] in heights  # chance
+    assert [1.111, 1.111] in heights  # chance of one in 90 numbers
     assert "any listed value (25.0%)" in labels(figure)
 
 

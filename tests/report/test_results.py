@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.examples import EXPERIMENT, cell, example, loss, report
 from trainer.config import PERPLEXITY
-from trainer.evaluation.results import FACTS, Report, averaged, by_text, estimates
+from trainer.evaluation.results import FACTS, Report, averaged, by_text
 from trainer.evaluation.statistics import estimate, wilson_interval
 
 
@@ -49,7 +49,7 @@ def test_numbers_that_are_not_finite_are_empty(tmp_path):
     back = Report.read(tmp_path)
     assert back.rows.value.isna().all()
     assert back.config == {"x": None}
-    assert estimates(back.rows, PERPLEXITY, "loss") == {}
+    assert back.curve(("RoPE", "none"), PERPLEXITY).empty
 
 
 def test_a_score_is_the_mean_with_wilsons_interval():
@@ -92,10 +92,11 @@ def test_the_mean_is_over_tasks_with_the_same_lengths_and_pairs_their_texts():
     ] + [cell([0.0], task="d")]  # fmt: skip
     made = report(*cells, tasks={key: key for key in "abcd"})
     assert averaged(made.trials) == ["a", "b", "c"]
-    texts = by_text(made.trials, "abc")
+    texts = by_text(made.trials[made.trials.task != "d"])
     assert texts[texts.length == 1024].value.tolist() == [1.0, 0.5, 0.0, 0.0, 1.0, 1.0]
-    mean = estimates(made.rows, "mean")["RoPE", "none"]
-    assert [mean[n].mean for n in lengths] == [pytest.approx((0.5 + 0.25 + 1.0) / 3)] * 2
+    mean = made.curve(("RoPE", "none"), "mean")
+    assert mean.length.tolist() == [*lengths]
+    assert mean.value.tolist() == [pytest.approx((0.5 + 0.25 + 1.0) / 3)] * 2
 
 
 def test_every_task_counts_once_in_the_mean_however_many_texts_it_has():

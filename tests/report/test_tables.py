@@ -93,7 +93,7 @@ def test_rows_of_equal_means_are_all_best():
 
 def test_a_unit_below_the_training_length_is_not_called_trained():
     """Models of context 8,192 whose lengths count from 1,024."""
-    made = report(cell([1.0] * 10), cell([1.0] * 10, length=1024), longest_context=8192)
+    made = report(cell([1.0] * 10), cell([1.0] * 10, length=1024), trained=8192)
     (table,) = tables(made)
     assert [column[1] for column in table.columns] == ["1×", "2×"]
 

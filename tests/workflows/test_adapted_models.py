@@ -161,7 +161,7 @@ def test_answers_to_prompts_that_begin_alike_are_those_of_our_decoder(llama):
         Prompt((*tokens[:cut], 7, *tokens[cut + 1 :]), (), new_tokens=6, group=1)
         for cut in (30, 40, 50)
     ]
-    ours, theirs = (answers(c.load(), c.tokenizer, prompts, 4096) for c in found)
+    ours, theirs = (answers(c.load(), c.tokens.tokenizer, prompts, 4096) for c in found)
     assert theirs == ours
     assert len(set(ours)) > 1
 

@@ -48,7 +48,7 @@ def texts(tokens=1000, C=32, bos=7, named=8, read=page_texts, page=None, tokeniz
     )
     layout = SimpleNamespace(training_length=C)
     special = SpecialTokens(tokenizer, bos, named, END, frozenset())
-    candidate = SimpleNamespace(layout=layout, tokens=special, tokenizer=tokenizer)
+    candidate = SimpleNamespace(layout=layout, tokens=special)
     more = () if page is None else (page,)
     return read(corpus, AnalysisConfig(**config), candidate, *more)
 

@@ -119,13 +119,13 @@ def measured(monkeypatch):
     cells = Measured()
     for kind in (Perplexity, Statements):
 
-        def counting(task, model, length, *rest, read=kind.read):
+        def counting(task, model, length, *rest, batches=kind.batches):
             if len(cells) == cells.limit:
                 raise KeyboardInterrupt
             cells.append((*task.titles, length))
-            return read(task, model, length, *rest)
+            return batches(task, model, length, *rest)
 
-        monkeypatch.setattr(kind, "read", counting)
+        monkeypatch.setattr(kind, "batches", counting)
     return cells
 
 

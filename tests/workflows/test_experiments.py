@@ -14,7 +14,7 @@ from trainer.positional.layout import Layout
 from trainer.runs.directory import read_metrics, saved_config
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import configured_layout, layout_of_phase, phases_of
-from trainer.workflows import experiment
+from trainer.workflows import evaluate
 from trainer.workflows.experiment import run_experiment
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -78,7 +78,7 @@ def small(name, base, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
-    monkeypatch.setattr(experiment, "write_renderings", lambda *_: [])  # half of the time
+    monkeypatch.setattr(evaluate, "write_renderings", lambda *_: [])  # half of the time
     config = parse(small(name, base, tmp_path))
     report, _ = run_experiment(config)
     phases, run_dir = phases_of(config), Path(config.run_dir)

@@ -139,7 +139,7 @@ def test_weights_of_pairs_are_chosen_on_validation_text(publish, run, place):
     decoder.layout = weighted_rope.apply(decoder.layout, weights)
     questions = multiple_choice.read_questions(place / "questions/t.jsonl.gz")
     pairs = [pair for question in questions for pair in question.choices]
-    requests = Encoder(candidate.tokenizer, 0).requests(pairs)
+    requests = Encoder(candidate.tokens.tokenizer, 0).requests(pairs)
     expected = multiple_choice.log_likelihoods(decoder, requests, 4096, C)
     torch.testing.assert_close(changed, torch.tensor([x for x, _ in expected]))
     assert (changed - as_is).abs().max() > 0.01

@@ -34,20 +34,19 @@ def answers(
     prompts: Sequence[Prompt],
     batch_tokens: int,
     stop: Stop | None = None,
-    part: slice = slice(None),
     never_first: Collection[int] = (),
-) -> dict[int, str]:
-    """Return the model's answers by the indices of their prompts, as if each were computed alone.
+) -> list[str]:
+    """Return the model's answers to prompts, as if each were computed alone.
 
     An answer ends at end-of-text or the end of a turn, after its prompt's ``new_tokens``, or when
     ``stop``, called after each of its tokens, returns True. ``batch_tokens``: most prompt tokens
-    read together (at least one prompt); the cache holds at most twice as many. ``part``: the
-    batches to answer. ``never_first``: tokens that cannot begin an answer; if there are any, the
-    end of a text or turn cannot either.
+    read together (at least one prompt); the cache holds at most twice as many.
+    ``never_first``: tokens that cannot begin an answer; if there are any, the end of a text or turn
+    cannot either.
     """
     texts: dict[int, str] = {}
     ends = model.end_tokens or special_tokens(tokenizer).stops
-    for batch in list(_batches(prompts, batch_tokens))[part]:
+    for batch in batches(prompts, batch_tokens):
         for indices, logits, cache in _read(model, prompts, batch, batch_tokens):
             if never_first:
                 logits[:, [*never_first, *ends]] = -torch.inf
@@ -68,7 +67,7 @@ def answers(
             for index, tokens in zip(indices, answered, strict=True):
                 has_ended = not ends.isdisjoint(tokens[-1:])
                 texts[index] = tokenizer.decode(tokens[:-1] if has_ended else tokens)
-    return texts
+    return [texts[index] for index in range(len(prompts))]
 
 
 def _read(
@@ -126,7 +125,7 @@ def _shared(trunk: Prompt, prompt: Prompt) -> int:
     return int(differs.argmax())
 
 
-def _batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[Groups]:
+def batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[Groups]:
     """Yield batches that contain every prompt once.
 
     The prompts of a batch have equally long answers. If they are in groups of several, they are

@@ -20,7 +20,7 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Task, Value, trial_table
+from trainer.evaluation.task import Batch, Task, Value
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
@@ -77,7 +77,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             self.batch_tokens,
             stop=lambda text, stops: cut(text, stops) != text,
         )
-        return [cut(texts[index], prompt.answers) for index, prompt in enumerate(prompts)]
+        return [cut(text, p.answers) for text, p in zip(texts, prompts, strict=True)]
 
 
 @dataclass
@@ -86,8 +86,7 @@ class Harness(Task):
 
     ``titles``: of the metrics that are reported. ``tasks``: the tasks of a group by name, or one.
     ``docs``: the questions of each, from the first. ``key``: a hash of them. A length limits what
-    the model reads. A cell has a single part, and its questions are labelled by their task if there
-    are several.
+    the model reads. Questions are labelled by their task if there are several.
     """
 
     name: str
@@ -97,10 +96,6 @@ class Harness(Task):
     key: str
     encoder: Encoder
 
-    def sequences(self, length: int) -> int:
-        """Return 1, as if all questions were one sequence: a cell has one part."""
-        return 1
-
     def fingerprint(self, length: int) -> str:
         """Return a hash of the tasks, by names and version of lm-eval, and their questions."""
         return self.key
@@ -108,30 +103,31 @@ class Harness(Task):
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question, labelled by its task if there are several."""
         labels = [name for name, docs in self.docs.items() for _ in docs]
-        return trial_table(len(labels), labels=labels if len(self.tasks) > 1 else None)
+        return pd.DataFrame({"label": labels if len(self.tasks) > 1 else ""}, range(len(labels)))
 
-    def read(
-        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
-    ) -> list[Value]:
-        """Return the value of every reported metric for each question, in the first part."""
-        if part.start:
-            return []
-        results = evaluate(
-            HarnessModel(model, self.encoder, reads, batch_tokens),
-            dict(self.tasks),
-            samples={name: list(docs) for name, docs in self.docs.items()},
-            bootstrap_iters=0,
-        )
-        values: list[Value] = []
-        begin = 0  # number of the task's first trial
-        for name, docs in self.docs.items():
-            for row in results["samples"][name]:
-                for metric in METRICS:
-                    key = f"{self.name}_{filtered(metric, row['filter'])}"
-                    if metric in row and key in self.titles:
-                        values.append((begin + row["doc_id"], key, float(row[metric])))
-            begin += len(docs)
-        return values
+    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
+        """Return a single batch, with the value of every reported metric for each question."""
+        longest = min(length, model.context or length)
+
+        def read() -> list[Value]:
+            results = evaluate(
+                HarnessModel(model, self.encoder, longest, batch_tokens),
+                dict(self.tasks),
+                samples={name: list(docs) for name, docs in self.docs.items()},
+                bootstrap_iters=0,
+            )
+            values: list[Value] = []
+            begin = 0  # number of the task's first trial
+            for name, docs in self.docs.items():
+                for row in results["samples"][name]:
+                    for metric in METRICS:
+                        key = f"{self.name}_{filtered(metric, row['filter'])}"
+                        if metric in row and key in self.titles:
+                            values.append((begin + row["doc_id"], key, float(row[metric])))
+                begin += len(docs)
+            return values
+
+        return [read]
 
 
 def filtered(metric: str, name: str) -> str:

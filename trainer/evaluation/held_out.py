@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,7 @@ from trainer.data.tokenizer import own_first_token
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import Haystack
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Task, Value, trial_table
+from trainer.evaluation.task import Batch, Task, Value
 from trainer.model.language_model import LanguageModel
 
 HAYSTACK = 1 << 22
@@ -75,28 +75,28 @@ class Statements(Task):
     def trials(self, length: int) -> pd.DataFrame:
         """Return the trials with the depths of the requested statements."""
         depths = np.round(1 - self.of_length[length].depths / length, 4)
-        return trial_table(len(depths), depths=depths.tolist())
+        return pd.DataFrame({"depth": depths})
 
-    @torch.no_grad()
-    def read(
-        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
-    ) -> list[Value]:
-        """Return 1 for each trial whose answer is the most likely next token, else 0.
+    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
+        """Return batches of trials, with 1 for each whose answer is the most likely next token,
+        else 0.
 
         Only the last position goes through the head, and a batch holds at most ``batch_tokens``
         tokens (at least one trial), so memory is linear in the length.
         """
         trials = self.of_length[length]
-        prompts = trials.prompts[:, -reads:].copy()
+        prompts = trials.prompts[:, -(model.context or length) :].copy()
         prompts[:, 0] = self.first_token
-        size = model.sequences_at_once(reads, batch_tokens)
-        values: list[Value] = []
-        for first in range(0, len(prompts), size)[part]:
+        size = model.sequences_at_once(prompts.shape[1], batch_tokens)
+
+        @torch.no_grad()
+        def read(first: int) -> list[Value]:
             ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
             predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
             hits = predicted == trials.answers[first : first + size]
-            values += [(first + i, STATEMENTS, float(hit)) for i, hit in enumerate(hits)]
-        return values
+            return [(first + i, STATEMENTS, float(hit)) for i, hit in enumerate(hits)]
+
+        return [partial(read, first) for first in range(0, len(prompts), size)]
 
 
 def statements(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -16,7 +17,7 @@ from trainer.config import PERPLEXITY
 from trainer.data.corpus import HeldOutText
 from trainer.data.order import Integers
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Task, Value, trial_table
+from trainer.evaluation.task import Batch, Task, Value
 from trainer.model.language_model import LanguageModel
 
 UNIGRAM_TOKENS = 2**20
@@ -109,18 +110,20 @@ class Perplexity(Task):
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each window."""
-        return trial_table(len(self.windows))
+        return pd.DataFrame(index=range(len(self.windows)))
 
-    def read(
-        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
-    ) -> list[Value]:
-        """Return the mean loss on the last tokens of each window; NaN if it is not finite."""
-        windows, size = self.windows[:, -length:], max(1, batch_tokens // length)
-        values: list[Value] = []
-        for first in range(0, len(windows), size)[part]:
-            batch = windows[first : first + size]
-            losses = token_losses(model, batch, self.first_token, batch_tokens, reads=reads)
+    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
+        """Return batches of windows, whose values are the mean losses on their last tokens; NaN if
+        one is not finite."""
+        size = max(1, batch_tokens // length)
+
+        def read(first: int) -> list[Value]:
+            windows = self.windows[first : first + size, -length:]
+            losses = token_losses(
+                model, windows, self.first_token, batch_tokens, reads=model.context
+            )
             means = losses.double()[:, -self.last :].mean(dim=1).tolist()
             finite = (loss if math.isfinite(loss) else math.nan for loss in means)
-            values += [(first + i, PERPLEXITY, loss) for i, loss in enumerate(finite)]
-        return values
+            return [(first + i, PERPLEXITY, loss) for i, loss in enumerate(finite)]
+
+        return [partial(read, first) for first in range(0, len(self.windows), size)]

@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Task, Value, trial_table
+from trainer.evaluation.task import Batch, Task, Value
 from trainer.model.language_model import LanguageModel
 
 METRICS = ("acc", "acc_norm")
@@ -78,28 +79,23 @@ class MultipleChoice(Task):
     def __post_init__(self) -> None:
         self.titles = {f"{self.name}_{metric}": f"{self.name} ({metric})" for metric in METRICS}
 
-    def sequences(self, length: int) -> int:
-        """Return how many sequences of ``length`` the tokens of all choices fill."""
-        requests = chain.from_iterable(self.requests)
-        return -(-sum(len(r.context) + len(r.continuation) for r in requests) // length)
-
     def fingerprint(self, length: int) -> str:
         """Return a hash of the questions and their tokens."""
         return fingerprint(self.questions, self.requests)
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question."""
-        return trial_table(len(self.questions))
+        return pd.DataFrame(index=range(len(self.questions)))
 
-    def read(
-        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
-    ) -> list[Value]:
-        """Return ``acc`` and ``acc_norm`` of each question in the part."""
-        values: list[Value] = []
-        for first in range(0, len(self.questions), TOGETHER)[part]:
+    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
+        """Return batches of questions, with ``acc`` and ``acc_norm`` of each."""
+        longest = min(length, model.context or length)
+
+        def read(first: int) -> list[Value]:
+            values: list[Value] = []
             questions = self.requests[first : first + TOGETHER]
             requests = list(chain.from_iterable(questions))
-            likelihoods = iter(log_likelihoods(model, requests, batch_tokens, reads))
+            likelihoods = iter(log_likelihoods(model, requests, batch_tokens, longest))
             for number, choices in enumerate(questions, first):
                 question = self.questions[number]
                 totals = [next(likelihoods)[0] for _ in choices]
@@ -108,7 +104,9 @@ class MultipleChoice(Task):
                 for metric, each in zip(METRICS, (totals, means), strict=True):
                     is_right = each.index(max(each)) == question.label
                     values.append((number, f"{self.name}_{metric}", float(is_right)))
-        return values
+            return values
+
+        return [partial(read, first) for first in range(0, len(self.questions), TOGETHER)]
 
 
 def multiple_choice_tasks(

@@ -9,7 +9,7 @@ measured or is not finite is empty or ``null``. Everything but seconds and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -20,7 +20,9 @@ from pydantic import ConfigDict
 
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
-from trainer.evaluation.statistics import Estimate, average, estimate, mean_estimate
+from trainer.config import STATEMENTS
+from trainer.data.needles import NAMES, WORDS
+from trainer.evaluation.statistics import average, estimate, mean_estimate
 
 AS_IS = "none"
 AS_IS_TITLE = "as is"
@@ -61,8 +63,6 @@ def read_csv(path: Path) -> pd.DataFrame:
     return pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
 
 
-CELL = ["model", "method", "task", "length"]
-"""Columns that name a cell."""
 ROW = ["model", "method", "length", "factor"]
 
 
@@ -75,27 +75,31 @@ def rows_of(trials: pd.DataFrame, run: str, seed: int) -> pd.DataFrame:
     ``trials``: in columns :data:`TRIAL_COLUMNS` and ``seconds`` (of all trials of a cell together).
     """
     rows: list[dict[str, Any]] = []
-    for key, of_cell in trials.groupby([*CELL, "factor", "metric"], sort=False):
-        about = dict(zip([*CELL, "factor", "metric"], key, strict=True))
+    columns = ["model", "method", "task", "length", "factor", "metric"]
+    for key, of_cell in trials.groupby(columns, sort=False):
+        about = dict(zip(columns, key, strict=True))
         rows.append({**about, **_numbers(of_cell), "seconds": of_cell.seconds.iloc[0]})
-        labelled = of_cell[of_cell.label != ""]
-        for label, part in labelled.groupby("label", sort=False):
-            name = f"{about['task']}|{label}"
-            rows.append({**about, **_numbers(part), "task": name})
-    scores = trials[trials.task.isin(averaged(trials))]
-    for key, part in scores.groupby(ROW, sort=False):
+        for label, part in of_cell[of_cell.label != ""].groupby("label", sort=False):
+            rows.append({**about, **_numbers(part), "task": f"{about['task']}|{label}"})
+    for key, part in trials[trials.task.isin(averaged(trials))].groupby(ROW, sort=False):
         about = dict(zip(ROW, key, strict=True))
         rows.append({**about, **_numbers(part), "task": MEAN, "metric": "score"})
     return pd.DataFrame([{**row, "run": run, "seed": seed} for row in rows], columns=[*COLUMNS])
 
 
 def _numbers(trials: pd.DataFrame) -> dict[str, Any]:
-    """Return the mean over trials of one metric, its interval, and how many texts it is over."""
+    """Return the mean over trials of one metric, its interval, and how many texts it is over; the
+    unweighted mean over tasks of scores in several."""
     if (trials.metric == "loss").all():
-        value, n = mean_estimate(trials.value), len(trials)
+        value = mean_estimate(trials.value)
+        n = len(trials)
     else:
-        texts = by_text(trials, trials.task.unique())
-        value, n = _mean_of(texts), len(texts)
+        texts = by_text(trials)
+        samples = [sample for _, sample in texts.groupby("texts", sort=False)]
+        means = [estimate(sample.value.tolist(), int(sample.trials.sum())) for sample in samples]
+        weights = [int(sample.tasks.iloc[0]) for sample in samples]
+        value = means[0] if len(means) == 1 else average(means, weights)
+        n = len(texts)
     return {"value": value.mean, "low": value.low, "high": value.high, "n": n}
 
 
@@ -104,21 +108,20 @@ def averaged(trials: pd.DataFrame) -> list[str]:
 
     A mean over them covers the same tasks at every length.
     """
-    alike: dict[tuple[int, ...], list[str]] = {}
-    for task, part in trials[trials.metric == "score"].groupby("task", sort=False):
-        alike.setdefault(tuple(sorted(part.length.unique())), []).append(task)
+    alike: dict[frozenset[int], list[str]] = {}
+    for task, lengths in trials[trials.metric == "score"].groupby("task", sort=False).length:
+        alike.setdefault(frozenset(lengths), []).append(task)
     most = max(alike.values(), key=len, default=[])
     return most if len(most) > 1 else []
 
 
-def by_text(trials: pd.DataFrame, tasks: Iterable[str]) -> pd.DataFrame:
-    """Return the independent scores of ``tasks``: one for each text, in columns of :data:`ROW`,
-    ``texts``, ``text``, ``value``, ``trials`` and ``tasks``.
+def by_text(scores: pd.DataFrame) -> pd.DataFrame:
+    """Return the independent scores among those of trials: one for each text, in columns of
+    :data:`ROW`, ``texts``, ``text``, ``value``, ``trials`` and ``tasks``.
 
     The score of a text is the mean over its trials. The n-th texts of tasks with the same number of
     texts (``texts``) may be the same one by design: they have a single score with their mean.
     """
-    scores = trials[trials.task.isin(list(tasks)) & (trials.metric == "score")]
     keys = [*ROW, "task"]
     each = scores.groupby([*keys, "text"], sort=False).value.agg(["mean", "size"]).reset_index()
     each["texts"] = each.groupby(keys)["mean"].transform("size")
@@ -126,34 +129,6 @@ def by_text(trials: pd.DataFrame, tasks: Iterable[str]) -> pd.DataFrame:
     return pooled.agg(
         value=("mean", "mean"), trials=("size", "sum"), tasks=("mean", "size")
     ).reset_index()
-
-
-def _mean_of(texts: pd.DataFrame) -> Estimate:
-    """Return the unweighted mean over all tasks of the texts of one model, method and length."""
-    samples = [sample for _, sample in texts.groupby("texts", sort=False)]
-    means = [estimate(sample.value.tolist(), int(sample.trials.sum())) for sample in samples]
-    if len(means) == 1:
-        return means[0]
-    return average(means, [int(sample.tasks.iloc[0]) for sample in samples])
-
-
-def estimates(
-    rows: pd.DataFrame, task: str, metric: str = "score"
-) -> dict[Row, dict[int, Estimate]]:
-    """Return value and interval by model and method, in the order of rows, and by length."""
-    chosen = rows[(rows.task == task) & (rows.metric == metric)].dropna(subset="value")
-    return {
-        row: {
-            cell.length: Estimate(cell.value, cell.low, cell.high)
-            for cell in cells.sort_values("length").itertuples()
-        }
-        for row, cells in chosen.groupby(["model", "method"], sort=False)
-    }
-
-
-def lengths_of(rows: pd.DataFrame) -> dict[int, float]:
-    """Return length to factor, ascending."""
-    return dict(sorted(zip(rows.length.tolist(), rows.factor.tolist(), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -205,22 +180,20 @@ class Report:
     ``training_length``: C, the unit of lengths. ``rows``: under :data:`COLUMNS`, models and methods
     in the order of tables. ``trials``: under :data:`TRIAL_COLUMNS`. ``methods``, ``tasks``: titles
     by key, in the order of tables, for instance ``{"none": "as is", "yarn": "YaRN"}``.
-    ``longest_context``: the longest context that any of the models was trained with; None: C.
-    ``unigram_loss``: loss on held-out text of a model that knows only how frequent tokens are.
+    ``trained``: the longest context that any of the models was trained with. ``unigram_loss``: loss
+    on held-out text of a model that knows only how frequent tokens are.
     ``notes``: a sentence each, for what was not run and why, and for values that were fitted.
     ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
-    ``task`` describes the needle statements where they were measured: ``needles`` (statements per
-    sequence, one of which is asked for), ``chance`` (success rate of a guess among all values),
-    ``chance_listed`` (of naming any of the sequence's own values), ``training_share`` (which share
-    of the training sequences carried such statements). ``drop``: the change of the run that drops
-    its encoding, as in ``RunSummary.changes``. ``made``: date, command, program and inputs, as text
-    by term.
+    ``training_share``: share of the training sequences with needle statements, if it is known.
+    ``drop``: the change of the run that drops its encoding, as in ``RunSummary.changes``. ``made``:
+    date, command, program and inputs, as text by term.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
 
     name: str
     training_length: int
+    trained: int
     config: dict[str, Any]
     environment: dict[str, Any]
     rows: pd.DataFrame = field(default_factory=lambda: pd.DataFrame(columns=[*COLUMNS]))
@@ -228,24 +201,33 @@ class Report:
     methods: dict[str, str] = field(default_factory=dict)
     tasks: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    longest_context: int | None = None
     unigram_loss: float | None = None
     runs: tuple[RunSummary, ...] = ()
     drop: dict[str, Any] | None = None
     observations: tuple[Observation, ...] = ()
-    task: dict[str, Any] = field(default_factory=dict)
+    training_share: float | None = None
     made: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def trained(self) -> int:
-        """The longest context that any of the models was trained with."""
-        return self.longest_context or self.training_length
 
     @property
     def scored(self) -> list[str]:
         """Keys of the tasks with scores, the mean over all of them first."""
         measured = {*self.rows.task[self.rows.metric == "score"]}
         return [key for key in dict.fromkeys((MEAN, *self.tasks)) if key in measured]
+
+    @property
+    def chances(self) -> dict[str, float]:
+        """Success rates of guesses in needle statements, if these were measured: of any value, and
+        of one in the sequence."""
+        if STATEMENTS not in self.tasks:
+            return {}
+        listed = self.config["evaluation"]["needles"]["needles"]
+        return {"chance": 1 / (len(WORDS) - len(NAMES)), "any listed value": 1 / listed}
+
+    def curve(self, row: Row, task: str) -> pd.DataFrame:
+        """Return the rows of a model and method in a task, by length."""
+        is_wanted = (self.rows.model == row[0]) & (self.rows.method == row[1])
+        rows = self.rows[is_wanted & (self.rows.task == task)]
+        return rows.dropna(subset="value").sort_values("length")
 
     def row_name(self, row: Row) -> str:
         """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""

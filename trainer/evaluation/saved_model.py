@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
@@ -48,7 +47,6 @@ class SavedModel:
     name: str
     reference: str
     path: Path
-    tokenizer: Tokenizer
     tokens: SpecialTokens
     config: ModelConfig
     layout: Layout
@@ -146,7 +144,7 @@ def fitting_together(models: Sequence[SavedModel]) -> list[SavedModel]:
     """
     first = models[0]
     for model in models:
-        if not same_tokens(model.tokenizer, first.tokenizer):
+        if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
             raise UserError(f"compare: {model.reference!r} has another tokenizer than the first.")
         if model.training_length != first.training_length:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Finished results on disk, each in a file named by a hash of everything that it depends on.
+"""Finished results on disk, under a hash of everything that they depend on.
 
 An interrupted evaluation resumes from them, and several processes share them. A key that omits an
 input would return the wrong result.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from trainer.common.files import write_atomically
 
 POLL = 0.2
 """Seconds between checks for results of other processes."""
@@ -43,29 +43,42 @@ def _as_json(value: Any) -> Any:
 
 
 class Store:
-    """Directory of results, one JSON file each."""
+    """Directory of results: under each key, JSON values from any number of processes.
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    ``rank``: this process among ``ranks`` that share the work; it appends to files of its own.
+    """
+
+    def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
+        self.directory, self.rank, self.ranks = directory, rank, ranks
 
     def path(self, kind: str, key: dict[str, Any]) -> Path:
-        """Return the path of a result's file."""
-        return self.directory / f"{kind}-{fingerprint(key)}.json"
+        """Return the directory of a key."""
+        return self.directory / f"{kind}-{fingerprint(key)}"
 
-    def has(self, kind: str, key: dict[str, Any]) -> bool:
-        """Return whether the result is stored."""
-        return self.path(kind, key).is_file()
+    def add(self, kind: str, key: dict[str, Any], value: Any) -> None:
+        """Add a JSON value to those of a key."""
+        path = self.path(kind, key) / f"{self.rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            # The first newline ends a line that an interruption has cut short.
+            file.write(f"\n{json.dumps({'key': key, 'value': value})}\n")
 
-    def put(self, kind: str, key: dict[str, Any], value: Any) -> None:
-        """Store a JSON value."""
-        text = json.dumps({"key": key, "value": value})
-        write_atomically(self.path(kind, key), text + "\n")
+    def values(self, kind: str, key: dict[str, Any]) -> list[Any]:
+        """Return the values of a key, with lists for tuples."""
+        values = []
+        for path in sorted(self.path(kind, key).glob("*.jsonl")):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):  # empty, cut short, or being written
+                    values.append(json.loads(line)["value"])
+        return values
 
-    def wait(self, kind: str, key: dict[str, Any]) -> Any:
-        """Return the result, with lists for tuples, as soon as it is stored.
+    def wait(
+        self, kind: str, key: dict[str, Any], is_complete: Callable[[list[Any]], bool] = bool
+    ) -> list[Any]:
+        """Return the values of a key as soon as they are complete, by default any.
 
         There is no time limit: if another process fails, their launcher ends all of them.
         """
-        while not self.has(kind, key):
+        while not is_complete(values := self.values(kind, key)):
             time.sleep(POLL)
-        return json.loads(self.path(kind, key).read_text(encoding="utf-8"))["value"]
+        return values

@@ -6,19 +6,22 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from itertools import chain
 
 import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from trainer.evaluation.answering import answers
+from trainer.evaluation.answering import answers, batches
 from trainer.evaluation.scoring import Prompt, Score, Stop
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
 Value = tuple[int, str, float]
 """Number of a trial, the key of a result, and its value."""
+Batch = Callable[[], list[Value]]
+"""Reads the trials of a batch and returns their values."""
 
 
 class Task(ABC):
@@ -31,48 +34,26 @@ class Task(ABC):
     titles: Mapping[str, str]
     metric: str = "score"
 
-    def sequences(self, length: int) -> int:
-        """Return how many sequences of ``length`` tokens are read, about."""
-        return len(self.trials(length))
-
     @abstractmethod
     def fingerprint(self, length: int) -> str:
         """Return a hash of all that is read and expected at ``length`` tokens."""
 
     @abstractmethod
     def trials(self, length: int) -> pd.DataFrame:
-        """Return a row for each trial with columns ``text``, ``depth`` and ``label``.
+        """Return a row for each trial, numbered from 0, with those of the columns ``text``,
+        ``depth`` and ``label`` that they have.
 
-        See :data:`~trainer.evaluation.results.TRIAL_COLUMNS`.
+        See :data:`~trainer.evaluation.results.TRIAL_COLUMNS`. Without ``text`` each has its own.
         """
 
     @abstractmethod
-    def read(
-        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
-    ) -> list[Value]:
-        """Return the values of trials of ``length`` tokens.
+    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
+        """Return the trials of ``length`` tokens in batches, none of which has been read yet.
 
-        ``reads``: number of last tokens of a sequence that the model reads, at most ``length``.
-        ``batch_tokens``: of a forward pass. ``part``: the batches to read, such as ``slice(0, None,
-        2)``. Batches stay whole, so that trials measured in parts have the same numbers, digit for
-        digit, as all at once.
+        Batches are the same in every process, so that trials have the same values, digit for digit,
+        whoever reads a batch and when. They leave out what is beyond the ``context`` of the model.
+        ``batch_tokens``: of a forward pass.
         """
-
-
-def trial_table(
-    count: int,
-    texts: Sequence[int] | None = None,
-    depths: Sequence[float | None] | None = None,
-    labels: Sequence[str] | None = None,
-) -> pd.DataFrame:
-    """Return what :meth:`Task.trials` returns; without ``texts`` each trial has its own."""
-    return pd.DataFrame(
-        {
-            "text": range(count) if texts is None else texts,
-            "depth": pd.Series([None] * count if depths is None else depths, dtype=float),
-            "label": pd.Series([""] * count if labels is None else labels, dtype=object),
-        }
-    )
 
 
 @dataclass
@@ -115,12 +96,11 @@ class PromptTask(Task):
             (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label)
             for p in prompts
         ]
-        groups = [(i, None) if p.group is None else (None, p.group) for i, p in enumerate(prompts)]
-        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-        texts = [numbers[group] for group in groups]
+        groups = [-1 - i if p.group is None else p.group for i, p in enumerate(prompts)]
+        texts = pd.factorize(np.array(groups, int))[0]
         depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
-        trials = trial_table(len(prompts), texts, depths, labels)
-        return fingerprint(inputs, self.never_first), trials
+        columns = {"text": texts, "depth": pd.Series(depths, dtype=float), "label": labels}
+        return fingerprint(inputs, self.never_first), pd.DataFrame(columns)
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the prompts and their answers."""
@@ -130,22 +110,28 @@ class PromptTask(Task):
         """Return the prompts' depths and labels; those of a group share a text."""
         return self._summary(length)[1]
 
-    def read(
-        self, model: LanguageModel, length: int, reads: int, batch_tokens: int, part: slice
-    ) -> list[Value]:
-        """Return the score of each answer."""
-        prompts = self._prompts(length)
-        asked = prompts if reads == length else [_cropped(prompt, reads) for prompt in prompts]
-        options = self.stop, part, self.never_first
-        texts = answers(model, self.tokenizer, asked, batch_tokens, *options)
+    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
+        """Return batches of prompts, whose values are the scores of answers."""
+        asked = prompts = self._prompts(length)
+        if model.context is not None:
+            asked = [_cropped(prompt, model.context) for prompt in prompts]
+
+        def read(indices: Sequence[int]) -> list[Value]:
+            batch = [asked[index] for index in indices]
+            texts = answers(model, self.tokenizer, batch, batch_tokens, self.stop, self.never_first)
+            return [
+                (index, self.name, float(self.score(text, prompts[index].answers)))
+                for index, text in zip(indices, texts, strict=True)
+            ]
+
         return [
-            (i, self.name, float(self.score(text, prompts[i].answers))) for i, text in texts.items()
+            partial(read, [*chain.from_iterable(groups)]) for groups in batches(asked, batch_tokens)
         ]
 
 
-def _cropped(prompt: Prompt, reads: int) -> Prompt:
+def _cropped(prompt: Prompt, context: int) -> Prompt:
     """Return the prompt's first token and as many of its last ones as leave room for the answer."""
-    room = max(1, reads - prompt.new_tokens)
+    room = max(1, context - prompt.new_tokens)
     if len(prompt.tokens) <= room:
         return prompt
     tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])

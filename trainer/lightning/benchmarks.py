@@ -51,7 +51,8 @@ def benchmark_scores(
     with evaluating(model):
         model = whole_model(model)
         for task, length in tasks:
-            read = task.read(model, length, length, tokens, share)
+            batches = task.batches(model, length, tokens)[share]
+            read = [value for batch in batches for value in batch()]
             for key in task.titles:
                 mine = [value for _, name, value in read if name == key]
                 values = [value for of_rank in all_gather(mine) for value in of_rank]

@@ -40,6 +40,9 @@ class LanguageModel(nn.Module, ABC):
     Activations then take memory for one chunk.
     """
 
+    context: int | None = None
+    """Number of last tokens of a sequence that a task lets it read; None: all."""
+
     end_tokens: frozenset[int] = frozenset()
     """Ids of the tokens with which it ends an answer; empty: their names tell."""
 
@@ -101,14 +104,14 @@ class LanguageModel(nn.Module, ABC):
         hidden_size]``."""
 
     @contextmanager
-    def using(self, layout: Layout) -> Iterator[None]:
-        """Use ``layout`` within the block, then restore the previous one."""
-        previous = self.layout
+    def using(self, layout: Layout, context: int | None = None) -> Iterator[None]:
+        """Use ``layout`` and ``context`` within the block, then restore the previous ones."""
+        previous = self.layout, self.context
         try:
-            self.layout = layout
+            self.layout, self.context = layout, context
             yield
         finally:
-            self.layout = previous
+            self.layout, self.context = previous
 
     def sequences_at_once(self, length: int, batch_tokens: int) -> int:
         """Return the number of sequences of ``length`` tokens in a forward pass.

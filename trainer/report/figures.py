@@ -13,13 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary, estimates, lengths_of
+from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary
 from trainer.plotting import Line, Panel, Plot, draw, heat_maps, log_if_wide, style_numbers
 from trainer.report.tables import factor_label, percent, perplexity
 
 CONTRASTED = (AS_IS, "crop", "yarn")
 """Methods of the first model in the figure of perplexity and retrieval."""
-_CHANCES = {"chance": "chance", "chance_listed": "any listed value"}
 _MOST_LINES = 8  # in one panel; more become a panel for each model
 _MOST_DEPTHS = 11  # more are rounded to tenths
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points
@@ -30,7 +29,7 @@ _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional 
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
     for task in report.scored:
-        if len(lengths_of(report.rows[report.rows.task == task])) > 1:
+        if report.rows.length[report.rows.task == task].nunique() > 1:
             yield _success(report, task)
     yield from _contrast(report)
     yield from training(report)
@@ -50,14 +49,14 @@ def _styles(report: Report) -> dict[str, int]:
 
 
 def _success(report: Report, task: str) -> Plot:
-    rows = [*estimates(report.rows, task)]
+    rows = [row for row in _rows(report) if len(report.curve(row, task))]
     groups = {"": rows}
     if len(rows) > _MOST_LINES:
         groups = {model: [row for row in rows if row[0] == model] for model, _ in rows}
     chances = tuple(
-        (100 * report.task[key], f"{name} ({percent(report.task[key])}%)")
-        for key, name in _CHANCES.items()
-        if task == STATEMENTS and key in report.task
+        (100 * chance, f"{name} ({percent(chance)}%)")
+        for name, chance in report.chances.items()
+        if task == STATEMENTS
     )
     panels = [
         replace(_successes(report, task, group), title=model, horizontal=chances)
@@ -73,11 +72,11 @@ def _success(report: Report, task: str) -> Plot:
 
 def _successes(report: Report, task: str, rows: Sequence[Row]) -> Panel:
     """Return the scores of rows in % with their intervals."""
-    scores, styles, lines = estimates(report.rows, task), _styles(report), []
+    styles, lines = _styles(report), []
     for row in rows:
-        name, of_row = report.row_name(row), scores.get(row, {})
-        y, low, high = ([100 * e[part] for e in of_row.values()] for part in range(3))
-        lines.append(Line(name, styles[name], list(of_row), y, low, high))
+        name, curve = report.row_name(row), report.curve(row, task)
+        y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
+        lines.append(Line(name, styles[name], curve.length.tolist(), y, low, high))
 
     def prepare(axes: Axes) -> None:
         axes.set_ylim(-4, 106)
@@ -88,16 +87,16 @@ def _successes(report: Report, task: str, rows: Sequence[Row]) -> Panel:
 
 def _contrast(report: Report) -> Iterator[Plot]:
     """Draw perplexity beside retrieval of all models as is, and the first with some methods."""
-    losses = estimates(report.rows, PERPLEXITY, "loss")
-    if not (losses and report.scored):
+    losses = report.rows[report.rows.task == PERPLEXITY].dropna(subset="value")
+    if losses.empty or not report.scored:
         return
-    task, first, styles = report.scored[0], next(iter(losses))[0], _styles(report)
+    task, first, styles = report.scored[0], losses.model.iloc[0], _styles(report)
     rows = [r for r in _rows(report) if r[1] in (CONTRASTED if r[0] == first else (AS_IS,))]
     lines = []
     for row in rows:
-        known = {n: perplexity(loss.mean) for n, loss in losses.get(row, {}).items()}
-        name = report.row_name(row)
-        lines.append(Line(name, styles[name], list(known), list(known.values())))
+        name, curve = report.row_name(row), report.curve(row, PERPLEXITY)
+        y = curve.value.map(perplexity).tolist()
+        lines.append(Line(name, styles[name], curve.length.tolist(), y))
     panels = [
         Panel("", lines, y="perplexity", prepare=_perplexities),
         _successes(report, task, rows),
@@ -126,13 +125,14 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
     if trials.depth.nunique() > _MOST_DEPTHS:
         trials = trials.assign(depth=trials.depth.round(1))
     means = 100 * trials.pivot_table("value", ["model", "method", "depth"], "length")
-    depths, lengths = sorted(trials.depth.unique()), lengths_of(trials)
+    depths = sorted(trials.depth.unique())
+    lengths = trials.drop_duplicates("length").sort_values("length")
     yield Plot(
         f"depth_{_file_name(task)}",
         heat_maps(
             {
                 textwrap.fill(report.row_name(row), 24): means.loc[row]
-                .reindex(depths, columns=[*lengths])
+                .reindex(depths, columns=lengths.length)
                 .to_numpy()
                 for row in _rows(report)
                 if row in means.index.droplevel("depth")
@@ -144,7 +144,7 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
             y="depth (% of the text)",
             columns=4,
             names=(
-                list(map(factor_label, lengths.values())),
+                list(map(factor_label, lengths.factor)),
                 [f"{100 * depth:.0f}" for depth in depths],
             ),
         ),

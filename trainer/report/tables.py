@@ -20,7 +20,6 @@ from trainer.evaluation.results import (
     Row,
     averaged,
     by_text,
-    lengths_of,
     read_csv,
 )
 from trainer.evaluation.statistics import ROUNDING, sign_mark
@@ -173,7 +172,7 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
     A row is compared with the same model as is or, for a model as is, with the first model as is.
     """
     tasks = averaged(report.trials) if task == MEAN else [task]
-    scores = by_text(report.trials, tasks).pivot(
+    scores = by_text(report.trials[report.trials.task.isin(tasks)]).pivot(
         index=["length", "texts", "text"], columns=["model", "method"], values="value"
     )
     first = next(iter(report.rows.model), "")
@@ -216,7 +215,7 @@ def _table(
     ``cell``: shows a row. ``methods``: titles by key. ``trained``: the length to mark. The rows of
     a model after its first are named by their method alone.
     """
-    lengths = lengths_of(rows)
+    lengths = dict(sorted(zip(rows.length.tolist(), rows.factor.tolist(), strict=True)))
     columns = tuple(
         (f"{length} tokens", factor_label(factor) + " (trained)" * (length == trained))
         for length, factor in lengths.items()

@@ -1,4 +1,4 @@
-"""Names of runs in reports, and descriptions of task, environment and origin of a page."""
+"""Names of runs in reports, and descriptions of environment and origin of a page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import yaml
 import trainer
 from trainer.common.processes import cores
 from trainer.config import SAME, ChangeConfig, RunConfig
-from trainer.data.needles import NAMES, WORDS
 from trainer.runs.directory import RECORD, saved_config
 from trainer.runs.phases import phases_of
 
@@ -107,20 +106,6 @@ def _partial_drops(config: RunConfig) -> list[ChangeConfig]:
         if kind != "nope" or change.of_what or change.windows:
             partial.append(change)
     return partial
-
-
-def describe_task(training_share: float, needles: int) -> dict[str, Any]:
-    """Describe the retrieval trials for the report.
-
-    ``training_share``: share of the training sequences with such statements. ``needles``: number of
-    statements per trial.
-    """
-    return {
-        "needles": needles,
-        "chance": 1 / (len(WORDS) - len(NAMES)),
-        "chance_listed": 1 / needles,
-        "training_share": training_share,
-    }
 
 
 def without_home(value: Any) -> Any:

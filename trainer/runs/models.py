@@ -72,16 +72,16 @@ def find_model(reference: str) -> SavedModel:
         }
         if step:
             length = phase_before(phases_of(run), step).config.data.sequence_length
-    tokenizer = weights.require_tokenizer()
     model = SavedModel(
         reference=reference,
         path=path,
-        tokenizer=tokenizer,
         config=weights.config,
         layout=weights.layout,
         longest_context=weights.layout.longest,
         weights=weights.decoder,
-        tokens=special_tokens(tokenizer, weights.token_files, weights.end_of_text),
+        tokens=special_tokens(
+            weights.require_tokenizer(), weights.token_files, weights.end_of_text
+        ),
         **details,
     )
     return model.with_training_length(length)
@@ -162,7 +162,6 @@ def _computed_by_transformers(reference: str) -> SavedModel:
         name=f"{path.resolve().name}-hf",
         reference=reference,
         path=path,
-        tokenizer=tokenizer,
         config=model.config,
         layout=model.layout,
         longest_context=model.layout.longest,

@@ -123,7 +123,7 @@ def target_of(
     ids = ids.to(device)
     within = min(ids.shape[1], model.layout.training_length)
     prompt, question = (
-        needle_prompt(saved.tokenizer, ids, length, config.needle.depth)
+        needle_prompt(saved.tokens.tokenizer, ids, length, config.needle.depth)
         for length in (within, ids.shape[1])
     )
     if config.needle.kind == "copy":
@@ -153,7 +153,7 @@ def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel
     its drop."""
     if request.compare is not None:
         other = find_model(request.compare)
-        words = [c.tokenizer.get_vocab(with_added_tokens=False) for c in (saved, other)]
+        words = [c.tokens.tokenizer.get_vocab(with_added_tokens=False) for c in (saved, other)]
         if words[0] != words[1]:
             raise UserError(f"compare: expected a model of the same tokenizer, got {other.name!r}")
         return other
@@ -204,7 +204,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
         text, usual = running_text(corpus, corpus.test), max(2 * C, min(FURTHEST * C, USUAL))
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
-        ids = saved.tokenizer.encode(written, add_special_tokens=False).ids
+        ids = saved.tokens.tokenizer.encode(written, add_special_tokens=False).ids
         text, usual = HeldOutText(((1.0, np.array(ids, np.int64)),)), len(ids) + 1
     length = config.length or min(usual, text.longest + 1)
     fitting = sum(len(ids) // max(1, length - 1) for _, ids in text.parts)

@@ -19,7 +19,6 @@ from trainer.common.ranks import (
     device_type,
 )
 from trainer.config import (
-    STATEMENTS,
     DataConfig,
     EvaluationConfig,
     EvaluationRequest,
@@ -27,7 +26,7 @@ from trainer.config import (
 )
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens
-from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells
+from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
@@ -38,12 +37,7 @@ from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
-from trainer.runs.descriptions import (
-    describe_task,
-    environment,
-    reference_first,
-    without_home,
-)
+from trainer.runs.descriptions import environment, reference_first, without_home
 from trainer.runs.models import find_model, origin
 
 log = logging.getLogger(__name__)
@@ -83,10 +77,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     report = measure_models(title, models, evaluation, text, output / "cells", ranks=ranks)
     if report is None:
         return None
-    report = replace(with_observations(report, models), made=origin(models))
-    write_renderings(report, output)
-    report.write(output)
-    return report, output
+    return publish(report, models, output), output
 
 
 def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
@@ -103,7 +94,7 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
     if text is None and run is not None and not run.model.is_trained:
         texts = model.state.get("texts")
         corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
-        if not same_tokens(corpus.tokenizer, model.tokenizer):
+        if not same_tokens(corpus.tokenizer, model.tokens.tokenizer):
             raise UserError("text: the run's text has changed, and its tokenizer with it")
         return corpus
     return prepare_corpus(source, TokenizerConfig(), model.tokens)
@@ -143,57 +134,59 @@ def measure_models(
     lengths = config.tokens or [round(C * factor) for factor in config.lengths]
     factors = config.lengths if config.tokens is None else [n / C for n in config.tokens]
     config = replace(config, training_length=C, lengths=factors, tokens=None, dtype=dtype)
-    corpus, needles = text.corpus, config.needles
+    corpus = text.corpus
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
     used = [method for applied in methods.values() for method in applied]
     longest = max((round(factor * C) for method in used for factor in method.fits), default=0)
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
-    for note in () if ranks.rank else task_notes:
+    for note in task_notes:
         log.warning("%s", note)
-    settings = Settings(config.batch_tokens, device, dtype, ranks.rank, ranks.world_size)
+    settings = Settings(config.batch_tokens, device, dtype)
     # Refuse lengths that do not fit a task or the text before anything is fitted.
     for task in tasks:
         for length in lengths:
             task.trials(length)
     if longest:
         fit.windows(longest)
-    store = Store(directory)
+    store = Store(directory, ranks.rank, ranks.world_size)
     layouts, fit_notes = make_layouts(models, methods, lengths, fit, store, settings)
     cells = plan_cells(models, methods, tasks, layouts, settings)
-    trials = measure_cells(cells, store, settings)
+    measure_cells(cells, store, settings)
     if ranks.rank:
         return None
+    trials = trials_of(cells, store)
     titles = {method.key: method.title for method in used}
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
     if mean_of := averaged(trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
-    longest = max(model.longest_context for model in models)
     reach = {model.name: model.layout.longest for model in models}
-    rows = rows_of(trials, name, needles.seed)
+    rows = rows_of(trials, name, config.needles.seed)
     vocabulary = 1 + max(corpus.tokenizer.get_vocab().values())
     return Report(
         name=name,
         training_length=C,
+        trained=max(model.longest_context for model in models),
         rows=rows.assign(reach=rows["model"].map(reach)),
         trials=trials[[*TRIAL_COLUMNS]],
-        longest_context=None if longest == C else longest,
         unigram_loss=unigram_loss(corpus.test, corpus.validation, vocabulary),
         methods={key: titles[key] for key in config.methods if key in titles},
         tasks=task_titles,
         notes=(*notes, *task_notes, *fit_notes),
         config={"evaluation": without_home(asdict(config))},
         environment={**environment(corpus), "precision": multiplied_in(dtype, device)},
-        task=describe_task(text.training_share or 0.0, needles.needles)
-        if STATEMENTS in task_titles
-        else {},
+        training_share=text.training_share,
     )
 
 
-def with_observations(report: Report, models: Sequence[SavedModel]) -> Report:
-    """Return the report with the papers' observations judged."""
+def publish(report: Report, models: Sequence[SavedModel], directory: Path) -> Report:
+    """Judge the papers' claims, write page and results, and return the report."""
     known = [model for model in models if model.role]
     by_role = {str(model.role): model.name for model in reversed(known)}
     texts = [model.run and model.run.data for model in known]
     one_text = all(text == texts[0] for text in texts)
-    return replace(report, observations=observe(Evidence(report, by_role, one_text)))
+    observations = observe(Evidence(report, by_role, one_text))
+    report = replace(report, observations=observations, made=origin(models))
+    write_renderings(report, directory)
+    report.write(directory)
+    return report

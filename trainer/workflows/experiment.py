@@ -22,7 +22,6 @@ from trainer.evaluation.results import (
     FACTS,
     Report,
     RunSummary,
-    estimates,
     troubles,
 )
 from trainer.evaluation.saved_model import SavedModel, fitting_together
@@ -30,7 +29,6 @@ from trainer.evaluation.tasks import check_names
 from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
 from trainer.lightning.setup import check_device, set_environment, set_threads
-from trainer.report.pages import write_renderings
 from trainer.runs.descriptions import encodings, environment, reference_first, without_home
 from trainer.runs.directory import (
     check_run_directory,
@@ -40,13 +38,13 @@ from trainer.runs.directory import (
     plain,
     read_metrics,
 )
-from trainer.runs.models import find_model, origin
+from trainer.runs.models import find_model
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import phases_of, tokens_at
 from trainer.workflows.evaluate import (
     held_out_of,
     measure_models,
-    with_observations,
+    publish,
 )
 from trainer.workflows.text import check_vocabularies, open_corpus
 
@@ -94,8 +92,6 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     report = make_report(config, checkpoints, corpus, ranks, beside)
     if report is None:
         return None
-    write_renderings(report, directory)
-    report.write(directory)
     log_results(config, _by_length(report))
     return report, False
 
@@ -157,7 +153,7 @@ def make_report(
     ranks: Ranks,
     beside: Sequence[str] = (),
 ) -> Report | None:
-    """Evaluate all runs as saved, and make the report; return None on other ranks than the first.
+    """Evaluate all runs as saved, and write the report; return None on other ranks than the first.
 
     Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
     evaluation resumes.
@@ -180,14 +176,14 @@ def make_report(
             ranks,
         )
     else:
-        report = Report(config.name, config.training_length, {}, environment(corpus))
+        C = config.training_length
+        report = Report(config.name, C, C, {}, environment(corpus))
     if report is None or ranks.rank:
         return None
-    losses = estimates(report.rows, PERPLEXITY, "loss")
     runs = []
     for model in models[: len(checkpoints)]:
-        loss = losses.get((model.name, AS_IS), {}).get(report.training_length)
-        runs.append(summary_of(model, None if loss is None else loss.mean))
+        losses = report.curve((model.name, AS_IS), PERPLEXITY).set_index("length").value
+        runs.append(summary_of(model, losses.get(report.training_length)))
     for trouble in troubles(runs):
         log.warning("%s", trouble)
     effects = models[0].state["effects"]
@@ -195,11 +191,10 @@ def make_report(
     report = replace(
         report,
         config=without_home(plain(config)),
-        made=origin(ordered),
         runs=tuple(runs),
         drop=effects[dropped[0]] if dropped else None,
     )
-    return with_observations(report, ordered)
+    return publish(report, ordered, Path(config.run_dir))
 
 
 def summary_of(model: SavedModel, final_loss: float | None) -> RunSummary:
@@ -227,10 +222,10 @@ def summary_of(model: SavedModel, final_loss: float | None) -> RunSummary:
 
 def _by_length(report: Report) -> dict[int, dict[str, float]]:
     """Return retrieval and loss by length in tokens, under the names of dashboards."""
+    names = {STATEMENTS: "retrieval", PERPLEXITY: "loss"}
     values: dict[int, dict[str, float]] = {}
-    for name, task, metric in (("retrieval", STATEMENTS, "score"), ("loss", PERPLEXITY, "loss")):
-        for row, by_length in estimates(report.rows, task, metric).items():
-            for length, value in by_length.items():
-                key = f"evaluation/{name}/{report.row_name(row)}"
-                values.setdefault(length, {})[key] = value.mean
-    return dict(sorted(values.items()))
+    rows = report.rows[report.rows.task.isin(names)].dropna(subset="value")
+    for row in rows.sort_values("length", kind="stable").itertuples():
+        key = f"evaluation/{names[row.task]}/{report.row_name((row.model, row.method))}"
+        values.setdefault(row.length, {})[key] = row.value
+    return values

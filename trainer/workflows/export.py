@@ -58,7 +58,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         card += f"Training began with {Path(began_with).name}.\n"
     return export_model(
         model,
-        saved.tokenizer,
+        saved.tokens.tokenizer,
         state["end_of_text"],
         Path(request.to),
         card=card,

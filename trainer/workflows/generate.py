@@ -29,7 +29,7 @@ def continue_prompts(request: GenerationRequest, show: Callable[[str], None]) ->
     saved = find_model(request.checkpoint)
     device = device_type()
     model = saved.for_inference(device, request.dtype or best_precision(device))
-    tokenizer = saved.tokenizer
+    tokenizer = saved.tokens.tokenizer
     bos = [] if saved.tokens.first is None else [saved.tokens.first]
     prompts = [
         [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
