@@ -169,7 +169,7 @@ def quick(monkeypatch, place):
     monkeypatch.setattr(analyze, "write_analysis", lambda output, *_, **__: output)
     monkeypatch.setattr(evaluate, "write_renderings", lambda report, output: None)
     for name, kind in KINDS.items():
-        monkeypatch.setitem(KINDS, name, kind._replace(new_tokens=4))
+        monkeypatch.setitem(KINDS, name, {**kind, "new_tokens": 4})
     monkeypatch.chdir(place)
 
 

@@ -132,7 +132,7 @@ PUBLISHED = {
 
 def test_wording_and_limits_are_those_published():
     assert {
-        name: (sha256(kind.template.encode()).hexdigest()[:16], kind.new_tokens)
+        name: (sha256(kind["template"].encode()).hexdigest()[:16], kind["new_tokens"])
         for name, kind in KINDS.items()
     } == PUBLISHED
 
@@ -146,16 +146,22 @@ def test_metrics_and_line_ends_are_those_of_the_benchmark():
         **{"trec": "classification", "passage_count": "count", "passage_retrieval_en": "retrieval"},
         **dict.fromkeys(("lcc", "repobench-p"), "code_similarity"),
     }
-    assert {name: kind.metric for name, kind in KINDS.items()} == metrics
-    first_line = {name for name, kind in KINDS.items() if kind.first_line}
+    assert {name: kind["metric"] for name, kind in KINDS.items()} == metrics
+    first_line = {name for name, kind in KINDS.items() if "first_line" in kind}
     assert first_line == {"trec", "triviaqa", "samsum"}
-    assert [name for name, kind in KINDS.items() if kind.one_line] == ["samsum"]
+    assert [name for name, kind in KINDS.items() if "one_line" in kind] == ["samsum"]
 
 
-def task_of(name):
-    classes = ["Date", "Price"] if name == "trec" else None
-    row = {"input": "Who?", "context": "A text.", "answers": ["Date"], "all_classes": classes}
-    return longbench_task(name, [row], train_tokenizer([], 257, []), None, 2048)
+BYTES = train_tokenizer([], 257, [])
+"""A tokenizer of bytes, so that tokens can be counted by hand."""
+ROW = {
+    "input": "Who?", "context": "Alice sat there.", "answers": ["Alice"], "length": 3,
+    "dataset": "", "language": "en", "all_classes": ["Date", "Price"], "_id": "0f",
+}  # fmt: skip
+
+
+def task_of(name, bos=None, **changes):
+    return longbench_task(name, [ROW | changes], BYTES, bos, 2048)
 
 
 @pytest.mark.parametrize(
@@ -194,50 +200,15 @@ def test_an_answer_stops_where_more_would_not_be_scored(name, text, stops):
         assert task.score(text, ["Date"]) == task.score(more, ["Date"])
 
 
-@pytest.fixture(scope="module")
-def byte_tokenizer():
-    """A tokenizer of bytes, so that tokens can be counted by hand."""
-    return train_tokenizer([], 257, [])
-
-
-@pytest.fixture
-def write_rows(tmp_path):
-    """A function that writes ``TASK.jsonl``; each row changes some keys of a complete one."""
-
-    def write(task, *rows):
-        complete = {
-            "input": "Who?", "context": "Alice sat there.", "answers": ["Alice"], "length": 3,
-            "dataset": task, "language": "en", "all_classes": None, "_id": "0f",
-        }  # fmt: skip
-        lines = [json.dumps(complete | row, ensure_ascii=False) for row in rows]
-        file = tmp_path / f"{task}.jsonl"
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return file
-
-    return write
-
-
-@pytest.fixture
-def make_tasks(tmp_path, byte_tokenizer):
-    """A function that makes tasks of the files written before."""
-
-    def make(*names, bos=None):
-        settings = LongBenchSettings(str(tmp_path), list(names))
-        return longbench_tasks(settings, byte_tokenizer, bos, 2048)[0]
-
-    return make
-
-
-def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
-    write_rows("hotpotqa", {"context": "Passage 1: {x} é"})
-    (task,) = make_tasks("hotpotqa", bos=5)
+def test_a_short_text_is_asked_whole():
+    task = task_of("hotpotqa", bos=5, context="Passage 1: {x} é")
     (prompt,) = task.prompts(4096)
     instruction = (
         "Answer the question based on the given passages. "
         "Only give me the answer and do not output any other words."
     )
     assert prompt.tokens[0] == 5
-    assert byte_tokenizer.decode(prompt.tokens[1:]) == (
+    assert BYTES.decode(prompt.tokens[1:]) == (
         f"{instruction}\n\nThe following are given passages.\nPassage 1: {{x}} é\n\n"
         f"{instruction}\n\nQuestion: Who?\nAnswer:"
     )
@@ -247,11 +218,10 @@ def test_a_short_text_is_asked_whole(write_rows, make_tasks, byte_tokenizer):
 
 @pytest.mark.parametrize("bos", [None, 5])
 @pytest.mark.parametrize("length", [300, 301])
-def test_a_long_text_loses_its_middle(write_rows, make_tasks, byte_tokenizer, bos, length):
-    write_rows("lcc", {"context": "abc" * 500})
-    (task,) = make_tasks("lcc", bos=bos)
+def test_a_long_text_loses_its_middle(bos, length):
+    task = task_of("lcc", bos, context="abc" * 500)
     (prompt,) = task.prompts(length)
-    whole = byte_tokenizer.encode(
+    whole = BYTES.encode(
         f"Please complete the code given below. \n{'abc' * 500}Next line of code:\n"
     ).ids
     whole = whole if bos is None else [bos, *whole]
@@ -261,44 +231,32 @@ def test_a_long_text_loses_its_middle(write_rows, make_tasks, byte_tokenizer, bo
     assert task.prompts(length) == [prompt]
 
 
-def test_a_length_without_room_for_a_question_is_refused(write_rows, make_tasks, byte_tokenizer):
-    write_rows("gov_report", {})
-    (task,) = make_tasks("gov_report")
+def test_a_length_without_room_for_a_question_is_refused():
+    task = task_of("gov_report")
     with pytest.raises(UserError, match=r"evaluation.lengths: expected at least 514 .*, got 513"):
         task.prompts(513)
     (prompt,) = task.prompts(514)
-    assert byte_tokenizer.decode(prompt.tokens) == "Y:"
+    assert BYTES.decode(prompt.tokens) == "Y:"
 
 
-def test_only_samsum_may_not_begin_with_a_line_break_or_the_end(
-    write_rows, make_tasks, byte_tokenizer
-):
+def test_only_samsum_may_not_begin_with_a_line_break_or_the_end():
     """As in the benchmark's pred.py, which has at least one token before either."""
     names = "samsum", "trec", "triviaqa", "qasper"
-    for name in names:
-        write_rows(name, {"all_classes": ["a"]})
-    first, *others = (task.never_first for task in make_tasks(*names))
-    assert byte_tokenizer.decode(first, skip_special_tokens=False) == f"\n{END_OF_TEXT}"
+    first, *others = (task_of(name).never_first for name in names)
+    assert BYTES.decode(first, skip_special_tokens=False) == f"\n{END_OF_TEXT}"
     assert others == [(), (), ()]
 
 
 def test_questions_are_labelled_by_their_length_in_contexts():
-    names = [label(n) for n in (0.1, 1.99, 2, 7.9, 8, 16, 99)]
-    assert [name.split("×")[0] for name in names] == [
-        "0–2",
-        "0–2",
-        "2–4",
-        "4–8",
-        "8–16",
-        "16",
-        "16",
-    ]
+    names = [label(n).split("×")[0] for n in (0.1, 1.99, 2, 7.9, 8, 16, 99)]
+    assert names == ["0–2", "0–2", "2–4", "4–8", "8–16", "16", "16"]
 
 
-def test_tasks_without_a_file_are_named_in_notes(write_rows, byte_tokenizer, tmp_path):
-    write_rows("qasper", {})
+def test_tasks_without_a_file_are_named_in_notes(tmp_path):
+    line = json.dumps(ROW | {"context": "é\u2028"}, ensure_ascii=False) + "\n"
+    (tmp_path / "qasper.jsonl").write_text(line, encoding="utf-8")
     settings = LongBenchSettings(str(tmp_path))
-    tasks, notes = longbench_tasks(settings, byte_tokenizer, None, 2048)
+    tasks, notes = longbench_tasks(settings, BYTES, None, 2048)
     assert [task.name for task in tasks] == ["longbench_qasper"]
     assert len(notes) == 13
     assert notes[0] == (

@@ -85,11 +85,11 @@ def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
 
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
     path = write(tmp_path / "t.jsonl.gz", [2, 0])
-    questions = read_questions(path)
+    questions = read_questions(path, KnownEncoder())
     with gzip.open(path, "rt") as file:
         lines = file.readlines()
     half = len(lines) // 2
     with gzip.open(path, "wt") as file:
         file.writelines([*lines[half - 1 :: -1], *lines[half:]])
-    read = {question.choices: question for question in read_questions(path)}
+    read = {question.choices: question for question in read_questions(path, KnownEncoder())}
     assert [read[question.choices] for question in questions] == questions

@@ -20,8 +20,8 @@ from trainer.evaluation.ruler import (
     LEAST_FREQUENT,
     NOISE,
     TASKS,
-    Essay,
     common_words,
+    essay,
     frequent_words,
     ruler_tasks,
     vocabulary,
@@ -116,17 +116,12 @@ def test_tasks_without_their_files_are_noted(tokenizer):
 
 
 def test_words_are_counted_across_documents_and_begin_again():
-    def text(count, *insertions):
-        return Essay(["One two. Three four? Five", "Six (seven.) Eight nine!"]).with_insertions(
-            count, insertions
-        )
-
-    assert text(12) == "One two. Three four? Five Six (seven.) Eight nine! One two. Three"
-    # The depth is the share of five sentences before.
-    assert text(7, (0.0, "X."), (0.3, "Y."), (1.0, "Z.")) == (
-        "X. One two. Y. Three four? Five Six (seven.) Z."
-    )
-    assert text(9, (0.55, "X.")) == "One two. Three four? X. Five Six (seven.) Eight nine!"
+    documents = ["One two. Three four? Five", "Six (seven.) Eight nine!", ""]
+    sentences = ["One two.", "Three four?", "Five", "Six (seven.)", "Eight nine!"]
+    assert essay(documents, 9) == sentences
+    assert essay(documents, 10) == [*sentences, "One"]
+    assert essay(documents, 7) == sentences[:4]
+    assert essay(documents, 8) == [*sentences[:4], "Eight"]
 
 
 def test_the_example_is_about_500_tokens(task, tokenizer):

@@ -16,10 +16,14 @@ from trainer.config import RulerSettings
 from trainer.evaluation.ruler import (
     DEPTHS,
     READERS,
+    SEARCHES,
     TASKS,
-    answerable,
-    generated_kinds,
+    common_words,
+    document_questions,
+    frequent_words,
     ruler_tasks,
+    search,
+    variable_tracking,
     vocabulary,
 )
 
@@ -199,26 +203,32 @@ def words_and_marks():
     return tokenizer
 
 
+def question_of(prompt):
+    """The function that asks it."""
+    task = prompt["task"]
+    if task in SEARCHES:
+        return partial(search, documents=[FILE["essay"]], **SEARCHES[task])
+    if task in READERS:
+        return document_questions(ITEMS[task])
+    if task == "vt":
+        return partial(variable_tracking, example_lines=len(example_of(prompt)) - 5)
+    return {"cwe": common_words, "fwe": frequent_words}[task]
+
+
 @pytest.mark.parametrize("name", PROMPTS)
 @pytest.mark.usefixtures("tasks")
 def test_text_answers_and_room_are_those_of_the_program(name):
     prompt = PROMPTS[name]
-    if (task := prompt["task"]) in READERS:
-        kind = answerable(ITEMS[task])
-    else:
-        kind = generated_kinds(words_and_marks(), [FILE["essay"]])[task]
     rng = Drawn().give(**draws_of(prompt))
-    question = kind.question
-    if task == "vt":
-        question = partial(question, example_lines=len(example_of(prompt)) - 5)
-    text, answers = question(rng, prompt["trial"], prompt["units"], prompt["length"])
+    text, answers = question_of(prompt)(rng, *(prompt[x] for x in ("trial", "units", "length")))
+    new_tokens, _ = TASKS[prompt["task"]]
     assert text == tidy(prompt)
     assert text.endswith(prompt["prefix"])
     assert rng.used_up()
     assert list(answers) == prompt["outputs"]
-    assert kind.new_tokens == prompt["new_tokens"]
+    assert new_tokens == prompt["new_tokens"]
     tokens = words_and_marks().encode(text).tokens
-    assert len(tokens) + kind.new_tokens == prompt["tokens"]
+    assert len(tokens) + new_tokens == prompt["tokens"]
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -45,7 +45,7 @@ class HeldOut:
     def haystack(self) -> Haystack:
         """The documents as a haystack; its tokens are computed once for all tasks."""
         bos = () if self.bos_token is None else (self.bos_token,)
-        return Haystack(self.corpus.tokenizer, self.documents, bos, (self.corpus.end_of_text,))
+        return Haystack(self.corpus.tokenizer, self.documents, bos, self.corpus.end_of_text)
 
     @property
     def encoder(self) -> Encoder:

@@ -19,18 +19,17 @@ import json
 import re
 import string
 import zipfile
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
-from functools import cache, partial
+from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import yaml
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.config import LongBenchSettings
@@ -143,32 +142,15 @@ def retrieval(prediction: str, answer: str) -> float:
     return count(prediction, number[1]) if number else 0.0
 
 
-class LongBenchKind(NamedTuple):
-    """One kind of task, as ``longbench.yaml`` describes it.
-
-    ``template``: prompt with placeholders ``context`` and ``input``. ``new_tokens``: maximum length
-    of an answer. ``metric``: name of the function that compares a prediction with one answer.
-    ``first_line``: only the first non-empty line counts. ``one_line``: an answer cannot begin with
-    a line break or the end of the text.
-    """
-
-    template: str
-    new_tokens: int
-    metric: str
-    first_line: bool = False
-    one_line: bool = False
-
-
-KINDS = {
-    name: LongBenchKind(**kind)
-    for name, kind in yaml.safe_load(
-        resources.files(__package__).joinpath("longbench.yaml").read_text("utf-8")
-    ).items()
-}
 METRICS: dict[str, Callable[..., float]] = {
     each.__name__: each
     for each in (qa_f1, rouge_l, classification, code_similarity, count, retrieval)
 }
+
+KINDS: dict[str, dict[str, Any]] = yaml.safe_load(
+    resources.files(__package__).joinpath("longbench.yaml").read_text("utf-8")
+)
+"""The keys of ``longbench.yaml`` by task."""
 
 Row = Mapping[str, Any]
 """A question as the benchmark distributes it, with keys ``input``, ``context``, ``answers`` and, in
@@ -185,18 +167,18 @@ def longbench_task(
     tokens, for the labels.
     """
     kind, before = KINDS[name], () if bos is None else (bos,)
-    metric, never_first = METRICS[kind.metric], tuple[int, ...]()
+    metric, first_line = METRICS[kind["metric"]], kind.get("first_line", False)
+    new_tokens: int = kind["new_tokens"]
     if metric is classification:
         metric = partial(classification, classes=rows[0]["all_classes"])
-    if kind.one_line:
+    never_first = tuple[int, ...]()
+    if kind.get("one_line", False):
         line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
         never_first = (*line_break, *sorted(special_tokens(tokenizer).stops))
-
-    @cache
-    def encoded() -> list[NDArray[np.int32]]:
-        texts = [kind.template.format(**row) for row in rows]
-        encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array([*before, *encoding.ids], dtype=np.int32) for encoding in encodings]
+    texts = [kind["template"].format(**row) for row in rows]
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    # Four bytes for a token: the texts of all tasks are kept in memory together.
+    encoded = [array("i", [*before, *encoding.ids]) for encoding in encodings]
 
     def prompts(length: int) -> list[Prompt]:
         """Return one prompt per question; with its answer it has at most ``length`` tokens.
@@ -205,21 +187,22 @@ def longbench_task(
         them as text and encodes it again, which can give another token at the join. Its limit
         applies to the prompt alone.
         """
-        room = length - kind.new_tokens
+        room = length - new_tokens
         check_room(room - 2, name, length)
+        half = room // 2
         return [
             Prompt(
-                tuple(middle_out(ids, room).tolist()),
+                ids if len(ids) <= room else ids[:half] + ids[-half:],
                 tuple(row["answers"]),
-                kind.new_tokens,
+                new_tokens,
                 label=label(len(ids) / training_length),
             )
-            for row, ids in zip(rows, encoded(), strict=True)
+            for row, ids in zip(rows, encoded, strict=True)
         ]
 
     def score(text: str, answers: Sequence[str]) -> float:
         """Return the score for the answer that agrees best."""
-        if kind.first_line:
+        if first_line:
             text = text.lstrip("\n").split("\n")[0]
         return max(metric(text, answer) for answer in answers)
 
@@ -228,16 +211,9 @@ def longbench_task(
         complete_lines = text.lstrip("\n").split("\n")[:-1]
         if metric is code_similarity:
             return any(map(is_code, complete_lines))
-        return kind.first_line and bool(complete_lines)
+        return first_line and bool(complete_lines)
 
     return PromptTask(f"longbench_{name}", tokenizer, prompts, score, stop, never_first=never_first)
-
-
-def middle_out(ids: NDArray[np.int32], room: int) -> NDArray[np.int32]:
-    """Return the tokens, or only the first and last ``room // 2`` of them if there are more."""
-    if len(ids) <= room:
-        return ids
-    return np.concatenate([ids[: room // 2], ids[-(room // 2) :]])
 
 
 def label(contexts: float) -> str:

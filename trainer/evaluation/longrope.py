@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainer.config import LongRopeSettings, NeedleTaskSettings
 from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.likelihood import Request, log_likelihoods
-from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, hidden, magic_numbers
+from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, standard
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import (
@@ -241,9 +241,9 @@ def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request
     """
     requests = []
     for number in range(count):
-        settings = NeedleTaskSettings(trials=1, seed=number)
-        longer, depth = length + TOKENS_PER_VALUE, (number + 0.5) / count
-        (prompt,) = hidden(haystack, settings, longer, magic_numbers, depths=(depth,))
+        depth = (number + 0.5) / count
+        settings = NeedleTaskSettings(trials=1, seed=number, depths=(depth,))
+        (prompt,) = standard(haystack, settings, length + TOKENS_PER_VALUE)
         answer = haystack.encode(f" {prompt.answers[0]}")
         # Cut behind the first tokens: answers have different numbers of tokens.
         behind = prompt.tokens[len(haystack.bos) + len(answer) :]

@@ -51,45 +51,24 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     return list(problems.values())
 
 
-def shots(
-    name: str, examples: Sequence[Sequence[int]], asked: int, room: int, seed: int
-) -> list[tuple[float | None, list[int]]]:
-    """Return the depth of the needle, if any, and the examples by index, of every prompt that asks
-    problem ``asked``; ``examples``: tokens of every solved problem, of which ``room`` fit.
-
-    The examples of a problem depend on ``seed`` and are the same at all depths.
-    """
-    if name == "zero_shot":
-        return [(None, [])]
-    if name == "many_shot_skip":
-        return [(None, _filling(examples, asked, room, seed))]
-    others = _filling(examples, asked, room - len(examples[asked]), seed)
-    begins = np.cumsum([0, *(len(examples[index]) for index in others)])
-    places = [np.abs(begins - depth * begins[-1]).argmin() for depth in DEPTHS]
-    return [
-        (depth, [*others[:place], asked, *others[place:]])
-        for place, depth in zip(places, DEPTHS, strict=True)
-    ]
-
-
-def _filling(examples: Sequence[Sequence[int]], asked: int, room: int, seed: int) -> list[int]:
+def filling(examples: list[list[int]], asked: int, room: int, seed: int) -> list[list[int]]:
     """Choose examples other than ``asked`` in random order, until none fits ``room`` tokens.
 
     Raises:
         UserError: none fits, or all together do not fill ``room``.
     """
-    sizes = [len(example) for example in examples]
-    shortest, longest = min(sizes), max(sizes)
-    chosen: list[int] = []
-    for index in np.random.default_rng((seed, asked)).permutation(len(sizes)).tolist():
+    shortest, longest = min(map(len, examples)), max(map(len, examples))
+    chosen: list[list[int]] = []
+    for index in np.random.default_rng((seed, asked)).permutation(len(examples)).tolist():
         if room < shortest:
             break
-        if index != asked and sizes[index] <= room:
-            chosen.append(index)
-            room -= sizes[index]
+        if index != asked and len(examples[index]) <= room:
+            chosen.append(examples[index])
+            room -= len(examples[index])
     if room > longest or not chosen:
         raise UserError(
-            f"evaluation.lengths: {len(sizes)} solved problems do not fill a prompt, or none fits"
+            f"evaluation.lengths: {len(examples)} solved problems do not fill a prompt, or none "
+            "fits"
         )
     return chosen
 
@@ -122,15 +101,24 @@ def many_shot_tasks(
 
     def prompts(name: str, length: int) -> list[Prompt]:
         """Return the trials; prompt and answer together have ``length`` tokens, less the room that
-        no example fits."""
+        no example fits.
+
+        The examples of a problem depend on the seed and are the same at all depths.
+        """
         trials = []
         for asked in Random(seed).sample(range(len(problems)), min(settings.trials, len(problems))):
             text, _, answer = problems[asked]
             question = tokenizer.encode(text, add_special_tokens=False).ids
             room = length - len(before) - len(question) - new
             check_room(room, name, length)
-            for depth, chosen in shots(name, examples, asked, room, seed):
-                shown = chain.from_iterable(examples[index] for index in chosen)
+            needle = examples[asked] if name == "many_shot_needle" else []
+            others: list[list[int]] = []
+            if name != "zero_shot":
+                others = filling(examples, asked, room - len(needle), seed)
+            begins = np.cumsum([0, *map(len, others)])
+            for depth in DEPTHS if needle else (None,):
+                place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
+                shown = chain(*others[:place], needle, *others[place:])
                 group, label = (None, "") if depth is None else (asked, f"{depth:.0%}")
                 tokens = (*before, *shown, *question)
                 trials.append(Prompt(tokens, (answer,), new, depth, group, label))

@@ -30,20 +30,22 @@ TOGETHER = 1024
 
 @dataclass(frozen=True)
 class Question:
-    """Choices, each a context and a continuation, and the index of the right one."""
+    """Choices, each a context and a continuation, as text and as tokens, and the index of the right
+    one."""
 
     choices: tuple[Pair, ...]
+    requests: tuple[Request, ...]
     label: int
 
 
-def read_questions(path: Path, limit: int | None = None) -> list[Question]:
+def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> list[Question]:
     """Read the first ``limit`` questions of a request file.
 
     A line is an object with ``doc_id``, ``idx`` (of the choice), ``label``, and under ``request``
     ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order.
 
     Raises:
-        UserError: a choice is missing.
+        UserError: a choice is missing or has no token.
     """
     choices: dict[int, dict[int, Pair]] = defaultdict(dict)
     labels: dict[int, int] = {}
@@ -56,9 +58,12 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     for question, pairs in choices.items():
         if sorted(pairs) != list(range(len(pairs))) or labels[question] not in pairs:
             raise UserError(f"{path}: a choice of doc_id {question} is missing")
+    numbers = list(islice(choices, limit))
+    texts = [tuple(pair for _, pair in sorted(choices[number].items())) for number in numbers]
+    requests = iter(encoder.requests(list(chain.from_iterable(texts))))
     return [
-        Question(tuple(pair for _, pair in sorted(pairs.items())), labels[question])
-        for question, pairs in islice(choices.items(), limit)
+        Question(pairs, tuple(islice(requests, len(pairs))), labels[number])
+        for number, pairs in zip(numbers, texts, strict=True)
     ]
 
 
@@ -67,21 +72,19 @@ class MultipleChoice(Task):
     """The questions of a file; a score is 1 if the right choice has the largest value.
 
     ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
-    lm-eval does, without the space before it). ``requests``: the choices of each question in
-    tokens. A length limits what the model reads: longer contexts lose their beginning, and the
-    questions are the same at every length.
+    lm-eval does, without the space before it). A length limits what the model reads: longer
+    contexts lose their beginning, and the questions are the same at every length.
     """
 
     name: str
     questions: Sequence[Question]
-    requests: Sequence[Sequence[Request]]
 
     def __post_init__(self) -> None:
         self.titles = {f"{self.name}_{metric}": f"{self.name} ({metric})" for metric in METRICS}
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the questions and their tokens."""
-        return fingerprint(self.questions, self.requests)
+        return fingerprint(self.questions)
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question."""
@@ -93,12 +96,11 @@ class MultipleChoice(Task):
 
         def read(first: int) -> list[Value]:
             values: list[Value] = []
-            questions = self.requests[first : first + TOGETHER]
-            requests = list(chain.from_iterable(questions))
+            questions = self.questions[first : first + TOGETHER]
+            requests = list(chain.from_iterable(question.requests for question in questions))
             likelihoods = iter(log_likelihoods(model, requests, batch_tokens, longest))
-            for number, choices in enumerate(questions, first):
-                question = self.questions[number]
-                totals = [next(likelihoods)[0] for _ in choices]
+            for number, question in enumerate(questions, first):
+                totals = [next(likelihoods)[0] for _ in question.choices]
                 sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
                 means = [total / size for total, size in zip(totals, sizes, strict=True)]
                 for metric, each in zip(METRICS, (totals, means), strict=True):
@@ -119,11 +121,7 @@ def multiple_choice_tasks(
         UserError: a choice is missing or has no token.
     """
     directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")
-    tasks = []
-    for name in settings.tasks:
-        questions = read_questions(directory / f"{name}.jsonl.gz", limit)
-        pairs = [pair for question in questions for pair in question.choices]
-        requests = iter(encoder.requests(pairs))
-        encoded = [list(islice(requests, len(question.choices))) for question in questions]
-        tasks.append(MultipleChoice(name, questions, encoded))
-    return tasks
+    return [
+        MultipleChoice(name, read_questions(directory / f"{name}.jsonl.gz", encoder, limit))
+        for name in settings.tasks
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import resources
 from itertools import chain
@@ -24,16 +24,15 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.order import Integers
-from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
     Stop,
-    after_all,
     after_number,
     after_sentence,
     check_room,
     exact_number,
+    once_right,
     rouge_1_recall,
     string_match_all,
 )
@@ -50,13 +49,13 @@ ANCHOR = "."
 class Haystack:
     """Documents as one token stream, with a blank line before each.
 
-    ``bos``: tokens before every prompt. ``eos``: token between documents, if known.
+    ``bos``: tokens before every prompt. ``eos``: token between documents, None if not known.
     """
 
     tokenizer: Tokenizer
     documents: Sequence[str]
     bos: tuple[int, ...]
-    eos: tuple[int, ...] = ()
+    eos: int | None = None
 
     @cached_property
     def tokens(self) -> Integers:
@@ -168,11 +167,18 @@ words between them."""
 
 @dataclass(frozen=True)
 class Quiz:
-    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: right ones."""
+    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: right ones.
+    ``new_tokens``: most tokens of an answer. ``opening``: text before the haystack."""
 
     needles: tuple[str, ...]
     question: str
     answers: tuple[str, ...]
+    new_tokens: int
+    opening: str = ""
+
+
+Draw = Callable[[str, np.random.Generator], Quiz]
+"""Draws a quiz whose numbers are not in a text."""
 
 
 def magic_numbers(
@@ -182,10 +188,9 @@ def magic_numbers(
 
     Either one of the keys is asked for (``queries`` 1), or all of them.
     """
-    names, numbers = draw_keys(keys, random), draw_values(keys * values, DIGITS, taken, random)
-    stated = [
-        (name, numbers[i * values + j]) for i, name in enumerate(names) for j in range(values)
-    ]
+    names = draw_keys(keys, random)
+    numbers = iter(draw_values(keys * values, DIGITS, taken, random))
+    stated = [(name, next(numbers)) for name in names for _ in range(values)]
     needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in stated]
     chosen = names if queries == keys else [names[random.integers(keys)]]
     answers = tuple(number for name, number in stated if name in chosen)
@@ -196,7 +201,7 @@ def magic_numbers(
         question = f"The special magic numbers {about} are:"
     if values > 1:
         question = f"What are all the special magic numbers {about}? {question}"
-    return Quiz(tuple(needles), f"\n\n{question}", answers)
+    return Quiz(tuple(needles), f"\n\n{question}", answers, TOKENS_PER_VALUE * len(answers))
 
 
 def listed(items: list[str]) -> str:
@@ -210,12 +215,10 @@ def hidden(
     haystack: Haystack,
     settings: NeedleTaskSettings,
     length: int,
-    draw: Callable[[str, np.random.Generator], Quiz],
+    draw: Draw,
     *,
-    new_tokens: int | None = None,
     depths: Sequence[float] = (),
     behind: tuple[int, ...] = (),
-    opening: str = "",
 ) -> list[Prompt]:
     """Return prompts with needles in excerpts of a haystack, and their question at the end.
 
@@ -225,25 +228,21 @@ def hidden(
         haystack: the text.
         settings: number and seed of the trials.
         length: tokens of a prompt and its answer together.
-        draw: makes a quiz whose numbers are not in a text.
-        new_tokens: most tokens of an answer; None: room for its numbers.
+        draw: makes the quiz of a trial.
         depths: depths of a single needle, one prompt each; empty: all needles at random places.
         behind: tokens directly after every needle.
-        opening: text before the haystack.
 
     Raises:
         UserError: ``length`` is too short for the needles and the question, or the text for
             ``length``.
     """
-    tokenizer = haystack.tokenizer
-    before = (*haystack.bos, *tokenizer.encode(opening, add_special_tokens=False).ids)
     prompts = []
     for trial in range(settings.trials):
         quiz = draw(haystack.numbers, np.random.default_rng((settings.seed, trial, 0)))
-        new = new_tokens or TOKENS_PER_VALUE * len(quiz.answers)
+        opening = haystack.tokenizer.encode(quiz.opening, add_special_tokens=False).ids
         needles = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
-        question = haystack.encode(quiz.question)
-        room = length - len(before) - sum(map(len, needles)) - len(question) - new
+        before, question = (*haystack.bos, *opening), haystack.encode(quiz.question)
+        room = length - len(before) - sum(map(len, needles)) - len(question) - quiz.new_tokens
         check_room(room - 1, "needles and a question", length)
         random = np.random.default_rng((settings.seed, trial, 1))
         begin = haystack.begin(room, random)
@@ -260,14 +259,13 @@ def hidden(
             ]
             where = round(min(asked) / room, 4) if depth is None else depth
             tokens = (*before, *with_needles, *question)
-            prompts.append(Prompt(tokens, quiz.answers, new, where, trial))
+            prompts.append(Prompt(tokens, quiz.answers, quiz.new_tokens, where, trial))
     return prompts
 
 
 MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]
 """Returns the prompts for a haystack, settings and a length in tokens, prompt and answer together.
 """
-
 
 NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], PromptTask]] = {}
 """Makers of tasks by their names in ``evaluation.tasks``."""
@@ -306,10 +304,10 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list
     """Put attention sinks after the needle of :func:`standard`, in the same trials.
 
     They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
-    noisy setups). The symbol is the last of ``haystack.bos``, else end-of-text.
+    noisy setups). The symbol is the last of ``haystack.bos``, else ``haystack.eos``.
     """
-    end = next(iter(haystack.eos), None)
-    sink = haystack.bos[-1] if haystack.bos else special_tokens(haystack.tokenizer, end=end).end
+    sink = haystack.bos[-1] if haystack.bos else haystack.eos
+    assert sink is not None
     behind = (sink,) * SINKS
     return hidden(haystack, settings, length, magic_numbers, depths=settings.depths, behind=behind)
 
@@ -320,29 +318,28 @@ def multi_key(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> 
     return hidden(haystack, settings, length, partial(magic_numbers, keys=settings.needles))
 
 
-@needle_task(string_match_all, after_all)
+@needle_task(string_match_all, once_right(string_match_all))
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several keys, and ask for all of them; the score is the share found."""
     draw = partial(magic_numbers, keys=settings.needles, queries=settings.needles)
     return hidden(haystack, settings, length, draw)
 
 
-@needle_task(string_match_all, after_all)
+@needle_task(string_match_all, once_right(string_match_all))
 def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several values of one key, and ask for all of them; the score is the share found."""
     return hidden(haystack, settings, length, partial(magic_numbers, values=settings.needles))
 
 
-PLACE = "The best thing to do in San Francisco is"
 THING = "eat a sandwich and sit in Dolores Park on a sunny day."
-
-
-def _best_thing(taken: str, random: np.random.Generator) -> Quiz:
-    question = (
-        " </book>.\nBased on the content of the book, Question: "
-        "What is the best thing to do in San Francisco?\nAnswer:"
-    )
-    return Quiz((f"{PLACE} {THING}\n",), question, (THING,))
+BEST_THING = Quiz(
+    needles=(f"The best thing to do in San Francisco is {THING}\n",),
+    question=" </book>.\nBased on the content of the book, Question: "
+    "What is the best thing to do in San Francisco?\nAnswer:",
+    answers=(THING,),
+    new_tokens=50,
+    opening="This is a very long story book: <book>",
+)
 
 
 @needle_task(rouge_1_recall, after_sentence)
@@ -355,12 +352,6 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
     "a" twice, scores 11 of 12; ROUGE-1 recall gives it 1. Their prompt begins with
     ``<|im_start|>``, which base models lack and which is omitted.
     """
-    return hidden(
-        haystack,
-        settings,
-        length,
-        _best_thing,
-        new_tokens=max(50, len(haystack.encode(f" {THING}"))),
-        depths=settings.depths,
-        opening="This is a very long story book: <book>",
-    )
+    new_tokens = max(BEST_THING.new_tokens, len(haystack.encode(f" {THING}")))
+    quiz = replace(BEST_THING, new_tokens=new_tokens)
+    return hidden(haystack, settings, length, lambda *_: quiz, depths=settings.depths)

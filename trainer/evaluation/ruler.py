@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import cycle, islice, pairwise
+from itertools import chain, count, cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
@@ -28,9 +28,8 @@ from trainer.config import RulerSettings
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import (
     Prompt,
-    after_all,
-    after_any,
     check_room,
+    once_right,
     string_match_all,
     string_match_part,
 )
@@ -39,21 +38,12 @@ from trainer.evaluation.task import PromptTask
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A meaningless line of a haystack."""
 
-
 Question = tuple[str, tuple[str, ...]]
 """A question as text, and its answers."""
 
-
-class RulerKind(NamedTuple):
-    """A kind of task.
-
-    ``question(rng, trial, units, length)`` makes a trial with a haystack of ``units``, at least
-    ``least``, for a prompt of about ``length`` tokens. ``new_tokens``: most tokens of an answer.
-    """
-
-    question: Callable[[Random, int, int, int], Question]
-    new_tokens: int
-    least: int
+Ask = Callable[[Random, int, int, int], Question]
+"""Makes a question from random numbers, the number of the trial, the units of the haystack, and the
+length of the prompt in tokens, about."""
 
 
 def distinct(rng: Random, draw: Callable[[Random], str], count: int) -> list[str]:
@@ -78,42 +68,29 @@ def compound(rng: Random) -> str:
 SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
 
 
-class Essay:
-    """Documents concatenated, and repeated from the first one after the last, as in RULER.
+@cache
+def sentences(document: str) -> list[list[str]]:
+    """Return the words of every sentence."""
+    split: list[list[str]] = [[]]
+    for word in document.split():
+        split[-1].append(word)
+        if word.endswith(SENTENCE_ENDS):
+            split.append([])
+    return [words for words in split if words]
 
-    Words are split on demand, however many documents there are.
+
+def essay(documents: Sequence[str], count: int) -> list[str]:
+    """Return the first ``count`` words of the documents, as sentences.
+
+    After the last document comes the first one again, as in RULER.
     """
-
-    def __init__(self, documents: Sequence[str]) -> None:
-        self._documents = cycle(documents)
-        self._words: list[str] = []
-        self._sentences: list[int] = []
-
-    def with_insertions(self, count: int, insertions: Sequence[tuple[float, str]]) -> str:
-        """Return the first ``count`` words with sentences inserted.
-
-        ``insertions``: pairs of a depth, the share of the text's sentences before it, and a
-        sentence; sorted by depth.
-        """
-        while len(self._words) < count:
-            self._read(next(self._documents))
-        sentences = bisect_left(self._sentences, count)
-        pieces: list[str] = []
-        begin = 0
-        for depth, sentence in insertions:
-            before = int(sentences * depth)
-            end = self._sentences[before] if before < sentences else count
-            pieces += [*self._words[begin:end], sentence]
-            begin = end
-        return " ".join(pieces + self._words[begin:count])
-
-    def _read(self, document: str) -> None:
-        ended = True
-        for place, word in enumerate(document.split(), len(self._words)):
-            if ended:
-                self._sentences.append(place)
-            self._words.append(word)
-            ended = word.endswith(SENTENCE_ENDS)
+    text: list[str] = []
+    for words in chain.from_iterable(map(sentences, cycle(documents))):
+        text.append(" ".join(words[:count]))
+        count -= len(words)
+        if count <= 0:
+            break
+    return text
 
 
 NEEDLE = "One of the special magic {values} for {key} is: {value}."
@@ -146,7 +123,7 @@ def search(
     units: int,
     length: int,
     *,
-    essay: Essay,
+    documents: Sequence[str],
     haystack: Literal["noise", "essay", "needles"] = "noise",
     key: str = "word",
     value: str = "number",
@@ -156,8 +133,8 @@ def search(
 ) -> Question:
     """Ask for the values of ``queries`` of ``keys`` keys with ``values`` values each.
 
-    The haystack is the ``essay``, counted in words, or lines of noise or of needles with other
-    keys. ``key`` and ``value`` are kinds of :data:`DRAWS`.
+    The haystack is an essay of the ``documents``, counted in words, or lines of noise or of needles
+    with other keys. ``key`` and ``value`` are kinds of :data:`DRAWS`.
     """
     others = units if haystack == "needles" else 0
     every = distinct(rng, DRAWS[key], keys + others)
@@ -170,14 +147,14 @@ def search(
     hidden = [needle(name, one) for name in stated for one in stated[name]]
     rng.shuffle(hidden)
     if haystack == "essay":
-        depths = sorted(rng.sample(DEPTHS, len(hidden)))
-        context = essay.with_insertions(units, list(zip(depths, hidden, strict=True)))
+        text = essay(documents, units)
+        places = [int(len(text) * depth) for depth in sorted(rng.sample(DEPTHS, len(hidden)))]
     else:
-        lines = list(map(needle, every[keys:], drawn)) if others else [NOISE] * units
-        places = sorted(rng.sample(range(units), len(hidden)), reverse=True)
-        for place, line in zip(places, hidden, strict=True):
-            lines.insert(place, line)
-        context = "\n".join(lines)
+        text = list(map(needle, every[keys:], drawn)) if others else [NOISE] * units
+        places = sorted(rng.sample(range(units), len(hidden)))
+    for place, sentence in reversed(list(zip(places, hidden, strict=True))):
+        text.insert(place, sentence)
+    context = (" " if haystack == "essay" else "\n").join(text)
     asked = rng.sample(every[:keys], queries)
     answers = tuple(one for name in asked for one in stated[name])
     template = ONE if len(answers) == 1 else SEVERAL
@@ -207,32 +184,29 @@ def variable_tracking(
     example, solution = _chain(rng, example_lines, letters=3)
     asked, answers = _chain(rng, units, letters=5)
     return f"{example} {' '.join(solution)}\n\n{asked}", answers
+    return f"{example} {' '.join(solution)}\n\n{asked}", answers
 
 
 def lines_of_example(tokenizer: Tokenizer) -> int:
     """Return the lines of noise with which an example has :data:`EXAMPLE_TOKENS` tokens."""
-
-    def tokens(lines: int) -> int:
+    for lines in count(HOPS + 2):
         text, _ = _chain(Random(0), lines, letters=3)
-        return len(tokenizer.encode(text, add_special_tokens=False).ids)
-
-    lines = HOPS + 1
-    while tokens(lines + 1) <= EXAMPLE_TOKENS:
-        lines += 1
-    return lines
+        if len(tokenizer.encode(text, add_special_tokens=False).ids) > EXAMPLE_TOKENS:
+            break
+    return lines - 1
 
 
 def _chain(rng: Random, lines: int, letters: int) -> Question:
     names = distinct(rng, lambda r: "".join(r.choices(ascii_uppercase, k=letters)), HOPS + 1)
     value = rng.randrange(10_000, 99_999)
     # As in RULER, every assignment but the first ends with a space.
-    chain = [
+    assignments = [
         f"VAR {names[0]} = {value}",
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
     ]
     text = [NOISE] * lines
-    for offset, place in enumerate(sorted(rng.sample(range(lines), len(chain)))):
-        text.insert(place + offset, chain[offset])
+    for offset, place in enumerate(sorted(rng.sample(range(lines), len(assignments)))):
+        text.insert(place + offset, assignments[offset])
     asked = CHAIN_TEMPLATE.format(context="\n".join(text), value=value, count=len(names))
     return asked, tuple(names)
 
@@ -347,12 +321,12 @@ def read_hotpotqa(file: str) -> list[Item]:
     return items
 
 
-def answerable(items: Sequence[Item]) -> RulerKind:
-    """Return the kind that asks the first questions of a file; units are paragraphs of all of
-    them, repeated if there are too few."""
+def document_questions(items: Sequence[Item]) -> Ask:
+    """Return a function that asks the question of the trial's number; units are paragraphs of all
+    items, repeated if there are too few."""
     texts = sorted({text for item in items for text in (*item.paragraphs, *item.related)})
 
-    def question(rng: Random, trial: int, units: int, length: int) -> Question:
+    def ask(rng: Random, trial: int, units: int, length: int) -> Question:
         item = items[trial]
         chosen = list(item.paragraphs)
         wanted = max(units, len(chosen))
@@ -366,65 +340,7 @@ def answerable(items: Sequence[Item]) -> RulerKind:
         context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
         return DOCUMENTS_TEMPLATE.format(context=context, query=item.query), item.answers
 
-    return RulerKind(question, 32, 1)
-
-
-SEED = 42
-"""Seed of all trials."""
-PROBE = 64
-"""Units of the prompts that measure the tokens per unit."""
-TOKENS_AT_ONCE = 2**20
-
-
-def ruler_prompts(
-    name: str, kind: RulerKind, tokenizer: Tokenizer, bos: int | None, trials: int, length: int
-) -> list[Prompt]:
-    """Return trials whose prompt and answer have at most ``length`` tokens.
-
-    ``bos`` begins every prompt unless it is None. A trial depends on the task, the length and its
-    own number. As in the benchmark's programs, the first trial determines the number of units, and
-    trials that are too long lose units: as many as fill the excess, where the programs take steps
-    of up to 500 words.
-
-    Raises:
-        UserError: the length is too short for the task.
-    """
-    before = () if bos is None else (bos,)
-
-    def ask(units: Mapping[int, int]) -> dict[int, Prompt]:
-        """Return the prompts of trials with these units, by their numbers."""
-        prompts: dict[int, Prompt] = {}
-        numbers, size = list(units), max(1, TOKENS_AT_ONCE // length)  # keep memory small
-        for batch in (numbers[start : start + size] for start in range(0, len(numbers), size)):
-            questions = [
-                kind.question(Random(f"{SEED} {name} {length} {n}"), n, units[n], length)
-                for n in batch
-            ]
-            texts = [text for text, _ in questions]
-            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for n, (_, answers), encoding in zip(batch, questions, encoded, strict=True):
-                prompts[n] = Prompt((*before, *encoding.ids), answers, kind.new_tokens)
-        return prompts
-
-    def excess(prompt: Prompt) -> int:
-        return len(prompt.tokens) + kind.new_tokens - length
-
-    def of_first(count: int) -> int:
-        return excess(ask({0: count})[0])
-
-    check_room(-of_first(kind.least), f"RULER's {name}", length)
-    per_unit = (of_first(kind.least + PROBE) - of_first(kind.least)) / PROBE
-    estimate = kind.least + round(-of_first(kind.least) / per_unit)
-    candidates = range(kind.least, 2 * estimate)
-    units = dict.fromkeys(range(trials), candidates[bisect_right(candidates, 0, key=of_first) - 1])
-    prompts = ask(units)
-    while too_long := [n for n, prompt in prompts.items() if excess(prompt) > 0]:
-        for n in too_long:
-            if units[n] == kind.least:
-                check_room(-excess(prompts[n]), f"RULER's {name}", length)
-            units[n] = max(kind.least, units[n] - math.ceil(excess(prompts[n]) / per_unit))
-        prompts |= ask({n: units[n] for n in too_long})
-    return list(prompts.values())
+    return ask
 
 
 SEARCHES: dict[str, dict[str, Any]] = {
@@ -441,19 +357,69 @@ SEARCHES: dict[str, dict[str, Any]] = {
 READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_hotpotqa)}
 """Tasks that need a file: its key and its reader."""
 
-TASKS = (*SEARCHES, "vt", "cwe", "fwe", *READERS)
+TASKS = {
+    **dict.fromkeys(SEARCHES, (128, 1)),
+    "vt": (30, HOPS + 1),
+    "cwe": (120, COMMON + 1),
+    "fwe": (FREQUENT_TOKENS, LEAST_FREQUENT),
+    **dict.fromkeys(READERS, (32, 1)),
+}
+"""Most tokens of an answer, and least units of a haystack, by task."""
+
+SEED = 42
+"""Seed of all trials."""
+PROBE = 64
+"""Units of the prompts that measure the tokens per unit."""
+TOKENS_AT_ONCE = 2**20
 
 
-def generated_kinds(tokenizer: Tokenizer, documents: Sequence[str]) -> dict[str, RulerKind]:
-    """Return the kinds of the tasks that need no file, by name."""
-    chain = partial(variable_tracking, example_lines=lines_of_example(tokenizer))
-    searches = partial(search, essay=Essay(documents))
-    return {
-        **{name: RulerKind(partial(searches, **o), 128, 1) for name, o in SEARCHES.items()},
-        "vt": RulerKind(chain, 30, HOPS + 1),
-        "cwe": RulerKind(common_words, 120, COMMON + 1),
-        "fwe": RulerKind(frequent_words, FREQUENT_TOKENS, LEAST_FREQUENT),
-    }
+def ruler_prompts(
+    name: str, ask: Ask, tokenizer: Tokenizer, bos: int | None, trials: int, length: int
+) -> list[Prompt]:
+    """Return trials whose prompt and answer have at most ``length`` tokens.
+
+    ``bos`` begins every prompt unless it is None. A trial depends on the task, the length and its
+    own number. As in the benchmark's programs, the first trial determines the number of units, and
+    trials that are too long lose units: as many as fill the excess, where the programs take steps
+    of up to 500 words.
+
+    Raises:
+        UserError: the length is too short for the task.
+    """
+    before = () if bos is None else (bos,)
+    new_tokens, least = TASKS[name]
+
+    def prompts_of(units: Mapping[int, int]) -> dict[int, Prompt]:
+        """Return the prompts of trials with these units, by their numbers."""
+        prompts: dict[int, Prompt] = {}
+        numbers, together = iter(units), max(1, TOKENS_AT_ONCE // length)  # keep memory small
+        while batch := list(islice(numbers, together)):
+            asked = [ask(Random(f"{SEED} {name} {length} {n}"), n, units[n], length) for n in batch]
+            texts = [text for text, _ in asked]
+            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            for n, (_, answers), encoding in zip(batch, asked, encoded, strict=True):
+                prompts[n] = Prompt((*before, *encoding.ids), answers, new_tokens)
+        return prompts
+
+    def excess(prompt: Prompt) -> int:
+        return len(prompt.tokens) + new_tokens - length
+
+    def of_first(units: int) -> int:
+        return excess(prompts_of({0: units})[0])
+
+    shortest = of_first(least)
+    per_unit = (of_first(least + PROBE) - shortest) / PROBE
+    estimate = least + round(-shortest / per_unit)
+    fitting = bisect_right(range(least, 2 * estimate), 0, key=of_first)
+    units = dict.fromkeys(range(trials), least + max(0, fitting - 1))
+    prompts = prompts_of(units)
+    while too_long := [n for n, prompt in prompts.items() if excess(prompt) > 0]:
+        for n in too_long:
+            if units[n] == least:
+                check_room(-excess(prompts[n]), f"RULER's {name}", length)
+            units[n] = max(least, units[n] - math.ceil(excess(prompts[n]) / per_unit))
+        prompts |= prompts_of({n: units[n] for n in too_long})
+    return list(prompts.values())
 
 
 def ruler_tasks(
@@ -464,18 +430,23 @@ def ruler_tasks(
     ``documents``: English text for the haystacks, read from the beginning in every trial,
     repeatedly if it is shorter than the length.
     """
-    kinds = generated_kinds(tokenizer, documents)
+    asks: dict[str, Ask] = {
+        **{name: partial(search, documents=documents, **x) for name, x in SEARCHES.items()},
+        "vt": partial(variable_tracking, example_lines=lines_of_example(tokenizer)),
+        "cwe": common_words,
+        "fwe": frequent_words,
+    }
     tasks: list[PromptTask] = []
     notes: list[str] = []
     for name in settings.tasks or TASKS:
-        trials, scoring = settings.trials, (string_match_all, after_all)
+        trials, score = settings.trials, string_match_all
         if name in READERS:
             key, read = READERS[name]
             if (file := getattr(settings, key)) is None:
                 notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
-            items, scoring = read(file), (string_match_part, after_any)
-            kinds[name], trials = answerable(items), min(trials, len(items))
-        prompts = partial(ruler_prompts, name, kinds[name], tokenizer, bos, trials)
-        tasks.append(PromptTask(name, tokenizer, prompts, *scoring))
+            items, score = read(file), string_match_part
+            asks[name], trials = document_questions(items), min(trials, len(items))
+        prompts = partial(ruler_prompts, name, asks[name], tokenizer, bos, trials)
+        tasks.append(PromptTask(name, tokenizer, prompts, score, once_right(score)))
     return tasks, notes

@@ -101,16 +101,11 @@ def after_number(text: str, answers: Sequence[str]) -> bool:
     return number.end() < len(text) or not any(a.startswith(number[0]) for a in answers)
 
 
-def after_all(text: str, answers: Sequence[str]) -> bool:
-    """Stop after all answers have appeared; for :func:`string_match_all`."""
-    return string_match_all(text, answers) == 1
-
-
 def after_sentence(text: str, answers: Sequence[str]) -> bool:
     """Stop after all words have appeared and the last is complete; for :func:`rouge_1_recall`."""
     return rouge_1_recall(text, answers) == 1 and not text[-1:].isalnum()
 
 
-def after_any(text: str, answers: Sequence[str]) -> bool:
-    """Stop after an answer has appeared; for :func:`string_match_part`."""
-    return string_match_part(text, answers) == 1
+def once_right(score: Score) -> Stop:
+    """Stop as soon as the score is 1; for a ``score`` that further text does not reduce."""
+    return lambda text, answers: score(text, answers) == 1
