@@ -73,7 +73,7 @@ def answers(
 def _read(
     model: LanguageModel, prompts: Sequence[Prompt], groups: Groups, batch_tokens: int
 ) -> Iterator[Read]:
-    """Read the prompts of a batch, as many at a time as fit ``batch_tokens`` with their answers."""
+    """Read the prompts of a batch; its trunks and the prompts read from them fit the cache."""
     trunks = [group[0] for group in groups]
     count, length = prompts[trunks[0]].new_tokens, len(prompts[trunks[0]].tokens)
     if all(len(group) == 1 for group in groups):
@@ -81,8 +81,8 @@ def _read(
         return
 
     def ids(indices: Sequence[int], first: int, last: int | None = None) -> Tensor:
-        tokens = [prompts[index].tokens[first:last] for index in indices]
-        return torch.tensor(tokens, device=model.device)
+        tokens = np.array([prompts[index].tokens[first:last] for index in indices])
+        return torch.from_numpy(tokens).to(model.device)
 
     trunk = model.empty_cache(len(trunks), length + count - 1)
     # Without the last token: every prompt must read at least one token after the trunk.
@@ -93,7 +93,7 @@ def _read(
         for index in group
     ]
     shares.sort()
-    most = max(1, batch_tokens // (length + count))
+    most = max(1, 2 * batch_tokens // (length + count) - len(trunks))
     # A single row stays in its place. It keeps the tokens that the next prompt shares with it,
     # unless the layout changes with the length and they are read again.
     in_place = len(trunks) == most == 1 and not model.layout.switches
@@ -151,6 +151,7 @@ def batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[Groups]:
             yield [[index] for index in left[:size]]
             left = left[size:]
     for (length, new), alike in sharing.items():
-        size = max(1, batch_tokens // (length + new))
+        # Half as many: several prompts are read from each trunk.
+        size = max(1, batch_tokens // (2 * (length + new)))
         for first in range(0, len(alike), size):
             yield alike[first : first + size]
