@@ -32,7 +32,7 @@ from omegaconf import DictConfig, OmegaConf
 from trainer import config as schema
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.fields import validated
-from trainer.common.processes import is_first_process, requeue, stopping_at_once
+from trainer.common.processes import is_first_process, requeue, stop_on_signals
 from trainer.common.progress import show_log
 
 log = logging.getLogger(__name__)
@@ -99,13 +99,12 @@ def _is_path(word: str) -> bool:
 def job_of(config: DictConfig, hydra_config: Any) -> Job:
     """Return the plain values of a composed configuration without Hydra's own.
 
-    Its ``plugins`` are run, so that it can name what they register; those of its controls as well.
+    Its ``plugins`` are run, so that it can name what they register.
     """
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    for of_run in (values, *(values.get("controls") or {}).values()):
-        for path in of_run.get("plugins") or ():
-            runpy.run_path(path)
+    for path in values.get("plugins") or ():
+        runpy.run_path(path)
     return Job(values, hydra_config.runtime.choices, list(hydra_config.overrides.task))
 
 
@@ -140,8 +139,8 @@ def run_command(name: str, words: Sequence[str]) -> None:
             if prompts:
                 job.values["prompts"] += [prompt.removeprefix("prompt=") for prompt in prompts]
             show_log()
-            with stopping_at_once():  # while training, its own handlers save first
-                COMMANDS[name](job)
+            stop_on_signals()  # while training, its own handlers save first
+            COMMANDS[name](job)
         except PreemptedError as stop:
             print(stop, file=sys.stderr)
             if stop.requeues and is_first_process():
@@ -226,8 +225,8 @@ def train(job: Job) -> None:
         log.warning("drop: the encoding has nothing to drop, so the run has no drop")
     from trainer.workflows.experiment import run_experiment
 
-    if (outcome := run_experiment(config)) is not None:
-        print_report(outcome[0], config.run_dir, outcome[1])
+    if (report := run_experiment(config)) is not None:
+        print_report(report, config.run_dir)
 
 
 def recalibrate(job: Job) -> None:
@@ -253,7 +252,7 @@ def recalibrate(job: Job) -> None:
     if keys.to and not is_finished and to.exists() and any(to.iterdir()):
         raise UserError(f"to: {keys.to!r} holds files")
     report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
-    print_report(report, config.run_dir, existing=False)
+    print_report(report, config.run_dir)
     print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
     if not to.exists():
         export_checkpoint(schema.ExportRequest(config.run_dir, str(to)))
@@ -281,9 +280,11 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
     begun = record if record.is_file() and values["overwrite"] is not True else None
     if begun is None:
         check_files(values["data"]["files"])  # before torch is imported
+    from trainer.runs.models import is_published
     from trainer.workflows import recalibrate as workflow
 
-    values["model"][workflow.source_of(keys.checkpoint)] = keys.checkpoint
+    source = "from_pretrained" if is_published(keys.checkpoint) else "from_run"
+    values["model"][source] = keys.checkpoint
     chosen = workflow.chosen_keys(keys.checkpoint, keys.minutes, given, began, begun)
     for key, value in chosen.items():
         *groups, last = key.split(".")
@@ -333,7 +334,7 @@ def evaluate(job: Job) -> None:
     from trainer.workflows.evaluate import evaluate_lengths
 
     if (outcome := evaluate_lengths(request, name)) is not None:
-        print_report(outcome[0], str(outcome[1]), existing=False)
+        print_report(outcome[0], str(outcome[1]))
 
 
 def compare(job: Job) -> None:
@@ -343,7 +344,7 @@ def compare(job: Job) -> None:
     """
     from trainer.report.tables import compare as tables_of
     from trainer.report.terminal import print_tables
-    from trainer.runs.descriptions import lacks_schedule_control
+    from trainer.runs.directory import lacks_schedule_control
 
     print_tables(tables_of(job.values["runs"]))
     if lacks_schedule_control(job.values["runs"]):

@@ -11,14 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from trainer.common.errors import UserError
-from trainer.common.fields import (
-    Count,
-    Natural,
-    NotNegative,
-    Positive,
-    Share,
-    configuration,
-)
+from trainer.common.fields import Count, Natural, NotNegative, Positive, Share, configuration
 from trainer.common.schedule import schedule
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig

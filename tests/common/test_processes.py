@@ -15,7 +15,7 @@ import trainer
 from tests.program import ROOT
 from trainer.common.errors import PreemptedError
 from trainer.common.files import partial_directory
-from trainer.common.processes import stopping_at_once, usual_threads
+from trainer.common.processes import stop_on_signals, usual_threads
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,20 @@ def test_waiting_of_threads_is_set_before_torch_is_loaded():
             assert modules[0] == "trainer", path.name
 
 
+@pytest.fixture
+def handlers_as_before():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.usefixtures("handlers_as_before")
 def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, name):
     def work():
-        with stopping_at_once(), partial_directory(tmp_path / "model") as partial:
+        stop_on_signals()
+        with partial_directory(tmp_path / "model") as partial:
             (partial / "weights").write_text("half")
             signal.raise_signal(getattr(signal, name))
 

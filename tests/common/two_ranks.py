@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from trainer.common.ranks import all_gather, any_rank, on_rank_zero, process_group
+from trainer.common.ranks import all_gather, any_rank, current_ranks, on_rank_zero, process_group
 
-with process_group("ddp") as ranks:
-    print("result:", on_rank_zero(lambda: 3 + ranks.rank))
+rank = current_ranks().rank
+with process_group("ddp"):
+    print("result:", on_rank_zero(lambda: 3 + rank))
     try:
         on_rank_zero(Path("nowhere").stat)
     except OSError as error:
         print("error:", type(error).__name__, error.filename)
-    print("gathered:", all_gather(10 * ranks.rank))
-    print("wishes:", any_rank(False, ranks.rank == 1, True))
+    print("gathered:", all_gather(10 * rank))
+    print("wishes:", any_rank(False, rank == 1, True))

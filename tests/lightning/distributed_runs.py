@@ -14,9 +14,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
+import torch.distributed as dist
 
 from trainer.common.errors import PreemptedError
-from trainer.common.ranks import Ranks, process_group
+from trainer.common.ranks import process_group
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.fit import train
@@ -32,8 +33,9 @@ class TellRank1(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_as_told(ranks: Ranks, config: RunConfig, begin: str | None, stop: int | None) -> None:
-    if not ranks.rank:
+def train_as_told(config: RunConfig, begin: str | None, stop: int | None) -> None:
+    rank = dist.get_rank()
+    if not rank:
         directory = Path(config.run_dir) / "checkpoints"
         directory.mkdir(parents=True)
         if begin:
@@ -42,14 +44,14 @@ def train_as_told(ranks: Ranks, config: RunConfig, begin: str | None, stop: int 
     corpus = prepare_corpus(config.data, config.tokenizer)
     if stop is not None:
         try:
-            tell = {"_target_": "__main__.TellRank1", "rank": ranks.rank, "step": stop}
+            tell = {"_target_": "__main__.TellRank1", "rank": rank, "step": stop}
             train(replace(config, callbacks={"tell": tell}), corpus)
         except PreemptedError as error:
-            Path(config.run_dir, f"stopped-{ranks.rank}").write_text(str(error))
+            Path(config.run_dir, f"stopped-{rank}").write_text(str(error))
     train(config, corpus)
 
 
 torch.set_num_threads(1)
-with process_group("ddp") as ranks:
+with process_group("ddp"):
     for values, begin, stop in json.loads(Path(sys.argv[1]).read_text()):
-        train_as_told(ranks, parse(values), begin, stop)
+        train_as_told(parse(values), begin, stop)

@@ -17,9 +17,8 @@ from trainer.data.prepared import windows_at
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import position_interpolation
-from trainer.runs.descriptions import name_and_role
 from trainer.runs.directory import read_metrics
-from trainer.runs.models import read_run
+from trainer.runs.models import name_and_role, read_run
 from trainer.runs.parsing import merged, parse
 
 PHASES = {

@@ -47,7 +47,7 @@ def terminal(monkeypatch):
 
 def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
     shown = terminal(200)
-    console.print_report(WHOLE, "runs/[x]", existing=True)
+    console.print_report(WHOLE, "runs/[x]")
     expected = """
         RoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, 3.500 at
         the end.
@@ -60,7 +60,6 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         not shown  B wins
         not judged C wins
         Note: One [of two] was left out.
-        This run was finished before; nothing was trained. overwrite=true starts again.
         Report: runs/[x]/report.html
         """  # noqa: E501
     assert shown.getvalue().split() == expected.split()

@@ -1,4 +1,4 @@
-"""Models by what a user calls them."""
+"""Models by what a user calls them, and what reports call runs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from tests.interchange.families import made
 from tests.lightning.test_run import checkpoint_of, contents_of
 from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
+from trainer.config import DropConfig, RunConfig, TrainerConfig
 from trainer.evaluation.saved_model import distinct
 from trainer.model.config import ModelConfig
+from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs import models
 from trainer.runs.directory import plain
@@ -26,8 +28,13 @@ from trainer.runs.models import (
     _files_fingerprint,
     encodings_of,
     find_model,
+    is_dropped,
+    is_published,
+    name_and_role,
     origin,
+    reference_first,
     starting_weights,
+    without_home,
 )
 from trainer.runs.parsing import parse
 
@@ -56,6 +63,15 @@ def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finishe
     published = replace(run, run=None)
     assert published.with_training_length(C // 2).longest_context == C
     assert replace(published, name="a/b").home == Path("runs/a/b")
+
+
+def test_published_weights_are_a_directory_of_theirs_or_a_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/a", "llama"):
+        Path(place).mkdir(parents=True)
+    Path("llama/config.json").touch()
+    names = "llama", "owner/model", "runs/a", "runs/b", "a/b/c", "run"
+    assert [name for name in names if is_published(name)] == ["llama", "owner/model"]
 
 
 def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
@@ -187,3 +203,62 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
         parse(values)
     assert Path(before).name == "step-000006"
+
+
+# Names
+
+DROPS = RunConfig(trainer=TrainerConfig(max_steps=20), drop=DropConfig(at=10))
+
+
+def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
+    assert [is_dropped(DROPS, step) for step in (0, 10, 11, 20)] == [False, False, True, True]
+    assert not is_dropped(replace(DROPS, drop=DropConfig()), 20)
+
+
+@pytest.mark.parametrize(
+    ("positional", "role_of", "label_of"),
+    [
+        ({}, "rope", "RoPE"),
+        ({"layers": ["rope", "nope", "rope"]}, "rope_nope", "rope + nope"),
+        ({"heads": {"nope": 0.5}}, None, "rope"),
+        ({"windows": [16]}, "rope_window", "rope"),
+        ({"windows": [None]}, "rope", "RoPE"),
+        (
+            {"layers": ["own"], "encodings": {"own": {"type": "p_rope", "base": 2.0}}},
+            "p_rope", "p-RoPE",
+        ),
+        ({"layers": ["own"], "encodings": {"own": {"base": 2.0}}}, "own", "own"),
+    ],
+)  # fmt: skip
+def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of, label_of):
+    config = RunConfig(positional=PositionalConfig(**positional))
+    assert name_and_role(config) == (label_of, role_of)
+    assert name_and_role(replace(config, drop=DropConfig(at=0.5))) == ("DroPE", "drope")
+
+
+@pytest.mark.parametrize(
+    ("drop", "expected"),
+    [
+        ({}, ("DroPE", "drope")),
+        ({"to": "none"}, ("DroPE", "drope")),
+        ({"to": "alibi"}, ("RoPE, drop to alibi", None)),
+        ({"layers": [0, 1]}, ("RoPE, drop of layers 0, 1 to nope", None)),
+        ({"heads": [0]}, ("RoPE, drop of heads 0 to nope", None)),
+        ({"windows": [16]}, ("RoPE, drop to nope and windows", None)),
+    ],
+)
+def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
+    positional = PositionalConfig(encodings={"none": {"type": "nope"}})
+    config = replace(DROPS, drop=DropConfig(at=10, **drop), positional=positional)
+    assert name_and_role(config) == expected
+    assert [name_and_role(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
+
+
+def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():
+    assert sorted(["nope", None, "drope", "rope"], key=reference_first)[:2] == ["rope", "drope"]
+    assert reference_first(None) == reference_first("nope") == 2
+
+
+def test_home_directory_does_not_get_into_reports():
+    values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
+    assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}

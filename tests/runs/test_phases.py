@@ -14,14 +14,7 @@ from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import (
-    kept_steps,
-    layout_of_phase,
-    phase_at,
-    phase_before,
-    phases_of,
-    tokens_at,
-)
+from trainer.runs.phases import kept_steps, layout_of_phase, phase_at, phase_before, phases_of
 
 SMALL = {
     "run_dir": "runs/small",
@@ -60,12 +53,12 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
             assert current.config.data.sequence_length == length
             assert current.order == len(orders) - 1
             assert current.first_sample(step) == orders[-1][1]
-            assert tokens_at(config, step) == tokens
+            assert current.tokens_at(step) == tokens
             orders[-1][1] += size
             step, tokens = step + 1, tokens + length * size
             assert phase_before(phases, step) is current
     assert config.trainer.max_steps == step
-    assert tokens_at(config, step) == tokens
+    assert phases[-1].tokens_at(step) == tokens
     assert config.training_length == orders[-1][0]
 
 
@@ -117,16 +110,6 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
         data={"mixture": mixture, "sequence_length": 64},
     )  # fmt: skip
     assert [phase.order for phase in phases_of(config)] == [0, 0, 1]
-
-
-def test_the_training_length_is_that_of_the_phase_that_was_trained_last():
-    config = configured({"a": {"steps": 4}, "b": {"steps": 2, "sequence_length": 16}})
-    trained = [phase_before(phases_of(config), step).config.data for step in range(1, 7)]
-    assert [data.sequence_length for data in trained] == [32] * 4 + [16] * 2
-    assert config.training_length == 16
-    back = configured({"a": {"steps": 4, "sequence_length": 64}, "b": {"steps": 2}})
-    assert back.training_length == 32
-    assert configured({}).training_length == 32
 
 
 def run_of(**changes):

@@ -80,7 +80,7 @@ def small(name, base, tmp_path):
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "write_renderings", lambda *_: [])  # half of the time
     config = parse(small(name, base, tmp_path))
-    report, _ = run_experiment(config)
+    report = run_experiment(config)
     phases, run_dir = phases_of(config), Path(config.run_dir)
     rows = read_metrics(run_dir / "metrics.csv")
     assert [row["step"] for row in rows] == [*range(1, phases[-1].end + 1)]

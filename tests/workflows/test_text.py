@@ -57,10 +57,7 @@ MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "re
     [
         ({}, {"optimizer": {"lr": 0.1}}, []),
         ({}, {"data": {"document_mask": True, "needles": {"share": 0.5}}}, []),
-        ({}, {"data": {"num_workers": 1}}, []),
         ({}, {"data": {"source": "files", "files": ["other.txt"]}}, ["data"]),
-        ({}, {"data": {"revision": "other"}}, ["data"]),
-        ({}, {"data": {"text_field": "t"}}, ["data"]),
         ({}, {"data": {"test": 0.2}}, ["data"]),
         ({}, {"data": {"prepared": "elsewhere"}}, ["data"]),
         ({}, {"tokenizer": {"vocab_size": 300}}, ["tokenizer"]),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from trainer.common.errors import PreemptedError
@@ -30,25 +28,16 @@ def usual_threads() -> int:
     return int(requested) if requested else cores()
 
 
-@contextmanager
-def stopping_at_once() -> Iterator[None]:
-    """Let the signals of a batch system end the block by an exception, so that it removes its
-    temporary files.
-
-    Raises:
-        PreemptedError: a signal came.
-    """
+def stop_on_signals() -> None:
+    """Let the signals of a batch system end the program by a ``PreemptedError``, so that it removes
+    its temporary files."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         raise PreemptedError(f"Stopped ({name}).", name)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGUSR1, stop)
 
 
 def requeue() -> None:

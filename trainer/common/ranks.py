@@ -70,16 +70,17 @@ def best_precision(device: str) -> Literal["fp32", "bf16"]:
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
-def device_of(accelerator: str, ranks: Ranks) -> torch.device:
+def device_of(accelerator: str) -> torch.device:
     """Return the device of this process: the GPU of its local rank, or the only one that it sees
     (``srun --gpus-per-task=1``)."""
     if device_type(accelerator) == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", ranks.local_rank if torch.cuda.device_count() > 1 else 0)
+    several = torch.cuda.device_count() > 1
+    return torch.device("cuda", current_ranks().local_rank if several else 0)
 
 
 @contextmanager
-def process_group(strategy: str, accelerator: str = "auto") -> Iterator[Ranks]:
+def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
     """Provide the process group that a strategy other than ``single`` needs.
 
     The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
@@ -95,9 +96,9 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[Ranks]:
             raise UserError(
                 f"strategy: single uses one process, and {ranks.world_size} were started"
             )
-        yield ranks
+        yield
         return
-    device = device_of(accelerator, ranks)
+    device = device_of(accelerator)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -107,7 +108,7 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[Ranks]:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield ranks
+        yield
     except BaseException as error:
         if ranks.world_size == 1 or isinstance(error, PreemptedError | DivergedError):
             dist.destroy_process_group()

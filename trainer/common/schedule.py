@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Literal
 
 Schedule = Callable[[int], float]
@@ -25,25 +24,15 @@ def schedule(
     ``cosine`` falls from ``peak`` to ``peak * final`` over the rest; ``wsd`` stays at the peak and
     falls linearly over the last ``decay_fraction``; ``constant`` stays.
     """
-    return partial(_factor, steps, name, warmup, peak, final, decay_fraction)
+    start = max(warmup, round(steps * (1 - decay_fraction))) if name == "wsd" else warmup
 
+    def factor(step: int) -> float:
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        if name == "constant":
+            return peak
+        progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
+        fall = progress if name == "wsd" else (1 - math.cos(math.pi * progress)) / 2
+        return peak * (1 - (1 - final) * fall)
 
-def _factor(
-    steps: int,
-    name: str,
-    warmup: int,
-    peak: float,
-    final: float,
-    decay_fraction: float,
-    step: int,
-) -> float:
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if name == "constant":
-        return peak
-    start = warmup
-    if name == "wsd":
-        start = max(start, round(steps * (1 - decay_fraction)))
-    progress = min(max((step - start) / max(steps - start, 1), 0.0), 1.0)
-    fall = progress if name == "wsd" else (1 - math.cos(math.pi * progress)) / 2
-    return peak * (1 - (1 - final) * fall)
+    return factor

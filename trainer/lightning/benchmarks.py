@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
-from trainer.common.ranks import Ranks, all_gather
+from trainer.common.ranks import all_gather, current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.evaluation.held_out import HeldOut
@@ -39,12 +39,13 @@ def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[tuple[Task, int]]
 
 
 def benchmark_scores(
-    model: Decoder, tasks: Sequence[tuple[Task, int]], config: RunConfig, ranks: Ranks
+    model: Decoder, tasks: Sequence[tuple[Task, int]], config: RunConfig
 ) -> dict[str, float]:
     """Return scores by task and length in training lengths; NaN without questions.
 
     Ranks share the questions; all call this together and get the same scores.
     """
+    ranks = current_ranks()
     tokens = config.evaluation.batch_tokens // ranks.world_size
     share = slice(ranks.rank, None, ranks.world_size)
     scores: dict[str, float] = {}

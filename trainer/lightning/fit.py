@@ -36,9 +36,8 @@ from trainer.lightning.setup import (
     numerics,
 )
 from trainer.positional.layout import Layout
-from trainer.runs.descriptions import name_and_role
 from trainer.runs.directory import read_metrics, write_metrics
-from trainer.runs.models import starting_weights
+from trainer.runs.models import name_and_role, starting_weights
 from trainer.runs.phases import phase_at
 
 log = logging.getLogger(__name__)
@@ -69,10 +68,10 @@ def train(
         DivergedError: the run diverged.
         PreemptedError: the run was asked to stop, and has.
     """
-    ranks, last_step = current_ranks(), config.trainer.max_steps
+    last_step = config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
     checkpoint, state = on_rank_zero(lambda: starting_point(directory.parent, corpus, branch))
-    torch.manual_seed(config.seed + ranks.rank)
+    torch.manual_seed(config.seed + current_ranks().rank)
     weights = starting_weights(config.model) if checkpoint is None else None
     model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
     if checkpoint is not None:
@@ -85,7 +84,7 @@ def train(
     ):
         state["token_files"] = dict(weights.token_files)
     if state["step"] < last_step:
-        module = make_module(config, model, ranks, weights, draws=checkpoint is None)
+        module = make_module(config, model, weights, draws=checkpoint is None)
         title = f"Training {name_and_role(config)[0]}"
         count = sum(p.numel() for p in model.parameters())
         log.info("%s: %s parameters", title, f"{count:,}")
@@ -149,7 +148,7 @@ def fit_phases(run: RunCallback, module: LanguageModule) -> None:
             offset=phase.first_sample(0),
         )
         # ours last: rows and checkpoints have what the others did in a step
-        trainer = make_trainer(phase, run.ranks, loggers, [*run.user_callbacks, run])
+        trainer = make_trainer(phase, loggers, [*run.user_callbacks, run])
         trainer.fit(module, datamodule=data)
         run.step = trainer.global_step
         if run.step < phase.end:

@@ -41,13 +41,7 @@ from trainer.lightning.setup import precision_of
 from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.directory import COLUMNS, append_metrics
-from trainer.runs.phases import (
-    Phase,
-    kept_steps,
-    layout_of_phase,
-    phase_before,
-    phases_of,
-)
+from trainer.runs.phases import Phase, kept_steps, layout_of_phase, phase_before, phases_of
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +83,7 @@ class RunCallback(L.Callback):
         asked: Callable[[], str | None],
         is_control: bool,
     ) -> None:
-        self.config, self.corpus, self.ranks = config, corpus, current_ranks()
+        self.config, self.corpus = config, corpus
         self.progress, self.asked, self.is_control = progress, asked, is_control
         self.checkpoints = Path(config.run_dir) / "checkpoints"
         self.begin_from, self.state, self.step = checkpoint, state, state["step"]
@@ -208,7 +202,7 @@ class RunCallback(L.Callback):
     def probe(self) -> Sequence[Tensor]:
         """Return the probe of the phase, see :func:`effect_probe`, in micro-batches."""
         run = self.phase.config.trainer
-        rows = run.micro_batch_size or run.batch_size // self.ranks.world_size
+        rows = run.micro_batch_size or run.batch_size // current_ranks().world_size
         return effect_probe(self.corpus, self.phase).split(rows)
 
     def measure_effect(self, module: LanguageModule) -> None:
@@ -227,7 +221,7 @@ class RunCallback(L.Callback):
         if not self.benchmarks:
             return
         with self.untimed():
-            scores = benchmark_scores(module.model, self.benchmarks, self.config, self.ranks)
+            scores = benchmark_scores(module.model, self.benchmarks, self.config)
         tokens = phase_before(self.phases, step).tokens_at(step)
         milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}
         self.milestones.append(milestone)
@@ -274,7 +268,7 @@ class RunCallback(L.Callback):
             peak = dense_peak(torch.cuda.get_device_name(), precision_of(self.config))
             if peak is not None:
                 flops = flops_per_token(module.model, batch)
-                speed["mfu"] = rate * flops / (peak * self.ranks.world_size)
+                speed["mfu"] = rate * flops / (peak * current_ranks().world_size)
         return speed
 
     @contextmanager

@@ -18,12 +18,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.processes import cores, usual_threads
-from trainer.common.ranks import (
-    Ranks,
-    best_precision,
-    device_of,
-    device_type,
-)
+from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.module import LanguageModule
@@ -58,13 +53,13 @@ def compiles(config: RunConfig) -> bool:
     return device_type(config.trainer.accelerator) == "cuda" if compile == "auto" else compile
 
 
-def set_threads(config: RunConfig, ranks: Ranks) -> None:
+def set_threads(config: RunConfig) -> None:
     """Set the number of CPU threads to ``trainer.threads`` or the default.
 
     With several ranks, and when compiling, the default is one per core of this process's share of
     the machine: srun gives each process cores of its own, those of torchrun share all cores.
     """
-    threads, share = config.trainer.threads, cores()
+    ranks, threads, share = current_ranks(), config.trainer.threads, cores()
     if not {"SLURM_CPUS_PER_TASK", "SLURM_LOCALID"} <= os.environ.keys():
         share = max(share // ranks.local_size, 1)
     # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
@@ -120,13 +115,12 @@ def make_decoder(
 def make_module(
     config: RunConfig,
     model: Decoder,
-    ranks: Ranks,
     pretrained: Pretrained | None = None,
     draws: bool = True,
 ) -> LanguageModule:
     """Create a run's module; ``draws``: whether weights are drawn, or taken from ``pretrained``."""
     run, strategy, phases = config.trainer, config.strategy, phases_of(config)
-    size = strategy.shard_size or ranks.local_size
+    size = strategy.shard_size or current_ranks().local_size
 
     def value(name: str, parameter: Tensor) -> Tensor:
         if pretrained is None:
@@ -161,16 +155,14 @@ def make_module(
     )
 
 
-def make_trainer(
-    phase: Phase, ranks: Ranks, loggers: list[Logger], callbacks: list[L.Callback]
-) -> L.Trainer:
+def make_trainer(phase: Phase, loggers: list[Logger], callbacks: list[L.Callback]) -> L.Trainer:
     """Create Lightning's trainer of a phase, without its own checkpoints, bar and summary."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
     config, run = phase.config, phase.config.trainer
-    single = config.strategy.name == "single"
-    device = device_of(run.accelerator, ranks)
+    ranks, single = current_ranks(), config.strategy.name == "single"
+    device = device_of(run.accelerator)
     trainer = L.Trainer(
         max_steps=phase.end,
         accelerator=device_type(config.trainer.accelerator),

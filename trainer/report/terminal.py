@@ -58,7 +58,7 @@ def _cell(cell: Cell | None) -> Text:
     return text
 
 
-def print_report(report: Report, run_dir: str, existing: bool) -> None:
+def print_report(report: Report, run_dir: str) -> None:
     """Print the tables, what training changed, the verdicts on the papers' claims, and the path of
     the page, which has their numbers."""
     print_tables(shown := tables(report))
@@ -81,8 +81,6 @@ def print_report(report: Report, run_dir: str, existing: bool) -> None:
         out.print(verdict, observation.claim)
     for note in report.notes:
         out.print(f"Note: {note}")
-    if existing:
-        out.print("This run was finished before; nothing was trained. overwrite=true starts again.")
     out.print(f"Report: {Path(run_dir) / 'report.html'}")
 
 

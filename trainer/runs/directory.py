@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
-from trainer.config import RunConfig
+from trainer.config import SAME, RunConfig
 
 RECORD = "config.yaml"
 LOCK = ".lock"
@@ -85,6 +85,20 @@ def saved_config(values: dict[str, Any]) -> RunConfig:
     """
     config: RunConfig = adapter(RunConfig).validate_python(values | {"evaluation": {}})
     return config
+
+
+def lacks_schedule_control(runs: Sequence[str]) -> bool:
+    """Whether runs with and without a drop stand beside each other without a run that restarts its
+    learning rate as the drop does and drops nothing.
+
+    ``runs``: directories; those without a configuration do not count.
+    """
+    records = (Path(run, RECORD) for run in runs)
+    found = [yaml.safe_load(path.read_text("utf-8")) for path in records if path.is_file()]
+    configs = [saved_config(values) for values in found]
+    controls = [c.get("drop") or {} for config in configs for c in config.controls.values()]
+    targets = [c.drop.to for c in configs] + [drop.get("to") for drop in controls]
+    return len({c.drop_step is None for c in configs}) == 2 and SAME not in targets
 
 
 def check_run_directory(config: RunConfig) -> None:
@@ -238,11 +252,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     text = path.read_text("utf-8")
     # A row without line end was cut short by a kill.
     rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
-    return [{key: _number(value) for key, value in row.items() if value} for row in rows]
-
-
-def _number(text: str) -> int | float:
-    return int(text) if text.isdecimal() else float(text)
+    return [
+        {key: int(x) if x.isdecimal() else float(x) for key, x in row.items() if x} for row in rows
+    ]
 
 
 def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:

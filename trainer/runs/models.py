@@ -1,7 +1,9 @@
-"""Models by the name a user gives: a run, a checkpoint, or published weights."""
+"""Models by the names that users give them, and by those that reports give them."""
 
 from __future__ import annotations
 
+import json
+import platform
 import re
 import shlex
 import sys
@@ -15,49 +17,63 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from trainer.checkpoint import (
-    MANIFEST,
-    check_sound,
-    find_checkpoint,
-    read_state,
-    readers,
-)
+import trainer
+from trainer.checkpoint import MANIFEST, check_sound, find_checkpoint, read_state, readers
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import checksum
+from trainer.common.processes import cores
+from trainer.config import SAME, RunConfig
+from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.saved_model import SavedModel
 from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
-from trainer.interchange.published import (
-    find_pretrained,
-    read_token_files,
-    read_tokenizer,
-)
+from trainer.interchange.published import find_pretrained, read_token_files, read_tokenizer
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.model.language_model import LanguageModel
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.descriptions import name_and_role, without_home
 from trainer.runs.directory import saved_config
 from trainer.runs.phases import phase_before, phases_of
+
+# Finding
+
+
+def is_published(reference: str) -> bool:
+    """Whether a model is published weights, in a directory or on the hub, and not a run.
+
+    OWNER/NAME is looked for on the hub if there is no directory OWNER here.
+    """
+    path = Path(reference).expanduser()
+    is_on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists()
+    return bool(is_on_hub) or (path / "config.json").is_file()
 
 
 def find_model(reference: str) -> SavedModel:
     """Find the model that ``checkpoint=`` or ``compare=`` names.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: there is none, it is damaged, or transformers cannot compute ``hf:DIRECTORY`` by
+            itself.
     """
-    if reference.startswith("hf:"):
-        return _computed_by_transformers(reference)
-    path = Path(reference)
+    details: dict[str, Any]
     length: int | None = None
-    # OWNER/NAME is looked for on the hub if there is no directory OWNER here.
-    is_on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists()
-    if is_on_hub or (path / "config.json").is_file():
+    if reference.startswith("hf:"):
+        from trainer.interchange.adapted import read_adapted  # imports transformers
+
+        path = Path(reference.removeprefix("hf:")).expanduser()
+        model, program = read_adapted(path), f"transformers {version('transformers')}"
+        shape = model.config, model.layout
+        weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
+        details = {
+            "name": f"{path.resolve().name}-hf",
+            "hash": f"{program} {_files_fingerprint(path)}",
+            "weights": lambda device, dtype: read_adapted(path, dtype).to(device),
+            "computed_by": program,
+        }
+    elif is_published(reference):
         path, weights = find_pretrained(reference), read_pretrained(reference)
-        details: dict[str, Any] = {"name": Path(reference).name, "hash": _files_fingerprint(path)}
+        details = {"name": Path(reference).name, "hash": _files_fingerprint(path)}
     else:
         path = check_sound(find_checkpoint(reference))
         state, weights = read_state(path), read_run(path)
@@ -72,19 +88,17 @@ def find_model(reference: str) -> SavedModel:
         }
         if step:
             length = phase_before(phases_of(run), step).config.data.sequence_length
-    model = SavedModel(
+    tokens = weights.require_tokenizer(), weights.token_files, weights.end_of_text
+    saved = SavedModel(
         reference=reference,
         path=path,
+        tokens=special_tokens(*tokens),
         config=weights.config,
         layout=weights.layout,
         longest_context=weights.layout.longest,
-        weights=weights.decoder,
-        tokens=special_tokens(
-            weights.require_tokenizer(), weights.token_files, weights.end_of_text
-        ),
-        **details,
+        **{"weights": weights.decoder} | details,
     )
-    return model.with_training_length(length)
+    return saved.with_training_length(length)
 
 
 def starting_weights(config: ModelConfig) -> Pretrained | None:
@@ -141,41 +155,95 @@ def encodings_of(reference: str) -> PositionalConfig:
     return positional
 
 
-def _computed_by_transformers(reference: str) -> SavedModel:
-    """Find the model that ``hf:DIRECTORY`` names; its weights are read and not kept.
-
-    Raises:
-        UserError: transformers cannot compute it by itself, or its attention cannot be observed.
-    """
-    from trainer.interchange.adapted import read_adapted  # imports transformers
-
-    path = Path(reference.removeprefix("hf:")).expanduser()
-    model, tokenizer, files = read_adapted(path), read_tokenizer(path), read_token_files(path)
-    if tokenizer is None:
-        raise UserError(f"{reference}: there is no tokenizer.json beside its weights")
-    program = f"transformers {version('transformers')}"
-
-    def load(device: str = "cpu", dtype: torch.dtype = torch.float32) -> LanguageModel:
-        return read_adapted(path, dtype).to(device)
-
-    return SavedModel(
-        name=f"{path.resolve().name}-hf",
-        reference=reference,
-        path=path,
-        config=model.config,
-        layout=model.layout,
-        longest_context=model.layout.longest,
-        weights=load,
-        hash=f"{program} {_files_fingerprint(path)}",
-        computed_by=program,
-        tokens=special_tokens(tokenizer, files),
-    )
-
-
 def _files_fingerprint(path: Path) -> str:
     """Return a fingerprint of names, sizes and times of files; hashing contents would take long."""
     files = sorted(path.iterdir())
     return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])
+
+
+# Names
+
+ENCODING_TITLES = {
+    "rope": "RoPE",
+    "half_rope": "HalfRoPE",
+    "high_frequency": "High-frequency RoPE",
+    "rope_id": "RoPE-ID",
+    "p_rope": "p-RoPE",
+    "hope": "HoPE",
+    "hope_published": "HoPE (published)",
+    "nope": "NoPE",
+    "alibi": "ALiBi",
+}
+
+
+def is_dropped(config: RunConfig, step: int) -> bool:
+    """Whether a run has dropped its encoding after ``step`` steps.
+
+    A drop comes before the first batch of its phase: the checkpoint of that very step precedes it.
+    """
+    return config.drop_step is not None and step > config.drop_step
+
+
+def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str | None]:
+    """Return the name of a run in tables and its role in the papers' claims.
+
+    The role is ``drope`` if the run has dropped all of its encodings, otherwise its encoding, with
+    ``_window`` if it has windows; None for variants, and if heads of a layer differ. ``step``:
+    number of steps trained; None: all.
+    """
+    positional, depth, drops = config.positional, config.model.num_hidden_layers, []
+    types = {name: values.get("type", name) for name, values in positional.encodings.items()}
+    if is_dropped(config, config.trainer.max_steps if step is None else step):
+        drops = [drop for phase in phases_of(config) if (drop := phase.settings.drop)]
+    partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
+    if drops and not partial:
+        return "DroPE", "drope"
+    variants, encoding = [], None
+    if not positional.heads:
+        kinds = dict.fromkeys(str(types.get(name, name)) for name in positional.layers[:depth])
+        encoding = "_".join(kinds) + ("_window" if any(positional.windows[:depth]) else "")
+    if config.model.from_run is not None and encoding == "nope":
+        variants.append("continued")
+    for change in partial:
+        windows = " and windows" if change.windows else ""
+        variants.append(f"drop{change.of_what} to {change.to}{windows}")
+    if config.drop.to == SAME and config.drop.at is not None:
+        variants.append("schedule of a drop")
+    title = ENCODING_TITLES.get(encoding or "", encodings(config))
+    return ", ".join([title, *variants]), None if variants else encoding
+
+
+def encodings(config: RunConfig) -> str:
+    """Describe the encodings that the layers of a run begin with."""
+    return " + ".join(dict.fromkeys(config.positional.layers[: config.model.num_hidden_layers]))
+
+
+def reference_first(role: str | None) -> int:
+    """Sort key of roles in tables: RoPE, models derived from it, everything else."""
+    return {"rope": 0, "drope": 1}.get(role or "", 2)
+
+
+# Pages
+
+
+def without_home(value: Any) -> Any:
+    """Replace the user's home directory by ``~`` in plain values, so that reports can be shared."""
+    return json.loads(json.dumps(value, ensure_ascii=False).replace(str(Path.home()), "~"))
+
+
+def environment(corpus: Corpus) -> dict[str, Any]:
+    """Return versions and hardware, without anything that identifies a person or a machine."""
+    return {
+        "unrope": trainer.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "threads": torch.get_num_threads(),
+        "cores": cores(),
+        "corpus": corpus.fingerprint,
+        "training_text_tokens": sum(len(part.train) for part in corpus.parts),
+        "held_out_text_tokens": len(corpus.validation) + len(corpus.test),
+    }
 
 
 def origin(models: Sequence[SavedModel]) -> dict[str, str]:

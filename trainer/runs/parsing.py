@@ -44,8 +44,11 @@ def parse(values: dict[str, Any]) -> RunConfig:
     for phase in phases_of(config):
         phase.config.trainer.accumulation()
         layout = layout_of_phase(layout, phase)
-    if _drops_nothing(config):
-        config = replace(config, drop=replace(config.drop, at=None))
+    drop, positional = config.drop, config.positional
+    names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
+    is_known = not config.phases and config.model.from_pretrained is None
+    if is_known and names == {drop.to} and not drop.windows:  # it would change nothing
+        config = replace(config, drop=replace(drop, at=None))
     runs_of(config)
     return config
 
@@ -92,15 +95,6 @@ def _check_run(config: RunConfig) -> None:
         raise UserError(f"drop.at: expected a step before trainer.max_steps, {last}, got {step}")
     if config.evaluation.enabled and "none" not in config.evaluation.methods:
         raise UserError("evaluation.methods: expected 'none' among them, the run as it is")
-
-
-def _drops_nothing(config: RunConfig) -> bool:
-    """Whether the drop of a run without named phases puts the encoding of all heads in its own
-    place."""
-    positional, drop = config.positional, config.drop
-    names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
-    is_known = not config.phases and config.model.from_pretrained is None
-    return is_known and names == {drop.to} and not drop.windows
 
 
 # Controls

@@ -155,11 +155,6 @@ def phase_before(phases: Sequence[Phase], step: int) -> Phase:
     return phase_at(phases, max(step - 1, 0))
 
 
-def tokens_at(config: RunConfig, step: int) -> int:
-    """Return the tokens read after ``step`` steps."""
-    return phase_before(phases_of(config), step).tokens_at(step)
-
-
 def kept_steps(config: RunConfig) -> frozenset[int]:
     """Return the steps with permanent checkpoints: ends of phases, and branches of controls."""
     ends = {phase.end for phase in phases_of(config)} if config.phases else set()

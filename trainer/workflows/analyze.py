@@ -38,8 +38,7 @@ from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.report.pages import write_analysis
-from trainer.runs.descriptions import environment, without_home
-from trainer.runs.models import find_model, origin
+from trainer.runs.models import environment, find_model, origin, without_home
 from trainer.workflows.evaluate import held_out_corpus
 
 log = logging.getLogger(__name__)

@@ -11,13 +11,7 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
-from trainer.common.ranks import (
-    Ranks,
-    best_precision,
-    current_ranks,
-    device_of,
-    device_type,
-)
+from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
 from trainer.config import (
     DataConfig,
     EvaluationConfig,
@@ -37,8 +31,7 @@ from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
-from trainer.runs.descriptions import environment, reference_first, without_home
-from trainer.runs.models import find_model, origin
+from trainer.runs.models import environment, find_model, origin, reference_first, without_home
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +52,9 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    ranks = current_ranks()
-    torch.set_num_threads(max(1, usual_threads() // ranks.local_size))
+    torch.set_num_threads(max(1, usual_threads() // current_ranks().local_size))
     if torch.cuda.is_available():
-        torch.cuda.set_device(device_of("auto", ranks))
+        torch.cuda.set_device(device_of("auto"))
     evaluation = request.evaluation
     check_names(evaluation)
     found = [find_model(path) for path in (request.checkpoint, *request.compare)]
@@ -74,7 +66,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     if name == DEFAULT:  # same order as a run's own table
         models = sorted(models, key=lambda model: reference_first(model.role))
     title = "Length evaluation" if first.run is None else first.run.name
-    report = measure_models(title, models, evaluation, text, output / "cells", ranks=ranks)
+    report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:
         return None
     return publish(report, models, output), output
@@ -113,7 +105,6 @@ def measure_models(
     text: HeldOut,
     directory: Path,
     accelerator: str = "auto",
-    ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Report | None:
     """Measure every method on every model; return a report without anything about training.
 
@@ -122,13 +113,13 @@ def measure_models(
 
     ``models``: as :func:`fitting_together` returns them. ``text``: in the first one's tokens.
     ``directory``: of finished cells. ``accelerator``: cpu, or a GPU if there is one.
-    ``ranks``: this process among those that share the work; all but the first one return None.
+    Ranks share the work; all but the first one return None.
 
     Raises:
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
             or no method applies to any model.
     """
-    device = device_type(accelerator)
+    ranks, device = current_ranks(), device_type(accelerator)
     dtype = config.dtype or best_precision(device)
     C = models[0].training_length
     lengths = config.tokens or [round(C * factor) for factor in config.lengths]

@@ -14,22 +14,15 @@ from pathlib import Path
 from statistics import median_high
 
 from trainer.checkpoint import BEFORE_DROP, step_name
-from trainer.common.ranks import Ranks, all_gather, on_rank_zero, process_group
+from trainer.common.ranks import all_gather, current_ranks, on_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.evaluation.results import (
-    AS_IS,
-    FACTS,
-    Report,
-    RunSummary,
-    troubles,
-)
+from trainer.evaluation.results import AS_IS, FACTS, Report, RunSummary, troubles
 from trainer.evaluation.saved_model import SavedModel, fitting_together
 from trainer.evaluation.tasks import check_names
 from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
 from trainer.lightning.setup import check_device, set_environment, set_threads
-from trainer.runs.descriptions import encodings, environment, reference_first, without_home
 from trainer.runs.directory import (
     check_run_directory,
     locked,
@@ -38,20 +31,16 @@ from trainer.runs.directory import (
     plain,
     read_metrics,
 )
-from trainer.runs.models import find_model
+from trainer.runs.models import encodings, environment, find_model, reference_first, without_home
 from trainer.runs.parsing import runs_of
-from trainer.runs.phases import phases_of, tokens_at
-from trainer.workflows.evaluate import (
-    held_out_of,
-    measure_models,
-    publish,
-)
+from trainer.runs.phases import phases_of
+from trainer.workflows.evaluate import held_out_of, measure_models, publish
 from trainer.workflows.text import check_vocabularies, open_corpus
 
 log = logging.getLogger(__name__)
 
 
-def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Report, bool] | None:
+def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> Report | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
     An interrupted run resumes. A finished one stays unchanged, unless its evaluation or its
@@ -59,8 +48,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
 
     ``beside``: other models that the evaluation measures as well, by their names.
 
-    Returns:
-        The report, and whether it existed before; None on other ranks.
+    Returns the report; None on other ranks.
 
     Raises:
         UserError: something given is wrong; checked before anything heavy starts if possible.
@@ -69,13 +57,14 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
     start_time, directory = time.time(), Path(config.run_dir)
     configs = runs_of(config)
     set_environment(config)
-    with process_group(config.strategy.name, config.trainer.accelerator) as ranks:
+    with process_group(config.strategy.name, config.trainer.accelerator):
         if on_rank_zero(lambda: is_finished(config)):
-            return None if ranks.rank else (Report.read(directory), True)
-        set_threads(config, ranks)
-        check_machine(configs, ranks)
+            log.info("Finished before: nothing is trained; overwrite=true starts again")
+            return None if current_ranks().rank else Report.read(directory)
+        set_threads(config)
+        check_machine(configs)
         with ExitStack() as lock:
-            places = on_rank_zero(lambda: _open(config, configs, ranks, lock))
+            places = on_rank_zero(lambda: _open(config, configs, lock))
             corpus = corpus_at(config.data, places)
             checkpoints = [
                 train(
@@ -87,13 +76,12 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> tuple[Repor
                 )
                 for name, run in configs.items()
             ]
-        all_gather(ranks.rank)  # all ranks have trained before one reads the checkpoints
+        all_gather(None)  # all ranks have trained before one reads the checkpoints
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
-    report = make_report(config, checkpoints, corpus, ranks, beside)
-    if report is None:
-        return None
-    log_results(config, _by_length(report))
-    return report, False
+    report = make_report(config, checkpoints, corpus, beside)
+    if report is not None:
+        log_results(config, _by_length(report))
+    return report
 
 
 def is_finished(config: RunConfig) -> bool:
@@ -111,7 +99,7 @@ def is_finished(config: RunConfig) -> bool:
     return all(reported[key] == values[key] for key in keys)
 
 
-def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
+def check_machine(configs: dict[str, RunConfig]) -> None:
     """Check what shows without the text: names of tasks and methods, devices, batches.
 
     Raises:
@@ -121,14 +109,12 @@ def check_machine(configs: dict[str, RunConfig], ranks: Ranks) -> None:
         check_names(config.evaluation)
         check_device(config)
         for phase in phases_of(config):
-            phase.config.trainer.accumulation(ranks.world_size)
+            phase.config.trainer.accumulation(current_ranks().world_size)
 
 
-def _open(
-    config: RunConfig, configs: dict[str, RunConfig], ranks: Ranks, lock: ExitStack
-) -> list[str]:
+def _open(config: RunConfig, configs: dict[str, RunConfig], lock: ExitStack) -> list[str]:
     """Prepare text and directories, and return where the text lies."""
-    corpus = open_corpus(config, alone=ranks.world_size == 1)
+    corpus = open_corpus(config)
     check_vocabularies(configs, corpus)
     lock.enter_context(locked(Path(config.run_dir)))
     for run in configs.values():
@@ -150,7 +136,6 @@ def make_report(
     config: RunConfig,
     checkpoints: Sequence[Path],
     corpus: Corpus,
-    ranks: Ranks,
     beside: Sequence[str] = (),
 ) -> Report | None:
     """Evaluate all runs as saved, and write the report; return None on other ranks than the first.
@@ -173,12 +158,11 @@ def make_report(
             held_out_of(corpus, models[0]),
             Path(config.run_dir) / "evaluation" / "cells",
             config.trainer.accelerator,
-            ranks,
         )
     else:
         C = config.training_length
         report = Report(config.name, C, C, {}, environment(corpus))
-    if report is None or ranks.rank:
+    if report is None or current_ranks().rank:
         return None
     runs = []
     for model in models[: len(checkpoints)]:
@@ -209,7 +193,7 @@ def summary_of(model: SavedModel, final_loss: float | None) -> RunSummary:
         encoding=f"{encodings(config)}{dropped}",
         parameters=model.parameters,
         steps=config.trainer.max_steps,
-        tokens=tokens_at(config, config.trainer.max_steps),
+        tokens=phases_of(config)[-1].tokens_at(config.trainer.max_steps),
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),

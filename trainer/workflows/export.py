@@ -12,8 +12,7 @@ from trainer.common.processes import usual_threads
 from trainer.config import ExportRequest
 from trainer.interchange.export import export_model
 from trainer.model.decoder import Decoder
-from trainer.runs.descriptions import is_dropped
-from trainer.runs.models import find_model
+from trainer.runs.models import find_model, is_dropped
 from trainer.runs.phases import phases_of
 
 log = logging.getLogger(__name__)

@@ -36,16 +36,15 @@ def continue_prompts(request: GenerationRequest, show: Callable[[str], None]) ->
     ]
     texts = [TextStream(tokenizer, request.stop) for _ in prompts]
     streams = len(prompts) == 1
-    times = [time.perf_counter()]
+    start = time.perf_counter()
 
     def on_token(row: int, new_tokens: list[int]) -> bool:
         new = texts[row].push(new_tokens[-1])
         if streams:
             show(new)
-        times.append(time.perf_counter())
         return texts[row].stopped
 
-    generate(
+    written = generate(
         model,
         prompts,
         request.max_new_tokens,
@@ -56,9 +55,6 @@ def continue_prompts(request: GenerationRequest, show: Callable[[str], None]) ->
     rests = [text.finish() for text in texts]
     if streams:
         show(f"{rests[0]}\n")
-    # The first token of every prompt comes with reading it.
-    read, later = sum(map(len, prompts)), len(times) - 1 - len(prompts)
-    reading, writing = times[len(prompts)] - times[0], times[-1] - times[len(prompts)]
-    speed = f"{read} tokens read, {read / reading:,.0f} a second; {len(times) - 1} written"
-    log.info("%s", speed + (f", {later / writing:,.1f} a second" if later else ""))
+    read, new = sum(map(len, prompts)), sum(map(len, written))
+    log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)
     return [text.text for text in texts]

@@ -14,7 +14,7 @@ from trainer.lightning.setup import make_decoder
 from trainer.model.config import ModelConfig
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.parsing import runs_of
-from trainer.runs.phases import Phase, phases_of, tokens_at
+from trainer.runs.phases import Phase, phase_at, phases_of
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
 """Names of GPUs as :func:`trainer.model.flops.dense_peak` has them."""
@@ -39,9 +39,10 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     training = {"steps": f"{steps:,} of {config.tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
-    training["tokens"] = f"{tokens_at(config, steps):,}"
+    tokens = phases[-1].tokens_at(steps)
+    training["tokens"] = f"{tokens:,}"
     if drop is not None:
-        remaining = tokens_at(config, steps) - tokens_at(config, drop)
+        remaining = tokens - phase_at(phases, drop).tokens
         training["drop"] = f"after step {drop:,}, then {remaining:,} tokens"
     operations = 0.0
     for name, run in runs_of(config).items():

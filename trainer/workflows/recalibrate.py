@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -25,14 +25,14 @@ from trainer.common.processes import usual_threads
 from trainer.common.ranks import best_precision, device_type
 from trainer.config import RunConfig
 from trainer.evaluation.results import Report
-from trainer.interchange.published import find_pretrained
+from trainer.interchange.pretrained import read_pretrained
 from trainer.lightning.strategy import parallelize
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
 from trainer.runs.directory import RECORD, open_run_directory, plain
-from trainer.runs.models import starting_weights
+from trainer.runs.models import is_published, read_run
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.plan import STATE, activation_bytes
 from trainer.workflows.text import open_corpus
@@ -97,21 +97,13 @@ class Speed(NamedTuple):
     pass_tokens: int
 
 
-def source_of(model: str) -> Literal["from_run", "from_pretrained"]:
-    """Return the key of the group ``model`` that starts a run from these weights."""
-    files = (Path(model) / name for name in ("config.yaml", "state.json"))
-    return "from_run" if any(file.is_file() for file in files) else "from_pretrained"
-
-
 def shape_of(model: str) -> tuple[ModelConfig, Layout]:
     """Return the shape and the encoding of a model; reads no weights.
 
     Raises:
         UserError: there is no such model, or it has no rotation to drop.
     """
-    key: dict[str, Any] = {source_of(model): model}
-    start = starting_weights(ModelConfig(**key))
-    assert start is not None
+    start = read_pretrained(model) if is_published(model) else read_run(find_checkpoint(model))
     start.require_tokenizer()
     if not start.layout.rotates:
         raise UserError(f"MODEL: expected a model with RoPE, got {model!r}, which has none")
@@ -160,7 +152,7 @@ def parameters_of(config: ModelConfig) -> int:
 def choose(
     config: ModelConfig, layout: Layout, speed: Speed, minutes: float, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the keys of a run that recalibrates a model in this time.
+    """Choose the keys of a run that recalibrates a model in this time, except the given ones.
 
     ``given``: values of keys that the user sets; the others follow from them.
 
@@ -170,8 +162,10 @@ def choose(
     values = dict[str, Any]()
 
     def pick(key: str, value: Any) -> Any:
-        values[key] = given.get(key, value)
-        return values[key]
+        if key in given:
+            return given[key]
+        values[key] = value
+        return value
 
     def seconds_of(length: int) -> float:
         return training_flops(config, layout, length) / speed.operations
@@ -255,14 +249,12 @@ def chosen_keys(
     """
     if record is not None:
         saved = yaml.safe_load(record.read_text("utf-8"))
-        values = {key: reduce(getitem, key.split("."), saved) for key in KEYS}
-    else:
-        shape = shape_of(model)
-        accelerator = given.get("trainer.accelerator", "auto")
-        speed = measure_speed(*shape, accelerator, given.get("trainer.threads"))
-        left = minutes - (time.time() - began) / 60
-        values = choose(*shape, speed, left, given)
-    return {key: value for key, value in values.items() if key not in given}
+        return {k: reduce(getitem, k.split("."), saved) for k in KEYS if k not in given}
+    shape = shape_of(model)
+    accelerator = given.get("trainer.accelerator", "auto")
+    speed = measure_speed(*shape, accelerator, given.get("trainer.threads"))
+    left = minutes - (time.time() - began) / 60
+    return choose(*shape, speed, left, given)
 
 
 def recalibrate(
@@ -287,12 +279,11 @@ def recalibrate(
         config = replace(config, evaluation=replace(evaluation, tokens=fitting))
     open_run_directory(config)
     config = replace(config, overwrite=False)
-    beside = [model if source_of(model) == "from_run" else str(find_pretrained(model))]
 
     def train(config: RunConfig) -> Report:
-        outcome = run_experiment(config, beside)
-        assert outcome is not None, "recalibrate uses one process"
-        return outcome[0]
+        report = run_experiment(config, [model])
+        assert report is not None, "recalibrate uses one process"
+        return report
 
     run, end = config.trainer, began + 60 * minutes * DEADLINE
     if not run.max_time:

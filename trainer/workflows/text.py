@@ -9,6 +9,7 @@ from pathlib import Path
 
 from trainer.checkpoint import read_state, regular_checkpoints
 from trainer.common.errors import UserError
+from trainer.common.ranks import current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, open_prepared, prepare
@@ -41,13 +42,12 @@ def prepare_texts(config: RunConfig) -> Iterator[str]:
         yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
 
 
-def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
+def open_corpus(config: RunConfig) -> Corpus:
     """Open the run's text, which holds the longest sequences of the run and its controls, with the
     tokenizer of its pretrained model, if it has one.
 
-    A resumed run gets the text that it has read so far, even if its source has changed since.
-
-    ``alone``: whether the run has one process, which may prepare small text.
+    A resumed run gets the text that it has read so far, even if its source has changed since. Of
+    several processes none prepares text.
 
     Raises:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
@@ -56,6 +56,7 @@ def open_corpus(config: RunConfig, alone: bool = True) -> Corpus:
     phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
     longest = max(phase.config.data.sequence_length for phase in phases)
     data, tokens = replace(config.data, sequence_length=longest), tokens_of_weights(config)
+    alone = current_ranks().world_size == 1
     return prepare_corpus(data, config.tokenizer, tokens, alone=alone, wanted=wanted)
 
 
