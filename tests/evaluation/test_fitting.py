@@ -16,10 +16,7 @@ from trainer.config import (
     EvaluationConfig,
 )
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.fitting import (
-    Fitting,
-    choice_prompts,
-)
+from trainer.evaluation.fitting import choice_prompts
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 
@@ -58,12 +55,11 @@ def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
     assert text.spread(40, 1)[:, 0].tolist() == windows
 
 
-def test_texts_of_a_choice_spread_over_all_windows(tiny_decoder):
+def test_texts_of_a_choice_spread_over_all_windows():
     """The first ones overlap in almost all of their tokens."""
-    model = tiny_decoder(training_length=8)
-    have = Fitting(lambda: model, fit_text(range(24), count=9, longest=16), 64)
+    text = fit_text(range(24), count=9, longest=16)
     for texts, rows in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
-        ids = have.ids(2.0, replace(CONFIG, choice=ChoiceSettings(texts=texts)))
+        ids = text.choice(replace(CONFIG, choice=ChoiceSettings(texts=texts)), 16)
         assert (ids.shape, ids[:, 0].tolist()) == ((len(rows), 16), rows)
 
 

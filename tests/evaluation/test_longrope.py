@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,18 +14,18 @@ from hypothesis import strategies as st
 
 from tests.evaluation.conftest import fit_text
 from tests.positional.examples import one_layer, slowed
-from trainer.config import LongRopeSettings
-from trainer.evaluation.fitting import FitText, Fitting
+from trainer.config import EvaluationConfig, LongRopeSettings
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.likelihood import Request
 from trainer.evaluation.longrope import (
     CRITICAL,
-    SPACES,
     answer_loss,
     critical_pair,
-    fitted_layout,
+    fit_longrope,
+    longrope2_factors,
+    longrope_factors,
     needle_requests,
-    search,
     with_factors,
 )
 from trainer.evaluation.loss import mean_loss
@@ -38,6 +37,7 @@ from trainer.positional.rescaling import RESCALINGS
 
 LENGTH, EXTENSION = 512, 4.0
 NAMES = ("rope", "half_rope", "nope", "rope_id", "p_rope")
+SEARCHES = {"perplexity": longrope_factors, "needles": longrope2_factors}
 
 
 def mixed():
@@ -46,28 +46,17 @@ def mixed():
     return Layout(LENGTH, tuple(layers))
 
 
-def factors_of(candidate):
-    return tuple(factors for _, factors in candidate)
+def tried(search, layout, budget, s=EXTENSION):
+    """The factors that a search tries, the starts first, where losses are random."""
+    losses, factors = np.random.default_rng(0), []
+    search(layout, s, lambda tried: factors.append(tried) or losses.random(), budget)
+    return factors
 
 
-def starts_of(layout, search="perplexity", s=EXTENSION):
-    return SPACES[search][0](layout, s)
-
-
-def generations(layout, search, count=40):
-    """Starts and descendants."""
-    generator = np.random.default_rng(0)
-    individuals = starts_of(layout, search)
-    for _ in range(count):
-        first, second = (individuals[i] for i in generator.integers(len(individuals), size=2))
-        individuals.append(SPACES[search][1](layout, EXTENSION, first, second, generator))
-    return individuals
-
-
-@pytest.mark.parametrize("search", SPACES)
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
 def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(search):
-    for individual in generations(mixed(), search):
-        for spectrum, factors in zip(mixed().spectra, factors_of(individual), strict=True):
+    for individual in tried(search, mixed(), 50):
+        for spectrum, factors in zip(mixed().spectra, individual, strict=True):
             assert len(factors) == len(spectrum.inv_freq)
             assert list(factors) == sorted(factors)
             assert all(1 <= f <= 1.25 * EXTENSION * (1 + 1e-12) for f in factors)
@@ -77,8 +66,8 @@ def test_factors_rise_from_1_to_no_more_than_a_quarter_above_the_extension(searc
 def test_the_start_has_the_frequencies_of_known_methods(head_dim, base, factor):
     spectrum = by_name("rope", head_dim, LENGTH, base=base)
     layout = one_layer(LENGTH, spectrum)
-    starts = starts_of(layout, s=factor)
-    start = [with_factors(layout, factors_of(c)).spectra[0] for c in starts]
+    starts = tried(longrope_factors, layout, 4, factor)
+    start = [with_factors(layout, factors).spectra[0] for factors in starts]
     for name in ("pi", "ntk", "ntk_by_parts"):
         known = slowed(RESCALINGS[name], spectrum, factor, LENGTH).inv_freq
         assert any(
@@ -98,9 +87,8 @@ def test_the_critical_pair_is_that_of_longrope2(head_dim, base):
 
 def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
     spectrum = by_name("rope", 64, LENGTH, base=1e4)
-    layout = one_layer(LENGTH, spectrum)
     critical = critical_pair(spectrum, LENGTH)
-    (factors,) = factors_of(starts_of(layout)[4])
+    (factors,) = tried(longrope_factors, one_layer(LENGTH, spectrum), 5)[4]
     assert factors[critical:] == pytest.approx([EXTENSION] * (32 - critical))
     assert factors[critical - 1] < EXTENSION
     assert factors[0] == 1
@@ -111,22 +99,24 @@ def test_by_needles_pairs_before_the_critical_one_are_rescaled_as_by_ntk():
     at least s from it on; the pair itself at 0.7 of the theoretical one or later."""
     spectrum = by_name("rope", 64, LENGTH, base=1e4)
     latest = critical_pair(spectrum, LENGTH)
-    pairs = set()
-    for ((pair, factors),) in generations(one_layer(LENGTH, spectrum), "needles", 200):
-        assert round(0.7 * latest) <= pair <= latest
+
+    def follows(factors, pair):
         base = 1e4 * factors[pair] ** (32 / pair)
         expected = [base ** (i / 32) / 1e4 ** (i / 32) for i in range(pair)]
-        assert factors[:pair] == pytest.approx(expected)
-        assert min(factors[pair:]) >= EXTENSION
-        pairs.add(pair)
-    assert len(pairs) > len(CRITICAL)
+        return factors[:pair] == pytest.approx(expected) and min(factors[pair:]) >= EXTENSION
+
+    found = set()
+    for (factors,) in tried(longrope2_factors, one_layer(LENGTH, spectrum), 200):
+        pairs = [p for p in range(round(0.7 * latest), latest + 1) if follows(factors, p)]
+        assert pairs
+        found.update(pairs)
+    assert len(found) > len(CRITICAL)
 
 
 def test_where_every_pair_turns_ntk_reaches_the_extension_behind_the_last():
     layout = one_layer(LENGTH, by_name("rope_id", 32, LENGTH))
     pairs = len(layout.spectra[0].inv_freq)
-    ((pair, factors),) = starts_of(layout, "needles")[0]
-    assert pair == pairs
+    (factors,) = tried(longrope2_factors, layout, 1)[0]
     assert factors == pytest.approx([EXTENSION ** (i / pairs) for i in range(pairs)])
 
 
@@ -141,19 +131,12 @@ def text_loss(model):
 def searched(model, loss, name="perplexity", *, budget, seed=0):
     """The factors that are found; ``loss`` is of the model with the layout that is tried."""
     layout = model.layout
-    starts, child = SPACES[name]
 
-    def measured(candidate):
-        with model.using(with_factors(layout, factors_of(candidate))):
+    def measured(factors):
+        with model.using(with_factors(layout, factors)):
             return loss()
 
-    best = search(starts(layout, S), partial(child, layout, S), measured, budget, seed)
-    return factors_of(best)
-
-
-def loss_with(model, factors, loss):
-    with model.using(with_factors(model.layout, factors)):
-        return loss(model)
+    return SEARCHES[name](layout, S, measured, budget, seed)
 
 
 @pytest.fixture
@@ -162,9 +145,9 @@ def model(tiny_decoder):
 
 
 def test_the_result_is_better_than_every_starting_point(model):
-    result = searched(model, lambda: text_loss(model), budget=30)
-    start = min(loss_with(model, factors_of(c), text_loss) for c in starts_of(model.layout, s=S))
-    assert loss_with(model, result, text_loss) < start
+    losses = []
+    searched(model, lambda: losses.append(text_loss(model)) or losses[-1], budget=30)
+    assert min(losses) < min(losses[:8])
 
 
 @pytest.mark.parametrize("name", ["perplexity", "needles"])
@@ -218,26 +201,28 @@ def test_perplexity_and_needles_search_by_their_losses_on_their_texts(tiny_decod
     size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
     model = tiny_decoder(training_length=100, model=size)
     text = FitText(HeldOut(corpus, corpus.test, corpus.end_of_text, None), 3, 400)
-    have = Fitting(lambda: model, text, 800)
     asked = needle_requests(text.held_out.haystack, 2, 400)
     for name, loss in (
-        ("perplexity", lambda: have.loss(text.spread(2, 400))),
+        ("perplexity", lambda: text.loss(model, text.spread(2, 400), 800)),
         ("needles", lambda: answer_loss(model, asked, 800)),
     ):
         settings = LongRopeSettings(search=name, evaluations=12, windows=2)
         factors = searched(model, loss, name, budget=12)
         expected = with_factors(model.layout, factors)
-        assert fitted_layout(have, settings, S, model.layout) == expected
+        assert fitted(model, text, settings) == expected
+
+
+def fitted(model, text, settings):
+    config = EvaluationConfig(longrope=settings, batch_tokens=800)
+    return fit_longrope(lambda s: model.layout, model, text, config, [])(S)
 
 
 def test_perplexity_is_searched_on_windows_that_spread_over_all(model, monkeypatch):
-    read = []
-    have = Fitting(lambda: model, fit_text(range(40), count=9, longest=32), 64)
-    monkeypatch.setattr(Fitting, "loss", lambda self, rows: read.append(rows[:, 0].tolist()) or 1.0)
+    read, text = [], fit_text(range(40), count=9, longest=32)
+    monkeypatch.setattr(FitText, "loss", lambda text, model, rows, _: read.append(rows) or 1.0)
     for count, chosen in ((1, [0]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
-        settings = LongRopeSettings(evaluations=1, windows=count)
-        fitted_layout(have, settings, S, model.layout)
-        assert read.pop() == chosen
+        fitted(model, text, LongRopeSettings(evaluations=1, windows=count))
+        assert read.pop()[:, 0].tolist() == chosen
 
 
 def test_factors_divide_the_frequencies_beyond_the_training_length():

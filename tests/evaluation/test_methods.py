@@ -24,9 +24,9 @@ from trainer.config import (
     WeightedRopeSettings,
 )
 from trainer.evaluation import dope
-from trainer.evaluation.fitting import Fitting
 from trainer.evaluation.methods import (
-    PARTS,
+    SLOWING,
+    TEMPERATURES,
     TITLES,
     applicable,
     method_for,
@@ -51,7 +51,7 @@ def fitting(tiny_decoder):
     def make(**positional):
         ids = np.random.default_rng(0).integers(1, 50, 300)
         model = tiny_decoder(**positional)
-        return Fitting(lambda: model, fit_text(ids, count=2, longest=64), 4096)
+        return SimpleNamespace(model=model, text=fit_text(ids, count=2, longest=64), notes=[])
 
     return make
 
@@ -66,8 +66,13 @@ def layout(**positional):
     )
 
 
-def layout_of(name, fitting, factor, config=CONFIG):
-    return method_for(name, fitting.model.layout, config).layouts(fitting)(factor)
+def layouts_of(name, have, config=CONFIG):
+    method = method_for(name, have.model.layout, config)
+    return method.layouts(lambda: have.model, have.text, have.notes)
+
+
+def layout_of(name, have, factor, config=CONFIG):
+    return layouts_of(name, have, config)(factor)
 
 
 @pytest.mark.parametrize("name", [*RESCALINGS, "longrope", "temperature"])
@@ -179,7 +184,7 @@ def test_a_temperature_is_fitted_to_heads_that_are_changed_already(fitting, name
     ("layers", "changed"),
     [(None, [1]), ("all", [0, 1]), ([0], [0]), ([-1, 0], [0, 1])],
 )
-@pytest.mark.parametrize("name", [name for name in PARTS if PARTS[name].layered])
+@pytest.mark.parametrize("name", sorted({*SLOWING, *TEMPERATURES}))
 def test_a_part_changes_the_layers_that_see_beyond_training_or_are_chosen(
     fitting, name, layers, changed
 ):
@@ -293,7 +298,7 @@ def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
     have, chosen = fitting(), []
     select = dope.select
     monkeypatch.setattr(dope, "select", lambda *a: chosen.append(a) or select(*a))
-    layout_at = method_for("dope", have.model.layout, CONFIG).layouts(have)
+    layout_at = layouts_of("dope", have)
     assert layout_at(2.0) == layout_at(2.0)
     assert len(chosen) == 1
 
@@ -334,12 +339,12 @@ def test_settings_have_the_layers_that_change(fitting):
 def test_the_lengths_that_fits_read_are_known_before_them(fitting):
     layout = fitting().model.layout
     config = replace(CONFIG, choice=ChoiceSettings(length=4.0))
-    assert method_for("yarn", layout, config).fits == []
-    assert method_for("dope", layout, config).fits == [4.0]
-    assert method_for("longrope+dope", layout, config).fits == [1, 2, 4.0]
+    assert method_for("yarn", layout, config).fit_lengths == []
+    assert method_for("dope", layout, config).fit_lengths == [4.0]
+    assert method_for("longrope+dope", layout, config).fit_lengths == [1, 2, 4.0]
     once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]))
-    assert method_for("temperature", layout, once).fits == [2.0]
-    assert method_for("dope+temperature", layout, once).fits == [1, 2, 2.0]
+    assert method_for("temperature", layout, once).fit_lengths == [2.0]
+    assert method_for("dope+temperature", layout, once).fit_lengths == [1, 2, 2.0]
 
 
 def test_settings_have_the_prompts_that_heads_are_chosen_on(fitting, tmp_path):
@@ -376,8 +381,7 @@ def test_temperatures_of_the_papers(coefficient, exponent):
     assert spectrum.inv_freq == layout().spectra[0].inv_freq
 
 
-def test_every_rescaling_has_a_distinct_title():
-    assert list(TITLES) == list(RESCALINGS)
+def test_every_part_has_a_distinct_title():
     assert len(set(TITLES.values())) == len(TITLES)
 
 

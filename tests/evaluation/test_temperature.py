@@ -14,13 +14,10 @@ from trainer.config import (
     LongRopeSettings,
     TemperatureSettings,
 )
-from trainer.evaluation.fitting import (
-    FitText,
-    Fitting,
-)
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.methods import method_for
-from trainer.evaluation.temperature import fit_coefficient, fit_line, is_largest_tried, tempered
+from trainer.evaluation.temperature import fit_coefficient, tempered
 
 
 @pytest.mark.parametrize("name", ["dope+temperature", "longrope+temperature"])
@@ -33,11 +30,11 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
         temperature=TemperatureSettings(grid=[0.0, 0.5], models="all", lengths=[12.0]),
     )
     made = method_for(name, model.layout, config)
-    longest = round(32 * max(made.fits))
+    longest = round(32 * max(made.fit_lengths))
     text = FitText(HeldOut(corpus, corpus.test, corpus.end_of_text, None), 2, longest)
-    fitting = Fitting(lambda: model, text, 4096)
-    assert made.layouts(fitting)(10.0) != model.layout
-    assert any("logits times" in note for note in fitting.notes)
+    notes = []
+    assert made.layouts(lambda: model, text, notes)(10.0) != model.layout
+    assert any("logits times" in note for note in notes)
 
 
 C, GRID = 8, [0.0, 0.5, 1.0, 2.0]
@@ -62,8 +59,7 @@ def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers):
     layout = model.layout
     settings = TemperatureSettings(grid=GRID, models="all")
     config = EvaluationConfig(lengths=[2, 4], temperature=settings)
-    fitting = Fitting(lambda: model, TEXT, 64)
-    best = method_for("temperature", layout, config).layouts(fitting)(4.0)
+    best = method_for("temperature", layout, config).layouts(lambda: model, TEXT, [])(4.0)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
     assert summed_loss(model, best) <= min(losses) + 1e-6
@@ -103,7 +99,6 @@ def test_a_grid_goes_on_while_its_largest_value_is_the_best(grid, lowest, furthe
     assert result == pytest.approx(lowest if within else max(grid + further))
     refined = [lowest] if within and lowest not in grid else []
     assert tried == pytest.approx(sorted(grid) + further + refined)
-    assert is_largest_tried(result, grid) == (not within)
 
 
 def test_a_grid_of_one_value_is_that_value():
@@ -116,16 +111,18 @@ def test_a_worse_refinement_and_an_infinite_loss_are_not_taken():
     assert fit(lambda c: 1.0 if c == 1.0 else np.nan)[0] == 1.0
 
 
-def test_a_line_goes_through_the_best_scale_of_every_length():
-    """Peng et al.: the scale of least perplexity at each s, and 1 + c ln s through all of them."""
-    lowest = {16: 0.4, 32: 1.1}
-    logs = np.log([16 / C, 32 / C])
-    scales = 1 + np.array(list(lowest.values())) * logs
-    expected = np.linalg.lstsq(logs[:, None], scales - 1, rcond=None)[0].item()
+@pytest.mark.parametrize(
+    ("slope", "grid", "is_noted"), [(-1, GRID, True), (1, GRID, False), (-1, [0.5], False)]
+)
+def test_a_fit_that_ends_at_the_largest_value_is_noted(
+    tiny_decoder, monkeypatch, slope, grid, is_noted
+):
+    def loss(text, model, windows, batch_tokens):
+        return slope * model.layout.spectra[0].temperature.coefficient
 
-    def best(lengths):
-        (length,) = lengths
-        return lowest[length]
-
-    assert fit_line(best, [16, 32], C) == pytest.approx(expected)
-    assert fit_line(best, [16], C) == pytest.approx(0.4)
+    monkeypatch.setattr(FitText, "loss", loss)
+    model, notes = tiny_decoder(training_length=C), []
+    settings = TemperatureSettings(grid=grid, models="all")
+    config = EvaluationConfig(lengths=[2], temperature=settings)
+    method_for("temperature", model.layout, config).layouts(lambda: model, TEXT, notes)
+    assert ("the largest coefficient tried fits best" in notes) == is_noted

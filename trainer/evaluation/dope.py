@@ -24,7 +24,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Frequencies, Spectrum
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,15 @@ def select(
     retained = set(ranked[settings.heads :])
 
     def noise(layer: int) -> tuple[float, float]:
+        """Return the standard deviations of the query and key components of the layer's retained
+        heads, or of all its heads if none is retained."""
         if settings.sigma is not None:
             return settings.sigma, settings.sigma
-        heads = range(len(spectra[layer]))
-        return _deviations(moments[layer], [(layer, h) in retained for h in heads])
+        every = range(len(spectra[layer]))
+        heads = [h for h in every if (layer, h) in retained] or [*every]
+        mean, square = moments[layer][..., heads].mean(dim=-1).unbind(dim=1)
+        query, key = (square - mean.square()).clamp(min=0).sqrt().tolist()
+        return query, key
 
     return [
         Chosen(i, h, table[i][h], _lost_bands(spectra[i][h], trained, settings), noise(i))
@@ -133,19 +138,6 @@ def _per_query_head(values: Tensor, queries: int) -> Tensor:
     return values.repeat_interleave(queries // len(values), dim=0)
 
 
-def _deviations(moments: Tensor, is_retained: Sequence[bool]) -> tuple[float, float]:
-    """Return the standard deviations of the query and key components of a layer's retained heads.
-
-    ``moments``: means and mean squares, ``[2, 2, H]``. A layer without retained heads gets the
-    value over all its heads.
-    """
-    if any(is_retained):
-        moments = moments[..., is_retained]
-    mean, square = moments.mean(dim=-1).unbind(dim=1)
-    query, key = (square - mean.square()).clamp(min=0).sqrt().tolist()
-    return query, key
-
-
 def _lost_bands(spectrum: Spectrum, trained: Layout, settings: DopeSettings) -> tuple[int, ...]:
     """Return the pairs to remove, chosen by their frequencies as trained.
 
@@ -168,15 +160,20 @@ def apply(
     layers = list(layout.layers)
     for index in {head.layer for head in chosen}:
         heads = {head.head: head for head in chosen if head.layer == index}
+        encoding = _of_query_heads(layers[index], config)
         if settings.variant == "by_gaussian":
             # One seed per layer; otherwise all layers would have the same noise.
             seed = settings.seed * 1000 + index
-            encoding = _of_query_heads(layers[index], config)
             layers[index] = encoding.with_intervention(_noise(heads, config, seed))
         elif settings.removal == "zero":
-            layers[index] = _zeroed(layers[index], heads, settings, config)
+            pairs = [len(spectrum.inv_freq) for spectrum in encoding.spectra]
+            zeros = _zeros(heads, pairs, settings, config)
+            layers[index] = layers[index].with_intervention(zeros)
         else:
-            layers[index] = _standing_still(_of_query_heads(layers[index], config), heads)
+            spectra = list(encoding.spectra)
+            for h, head in heads.items():
+                spectra[h] = _standing_still(spectra[h], head.bands)
+            layers[index] = replace(encoding, spectra=tuple(spectra))
     return replace(layout, layers=tuple(layers))
 
 
@@ -188,32 +185,28 @@ def _noise(heads: Mapping[int, Chosen], config: ModelConfig, seed: int) -> Inter
     return Intervention(factors, factors, query, key, seed)
 
 
-def _zeroed(
-    encoding: LayerEncoding,
-    heads: Mapping[int, Chosen],
-    settings: DopeSettings,
-    config: ModelConfig,
-) -> LayerEncoding:
-    """Zero the bands in the queries: they then add nothing to scores, whatever the keys."""
-    rows = [[1.0] * config.head_size for _ in range(config.num_attention_heads)]
-    for h, spectrum in enumerate(_of_query_heads(encoding, config).spectra):
-        if h in heads and settings.variant == "by_all":
+def _zeros(
+    heads: Mapping[int, Chosen], pairs: Sequence[int], settings: DopeSettings, config: ModelConfig
+) -> Intervention:
+    """Zero the bands in the queries: they then add nothing to scores, whatever the keys.
+
+    ``pairs``: number of pairs of each query head.
+    """
+    rows = [[1.0] * config.head_size for _ in pairs]
+    for h, head in heads.items():
+        if settings.variant == "by_all":
             rows[h] = [0.0] * config.head_size
-        elif h in heads:
-            for m in heads[h].bands:
-                rows[h][m] = rows[h][m + len(spectrum.inv_freq)] = 0.0
-    return encoding.with_intervention(Intervention(query=tuple(map(tuple, rows))))
+        else:
+            for m in head.bands:
+                rows[h][m] = rows[h][m + pairs[h]] = 0.0
+    return Intervention(query=tuple(map(tuple, rows)))
 
 
-def _standing_still(encoding: LayerEncoding, heads: Mapping[int, Chosen]) -> LayerEncoding:
+def _standing_still(spectrum: Spectrum, bands: Sequence[int]) -> Spectrum:
     """Set the frequencies of the bands to zero; keep temperature and scale."""
 
-    def still(inv_freq: tuple[float, ...], bands: Sequence[int]) -> tuple[float, ...]:
+    def still(inv_freq: Frequencies) -> Frequencies:
         return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
-    spectra = list(encoding.spectra)
-    for h, head in heads.items():
-        long, inv_freq = spectra[h].long, still(spectra[h].inv_freq, head.bands)
-        long = long and replace(long, inv_freq=still(long.inv_freq, head.bands))
-        spectra[h] = replace(spectra[h], inv_freq=inv_freq, long=long)
-    return replace(encoding, spectra=tuple(spectra))
+    long = spectrum.long and replace(spectrum.long, inv_freq=still(spectrum.long.inv_freq))
+    return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long)

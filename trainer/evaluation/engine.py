@@ -20,7 +20,7 @@ import pandas as pd
 
 from trainer.common.fields import adapter
 from trainer.common.progress import Progress
-from trainer.evaluation.fitting import FitText, Fitting
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.methods import Method
 from trainer.evaluation.results import TRIAL_COLUMNS
 from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
@@ -100,11 +100,10 @@ def make_layouts(
         factors = [length / model.training_length for length in lengths]
         for method in [*keys][store.rank :: store.ranks]:
             if not store.values("fit", keys[method]):
-                fitting = Fitting(load, text, settings.batch_tokens)
-                made = list(map(method.layouts(fitting), factors))
-                notes = list(dict.fromkeys(fitting.notes))
+                found: list[str] = []
+                made = [*map(method.layouts(load, text, found), factors)]
+                notes = [*dict.fromkeys(found)]
                 store.add("fit", keys[method], {"layouts": plain.dump_python(made), "notes": notes})
-                del fitting  # free the weights before the next model is read
         for method, key in keys.items():
             fitted = store.wait("fit", key)[0]
             made = plain.validate_python(fitted["layouts"])

@@ -1,10 +1,9 @@
-"""The held-out text on which methods fit their parameters, and a model to fit."""
+"""The held-out text on which methods fit their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +18,12 @@ from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import Layout
+
+LayoutAt = Callable[[float], Layout]
+"""A layout for every extension factor s."""
+Notes = list[str]
+"""Sentences about what was fitted."""
 
 
 def spread_evenly(count: int, total: int) -> Integers:
@@ -63,6 +68,17 @@ class FitText:
         ]
         return windows[np.sort(np.concatenate(chosen))]
 
+    def choice(self, config: EvaluationConfig, length: int) -> Tensor:
+        """Return the ``[texts, tokens]`` on which heads and pairs are chosen (DoPE, Sec. 5.1,
+        Tables 3 and 4)."""
+        if config.choice.text == "validation":
+            return torch.from_numpy(self.spread(config.choice.texts, length))
+        return torch.from_numpy(choice_prompts(config, self.held_out.haystack, length))
+
+    def loss(self, model: LanguageModel, windows: Integers, batch_tokens: int) -> float:
+        """Return the mean loss over windows and positions, in nats."""
+        return mean_loss(model, windows, self.held_out.corpus.first_token, batch_tokens)
+
     @property
     def key(self) -> str:
         """Hash of the text and its windows."""
@@ -90,36 +106,3 @@ def choice_prompts(config: EvaluationConfig, haystack: Haystack, length: int) ->
     bos = len(haystack.bos)
     behind = min(map(len, tokens)) - bos
     return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)
-
-
-@dataclass
-class Fitting:
-    """A model, which is loaded when it is needed, and the text to fit on.
-
-    ``notes``: descriptions of the fitted parameters.
-    """
-
-    load: Callable[[], LanguageModel]
-    text: FitText
-    batch_tokens: int
-    notes: list[str] = field(default_factory=list)
-
-    @cached_property
-    def model(self) -> LanguageModel:
-        """The model, with its layout as trained."""
-        return self.load()
-
-    def loss(self, windows: Integers) -> float:
-        """Return the mean loss over windows and positions, in nats."""
-        first_token = self.text.held_out.corpus.first_token
-        return mean_loss(self.model, windows, first_token, self.batch_tokens)
-
-    def ids(self, factor: float, config: EvaluationConfig) -> Tensor:
-        """Return the ``[texts, tokens]`` on which heads and pairs are chosen, on the model's device
-        (DoPE, Sec. 5.1, Tables 3 and 4)."""
-        choice, length = config.choice, round(factor * self.model.layout.training_length)
-        if choice.text == "validation":
-            ids = self.text.spread(choice.texts, length)
-        else:
-            ids = choice_prompts(config, self.text.held_out.haystack, length)
-        return torch.from_numpy(ids).to(self.model.device)

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-from trainer.config import LongRopeSettings, NeedleTaskSettings
-from trainer.evaluation.fitting import Fitting
+from trainer.config import EvaluationConfig, NeedleTaskSettings
+from trainer.evaluation.fitting import FitText, LayoutAt, Notes
 from trainer.evaluation.likelihood import Request, log_likelihoods
 from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, standard
 from trainer.model.language_model import LanguageModel
@@ -30,13 +30,14 @@ from trainer.positional.rescaling import (
     ntk_by_parts,
     position_interpolation,
 )
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Frequencies, Spectrum
 
 Array = NDArray[np.float64]
 Factors = tuple[float, ...]
-Candidate = tuple[tuple[int, Factors], ...]
-"""A critical pair (0: none) and the factors of all pairs, for every distinct spectrum; factors are
-non-decreasing from fast to slow pairs."""
+"""Factors that divide a spectrum's frequencies, non-decreasing from fast to slow pairs."""
+Candidate = tuple[Factors, ...]
+"""Factors of every distinct spectrum of a layout, in order."""
+Loss = Callable[[Candidate], float]
 PARENTS = 8
 """Number of best candidates from which new ones descend."""
 HIGHEST = 1.25
@@ -47,68 +48,140 @@ CRITICAL = (1.0, 0.9, 0.8, 0.7)
 """Critical pairs to begin with, in units of the theoretical one."""
 
 
-def longrope_starts(layout: Layout, s: float) -> list[Candidate]:
-    """Return LongRoPE's starting points: the unchanged model, PI, NTK-aware and NTK-by-parts
-    scaling, and NTK-aware scaling up to a critical pair with the factor s from there on."""
-    C = layout.training_length
-    before = [long_frequencies(spectrum, C).inv_freq for spectrum in layout.spectra]
-    starts = [[(1.0,) * len(frequencies) for frequencies in before]]
+def fit_longrope(
+    before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
+) -> LayoutAt:
+    """Divide each pair by its own factor beyond the training length, searched at each length on
+    texts of that length."""
+    settings, layers, batch_tokens = config.longrope, config.layers, config.batch_tokens
+
+    def layout_at(s: float) -> Layout:
+        layout = before(s)
+        if s <= 1:
+            return layout
+        length = round(s * layout.training_length)
+        if settings.search == "needles":
+            search = longrope2_factors
+            requests = needle_requests(text.held_out.haystack, settings.windows, length)
+            text_loss = partial(answer_loss, model, requests, batch_tokens)
+        else:
+            search = longrope_factors
+            windows = text.spread(settings.windows, length)
+            text_loss = partial(text.loss, model, windows, batch_tokens)
+
+        def loss(factors: Candidate) -> float:
+            with model.using(with_factors(layout, factors, layers)):
+                return text_loss()
+
+        best = search(layout.of_layers(layers), s, loss, settings.evaluations)
+        return with_factors(layout, best, layers)
+
+    return layout_at
+
+
+def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int, seed: int = 0) -> Candidate:
+    """Search factors from 1 to :data:`HIGHEST` s (LongRoPE).
+
+    The search starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and
+    NTK-aware scaling up to a critical pair with the factor s from there on.
+    """
+    C, generator = layout.training_length, np.random.default_rng(seed)
+    trained = [long_frequencies(spectrum, C).inv_freq for spectrum in layout.spectra]
+    starts = [tuple((1.0,) * len(inv_freq) for inv_freq in trained)]
     for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
-        starts.append([_ratios(f, rescaling(f, C).frequencies(f, s)) for f in before])
-    starts += [_factors(_critical_start(layout, s, part, 1.0)) for part in CRITICAL]
-    return [tuple((0, factors) for factors in start) for start in starts]
+        slowed = [rescaling(inv_freq, C).frequencies(inv_freq, s) for inv_freq in trained]
+        starts.append(tuple(map(_ratios, trained, slowed)))
+    for share in CRITICAL:
+        slow = _from_critical(layout, share, s)
+        starts.append(tuple(_completed(x, len(f), s) for x, f in zip(slow, trained, strict=True)))
+
+    def child(first: Candidate, second: Candidate) -> Candidate:
+        # Small steps refine, large ones explore the range of the factors.
+        width = math.log(s) * generator.choice([0.02, 0.1, 0.5])
+        return tuple(
+            _rising(_mutated(mine, theirs, width, generator).clip(1, HIGHEST * s))
+            for mine, theirs in zip(first, second, strict=True)
+        )
+
+    return evolve(starts, child, loss, budget, generator)
 
 
-def longrope_child(
-    layout: Layout, s: float, first: Candidate, second: Candidate, generator: Generator
+def longrope2_factors(
+    layout: Layout, s: float, loss: Loss, budget: int, seed: int = 0
 ) -> Candidate:
-    """Return a mutation of a crossing of two parents, with factors from 1 to :data:`HIGHEST` s."""
-    # Small steps refine, large ones explore the range of the factors.
-    width = math.log(s) * generator.choice([0.02, 0.1, 0.5])
+    """Search factors from s to :data:`HIGHEST` s for the pairs from a critical one on, which is
+    searched from 0.7 of the theoretical one to that one (LongRoPE2).
+
+    Pairs before the critical one follow NTK-aware scaling. The search starts with the factor s, or
+    the middle of the range, from a critical pair on.
+    """
+    C, generator = layout.training_length, np.random.default_rng(seed)
+    latest = [critical_pair(spectrum, C) for spectrum in layout.spectra]
+    counts = [len(spectrum.inv_freq) for spectrum in layout.spectra]
+    levels = s, (1 + HIGHEST) / 2 * s
+    # A candidate has the factors from its critical pairs on.
+    starts = [_from_critical(layout, share, level) for level in levels for share in CRITICAL]
+
+    def child(first: Candidate, second: Candidate) -> Candidate:
+        width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
+        spectra = []
+        for count, last, mine, theirs in zip(counts, latest, first, second, strict=True):
+            pair = count - len((mine, theirs)[generator.integers(2)]) + generator.integers(-1, 2)
+            parents = _completed(mine, count, s), _completed(theirs, count, s)
+            factors = _mutated(*parents, width, generator).clip(s, HIGHEST * s)
+            spectra.append(_rising(factors[np.clip(pair, _near(last, min(CRITICAL)), last) :]))
+        return tuple(spectra)
+
+    def whole(slow: Candidate) -> Candidate:
+        return tuple(_completed(x, count, s) for x, count in zip(slow, counts, strict=True))
+
+    return whole(evolve(starts, child, lambda slow: loss(whole(slow)), budget, generator))
+
+
+def evolve(
+    starts: Sequence[Candidate],
+    child: Callable[[Candidate, Candidate], Candidate],
+    loss: Loss,
+    budget: int,
+    generator: Generator,
+) -> Candidate:
+    """Return the candidate of least ``loss`` of ``budget`` ones: the ``starts``, then descendants
+    of the best."""
+    waiting, misses = list(dict.fromkeys(starts)), 0
+    tried: dict[Candidate, float] = {}
+    while len(tried) < budget and misses < budget:
+        if waiting:
+            candidate = waiting.pop(0)
+        else:
+            parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
+            first, second = generator.integers(len(parents), size=2)
+            candidate = child(parents[first], parents[second])
+        if candidate in tried:
+            misses += 1
+        else:
+            result = loss(candidate)
+            tried[candidate] = result if math.isfinite(result) else math.inf
+    return min(tried, key=tried.__getitem__)
+
+
+def _from_critical(layout: Layout, share: float, factor: float) -> Candidate:
+    """Return ``factor`` for the pairs from ``share`` of every spectrum's critical pair on."""
     return tuple(
-        (0, _monotone(_mutated(mine, theirs, width, generator).clip(1, HIGHEST * s)))
-        for (_, mine), (_, theirs) in zip(first, second, strict=True)
+        (factor,) * (len(x.inv_freq) - _near(critical_pair(x, layout.training_length), share))
+        for x in layout.spectra
     )
 
 
-def longrope2_starts(layout: Layout, s: float) -> list[Candidate]:
-    """Return LongRoPE2's starting points: the factor s, or the middle of the range of factors, from
-    a critical pair on."""
-    heights = 1.0, (1 + HIGHEST) / 2
-    return [_critical_start(layout, s, part, height) for height in heights for part in CRITICAL]
+def _near(pair: int, share: float) -> int:
+    return max(1, round(share * pair))
 
 
-def longrope2_child(
-    layout: Layout, s: float, first: Candidate, second: Candidate, generator: Generator
-) -> Candidate:
-    """Return a mutation of a crossing of two parents.
-
-    The critical pair lies between 0.7 of the theoretical one and that one, and the factors from it
-    on between s and :data:`HIGHEST` s.
-    """
-    width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
-    child = []
-    for spectrum, mine, theirs in zip(layout.spectra, first, second, strict=True):
-        latest = critical_pair(spectrum, layout.training_length)
-        moved = (mine, theirs)[generator.integers(2)][0] + generator.integers(-1, 2)
-        pair = int(np.clip(moved, _near(latest, min(CRITICAL)), latest))
-        factors = _mutated(mine[1], theirs[1], width, generator).clip(s, HIGHEST * s)
-        child.append((pair, _completed(pair, factors, s)))
-    return tuple(child)
-
-
-SPACES = {
-    "perplexity": (longrope_starts, longrope_child),
-    "needles": (longrope2_starts, longrope2_child),
-}
-"""Starting points and descendants by ``evaluation.longrope.search``."""
-
-
-def _critical_start(layout: Layout, s: float, part: float, height: float) -> Candidate:
-    """Return the candidate with factors ``height`` s from ``part`` of the critical pair on."""
-    pairs = [_near(critical_pair(x, layout.training_length), part) for x in layout.spectra]
-    levels = [np.full(len(x.inv_freq), height * s) for x in layout.spectra]
-    return tuple((m, _completed(m, x, s)) for m, x in zip(pairs, levels, strict=True))
+def _completed(slow: Factors, count: int, s: float) -> Factors:
+    """Return factors of ``count`` pairs: NTK-aware scaling up to the first of the ``slow`` pairs,
+    or up to s if there is none."""
+    fast = count - len(slow)
+    reached = slow[0] if slow else s
+    return (*(reached ** (np.arange(fast) / max(fast, 1))).tolist(), *slow)
 
 
 def _mutated(mine: Factors, theirs: Factors, width: float, generator: Generator) -> Array:
@@ -119,13 +192,13 @@ def _mutated(mine: Factors, theirs: Factors, width: float, generator: Generator)
     return factors * np.exp(steps)
 
 
-def _completed(pair: int, factors: Array, s: float) -> Factors:
-    """Replace the factors before the critical ``pair`` by NTK-aware scaling that reaches the pair's
-    factor, or s if no pair is as slow."""
-    slow = factors[pair:]
-    reached = slow[0] if len(slow) else s
-    fast = reached ** (np.arange(min(pair, len(factors))) / max(pair, 1))
-    return _monotone(np.concatenate([fast, slow]))
+def _ratios(before: Frequencies, after: Frequencies) -> Factors:
+    """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
+    return _rising(np.array([f / g if g else 1.0 for f, g in zip(before, after, strict=True)]))
+
+
+def _rising(factors: Array) -> Factors:
+    return tuple(np.maximum.accumulate(factors).tolist())
 
 
 def critical_pair(spectrum: Spectrum, training_length: int) -> int:
@@ -140,24 +213,7 @@ def critical_pair(spectrum: Spectrum, training_length: int) -> int:
     return max(1, first + int((turns[first:] >= 1).sum()))
 
 
-def _near(pair: int, part: float) -> int:
-    return max(1, round(part * pair))
-
-
-def _factors(candidate: Candidate) -> list[Factors]:
-    return [factors for _, factors in candidate]
-
-
-def _ratios(before: Factors, after: Factors) -> Factors:
-    """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
-    return _monotone(np.array([f / g if g else 1.0 for f, g in zip(before, after, strict=True)]))
-
-
-def _monotone(factors: Array) -> Factors:
-    return tuple(np.maximum.accumulate(factors).tolist())
-
-
-def with_factors(layout: Layout, factors: Sequence[Factors], layers: LayerChoice = None) -> Layout:
+def with_factors(layout: Layout, factors: Candidate, layers: LayerChoice = None) -> Layout:
     """Set factors beyond the training length for the distinct spectra of ``layers``, in order.
 
     Raises:
@@ -170,64 +226,6 @@ def with_factors(layout: Layout, factors: Sequence[Factors], layers: LayerChoice
         return longrope(spectrum, (1.0,) * len(spectrum.inv_freq), by_spectrum[spectrum], C)
 
     return layout.map(changed, layout.chosen(layers))
-
-
-def search(
-    starts: Sequence[Candidate],
-    child: Callable[[Candidate, Candidate, Generator], Candidate],
-    loss: Callable[[Candidate], float],
-    budget: int,
-    seed: int = 0,
-) -> Candidate:
-    """Return the candidate of least ``loss`` of ``budget`` ones, the ``starts`` first."""
-    generator = np.random.default_rng(seed)
-    tried: dict[Candidate, float] = {}
-
-    def measure(candidate: Candidate) -> None:
-        result = loss(candidate)
-        tried[candidate] = result if math.isfinite(result) else math.inf
-
-    for start in list(dict.fromkeys(starts))[:budget]:
-        measure(start)
-    misses = 0
-    while len(tried) < budget and misses < budget:
-        parents = sorted(tried, key=tried.__getitem__)[:PARENTS]
-        first, second = (parents[i] for i in generator.integers(len(parents), size=2))
-        descendant = child(first, second, generator)
-        if descendant in tried:
-            misses += 1
-        else:
-            measure(descendant)
-    return min(tried, key=tried.__getitem__)
-
-
-def fitted_layout(
-    fitting: Fitting,
-    settings: LongRopeSettings,
-    factor: float,
-    layout: Layout,
-    layers: LayerChoice = None,
-) -> Layout:
-    """Return the layout with factors for ``layers`` that are searched on the held-out texts of the
-    length, more than the training length."""
-    model, text, windows = fitting.model, fitting.text, settings.windows
-    length = round(factor * model.layout.training_length)
-    text_loss: Callable[[], float]
-    if settings.search == "needles":
-        requests = needle_requests(text.held_out.haystack, windows, length)
-        text_loss = partial(answer_loss, model, requests, fitting.batch_tokens)
-    else:
-        text_loss = partial(fitting.loss, text.spread(windows, length))
-
-    def loss(candidate: Candidate) -> float:
-        with model.using(with_factors(layout, _factors(candidate), layers)):
-            return text_loss()
-
-    searched = layout.of_layers(layers)
-    starts, child = SPACES[settings.search]
-    child = partial(child, searched, factor)
-    best = search(starts(searched, factor), child, loss, settings.evaluations)
-    return with_factors(layout, _factors(best), layers)
 
 
 def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request]:

@@ -21,7 +21,7 @@ from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.longbench import longbench_tasks
 from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.many_shot import many_shot_tasks
-from trainer.evaluation.methods import PARTS
+from trainer.evaluation.methods import TITLES
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import counted
@@ -39,7 +39,7 @@ def check_names(config: EvaluationConfig) -> None:
     groups = STATEMENTS, PERPLEXITY, RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS
     for key, names, known in (
         ("tasks", config.tasks, [*groups, *NEEDLE_TASKS]),
-        ("methods", parts, [*PARTS]),
+        ("methods", parts, [*TITLES]),
     ):
         for name in names:
             if name not in known:

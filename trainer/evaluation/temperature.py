@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from trainer.config import EvaluationConfig
+from trainer.evaluation.fitting import FitText, LayoutAt, Notes
+from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
+
+LARGEST_TRIED = 2.0
+"""Coefficient at which the search beyond a grid ends; DroPE's own are 0.412 and 0.103."""
 
 
 def tempered(
@@ -28,69 +34,82 @@ def tempered(
     )
 
 
-LARGEST_TRIED = 2.0
-"""Coefficient at which the search beyond a grid ends; DroPE's own are 0.412 and 0.103."""
+def fit_temperature(
+    before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
+) -> LayoutAt:
+    """Multiply logits by 1 + c ln s, with c fitted on the lengths beyond the training length."""
+    settings, C = config.temperature, model.layout.training_length
+    lengths = [round(s * C) for s in settings.lengths or config.lengths]
+    windows = {length: text.windows(length) for length in lengths if length > C}
+    if max(config.lengths) <= 1 or not windows:
+        return before
 
+    def tempered_by(coefficient: float) -> LayoutAt:
+        return lambda s: tempered(before(s), coefficient, layers=config.layers)
 
-def is_largest_tried(coefficient: float, grid: Sequence[float]) -> bool:
-    """Whether a fit ended at the largest value that it could try, so that its minimum is beyond."""
-    return len(set(grid)) > 1 and coefficient >= max(LARGEST_TRIED, *grid)
+    def best(lengths: Sequence[int]) -> float:
+        def loss(coefficient: float) -> float:
+            layout_at, total = tempered_by(coefficient), 0.0
+            for length in lengths:
+                with model.using(layout_at(length / C)):
+                    total += text.loss(model, windows[length], config.batch_tokens)
+            return total
+
+        coefficient = fit_coefficient(loss, settings.grid)
+        if len({*settings.grid}) > 1 and coefficient >= max(LARGEST_TRIED, *settings.grid):
+            notes.append("the largest coefficient tried fits best")
+        return coefficient
+
+    if settings.fit == "line":  # least squares through the best scale of each length, as in YaRN
+        weights = {length: math.log(length / C) ** 2 for length in windows}
+        total = sum(best([length]) * weight for length, weight in weights.items())
+        fitted = total / sum(weights.values())
+    else:
+        fitted = best([*windows])
+    notes.append(f"logits times 1 + {fitted:.3g} ln s")
+    return tempered_by(fitted)
 
 
 def fit_coefficient(loss: Callable[[float], float], grid: Sequence[float]) -> float:
-    """Return the coefficient c of 1 + c ln s (DroPE, App. C.2) of least ``loss``.
+    """Return the coefficient c of 1 + c ln s of least ``loss``.
 
     While the largest value is the best, the grid continues up to :data:`LARGEST_TRIED`, with its
     last spacing at first and twice the spacing each time. The result is the best value, or the
     minimum of the parabola through it and its neighbours if its loss is lower. A grid of one value
     gives that value.
     """
+    coefficients = sorted(set(grid))
+    if len(coefficients) == 1:
+        return coefficients[0]
     tried: dict[float, float] = {}
 
     def measure(coefficient: float) -> None:
         value = loss(coefficient)
         tried[coefficient] = value if math.isfinite(value) else math.inf
 
-    coefficients = sorted(set(grid))
-    if len(coefficients) == 1:
-        return coefficients[0]
     for coefficient in coefficients:
         measure(coefficient)
     largest, step = coefficients[-1], coefficients[-1] - coefficients[-2]
     while largest < LARGEST_TRIED and min(tried, key=tried.__getitem__) == largest:
         largest, step = min(LARGEST_TRIED, largest + step), 2 * step
         measure(largest)
-    lowest = _lowest_point(list(tried.items()))
-    if lowest is not None and lowest not in tried:
+    lowest = _lowest_point([*tried.items()])
+    if lowest not in tried:
         measure(lowest)
     return min(tried, key=tried.__getitem__)
 
 
-def fit_line(
-    best: Callable[[Sequence[int]], float], lengths: Sequence[int], training_length: int
-) -> float:
-    """Fit the line 1 + c ln s to the best scale of each length by least squares, as in YaRN.
-
-    ``best``: returns the coefficient of least loss at the given lengths.
-    """
-    numerator = denominator = 0.0
-    for length in lengths:
-        log_s = math.log(length / training_length)
-        numerator += best([length]) * log_s**2
-        denominator += log_s**2
-    return numerator / denominator
-
-
-def _lowest_point(points: list[tuple[float, float]]) -> float | None:
+def _lowest_point(points: list[tuple[float, float]]) -> float:
     """Return the minimum of the parabola through the lowest point and its neighbours.
 
-    Return None if the lowest point is at an end, the points lie on a line, or one is infinite.
+    If the lowest point is at an end, the points lie on a line, or one is infinite, return the
+    lowest point.
     """
     best = min(range(len(points)), key=lambda i: points[i][1])
     if not 0 < best < len(points) - 1:
-        return None
+        return points[best][0]
     (a, loss_a), (b, loss_b), (c, loss_c) = points[best - 1 : best + 2]
     before, after = (b - a) * (loss_c - loss_b), (c - b) * (loss_a - loss_b)
     if before + after == 0 or not math.isfinite(before + after):
-        return None
+        return b
     return b + ((c - b) * after - (b - a) * before) / (2 * (before + after))

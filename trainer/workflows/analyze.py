@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -32,8 +31,7 @@ from trainer.common.ranks import device_type
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
-from trainer.evaluation.fitting import Fitting
-from trainer.evaluation.methods import method_for, why_idle
+from trainer.evaluation.methods import changed, method_for, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
@@ -140,10 +138,12 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
     if why := why_idle(name, saved, config):
         raise UserError(f"analysis.method: {saved.name} {why}")
     method = method_for(name, saved.layout, config)
-    if method.fits:
+    if method.fit_lengths:
         raise UserError(f"analysis.method: expected one that is not fitted on text, got {name}")
-    layout_at = method.layouts(cast(Fitting, None))
-    model.layout = layout_at(max(1.0, length / saved.training_length))
+    layout, factor = saved.layout, max(1.0, length / saved.training_length)
+    for part in method.parts:
+        layout = changed(layout, part, factor, method.config)
+    model.layout = layout
     log.info("%s is read with %s, set for %s tokens", saved.name, method.title, f"{length:,}")
 
 

@@ -129,7 +129,7 @@ def measure_models(
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
     used = [method for applied in methods.values() for method in applied]
-    longest = max((round(factor * C) for method in used for factor in method.fits), default=0)
+    longest = max((round(s * C) for method in used for s in method.fit_lengths), default=0)
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
     for note in task_notes:
         log.warning("%s", note)
