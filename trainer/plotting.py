@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from io import BytesIO
 from itertools import count
@@ -17,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -48,7 +46,7 @@ STYLE_NUMBERS = {name: number for number, name in enumerate(_FIXED)}
 
 _CLOUD_DPI = 200  # of the bitmaps in SVGs
 
-_RC: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # ships with matplotlib, so it is the same everywhere
     "font.size": 8,
     "axes.titlesize": 8,
@@ -69,6 +67,7 @@ _RC: dict[Any, Any] = {
     "svg.fonttype": "path",  # looks the same without the font
     "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
 }
+"""Settings of matplotlib for figures."""
 Array = np.ndarray
 GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK)
 """Colours of groups of points, in their order; keys come first and queries after them."""
@@ -179,9 +178,8 @@ def draw(
     most = max(sum(map(len, panel.points.values())) for panel in panels)
     # Many points in a small panel are small, so that they cover each other less.
     size = float(np.clip(420 * height * WIDTH / columns / max(most, 1), 1.5, 14))
-    with paper_style():
-        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=share)
+    with mpl.rc_context(STYLE):
+        figure, grid = _panels(len(panels), columns, height, x=x, y=y, share=share)
         for axes, panel in zip(grid, panels, strict=True):
             _draw_points(axes, panel, norm, size)
             _draw_lines(axes, panel, trained)
@@ -225,9 +223,8 @@ def heat_maps(
     columns = min(columns, len(panels))
     norm = _norm(list(panels.values()), low, high, log)
     colours = mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad=_UNKNOWN)
-    with paper_style():
-        figure = blank(height * math.ceil(len(panels) / columns) + 0.3)
-        grid = panel_grid(figure, len(panels), columns, x=x, y=y, share=names is not None)
+    with mpl.rc_context(STYLE):
+        figure, grid = _panels(len(panels), columns, height, x=x, y=y, share=names is not None)
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
             tall, wide = values.shape
             image = axes.imshow(
@@ -265,15 +262,17 @@ def _norm(maps: Sequence[Array], low: float | None, high: float | None, log: boo
     return Normalize(least if low is None else low, most if high is None else high)
 
 
-def panel_grid(
-    figure: Figure, count: int, columns: int, *, x: str = "", y: str = "", share: bool = False
-) -> list[Axes]:
-    """Return ``count`` panels in rows of ``columns``.
+def _panels(
+    count: int, columns: int, height: float, *, x: str, y: str, share: bool
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure :data:`WIDTH` wide without a window, and its ``count`` panels in rows of
+    ``columns``.
 
-    ``x``, ``y``: labels of the whole figure. ``share``: all panels have the same axes, with tick
-    labels of x in the last row and above its gaps.
+    ``height``: inches of a row. ``x``, ``y``: labels of the whole figure. ``share``: all panels
+    have the same axes, with tick labels of x in the last row and above its gaps.
     """
     rows = math.ceil(count / columns)
+    figure = Figure(figsize=(WIDTH, height * rows + 0.3), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
     panels, unused = list(grid.flat)[:count], list(grid.flat)[count:]
     for axes in unused:
@@ -284,7 +283,7 @@ def panel_grid(
         figure.supxlabel(x, fontsize=8)
     if y:
         figure.supylabel(y, fontsize=8)
-    return panels
+    return figure, panels
 
 
 def _legend(figure: Figure) -> None:
@@ -390,19 +389,6 @@ def plane(axes: Axes) -> None:
     axes.grid(visible=False)
 
 
-def paper_style() -> AbstractContextManager[None]:
-    """Return a context with the style of figures; it restores matplotlib's settings."""
-    return mpl.rc_context(_RC)
-
-
-def blank(height: float) -> Figure:
-    """Return an empty figure :data:`WIDTH` wide and as high, in inches, with constrained layout and
-    no window."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def style_numbers(names: Iterable[str]) -> dict[str, int]:
     """Return a distinct style number for every name.
 
@@ -426,7 +412,7 @@ def save(figure: Figure, stem: Path) -> Path:
     path = stem.with_name(f"{stem.name}.svg")
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a name must not start a formula
-    with paper_style():
+    with mpl.rc_context(STYLE):
         png = _rendered(figure, "png", metadata={"Software": None})
         figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
         metadata = {"Date": None, "Creator": None}

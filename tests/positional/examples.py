@@ -2,9 +2,10 @@
 
 from functools import partial
 
+from trainer.positional import rotation
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import rescaled
-from trainer.positional.rotation import encode_keys, encode_queries, head_groups
+from trainer.positional.rotation import head_groups
 
 
 def slowed(method, spectrum, factor, training_length, **options):
@@ -18,7 +19,7 @@ def one_layer(training_length, *spectra, **others):
 
 
 def encode(q, k, groups):
-    return encode_queries(q, groups), encode_keys(k, groups)
+    return rotation.encode(q, groups, tempered=True), rotation.encode(k, groups)
 
 
 def encoded(q, k, layout, positions, lengths):

@@ -20,7 +20,6 @@ from trainer.config import (
     RunConfig,
 )
 from trainer.model.config import ModelConfig
-from trainer.positional.config import TemperatureConfig
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import (
@@ -146,16 +145,13 @@ def test_dynamic_ntk_keeps_its_length_in_a_longer_phase(alpha):
         assert all(map(torch.equal, *both))
 
 
-NULL = TemperatureConfig(coefficient=0.4, per="sequence")
-
-
 @pytest.mark.parametrize(
     ("spectrum", "length"),
     [
         (spectrum_of("rope_id"), C),  # App. A.9: stored
         (spectrum_of("nope", temperature=0.4), LATER),  # DroPE, App. C.2: fitted after training
-        (NULL.tempered(spectrum_of()), LATER),
-        (replace(NULL, reference=2048).tempered(spectrum_of()), 2048),
+        (spectrum_of().with_temperature(coefficient=0.4), LATER),
+        (spectrum_of().with_temperature(coefficient=0.4, reference=2048), 2048),
     ],
 )
 def test_a_temperature_refers_to_its_own_length_or_to_the_longest_of_training(spectrum, length):

@@ -44,7 +44,7 @@ from trainer.analysis.topic import Results, Target, results, tidy
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import Line, Panel, Plot, draw, heat_maps
 from trainer.positional.layout import Layout
-from trainer.positional.rotation import encode_keys, encode_queries, head_groups
+from trainer.positional.rotation import encode, head_groups
 
 Stage = Literal["pre_ntk", "post_ntk", "post_rope"]
 STAGES: dict[Stage, str] = {"pre_ntk": "before the rotation", "post_ntk": "as they attend"}
@@ -144,7 +144,7 @@ def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
         positions = torch.arange(tokens, device=heads.q.device)
         layer = replace(trained, layers=(trained.layers[heads.layer],))
         (groups,) = head_groups(layer, positions, tokens)
-        turned = encode_queries(heads.q, groups), encode_keys(heads.k, groups)
+        turned = encode(heads.q, groups, tempered=True), encode(heads.k, groups)
     return turned[side == "key"]
 
 

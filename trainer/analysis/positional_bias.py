@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.axes import Axes
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.analysis.attention import (
     Array,
@@ -209,12 +210,15 @@ def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
     """
     spreads: list[Tensor] = []
 
-    def note(layer: int, states: Tensor) -> None:
+    def note(states: Tensor) -> None:
         spreads.append(torch.stack([_prefix_spread(x) for x in states]).mean())
 
-    with model.feeding(note):
+    def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
+        note(args[0] if args else options["hidden_states"])
+
+    with model.before_attention(before):
         last = model.hidden_states(ids.to(model.device))
-    note(len(model.layout.layers), last)
+    note(last)
     return torch.stack(spreads).cpu().numpy()
 
 

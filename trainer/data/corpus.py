@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from trainer.data.prepared import (
     windows_at,
 )
 from trainer.data.sources import describe, digest, is_remote
-from trainer.data.tokenizer import SpecialTokens, load_tokenizer, own_first_token, same_tokens
+from trainer.data.tokenizer import SpecialTokens, load_tokenizer, same_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +127,10 @@ class Corpus:
         """Id after each document."""
         return self.parts[0].special.end
 
-    @cached_property
+    @property
     def first_token(self) -> int:
         """Id of the token that begins every sequence: the tokenizer's own, else end-of-text."""
-        first = own_first_token(self.tokenizer)
+        first = self.parts[0].special.first
         return self.end_of_text if first is None else first
 
     @property
@@ -155,11 +154,6 @@ class Corpus:
     def test(self) -> HeldOutText:
         """Held-out text for reported figures."""
         return HeldOutText(tuple((part.weight, part.test) for part in self.parts))
-
-    @property
-    def directories(self) -> list[str]:
-        """Directory of each part, as :func:`corpus_at` takes them."""
-        return [str(part.directory) for part in self.parts]
 
     def mixed(self, config: DataConfig) -> Corpus:
         """Return the corpus with only the texts that ``config`` mixes, weighted as it says."""

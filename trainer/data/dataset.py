@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NotRequired, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
@@ -20,18 +18,7 @@ BOUNDS = 64
 """Bounds are padded to a multiple of this number: compiled code is specialised to their number."""
 
 
-class Batch(TypedDict):
-    """One batch of training samples; see :func:`as_batch`."""
-
-    input_ids: Tensor
-    labels: Tensor
-    weights: Tensor
-    documents: NotRequired[Tensor]
-    bounds: NotRequired[Tensor]
-    longest: NotRequired[int]
-
-
-class TrainingSamples(Dataset[Batch]):
+class TrainingSamples:
     """Training samples by counter, each a pure function of (seed, counter), read a batch at a time.
 
     A sample is an end-of-text token followed by one block: the training text of a part is cut
@@ -66,7 +53,7 @@ class TrainingSamples(Dataset[Batch]):
             for part, share, blocks in zip(self.corpus.parts, shares, self.blocks, strict=True)
         }
 
-    def __getitems__(self, counters: list[int]) -> Batch:
+    def __getitems__(self, counters: list[int]) -> dict[str, Any]:
         """Return these samples as one batch of ``[B, sequence_length]`` tensors."""
         targets, weights = self.targets(np.asarray(counters, dtype=np.int64))
         first, end = self.corpus.first_token, self.corpus.end_of_text
@@ -95,7 +82,7 @@ def as_batch(
     end: int,
     weights: NDArray[np.float32],
     document_mask: bool = False,
-) -> Batch:
+) -> dict[str, Any]:
     """Build a batch: inputs, targets and weights, all ``[B, T]``.
 
     The inputs are the targets shifted by one, after ``first_token``. Documents begin there and at
@@ -105,7 +92,7 @@ def as_batch(
     of at least the longest document's length.
     """
     inputs = np.concatenate([np.full_like(targets[:, :1], first_token), targets[:, :-1]], axis=1)
-    batch: Batch = {
+    batch: dict[str, Any] = {
         "input_ids": torch.from_numpy(inputs),
         "labels": torch.from_numpy(np.ascontiguousarray(targets)),
         "weights": torch.from_numpy(weights),

@@ -44,8 +44,7 @@ from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.positional.intervention import intervene
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import (
-    encode_keys,
-    encode_queries,
+    encode,
     head_groups,
     rotary_table,
     rotate,
@@ -285,7 +284,7 @@ class AdaptedModel(LanguageModel):
     def _note_layers(self, ids: Tensor, depth: int) -> None:
         """Note the attention layers, the type of the outputs and the shapes in the cache."""
         calls, outputs = _calls(lambda: self._base(ids, use_cache=True))
-        self._attentions = [module for module, _, _ in calls]
+        self.attentions = [module for module, _, _ in calls]
         if len(calls) != depth:
             raise UserError(
                 f"{len(calls)} of its {depth} layers call attention through transformers' "
@@ -317,7 +316,7 @@ class AdaptedModel(LanguageModel):
             window = attention.get("sliding_window")
             layers.append((*rotation_of(plain, rotated, tables), window, shapes))
 
-        with self._before(before):
+        with self.before_attention(before):
             self._base(ids, use_cache=False)
         return layers
 
@@ -337,19 +336,6 @@ class AdaptedModel(LanguageModel):
         if layout.rotates:  # a drop is written with lengths that mean nothing
             layout = Layout(trained, layers, max(reach for _, reach in lengths))
         return layout
-
-    @contextmanager
-    def _before(self, hook: Callable[..., Any]) -> Iterator[None]:
-        """Call ``hook`` with each attention layer's index, module and arguments."""
-        hooks = [
-            module.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
-            for index, module in enumerate(self._attentions)
-        ]
-        try:
-            yield
-        finally:
-            for handle in hooks:
-                handle.remove()
 
     @property
     def device(self) -> torch.device:
@@ -409,12 +395,12 @@ class AdaptedModel(LanguageModel):
         def see(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
         ) -> Encoded:
-            index = self._attentions.index(module)
+            index = self.attentions.index(module)
             layer = self.layout.layers[index]
             if self._order is not None:  # which leaves dot products unchanged
                 q, k = q[..., self._order], k[..., self._order]
-            rotated_q = encode_queries(q, queries[index])
-            rotated_k = encode_keys(k, of_keys[index])
+            rotated_q = encode(q, queries[index], tempered=True)
+            rotated_k = encode(k, of_keys[index])
             if layer.intervention is not None:
                 rotated_q, rotated_k = intervene(
                     layer.intervention, rotated_q, rotated_k, positions, keys
@@ -429,7 +415,7 @@ class AdaptedModel(LanguageModel):
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
             return args, _without_rotation(options)
 
-        with self._before(before), _watching(see):
+        with self.before_attention(before), _watching(see):
             yield
 
     @torch.no_grad()
@@ -464,16 +450,6 @@ class AdaptedModel(LanguageModel):
             yield
         finally:
             self._observe = None
-
-    @contextmanager
-    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call ``on_input`` with each attention's input within the block."""
-
-        def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
-            on_input(index, args[0] if args else options["hidden_states"])
-
-        with self._before(before):
-            yield
 
 
 def check_mask(mask: Tensor | None, tokens: int, window: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
 
 
+@dataclass(eq=False)
 class Batches(IterableDataset[Any]):
     """Micro-batches of one rank, from step ``start`` on, without end.
 
@@ -26,21 +28,17 @@ class Batches(IterableDataset[Any]):
     returns the samples of a list of numbers as one batch.
     """
 
-    def __init__(
-        self,
-        samples: Any,
-        batch_size: int,
-        *,
-        start: int = 0,
-        offset: int = 0,
-        micro_batches: int = 1,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
-        if batch_size % (micro_batches * ranks):
-            raise ValueError(f"{batch_size} does not divide into {micro_batches} x {ranks} parts")
-        self.samples, self.batch_size, self.start, self.offset = samples, batch_size, start, offset
-        self.micro_batches, self.rank, self.ranks = micro_batches, rank, ranks
+    samples: Any
+    batch_size: int
+    start: int = 0
+    offset: int = 0
+    micro_batches: int = 1
+    rank: int = 0
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.batch_size % (parts := self.micro_batches * self.ranks):
+            raise ValueError(f"{self.batch_size} sequences do not divide into {parts} parts")
 
     def numbers(self) -> Iterator[list[int]]:
         """Yield the sample numbers of this worker's micro-batches."""

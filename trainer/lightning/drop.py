@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import KW_ONLY, dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -125,6 +126,7 @@ def multiply_rates(
     return optimizer.register_step_pre_hook(lower), optimizer.register_step_post_hook(restore)
 
 
+@dataclass(eq=False, repr=False)
 class DropPositions(L.Callback):
     """Drops the positional encoding in mid-run (DroPE), in any Lightning trainer and strategy.
 
@@ -151,25 +153,23 @@ class DropPositions(L.Callback):
             layout that the decoder cannot take, or what a model of transformers has not.
     """
 
-    def __init__(
-        self,
-        at: int | float,
-        to: str | Spectrum = "nope",
-        *,
-        layers: Collection[int] | None = None,
-        heads: Collection[int] | None = None,
-        qk_norm: bool = True,
-        gain: Gain = "one",
-        rewarm: int | float = 0,
-        optimizer_state: OptimizerState = "keep",
-        probe: Tensor | None = None,
-    ) -> None:
-        if min(at, rewarm) < 0 or optimizer_state not in get_args(OptimizerState):
-            raise ValueError(f"DropPositions: {at=}, {rewarm=}, {optimizer_state=}")
-        self.at, self.to, self.layers, self.heads = at, to, layers, heads
-        self.qk_norm, self.gain, self.rewarm = qk_norm, gain, rewarm
-        self.optimizer_state: OptimizerState = optimizer_state
-        self.probe = probe
+    at: int | float
+    to: str | Spectrum = "nope"
+    _: KW_ONLY
+    layers: Collection[int] | None = None
+    heads: Collection[int] | None = None
+    qk_norm: bool = True
+    gain: Gain = "one"
+    rewarm: int | float = 0
+    optimizer_state: OptimizerState = "keep"
+    probe: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.at, self.rewarm) < 0 or self.optimizer_state not in get_args(OptimizerState):
+            raise ValueError(
+                f"DropPositions: at={self.at}, rewarm={self.rewarm}, "
+                f"optimizer_state={self.optimizer_state!r}"
+            )
         self.dropped_at: int | None = None
         self._hooks: list[RemovableHandle] = []
 

@@ -85,9 +85,8 @@ class RunCallback(L.Callback):
     ) -> None:
         self.config, self.corpus = config, corpus
         self.progress, self.asked, self.is_control = progress, asked, is_control
-        self.checkpoints = Path(config.run_dir) / "checkpoints"
         self.begin_from, self.state, self.step = checkpoint, state, state["step"]
-        self.phases, self.permanent = phases_of(config), kept_steps(config)
+        self.phases = phases_of(config)
         self.effects: dict[str, dict[str, Any]] = dict(state.get("effects", {}))
         self.milestones: list[dict[str, Any]] = [*state.get("benchmarks", ())]
         self.pending: dict[str, float] = dict(state.get("pending_metrics", {}))
@@ -100,7 +99,7 @@ class RunCallback(L.Callback):
             target = ":".join(arguments.pop("_target_").rsplit(".", 1))
             self.user_callbacks.append(resolve_name(target)(**arguments))
         keep = config.trainer.keep_checkpoints, config.trainer.keep_every
-        self.writer = Writer(self.checkpoints, *keep, self.permanent)
+        self.writer = Writer(Path(config.run_dir) / "checkpoints", *keep, kept_steps(config))
         self.saved_at = time.monotonic()
 
     # The start of a phase
@@ -184,7 +183,7 @@ class RunCallback(L.Callback):
         is_late, stops = any_rank(is_late, reason is not None and step < settings.max_steps)
         is_due = is_late or step % settings.checkpoint_every == 0
         # While updates are skipped, nothing is saved by schedule: the newest checkpoint is healthy.
-        saves = is_last or stops or step in self.permanent
+        saves = is_last or stops or step in self.writer.permanent
         if saves or (is_due and not module.tally.skipped_in_a_row()):
             self.save(trainer, module, step_name(step))
         if is_last or stops:
@@ -253,7 +252,7 @@ class RunCallback(L.Callback):
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])
         if not self.is_control:
-            check_divergence(module.tally.skipped_in_a_row(), step, self.checkpoints)
+            check_divergence(module.tally.skipped_in_a_row(), step, self.writer.directory)
 
     def speed(self, module: LanguageModule, step: int, batch: Batch) -> dict[str, float]:
         """Return tokens per second since the last row; on a GPU also peak memory in GiB, and the
@@ -329,10 +328,10 @@ def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict
     def read(step: int) -> dict[str, float]:
         total = {part.name: 0.0 for part in corpus.parts}
         for phase, of_phase in zip(phases, samples, strict=True):
-            until = phase.first_sample(max(phase.start, min(step, phase.end)))
-            before = of_phase.epochs(phase.samples)
-            for name, times in of_phase.epochs(until).items():
-                total[name] += times - before[name]
+            steps = max(min(step, phase.end) - phase.start, 0)
+            epochs = of_phase.epochs(steps * phase.config.trainer.batch_size)
+            for name, times in epochs.items():
+                total[name] += times
         return total
 
     return read

@@ -164,52 +164,31 @@ def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class InPlace(Strategy):
-    """Mixin that leaves weights and optimizer state on the device at the end of a fit, where the
-    next phase needs them; Lightning would copy them to the host."""
-
-    def teardown(self) -> None:
-        """Tear down as Lightning does, without the copies."""
-        self.model = self.lightning_module
-        for part in (
-            getattr(self, "cluster_environment", None),  # with several processes
-            self.precision_plugin,
-            self.accelerator,
-            self.checkpoint_io,
-        ):
-            if part is not None:
-                part.teardown()
-
-
-class Single(InPlace, SingleDeviceStrategy):
-    """One process on one device."""
-
-
-class Replicated(InPlace, DDPStrategy):
-    """DDP."""
-
-
-class Sharded(InPlace, ModelParallelStrategy):
-    """FSDP2."""
-
-    def setup_environment(self) -> None:
-        """Join the process group without Lightning's mesh, whose groups nothing destroys."""
-        self._setup_distributed()
-
-
 def lightning_strategy(name: StrategyName, device: torch.device, local_ranks: int) -> Strategy:
     """Create Lightning's strategy of that name for this process's ``device``.
 
     ``local_ranks``: processes on this machine.
     """
+    strategy: Any  # two methods are replaced
     if name == "single":
-        return Single(device)
-    # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of all
-    # processes of a machine.
-    strategy: Replicated | Sharded
-    if name == "ddp":
-        strategy = Replicated(gradient_as_bucket_view=True, broadcast_buffers=False)
+        strategy = SingleDeviceStrategy(device)
+    elif name == "ddp":
+        strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
     else:
-        strategy = Sharded(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-    strategy.parallel_devices = [device] * local_ranks
+        ranks = dist.get_world_size()
+        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
+        # Join the process group without Lightning's mesh, whose groups nothing destroys.
+        strategy.setup_environment = strategy._setup_distributed
+    if name != "single":
+        # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of
+        # all processes of a machine.
+        strategy.parallel_devices = [device] * local_ranks
+    strategy.teardown = partial(_leave_in_place, strategy)
     return strategy
+
+
+def _leave_in_place(strategy: Any) -> None:
+    """End a fit with weights and optimizer state on the device, where the next phase needs them;
+    Lightning would copy them to the host."""
+    strategy.model = strategy.lightning_module  # without DDP around it
+    strategy.accelerator.teardown()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer.model.backends import Attend, Mask, sdpa
 from trainer.model.cache import LayerCache
 from trainer.model.config import ModelConfig
-from trainer.positional.rotation import Groups, encode_keys, encode_queries
+from trainer.positional.rotation import Groups, encode
 
 
 class Linear(nn.Linear):
@@ -105,7 +105,8 @@ class Attention(nn.Module):
         if encoded_heads > plain_k.shape[1]:  # every query head encodes its own copy of its keys
             copies = encoded_heads // plain_k.shape[1]
             plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
-        q, k = encode_queries(plain_q, layer_pass.queries), encode_keys(plain_k, layer_pass.keys)
+        q = encode(plain_q, layer_pass.queries, tempered=True)
+        k = encode(plain_k, layer_pass.keys)
         if layer_pass.intervene is not None:
             q, k = layer_pass.intervene(q, k)
         if self.observe is not None:

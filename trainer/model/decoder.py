@@ -83,6 +83,7 @@ class Decoder(LanguageModel):
         self.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)
         blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.layers = cast("list[Block]", blocks)
+        self.attentions = [block.self_attn for block in self.layers]
         self.layout = layout
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
@@ -279,22 +280,6 @@ class Decoder(LanguageModel):
         finally:
             for attention in layers:
                 attention.observe = None
-
-    @contextmanager
-    def feeding(self, on_input: Callable[[int, Tensor], None]) -> Iterator[None]:
-        """Call ``on_input`` for each layer, see :class:`LanguageModel`; blocks run uncompiled."""
-        hooks = [
-            block.input_layernorm.register_forward_hook(
-                lambda _, __, out, index=index: on_input(index, out)
-            )
-            for index, block in enumerate(self.layers)
-        ]
-        try:
-            with torch.compiler.set_stance("force_eager"):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 @lru_cache

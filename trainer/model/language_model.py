@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,11 +29,12 @@ class LanguageModel(nn.Module, ABC):
     """Causal language model whose queries and keys can be observed.
 
     ``config``: its shape. ``layout``: its present positional encoding; assign another one to change
-    it.
+    it. ``attentions``: the attention module of every layer.
     """
 
     config: ModelConfig
     layout: Layout
+    attentions: Sequence[nn.Module]
     prefill_chunk: int | None = None
     """Tokens that :meth:`forward` and :meth:`token_losses` read in one pass; None: all.
 
@@ -98,10 +100,19 @@ class LanguageModel(nn.Module, ABC):
         """Call ``on_layer`` for each layer, before its attention, in every forward pass within the
         block."""
 
-    @abstractmethod
-    def feeding(self, on_input: Callable[[int, Tensor], None]) -> AbstractContextManager[None]:
-        """Call ``on_input`` with each layer's index and its attention's input ``[B, T,
-        hidden_size]``."""
+    @contextmanager
+    def before_attention(self, hook: Callable[..., Any]) -> Iterator[None]:
+        """Call ``hook`` with the index, module, arguments and options of each attention within the
+        block, before it runs; it may return other arguments and options."""
+        hooks = [
+            module.register_forward_pre_hook(partial(hook, index), with_kwargs=True)
+            for index, module in enumerate(self.attentions)
+        ]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
 
     @contextmanager
     def using(self, layout: Layout, context: int | None = None) -> Iterator[None]:

@@ -147,8 +147,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = grad_outputs
-        if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy: backward ran twice; call the loss again.")
         grad_hidden, grad_weight = ctx.gradients
         ctx.gradients = None  # scaled in place: a second backward is impossible
         # Scale and convert in one pass if the dtypes differ.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import asdict, field, replace
 from typing import Any, Literal
 
 from trainer.common.errors import UserError
@@ -32,21 +32,6 @@ class TemperatureConfig:
     heads: Literal["all", "free"] = "all"
     """Heads it applies to: all, or free (those without rotation, as in Llama 4)."""
 
-    def tempered(self, spectrum: Spectrum) -> Spectrum:
-        """Return the spectrum with this temperature.
-
-        Raises:
-            UserError: its encoding already has a temperature.
-        """
-        values = (self.coefficient, self.exponent, self.scale, self.per)
-        temperature = Temperature(*values, self.reference, self.steps)
-        is_free = not (spectrum.rotates or spectrum.alibi)
-        if temperature.is_none or (self.heads == "free" and not is_free):
-            return spectrum
-        if not spectrum.temperature.is_none:
-            raise UserError("positional.temperature: an encoding has a temperature of its own")
-        return replace(spectrum, temperature=temperature)
-
 
 @configuration
 class PositionalConfig:
@@ -72,11 +57,19 @@ def spectrum_of(
     """Return the spectrum of the encoding ``name``, with the configured temperature.
 
     Raises:
-        UserError: the encoding, its parameters or its temperature are wrong.
+        UserError: the encoding or its parameters are wrong, or it has a temperature of its own.
     """
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
-    return config.temperature.tempered(by_name(kind, head_dim, training_length, **parameters))
+    spectrum = by_name(kind, head_dim, training_length, **parameters)
+    values = asdict(config.temperature)
+    skips = values.pop("heads") == "free" and (spectrum.rotates or spectrum.alibi)
+    temperature = Temperature(**values)
+    if temperature.is_none or skips:
+        return spectrum
+    if not spectrum.temperature.is_none:
+        raise UserError("positional.temperature: an encoding has a temperature of its own")
+    return replace(spectrum, temperature=temperature)
 
 
 def build_layout(

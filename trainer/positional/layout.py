@@ -12,14 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from trainer.common.fields import adapter
 from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
-T = TypeVar("T")
 LayerChoice = Literal["all"] | list[int] | None
 """Layers that an extension changes: all, or indices, where negative ones count from the last. None:
 the layers that see more than C keys, since a window within C meets no distance that was not
@@ -49,7 +48,7 @@ class LayerEncoding:
     def expanded(self, queries_per_key: int) -> LayerEncoding:
         """Return the layer with a spectrum for every query head."""
 
-        def repeated(heads: tuple[T, ...]) -> tuple[T, ...]:
+        def repeated(heads: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(head for head in heads for _ in range(queries_per_key))
 
         change = self.intervention
@@ -136,13 +135,10 @@ class Layout:
 
         return self if length == C else replace(self.map(with_reference), training_length=length)
 
-    def map(
-        self, change: Callable[[Spectrum], Spectrum], layers: Collection[int] | None = None
-    ) -> Layout:
-        """Replace every spectrum of ``layers`` (default: all) by ``change(spectrum)``; return the
-        new layout."""
+    def map(self, change: Callable[[Spectrum], Spectrum], layers: LayerChoice = "all") -> Layout:
+        """Replace every spectrum of ``layers`` by ``change(spectrum)``; return the new layout."""
         changed, new = cache(change), list(self.layers)
-        for index in range(len(new)) if layers is None else layers:
+        for index in self.chosen(layers):
             new[index] = replace(new[index], spectra=tuple(map(changed, new[index].spectra)))
         return replace(self, layers=tuple(new))
 
@@ -165,7 +161,7 @@ class Layout:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
         C, start = self.training_length, self.longest
         factor = factor if start == C else max(1.0, factor * C / start)
-        return self.map(lambda s: rescaled(s, rescaling, start, factor), self.chosen(layers))
+        return self.map(lambda s: rescaled(s, rescaling, start, factor), layers)
 
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None
@@ -173,7 +169,7 @@ class Layout:
         """Slow the rotations of ``layers`` with the length of each sequence, ``growth`` times as
         fast."""
         start = self.longest
-        return self.map(lambda s: dynamic(s, rescaling, start, growth), self.chosen(layers))
+        return self.map(lambda s: dynamic(s, rescaling, start, growth), layers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON and checkpoints, without interventions; each distinct

@@ -206,7 +206,7 @@ def rescaled(
     return replace(
         spectrum,
         inv_freq=inv_freq,
-        rotary_scale=stretch.scale(factor, spectrum.rotary_scale),
+        rotary_scale=spectrum.rotary_scale + stretch.attention * math.log(factor),
         long=None if others == inv_freq else LongFrequencies(long.length, others),
     )
 

@@ -6,7 +6,7 @@ The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -175,31 +175,20 @@ def _temperature(
     return factor[:, None] if factor.dim() == 3 else factor
 
 
-def encode_queries(q: Tensor, groups: Groups) -> Tensor:
-    """Rotate and temper queries ``[B, Hq, T, D]``."""
-    return _by_group(q, groups, _encode_queries)
+def encode(x: Tensor, groups: Groups, *, tempered: bool = False) -> Tensor:
+    """Rotate queries or keys ``[B, H, T, D]``; ``tempered``: also multiply by the temperature, as
+    queries are."""
 
+    def encoded(part: Tensor, group: HeadGroup) -> Tensor:
+        if group.cos is not None and group.sin is not None:
+            part = rotate(part, group.cos, group.sin)
+        factor = group.temperature
+        if factor is None or not tempered:
+            return part
+        return part * (factor.to(part.dtype) if isinstance(factor, Tensor) else factor)
 
-def encode_keys(k: Tensor, groups: Groups) -> Tensor:
-    """Rotate keys ``[B, Hkv, T, D]``."""
-    return _by_group(k, groups, _rotated)
-
-
-def _by_group(x: Tensor, groups: Groups, change: Callable[[Tensor, HeadGroup], Tensor]) -> Tensor:
-    """Apply ``change`` to the heads of ``x`` ``[B, H, T, D]``, group by group."""
     if len(groups) == 1:
-        return change(x, groups[0])
+        return encoded(x, groups[0])
     heads_per_key = x.shape[1] // sum(group.kv_heads for group in groups)
     parts = x.split([group.kv_heads * heads_per_key for group in groups], dim=1)
-    return torch.cat([change(part, g) for part, g in zip(parts, groups, strict=True)], dim=1)
-
-
-def _encode_queries(q: Tensor, group: HeadGroup) -> Tensor:
-    q, factor = _rotated(q, group), group.temperature
-    if factor is None:
-        return q
-    return q * (factor.to(q.dtype) if isinstance(factor, Tensor) else factor)
-
-
-def _rotated(x: Tensor, group: HeadGroup) -> Tensor:
-    return x if group.cos is None or group.sin is None else rotate(x, group.cos, group.sin)
+    return torch.cat([encoded(part, g) for part, g in zip(parts, groups, strict=True)], dim=1)

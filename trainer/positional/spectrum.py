@@ -66,17 +66,12 @@ class Temperature:
         below = self.reference is not None and self.reference < training_length
         return not self.is_constant and (below or self.steps)
 
-    @property
-    def follows_length(self) -> bool:
-        """Whether the factor depends on the length of the sequence."""
-        return self.per == "sequence" and not self.is_constant
-
     def at(self, length: int, training_length: int) -> Temperature:
         """Return the temperature for a sequence of ``length`` tokens.
 
         It is constant, except for ``per="query"``, which is the same in all sequences.
         """
-        if not self.follows_length:
+        if self.per == "query" or self.is_constant:
             return self
         reference = self.reference or training_length
         grown = 1 + length // reference
@@ -90,7 +85,8 @@ class Stretch:
     """Slowing of a head's pairs by an extension with factor s.
 
     Frequency f_m becomes f_m (``kept[m]`` + (1 - ``kept[m]``) s^-``power[m]``), and the rotated
-    channels are multiplied by 1 + ``attention`` ln s. Both are the identity at s = 1.
+    channels are multiplied by 1 + ``attention`` ln s. Both are the identity at s = 1. Logarithms of
+    two extensions add up: YaRN by s and then by t gives 1 + 0.1 ln(s t), its factor for both.
     """
 
     __pydantic_config__ = READ
@@ -104,14 +100,6 @@ class Stretch:
             f * (share + (1 - share) * factor**-power)
             for f, share, power in zip(inv_freq, self.kept, self.power, strict=True)
         )
-
-    def scale(self, factor: float, before: float = 1.0) -> float:
-        """Return the factor on rotated channels after an extension by ``factor``.
-
-        ``before``: the factor before it. The logarithms of two extensions add up, so that YaRN by s
-        and then by t gives 1 + 0.1 ln(s t), its factor for both together.
-        """
-        return before + self.attention * math.log(factor)
 
 
 @dataclass(frozen=True)
@@ -165,7 +153,8 @@ class Spectrum:
     @property
     def follows_length(self) -> bool:
         """Whether the frequencies or the temperature depend on the length of the sequence."""
-        return self.long is not None or self.temperature.follows_length
+        is_tempered = self.temperature.per == "sequence" and not self.temperature.is_constant
+        return self.long is not None or is_tempered
 
     def at(self, length: int, training_length: int) -> Spectrum:
         """Return the spectrum for a sequence of ``length`` tokens, with fixed frequencies."""
@@ -182,7 +171,7 @@ class Spectrum:
         return replace(
             plain,
             inv_freq=long.stretch.frequencies(long.inv_freq, s),
-            rotary_scale=long.stretch.scale(s, self.rotary_scale),
+            rotary_scale=self.rotary_scale + long.stretch.attention * math.log(s),
         )
 
     def with_temperature(self, **changes: Any) -> Spectrum:

@@ -195,7 +195,7 @@ def layout_of_phase(layout: Layout, phase: Phase) -> Layout:
     length = config.data.sequence_length
     if rescale is not None and rescale.base is not None:
         base = rescale.base
-        layout = layout.map(lambda s: rebased(s, base), layout.chosen(rescale.layers))
+        layout = layout.map(lambda s: rebased(s, base), rescale.layers)
     elif rescale is not None:
         factor = rescale.factor or length / layout.training_length
         if factor <= 1:

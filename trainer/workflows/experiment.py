@@ -120,7 +120,7 @@ def _open(config: RunConfig, configs: dict[str, RunConfig], lock: ExitStack) -> 
     for run in configs.values():
         open_run_directory(run)
     log_to_file(Path(config.run_dir))
-    return corpus.directories
+    return [str(part.directory) for part in corpus.parts]
 
 
 def branch_checkpoint(config: RunConfig, control: str) -> Path | None:

@@ -40,7 +40,7 @@ def export_checkpoint(request: ExportRequest) -> str:
     has_positions = layout.rotates or any(s.alibi for s in layout.spectra) or layout.follows_length
     longest = layout.training_length if is_changed and has_positions else saved.longest_context
     scaled = layout.map(
-        lambda s: s.with_temperature(scale=scale * s.temperature.scale), layout.chosen(None)
+        lambda s: s.with_temperature(scale=scale * s.temperature.scale), layers=None
     )
     model = saved.load()
     assert isinstance(model, Decoder)
