@@ -1,32 +1,284 @@
-"""RULER's tasks fill the length and depend on nothing else; parts that no golden prompt shows."""
+"""RULER's prompts and scores are those of NVIDIA's own programs, fill the length, and depend on
+nothing else.
 
-from __future__ import annotations
+A prompt of tests/golden/ruler_prompts.json comes with what its program drew. Our task gets the same
+draws, in the order in which it asks for them, and has to write the same text, byte for byte.
+"""
 
 import json
 import math
 import re
 from collections import Counter
+from functools import partial
 from pydoc_data.topics import topics
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from tests.golden.files import GOLDEN
 from trainer.common.errors import UserError
 from trainer.config import RulerSettings
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.ruler import (
+    DEPTHS,
     LEAST_FREQUENT,
     NOISE,
+    READERS,
+    SEARCHES,
     TASKS,
     common_words,
+    document_questions,
     essay,
     frequent_words,
     ruler_tasks,
+    search,
+    variable_tracking,
     vocabulary,
 )
 from trainer.evaluation.scoring import string_match_all, string_match_part
+
+SEED = 42
+FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())
+PROMPTS = {
+    f"{prompt['task']}-{prompt['length']}-{prompt['trial']}": prompt for prompt in FILE["prompts"]
+}
+LENGTHS = (1024, 2048)
+SCORES = json.loads((GOLDEN / "ruler_scores.json").read_text())
+
+
+class Drawn(Random):
+    """Returns what another program drew; its shuffles are the program's, seeded anew each time."""
+
+    def give(self, **draws):
+        self.draws = {name: list(values) for name, values in draws.items()}
+        return self
+
+    def choice(self, seq):
+        value = self.draws["choice"].pop(0)
+        assert value in seq
+        return value
+
+    def choices(self, population, *, k):
+        value = self.draws["choices"].pop(0)
+        assert len(value) == k
+        assert set(value) <= set(population)
+        return list(value)
+
+    def randint(self, a, b):
+        value = self.draws["randint"].pop(0)
+        assert a <= value <= b
+        return value
+
+    def randrange(self, start, stop):
+        return self.randint(start, stop - 1)
+
+    def getrandbits(self, k):
+        assert k == 128
+        return self.draws["getrandbits"].pop(0)
+
+    def sample(self, population, k):
+        values = self.draws["sample"].pop(0)(population)
+        assert len(values) == k
+        assert set(values) <= set(population)
+        return values
+
+    def shuffle(self, x):
+        Random(SEED).shuffle(x)
+
+    def used_up(self):
+        return not any(self.draws.values())
+
+
+def drawn(prompt, name):
+    return [value for method, value in prompt["draws"] if method == name]
+
+
+def picking(places):
+    return lambda population: [population[place] for place in places]
+
+
+def same(values):
+    return lambda _: values
+
+
+def niah_draws(prompt):
+    """Keys and values by turns; then where needles stand, and which keys are asked for."""
+    adjectives_and_nouns = [part for key in drawn(prompt, "choice") for part in halves(key)]
+    bits = drawn(prompt, "getrandbits")
+    if not adjectives_and_nouns:
+        bits = bits[::2] + bits[1::2]
+    places, asked = drawn(prompt, "sample")
+    depths = [depth / 100 for depth in places]
+    return {
+        "choice": adjectives_and_nouns,
+        "randint": drawn(prompt, "randint"),
+        "getrandbits": bits,
+        "sample": [
+            lambda population: depths if population is DEPTHS else picking(places)(population),
+            picking(asked),
+        ],
+    }
+
+
+def halves(key):
+    """An adjective and a noun, which may have hyphens of their own."""
+    return next(
+        (key[:place], key[place + 1 :])
+        for place, letter in enumerate(key)
+        if letter == "-" and {key[:place], key[place + 1 :]} <= set(vocabulary())
+    )
+
+
+def vt_draws(prompt):
+    """The chain that is asked for, then the names and the number of the example."""
+    names, numbers = drawn(prompt, "choices"), drawn(prompt, "randint")
+    lines = example_of(prompt)
+    starts = [number for number, line in enumerate(lines) if line.startswith("VAR")]
+    return {
+        "choices": names[5:] + names[:5],
+        "randint": [numbers[1], numbers[0]],
+        "sample": [
+            same([place - before for before, place in enumerate(starts)]),
+            *map(picking, drawn(prompt, "sample")),
+        ],
+    }
+
+
+def example_of(prompt):
+    return prompt["text"].split("\n\n")[1].split("\nQuestion")[0].split("\n")
+
+
+def cwe_draws(prompt):
+    return {"sample": map(same, drawn(prompt, "sample"))}
+
+
+def fwe_draws(prompt):
+    """Words in the order of their ranks."""
+    words = sorted(set(drawn(prompt, "choices")))
+    Random(SEED).shuffle(words)
+    return {"choices": words}
+
+
+def qa_draws(prompt, item):
+    """All others of the question's article, then paragraphs of all articles.
+
+    Ours draws enough to leave out those that are there already, so they are drawn too.
+    """
+    (places,) = drawn(prompt, "sample")
+    taken = [*item.paragraphs, *item.related]
+    return {"sample": [list, lambda population: picking(places)(population) + taken]}
+
+
+DRAWS = {"vt": vt_draws, "cwe": cwe_draws, "fwe": fwe_draws}
+
+
+def draws_of(prompt):
+    if prompt["task"].startswith("qa"):
+        return qa_draws(prompt, ITEMS[prompt["task"]][prompt["trial"]])
+    return DRAWS.get(prompt["task"], niah_draws)(prompt)
+
+
+def tidy(prompt):
+    """Its text; but the program joins an empty piece with spaces where a needle has no sentence
+    before it, which ours leaves out."""
+    text = prompt["text"]
+    if prompt["task"].startswith("niah"):
+        text = text.replace("  ", " ").replace("\n ", "\n").replace(" \n", "\n")
+    return text
+
+
+ITEMS = {}
+"""Questions of the tasks that read a file."""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """The thirteen with the texts that the programs read, by their names."""
+    directory, files = tmp_path_factory.mktemp("files"), {}
+    for task, (key, read) in READERS.items():
+        path = directory / f"{key}.json"
+        path.write_text(json.dumps(FILE[key.removesuffix("_file")]))
+        files[key], ITEMS[task] = str(path), read(str(path))
+    made, _ = ruler_tasks(
+        RulerSettings(trials=2, **files), words_and_marks(), [FILE["essay"]], None
+    )
+    return {task.name: task for task in made}
+
+
+def words_and_marks():
+    """The tokenizer that the programs counted with."""
+    tokenizer = Tokenizer(models.WordLevel({"?": 0}, unk_token="?"))
+    pieces = pre_tokenizers.Split(Regex(r"\w+|[^\w\s]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pieces])
+    return tokenizer
+
+
+def question_of(prompt):
+    """The function that asks it."""
+    task = prompt["task"]
+    if task in SEARCHES:
+        return partial(search, documents=[FILE["essay"]], **SEARCHES[task])
+    if task in READERS:
+        return document_questions(ITEMS[task])
+    if task == "vt":
+        return partial(variable_tracking, example_lines=len(example_of(prompt)) - 5)
+    return {"cwe": common_words, "fwe": frequent_words}[task]
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+@pytest.mark.usefixtures("tasks")
+def test_text_answers_and_room_are_those_of_the_program(name):
+    prompt = PROMPTS[name]
+    rng = Drawn().give(**draws_of(prompt))
+    text, answers = question_of(prompt)(rng, *(prompt[x] for x in ("trial", "units", "length")))
+    new_tokens, _ = TASKS[prompt["task"]]
+    assert text == tidy(prompt)
+    assert text.endswith(prompt["prefix"])
+    assert rng.used_up()
+    assert list(answers) == prompt["outputs"]
+    assert new_tokens == prompt["new_tokens"]
+    tokens = words_and_marks().encode(text).tokens
+    assert len(tokens) + new_tokens == prompt["tokens"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", TASKS)
+def test_prompts_are_at_least_as_long_as_those_of_the_program(tasks, name, length):
+    """Of the larger of two prompts: how many tokens the drawn words have makes 1 percent of it."""
+    theirs = [
+        prompt["tokens"]
+        for prompt in FILE["prompts"]
+        if (prompt["task"], prompt["length"]) == (name, length)
+    ]
+    ours = [len(prompt.tokens) + prompt.new_tokens for prompt in tasks[name].prompts(length)]
+    assert 0.99 * max(theirs) < max(ours) <= length
+
+
+STRIPPED = [
+    ["x\x0by", ["x\ny"]],
+    ["x\x1fy", ["x\x1fy"]],
+    ["answer  ", ["answer "]],
+    [" answer", [" answer"]],
+]
+"""Where it matters that the program strips a prediction and makes newlines of its control
+characters: where answers have either, as none of the benchmark's does."""
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_scores_are_those_of_the_program(tasks, name):
+    """In percent, rounded as the program rounds them."""
+    pairs, expected = SCORES["pairs"], SCORES["scores"][SCORES["tasks"][name]]
+    assert len(pairs) == len(expected) == 400
+    result = [round(100 * tasks[name].score(text, answers), 2) for text, answers in pairs]
+    different = [
+        pair for pair, ours, theirs in zip(pairs, result, expected, strict=True) if ours != theirs
+    ]
+    assert different == STRIPPED
+    assert len(set(expected)) > 1
+
 
 BOS = 0
 DOCUMENTS = [" ".join(text.split()) for _, text in sorted(topics.items())][:60]

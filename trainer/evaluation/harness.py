@@ -85,24 +85,23 @@ class Harness(Task):
     """A task or group of lm-eval; trials are the questions of all its tasks.
 
     ``titles``: of the metrics that are reported. ``tasks``: the tasks of a group by name, or one.
-    ``docs``: the questions of each, from the first. ``key``: a hash of them. A length limits what
-    the model reads. Questions are labelled by their task if there are several.
+    ``questions``: of each, the first ones. A length limits what the model reads. Questions are
+    labelled by their task if there are several.
     """
 
     name: str
     titles: Mapping[str, str]
     tasks: Mapping[str, HarnessTask]
-    docs: Mapping[str, range]
-    key: str
+    questions: Mapping[str, Sequence[object]]
     encoder: Encoder
 
     def fingerprint(self, length: int) -> str:
         """Return a hash of the tasks, by names and version of lm-eval, and their questions."""
-        return self.key
+        return fingerprint(lm_eval.__version__, repr(self.questions))
 
     def trials(self, length: int) -> pd.DataFrame:
         """Return a trial for each question, labelled by its task if there are several."""
-        labels = [name for name, docs in self.docs.items() for _ in docs]
+        labels = [name for name, questions in self.questions.items() for _ in questions]
         return pd.DataFrame({"label": labels if len(self.tasks) > 1 else ""}, range(len(labels)))
 
     def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
@@ -113,18 +112,18 @@ class Harness(Task):
             results = evaluate(
                 HarnessModel(model, self.encoder, longest, batch_tokens),
                 dict(self.tasks),
-                samples={name: list(docs) for name, docs in self.docs.items()},
+                samples={name: [*range(len(x))] for name, x in self.questions.items()},
                 bootstrap_iters=0,
             )
             values: list[Value] = []
             begin = 0  # number of the task's first trial
-            for name, docs in self.docs.items():
+            for name, questions in self.questions.items():
                 for row in results["samples"][name]:
                     for metric in METRICS:
                         key = f"{self.name}_{filtered(metric, row['filter'])}"
                         if metric in row and key in self.titles:
                             values.append((begin + row["doc_id"], key, float(row[metric])))
-                begin += len(docs)
+                begin += len(questions)
             return values
 
         return [read]
@@ -158,12 +157,10 @@ def harness_tasks(
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         questions = {key: list(task.eval_docs)[:limit] for key, task in tasks.items()}
-        docs = {key: range(len(each)) for key, each in questions.items()}
         first, *others = map(labels_of, tasks.values())
         labels = [label for label in first if all(label in other for other in others)]
         if not labels:
             raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
         titles = {f"{name}_{label}": f"{name} ({label})" for label in labels}
-        key = fingerprint(lm_eval.__version__, repr(questions))
-        made.append(Harness(name, titles, tasks, docs, key, encoder))
+        made.append(Harness(name, titles, tasks, questions, encoder))
     return made
