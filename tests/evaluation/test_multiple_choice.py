@@ -71,7 +71,6 @@ def write(path, labels):
 )
 def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     write(tmp_path / "t.jsonl.gz", [label, 0])
-    write(tmp_path / "other.jsonl.gz", [1, 1])
     settings = MultipleChoiceSettings(str(tmp_path), ["t"])
     (task,) = multiple_choice_tasks(settings, KnownEncoder())
     values = values_of(task, SimpleNamespace(context=None), 100, 100)

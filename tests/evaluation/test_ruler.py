@@ -195,16 +195,21 @@ ITEMS = {}
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    """The thirteen with the texts that the programs read, by their names."""
+def question_files(tmp_path_factory):
+    """The settings that name the files of questions that the programs read."""
     directory, files = tmp_path_factory.mktemp("files"), {}
     for task, (key, read) in READERS.items():
         path = directory / f"{key}.json"
         path.write_text(json.dumps(FILE[key.removesuffix("_file")]))
         files[key], ITEMS[task] = str(path), read(str(path))
-    made, _ = ruler_tasks(
-        RulerSettings(trials=2, **files), words_and_marks(), [FILE["essay"]], None
-    )
+    return files
+
+
+@pytest.fixture(scope="module")
+def tasks(question_files):
+    """The thirteen with the texts that the programs read, by their names."""
+    settings = RulerSettings(trials=2, **question_files)
+    made, _ = ruler_tasks(settings, words_and_marks(), [FILE["essay"]], None)
     return {task.name: task for task in made}
 
 
@@ -291,42 +296,6 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def question_files(tmp_path_factory):
-    """Twenty questions in the form of SQuAD, and six of HotpotQA with ten paragraphs each."""
-    articles = [
-        {
-            "paragraphs": [
-                {
-                    "context": f"Town {a}.{p} has {a + 1}{p}0 people. " + "It is old. " * 9,
-                    "qas": [
-                        {"question": "Nothing?", "answers": [], "is_impossible": True},
-                        {
-                            "question": f"How many people has town {a}.{p}?",
-                            "answers": [{"text": f"{a + 1}{p}0"}],
-                        },
-                    ],
-                }
-                for p in range(4)
-            ]
-        }
-        for a in range(5)
-    ]
-    lakes = [
-        {
-            "question": f"Who owns lake {q}?",
-            "answer": f"owner {q}",
-            "context": [[f"Lake {q}-{p}", [f"Its owner is owner {q}."]] for p in range(10)],
-        }
-        for q in range(6)
-    ]
-    directory = tmp_path_factory.mktemp("questions")
-    paths = {"squad_file": directory / "squad.json", "hotpotqa_file": directory / "hotpot.json"}
-    paths["squad_file"].write_text(json.dumps({"data": articles}))
-    paths["hotpotqa_file"].write_text(json.dumps(lakes))
-    return {key: str(path) for key, path in paths.items()}
-
-
-@pytest.fixture(scope="module")
 def task(tokenizer, question_files):
     """A function that makes one task by its name."""
 
@@ -401,8 +370,8 @@ def test_the_three_answers_are_never_tied_with_the_fourth_word(units, length):
 
 
 def test_a_length_beyond_all_paragraphs_repeats_them(task, tokenizer):
-    for prompt in task("qa_2").prompts(6144):
+    for prompt in task("qa_2").prompts(16384):
         text = tokenizer.decode(list(prompt.tokens[1:]))
         counts = Counter(re.findall(r"Document \d+:\n(.*)", text))
-        assert len(counts) == 60
+        assert len(counts) == 200
         assert max(counts.values()) - min(counts.values()) == 1
