@@ -34,7 +34,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.commands import read_config
+from trainer.commands import compose_words, run_config
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
@@ -76,7 +76,7 @@ def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
 def nano() -> Pair:
     """Make a decoder of the shape ``model=nano`` with random weights."""
     tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
-    shape = read_config(["model=nano"]).model
+    shape = run_config(compose_words(["model=nano"])).model
     config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")
     return exported("nano", random_decoder(config, 64), tokenizer)
 

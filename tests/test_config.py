@@ -13,13 +13,7 @@ import yaml
 
 from tests.program import ROOT
 from trainer import config as schema
-from trainer.commands import (
-    COMMANDS,
-    compose_words,
-    forget_absent_weights,
-    read_config,
-    run_config,
-)
+from trainer.commands import COMMANDS, compose_words, forget_absent_weights, run_config
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
 from trainer.runs.parsing import parse, runs_of
@@ -145,11 +139,13 @@ def test_an_encoding_of_a_plugin_has_a_name(tmp_path):
         "from trainer.positional.spectrum import Spectrum\n\n"
         "@encoding\ndef standing_still(head_dim, training_length):\n    return Spectrum()\n"
     )
-    config = read_config([f"plugins=[{plugin}]", "positional.layers=[standing_still]"])
+    words = [f"plugins=[{plugin}]", "positional.layers=[standing_still]"]
+    config = run_config(compose_words(words))
     assert config.positional.layers == ["standing_still"]
 
 
 @pytest.mark.parametrize("word", ["model.hidden_size=32", "+model.head_dim=8"])
 def test_the_shape_of_trained_weights_is_not_chosen(word):
+    job = compose_words(["model.from_pretrained=some/model", word])
     with pytest.raises(UserError, match=r"^model\.h.*: the trained weights bring their shape"):
-        read_config(["model.from_pretrained=some/model", word])
+        run_config(job)

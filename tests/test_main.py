@@ -10,7 +10,7 @@ import pytest
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, compose_words, overrides_of, read_config, run_config
+from trainer.commands import COMMANDS, compose_words, overrides_of, run_config
 from trainer.common.errors import PreemptedError, UserError
 
 
@@ -125,7 +125,8 @@ def test_names_are_text(jobs, name):
 
 
 def test_directories_are_text_and_numbers_may_have_underscores():
-    config = read_config(["run_dir=2026_12", "trainer.max_steps=1_000", "data.revision=2024"])
+    words = ["run_dir=2026_12", "trainer.max_steps=1_000", "data.revision=2024"]
+    config = run_config(compose_words(words))
     assert (config.run_dir, config.data.revision) == ("2026_12", "2024")
     assert config.trainer.max_steps == 1000
 

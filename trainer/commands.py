@@ -143,7 +143,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
             COMMANDS[name](job)
         except PreemptedError as stop:
             print(stop, file=sys.stderr)
-            if stop.requeues and is_first_process():
+            if stop.reason != "SIGTERM" and is_first_process():  # sent by SLURM or a person
                 requeue()
             sys.exit(REQUEUE_EXIT_CODE)
         except Exception as error:
@@ -161,11 +161,6 @@ def run_command(name: str, words: Sequence[str]) -> None:
 
 
 # ---- From a job to checked keys ----
-
-
-def read_config(words: Sequence[str]) -> schema.RunConfig:
-    """Return the checked configuration of a run; see :func:`run_config`."""
-    return run_config(compose_words(words))
 
 
 def run_config(job: Job) -> schema.RunConfig:

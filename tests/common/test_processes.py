@@ -86,5 +86,5 @@ def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, name)
 
     with pytest.raises(PreemptedError, match=rf"Stopped \({name}\)") as stop:
         work()
-    assert stop.value.requeues == (name == "SIGUSR1")
+    assert stop.value.reason == name
     assert not list(tmp_path.iterdir())

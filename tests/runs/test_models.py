@@ -255,8 +255,8 @@ def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
 
 
 def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():
-    assert sorted(["nope", None, "drope", "rope"], key=reference_first)[:2] == ["rope", "drope"]
-    assert reference_first(None) == reference_first("nope") == 2
+    models = [SimpleNamespace(role=role) for role in ("nope", None, "drope", "rope")]
+    assert [model.role for model in reference_first(models)] == ["rope", "drope", "nope", None]
 
 
 def test_home_directory_does_not_get_into_reports():

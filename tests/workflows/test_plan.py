@@ -10,7 +10,7 @@ import yaml
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands import read_config
+from trainer.commands import compose_words, run_config
 from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
@@ -35,7 +35,7 @@ PUBLISHED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models_have_their_parameters(model):
-    config = read_config([f"model={model}", "data.sequence_length=2048"])
+    config = run_config(compose_words([f"model={model}", "data.sequence_length=2048"]))
     counted = parameters(make_decoder(config, 0))
     assert (counted["in all"], counted["without embeddings and head"]) == PUBLISHED[model]
 

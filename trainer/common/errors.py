@@ -17,10 +17,9 @@ class DivergedError(UserError):
 class PreemptedError(Exception):
     """Work that stopped on request, which the same command resumes.
 
-    ``reason``: name of the signal, "time limit" or "another rank". ``requeues``: whether its job
-    has to be requeued: not after a SIGTERM, which SLURM or a person sent.
+    ``reason``: name of the signal, "time limit" or "another rank".
     """
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
-        self.reason, self.requeues = reason, reason != "SIGTERM"
+        self.reason = reason

@@ -218,9 +218,9 @@ def encodings(config: RunConfig) -> str:
     return " + ".join(dict.fromkeys(config.positional.layers[: config.model.num_hidden_layers]))
 
 
-def reference_first(role: str | None) -> int:
-    """Sort key of roles in tables: RoPE, models derived from it, everything else."""
-    return {"rope": 0, "drope": 1}.get(role or "", 2)
+def reference_first(models: Sequence[SavedModel]) -> list[SavedModel]:
+    """Return models in the order of tables: RoPE, models derived from it, everything else."""
+    return sorted(models, key=lambda model: {"rope": 0, "drope": 1}.get(model.role or "", 2))
 
 
 # Pages

@@ -64,7 +64,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     output = Path(request.output or first.home / usual)
     text = held_out_of(held_out_corpus(request.text, first), first)
     if name == DEFAULT:  # same order as a run's own table
-        models = sorted(models, key=lambda model: reference_first(model.role))
+        models = reference_first(models)
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:

@@ -149,7 +149,7 @@ def make_report(
     length = config.evaluation.training_length
     paths = [*map(str, checkpoints), *beside]
     models = fitting_together([find_model(p).with_training_length(length) for p in paths])
-    ordered = sorted(models, key=lambda model: reference_first(model.role))
+    ordered = reference_first(models)
     if config.evaluation.enabled:
         report = measure_models(
             config.name,

@@ -52,20 +52,15 @@ def open_corpus(config: RunConfig) -> Corpus:
     Raises:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
-    wanted = None if config.overwrite else texts_read(Path(config.run_dir))
+    wanted, checkpoints = None, regular_checkpoints(Path(config.run_dir, "checkpoints"))
+    for path in () if config.overwrite else checkpoints:
+        with suppress(ValueError):  # damaged, or of another format
+            wanted = read_state(path)["texts"]
     phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
     longest = max(phase.config.data.sequence_length for phase in phases)
     data, tokens = replace(config.data, sequence_length=longest), tokens_of_weights(config)
     alone = current_ranks().world_size == 1
     return prepare_corpus(data, config.tokenizer, tokens, alone=alone, wanted=wanted)
-
-
-def texts_read(run_dir: Path) -> list[str] | None:
-    """Return fingerprints of the texts that the run in a directory has read, or None."""
-    for path in reversed(regular_checkpoints(run_dir / "checkpoints")):
-        with suppress(ValueError):  # damaged, or of another format
-            return read_state(path)["texts"]
-    return None
 
 
 def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
