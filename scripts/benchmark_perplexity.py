@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.commands import compose_words, run_config
-from trainer.evaluation.loss import mean_loss, token_losses
+from trainer.evaluation.loss import token_losses
 
 VOCABULARY, TRAINED = 4096, 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
@@ -50,7 +50,7 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     config = replace(run_config(compose_words(["model=nano"])).model, vocab_size=VOCABULARY)
     model = random_decoder(config, TRAINED, encoding).eval()
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
-    mean_loss(model, windows[:, :TRAINED], 0, 16384)  # warm-up
+    token_losses(model, windows[:, :TRAINED], 0, 16384)  # warm-up
     before, start = peak(), time.perf_counter()
     token_losses(model, windows, 0, 16384, reads=reads)
     return {"seconds": time.perf_counter() - start, "MiB": peak() - before}

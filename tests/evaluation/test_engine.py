@@ -61,8 +61,8 @@ def fit_text(corpus, count=2):
     return FitText(HeldOut(corpus, corpus.validation, None, None), count, 64)
 
 
-def perplexity(corpus, lengths=LENGTHS):
-    windows = held_out_windows(corpus.test, 3, max(lengths))
+def perplexity(corpus):
+    windows = held_out_windows(corpus.test, 3, max(LENGTHS))
     return Perplexity(windows, corpus.end_of_text, 32)
 
 
@@ -75,31 +75,25 @@ def evaluation(model, corpus, tmp_path):
         loads.append(1)
         return model
 
-    def go(
-        methods=("none", "crop", "yarn"),
-        trials=5,
-        lengths=LENGTHS,
-        folder=".",
-        tokens=4096,
-    ):
+    def go(methods=("none", "crop", "yarn"), trials=5, folder=".", tokens=4096):
         config = EvaluationConfig(methods=list(methods))
-        of_model = {"tiny": [method_for(name, model.layout, config) for name in methods]}
         needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
-        tasks = [
-            perplexity(corpus, lengths),
-            statements(corpus, corpus.test, lengths, needles),
-        ]
-        models, store, settings = (
-            [saved("tiny", model, load)],
-            Store(tmp_path / folder),
-            Settings(tokens),
-        )
-        layouts, _ = make_layouts(models, of_model, lengths, fit_text(corpus), store, settings)
-        go.plans = plan_cells(models, of_model, tasks, layouts, settings)
-        measure_cells(go.plans, store, settings)
-        return trials_of(go.plans, store), len(loads)
+        tasks = [perplexity(corpus), statements(corpus, corpus.test, LENGTHS, needles)]
+        text, store = fit_text(corpus), Store(tmp_path / folder)
+        go.cells, trials, _ = evaluated(model, config, text, tasks, store, tokens, load)
+        return trials, len(loads)
 
     return go
+
+
+def evaluated(model, config, text, tasks, store, tokens=4096, load=None):
+    """Cells of a configuration's methods for one model, their trials, and notes."""
+    models, settings = [saved("tiny", model, load)], Settings(tokens)
+    methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
+    layouts, notes = make_layouts(models, methods, LENGTHS, text, store, settings)
+    cells = plan_cells(models, methods, tasks, layouts, settings)
+    measure_cells(cells, store, settings)
+    return cells, trials_of(cells, store), notes
 
 
 def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation, model):
@@ -168,23 +162,16 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     assert alive == [0, 0, 0]
 
 
-def evaluated(model, corpus, config, text, store, tokens=4096, load=None):
-    """Cells of a configuration's methods for one model in perplexity, their trials, and notes."""
-    models, settings = [saved("tiny", model, load)], Settings(tokens)
-    methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
-    layouts, notes = make_layouts(models, methods, LENGTHS, text, store, settings)
-    cells = plan_cells(models, methods, [perplexity(corpus)], layouts, settings)
-    measure_cells(cells, store, settings)
-    return cells, trials_of(cells, store), notes
-
-
 def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
 
     def keys(windows):
         text = fit_text(corpus, windows)
-        return [cell.key for cell in evaluated(model, corpus, config, text, Store(tmp_path))[0]]
+        return [
+            cell.key
+            for cell in evaluated(model, config, text, [perplexity(corpus)], Store(tmp_path))[0]
+        ]
 
     first, second = keys(1), keys(2)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 4 + [False] * 2
@@ -193,7 +180,7 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
     config = EvaluationConfig(lengths=[1, 2], methods=["dope"], dope=DopeSettings(heads=2))
     text = fit_text(corpus, 3)
-    *_, notes = evaluated(model, corpus, config, text, Store(tmp_path))
+    *_, notes = evaluated(model, config, text, [perplexity(corpus)], Store(tmp_path))
     for length, note in zip(LENGTHS, notes, strict=True):
         chosen = dope.select(model, torch.from_numpy(text.windows(length)), config.dope)
         heads = ", ".join(map(str, chosen))
@@ -211,7 +198,9 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     text = fit_text(corpus)
 
     def go(folder):
-        _, trials, notes = evaluated(model, corpus, config, text, Store(tmp_path / folder))
+        _, trials, notes = evaluated(
+            model, config, text, [perplexity(corpus)], Store(tmp_path / folder)
+        )
         return notes, rows(trials)
 
     whole = go("whole")
@@ -268,12 +257,12 @@ def test_values_of_other_batches_are_not_put_together(evaluation):
     keys = []
     for tokens in (64, 65):
         evaluation(["none"], folder="a", tokens=tokens)
-        keys.append({str(cell.key) for cell in evaluation.plans})
+        keys.append({str(cell.key) for cell in evaluation.cells})
     assert not keys[0] & keys[1]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_share_fits_and_batches_and_the_each_can_put_cells_together(
+def test_processes_share_fits_and_batches_and_each_can_put_cells_together(
     model, corpus, tmp_path, ranks
 ):
     config = EvaluationConfig(
@@ -283,7 +272,7 @@ def test_processes_share_fits_and_batches_and_the_each_can_put_cells_together(
     )
     text = fit_text(corpus)
     load = partial(copy.deepcopy, model)  # each process has its own
-    go = partial(evaluated, model, corpus, config, text, tokens=64, load=load)
+    go = partial(evaluated, model, config, text, [perplexity(corpus)], tokens=64, load=load)
     _, alone, notes = go(Store(tmp_path / "alone"))
     with ThreadPoolExecutor(ranks) as pool:
         stores = [Store(tmp_path / "shared", rank, ranks) for rank in range(ranks)]

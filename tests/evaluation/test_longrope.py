@@ -28,7 +28,7 @@ from trainer.evaluation.longrope import (
     needle_requests,
     with_factors,
 )
-from trainer.evaluation.loss import mean_loss
+from trainer.evaluation.loss import token_losses
 from trainer.evaluation.needles import Haystack
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name
@@ -125,7 +125,7 @@ WINDOWS = np.random.default_rng(0).integers(0, 50, (3, 32))
 
 
 def text_loss(model):
-    return mean_loss(model, WINDOWS, 0, 64)
+    return token_losses(model, WINDOWS, 0, 64).double().mean().item()
 
 
 def searched(model, loss, name="perplexity", *, budget, seed=0):

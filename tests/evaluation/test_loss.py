@@ -13,7 +13,6 @@ from tests.data.conftest import held_out
 from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.prepared import windows_at
 from trainer.evaluation.loss import (
-    mean_loss,
     token_losses,
     unigram_loss,
 )
@@ -37,7 +36,7 @@ def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 20, 1000])
-def test_mean_loss_at_every_position(tiny_decoder, batch_tokens):
+def test_loss_at_every_position(tiny_decoder, batch_tokens):
     model = tiny_decoder(training_length=16)
     windows = windows_at(counted_up(100), np.array([0, 17, 40]), 10)
     expected = torch.zeros(10, dtype=torch.float64)
@@ -47,7 +46,6 @@ def test_mean_loss_at_every_position(tiny_decoder, batch_tokens):
         expected += F.cross_entropy(logits, torch.from_numpy(window), reduction="none").detach() / 3
     got = by_position(model, windows, batch_tokens)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    assert mean_loss(model, windows, 0, batch_tokens) == pytest.approx(expected.mean().item())
 
 
 def as_read(model, window, position, first):
@@ -105,7 +103,7 @@ def test_nothing_that_is_computed_is_quadratic(tiny_decoder, layers):
     for length in (1024, 2048):
         windows = windows_at(counted_up(5000), np.array([0]), length)
         with LargestTensor() as largest:
-            mean_loss(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
+            token_losses(tiny_decoder(layers=layers, training_length=64), windows, 0, 1)
         sizes.append(largest.elements)
     assert sizes[1] <= 2 * sizes[0]
 

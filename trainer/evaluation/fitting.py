@@ -13,7 +13,7 @@ from trainer.config import EvaluationConfig
 from trainer.data.corpus import divided, held_out_windows, parts_of_windows
 from trainer.data.order import Integers
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.loss import mean_loss
+from trainer.evaluation.loss import token_losses
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.store import fingerprint
@@ -77,7 +77,8 @@ class FitText:
 
     def loss(self, model: LanguageModel, windows: Integers, batch_tokens: int) -> float:
         """Return the mean loss over windows and positions, in nats."""
-        return mean_loss(model, windows, self.held_out.corpus.first_token, batch_tokens)
+        first_token = self.held_out.corpus.first_token
+        return token_losses(model, windows, first_token, batch_tokens).double().mean().item()
 
     @property
     def key(self) -> str:

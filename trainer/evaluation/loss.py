@@ -24,13 +24,6 @@ UNIGRAM_TOKENS = 2**20
 """Tokens of a text whose frequencies are counted."""
 
 
-def mean_loss(
-    model: LanguageModel, windows: Integers, first_token: int, batch_tokens: int
-) -> float:
-    """Return the mean loss over windows and positions, in nats; see :func:`token_losses`."""
-    return token_losses(model, windows, first_token, batch_tokens).double().mean().item()
-
-
 def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> float:
     """Return the loss on ``text``, in nats, of a model that knows only how frequent the tokens of
     ``counted`` are, each of the ``vocabulary`` counted once more."""

@@ -19,7 +19,7 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.tokenizer import same_tokens
+from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
@@ -153,7 +153,7 @@ def measure_models(
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     reach = {model.name: model.layout.longest for model in models}
     rows = rows_of(trials, name, config.needles.seed)
-    vocabulary = 1 + max(corpus.tokenizer.get_vocab().values())
+    vocabulary = vocabulary_size(corpus.tokenizer)
     return Report(
         name=name,
         training_length=C,
