@@ -225,7 +225,7 @@ def with_factors(layout: Layout, factors: Candidate, layers: LayerChoice = None)
     def changed(spectrum: Spectrum) -> Spectrum:
         return longrope(spectrum, (1.0,) * len(spectrum.inv_freq), by_spectrum[spectrum], C)
 
-    return layout.map(changed, layout.chosen(layers))
+    return layout.map(changed, layers)
 
 
 def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request]:

@@ -15,10 +15,7 @@ LARGEST_TRIED = 2.0
 
 
 def tempered(
-    layout: Layout,
-    coefficient: float,
-    exponent: float = 1.0,
-    layers: LayerChoice = None,
+    layout: Layout, coefficient: float, exponent: float = 1.0, layers: LayerChoice = None
 ) -> Layout:
     """Multiply the logits of ``layers`` by (1 + c ln s)^exponent beyond the training length.
 
@@ -30,7 +27,7 @@ def tempered(
         lambda spectrum: spectrum.with_temperature(
             coefficient=coefficient, exponent=exponent, per="sequence", reference=None, steps=False
         ),
-        layout.chosen(layers),
+        layers,
     )
 
 
@@ -81,21 +78,19 @@ def fit_coefficient(loss: Callable[[float], float], grid: Sequence[float]) -> fl
     coefficients = sorted(set(grid))
     if len(coefficients) == 1:
         return coefficients[0]
-    tried: dict[float, float] = {}
 
-    def measure(coefficient: float) -> None:
+    def measured(coefficient: float) -> float:
         value = loss(coefficient)
-        tried[coefficient] = value if math.isfinite(value) else math.inf
+        return value if math.isfinite(value) else math.inf
 
-    for coefficient in coefficients:
-        measure(coefficient)
+    tried = {coefficient: measured(coefficient) for coefficient in coefficients}
     largest, step = coefficients[-1], coefficients[-1] - coefficients[-2]
     while largest < LARGEST_TRIED and min(tried, key=tried.__getitem__) == largest:
         largest, step = min(LARGEST_TRIED, largest + step), 2 * step
-        measure(largest)
+        tried[largest] = measured(largest)
     lowest = _lowest_point([*tried.items()])
     if lowest not in tried:
-        measure(lowest)
+        tried[lowest] = measured(lowest)
     return min(tried, key=tried.__getitem__)
 
 
