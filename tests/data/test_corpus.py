@@ -94,12 +94,12 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
     corpus.tokenizer.save(str(path))
     other = prepare_corpus(config, TokenizerConfig(path=str(path)))
     assert other.tokenizer.to_str() == corpus.tokenizer.to_str()
-    by_object = prepare_corpus(config, BPE, load_tokenizer(str(path)))
+    by_object = prepare_corpus(config, load_tokenizer(str(path)))
     assert by_object.parts[0].directory == other.parts[0].directory
     taken = replace(config, source="files", files=["gone"], prepared=str(corpus.parts[0].directory))
     assert prepare_corpus(taken, BPE).fingerprint == corpus.fingerprint
     with pytest.raises(UserError, match=r"data: .* has other tokens than the model"):
-        prepare_corpus(taken, BPE, special_tokens(train_tokenizer(["other"], 260, [])))
+        prepare_corpus(taken, special_tokens(train_tokenizer(["other"], 260, [])))
 
 
 def test_a_process_among_several_prepares_nothing_and_none_prepares_text_of_the_hub(config):

@@ -185,8 +185,8 @@ KEYS = {
 @pytest.mark.parametrize("source", KEYS)
 def test_a_text_is_another_with_any_key_of_its_source(config, source):
     config = replace(config, source=source, hub_name="a/b")
-    asked = [request_of(replace(config, **{k: v}), BPE, None) for k, v in KEYS[source].items()]
-    asked += [request_of(config, tokenizer, None) for tokenizer in (BPE, TokenizerConfig())]
+    asked = [request_of(replace(config, **{k: v}), BPE) for k, v in KEYS[source].items()]
+    asked += [request_of(config, tokenizer) for tokenizer in (BPE, TokenizerConfig())]
     assert len({json.dumps(request) for request in asked}) == len(KEYS[source]) + 2
 
 

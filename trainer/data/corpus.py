@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig
 from trainer.data.order import Integers
 from trainer.data.prepared import (
     SPLITS,
@@ -18,12 +18,13 @@ from trainer.data.prepared import (
     Prepared,
     directory_of,
     is_prepared,
+    of_all_texts,
     open_prepared,
     prepare,
     windows_at,
 )
 from trainer.data.sources import describe, digest, is_remote
-from trainer.data.tokenizer import SpecialTokens, load_tokenizer, same_tokens
+from trainer.data.tokenizer import SpecialTokens, TokenizerChoice, load_tokenizer, same_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +178,7 @@ class Corpus:
 
 def prepare_corpus(
     config: DataConfig,
-    tokenizer_config: TokenizerConfig,
-    tokens: SpecialTokens | None = None,
+    tokenizer: TokenizerChoice,
     *,
     alone: bool = True,
     wanted: list[str] | None = None,
@@ -187,29 +187,31 @@ def prepare_corpus(
 
     Text that needs a network is prepared by a command of its own.
 
-    ``tokens``: used if ``tokenizer_config`` names none, instead of training one. ``wanted``:
-    fingerprints of the texts as they were read before. A text that is prepared with its fingerprint
-    is used even if its source has changed since.
+    ``wanted``: fingerprints of the texts as they were read before. A text that is prepared with its
+    fingerprint is used even if its source has changed since.
 
     Raises:
         UserError: the text is not prepared, or too short.
     """
     directories = []
     texts = [*config.texts.values()]
-    if tokenizer_config.path and any(text.prepared for text in texts):
-        tokens = load_tokenizer(tokenizer_config.path)
+    tokens = None
+    if isinstance(tokenizer, SpecialTokens):
+        tokens = tokenizer
+    elif tokenizer.path and any(text.prepared for text in texts):
+        tokens = load_tokenizer(tokenizer.path)
     known = wanted if wanted and len(wanted) == len(texts) else [None] * len(texts)
     for text, fingerprint in zip(texts, known, strict=True):
-        directory = directory_of(text, tokenizer_config, tokens, fingerprint)
+        directory = directory_of(text, tokenizer, fingerprint)
         if not is_prepared(directory):
             if not alone or is_remote(text):
                 raise UserError(
                     f"data: {describe(text)} is not prepared in {directory}; "
                     "`python -m trainer prepare` with the arguments of the run does it once"
                 )
-            directory = prepare(text, tokenizer_config, tokens)
+            directory = prepare(text, tokenizer)
         directories.append(directory)
-        tokens = tokens or open_prepared(directory).special  # one for all texts
+        tokenizer = of_all_texts(tokenizer, directory)
     return corpus_at(config, directories, tokens)
 
 

@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.config import DataConfig
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
 from trainer.data.sources import (
@@ -45,6 +45,7 @@ from trainer.data.sources import (
 from trainer.data.tokenizer import (
     SAMPLE_MEGABYTES,
     SpecialTokens,
+    TokenizerChoice,
     load_tokenizer,
     special_tokens,
     tokenizer_identity,
@@ -171,13 +172,8 @@ def windows_at(ids: Ids, starts: Integers, length: int) -> Integers:
     return windows
 
 
-def request_of(
-    config: DataConfig, tokenizer_config: TokenizerConfig, tokens: SpecialTokens | None
-) -> dict[str, Any]:
-    """Return everything that the tokens depend on; equal requests give equal tokens.
-
-    ``tokens``: used if ``tokenizer_config`` names none, instead of training one.
-    """
+def request_of(config: DataConfig, tokenizer: TokenizerChoice) -> dict[str, Any]:
+    """Return everything that the tokens depend on; equal requests give equal tokens."""
     keys = {
         "hub": ("hub_name", "hub_config", "hub_split", "text_field"),
         "files": ("allow_patterns", "text_field"),
@@ -187,16 +183,11 @@ def request_of(
         "format": FORMAT,
         **{k: getattr(config, k) for k in ("source", "revision", *keys, "validation", "test")},
         "state": state_of(config),
-        "tokenizer": tokenizer_identity(tokenizer_config, tokens, WORDS),
+        "tokenizer": tokenizer_identity(tokenizer, WORDS),
     }
 
 
-def directory_of(
-    config: DataConfig,
-    tokenizer_config: TokenizerConfig,
-    tokens: SpecialTokens | None = None,
-    wanted: str | None = None,
-) -> Path:
+def directory_of(config: DataConfig, tokenizer: TokenizerChoice, wanted: str | None = None) -> Path:
     """Return the directory of a text, prepared or not.
 
     ``wanted``: fingerprint of a prepared text that is used even if its source has changed.
@@ -207,23 +198,19 @@ def directory_of(
     for path in sorted(root.glob("*/manifest.json")) if wanted else ():
         if Manifest.load(path.parent).fingerprint == wanted:
             return path.parent
-    request = request_of(config, tokenizer_config, tokens)
+    request = request_of(config, tokenizer)
     word = config.hub_name or Path((config.files or [config.source])[0]).stem
     readable = re.sub(r"[^\w.-]+", "-", word.rpartition("/")[2]).strip("-.")[:40].lower()
     return root / f"{readable or 'text'}-{digest(request)}"
 
 
-def prepare(
-    config: DataConfig,
-    tokenizer_config: TokenizerConfig,
-    tokens: SpecialTokens | None = None,
-) -> Path:
+def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
     """Prepare a text or the rest of it, unless it is complete; return its directory.
 
     Raises:
         UserError: there are fewer than three different documents.
     """
-    directory = directory_of(config, tokenizer_config, tokens)
+    directory = directory_of(config, tokenizer)
     if config.prepared or is_prepared(directory):
         return directory
     directory.mkdir(parents=True, exist_ok=True)
@@ -231,19 +218,22 @@ def prepare(
         if not is_prepared(directory):
             log.info("Preparing %s in %s", describe(config), directory)
             if not (directory / "manifest.json").is_file():
-                _begin(directory, config, tokenizer_config, tokens)
+                _begin(directory, config, tokenizer)
             _write(directory, config)
     return directory
 
 
-def _begin(
-    directory: Path,
-    config: DataConfig,
-    tokenizer_config: TokenizerConfig,
-    tokens: SpecialTokens | None,
-) -> None:
+def of_all_texts(tokenizer: TokenizerChoice, directory: Path) -> TokenizerChoice:
+    """Return the tokenizer of a run's other texts: one that was trained on the first text, which is
+    prepared in ``directory``, is used for all."""
+    if isinstance(tokenizer, SpecialTokens) or tokenizer.path:
+        return tokenizer
+    return open_prepared(directory).special
+
+
+def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> None:
     """Decide on the splits and the tokenizer, and write both."""
-    request = request_of(config, tokenizer_config, tokens)
+    request = request_of(config, tokenizer)
     revision = revision_of(config)
     few = [len(text) for text in islice(documents(config, revision), PIECES)]
     longest = LONGEST
@@ -254,12 +244,14 @@ def _begin(
         return cut(documents(config, revision), longest)
 
     bounds = split_bounds(texts(), config.validation, config.test)
-    if tokenizer_config.path:
-        tokens = load_tokenizer(tokenizer_config.path)
-    elif tokens is None:
+    if isinstance(tokenizer, SpecialTokens):
+        tokens = tokenizer
+    elif tokenizer.path:
+        tokens = load_tokenizer(tokenizer.path)
+    else:
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
-        tokens = special_tokens(train_tokenizer(sample, tokenizer_config.vocab_size, WORDS))
+        tokens = special_tokens(train_tokenizer(sample, tokenizer.vocab_size, WORDS))
     dtype = "<u2" if vocabulary_size(tokens.tokenizer) <= 1 << 16 else "<u4"
     write_atomically(directory / "tokenizer.json", tokens.tokenizer.to_str())
     Manifest(request, revision, tokens.end, dtype, bounds, longest).save(directory)

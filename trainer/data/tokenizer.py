@@ -67,6 +67,10 @@ class SpecialTokens:
     stops: frozenset[int]
 
 
+TokenizerChoice = TokenizerConfig | SpecialTokens
+"""Tokenizer of a text: a published one by its path, one to be trained, or that of a model."""
+
+
 def special_tokens(
     tokenizer: Tokenizer, files: Mapping[str, str] | None = None, end: int | None = None
 ) -> SpecialTokens:
@@ -139,22 +143,20 @@ def is_tokenizer_file(path: str) -> bool:
     return Path(path).is_file() or path.count("/") != 1 or path.endswith(".json")
 
 
-def tokenizer_identity(
-    config: TokenizerConfig, tokens: SpecialTokens | None, words: Sequence[str]
-) -> dict[str, Any]:
+def tokenizer_identity(tokenizer: TokenizerChoice, words: Sequence[str]) -> dict[str, Any]:
     """Identify a tokenizer by its content, its name on the hub, or the request to train it."""
-    if config.path and not is_tokenizer_file(config.path):
-        return {"hub": config.path}
-    if config.path:
-        tokens = load_tokenizer(config.path)
-    if tokens is not None:
-        content = tokens.tokenizer.to_str()
-        return {"sha256": hashlib.sha256(content.encode()).hexdigest(), "end_of_text": tokens.end}
-    return {
-        "vocab_size": config.vocab_size,
-        "sample_megabytes": SAMPLE_MEGABYTES,
-        "words": hashlib.sha256("\0".join(words).encode()).hexdigest(),
-    }
+    if isinstance(tokenizer, TokenizerConfig):
+        if not tokenizer.path:
+            return {
+                "vocab_size": tokenizer.vocab_size,
+                "sample_megabytes": SAMPLE_MEGABYTES,
+                "words": hashlib.sha256("\0".join(words).encode()).hexdigest(),
+            }
+        if not is_tokenizer_file(tokenizer.path):
+            return {"hub": tokenizer.path}
+        tokenizer = load_tokenizer(tokenizer.path)
+    content = tokenizer.tokenizer.to_str()
+    return {"sha256": hashlib.sha256(content.encode()).hexdigest(), "end_of_text": tokenizer.end}
 
 
 def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:

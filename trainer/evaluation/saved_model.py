@@ -80,11 +80,12 @@ class SavedModel:
             torch.set_float32_matmul_precision("high")
         model = self.load(device, dtype).eval()
         model.prefill_chunk = chunk
-        half = dtype == "bf16"
-        try:
-            backend = model.use_backend(model.config.attention_backend, device, half=half)
-        except UserError:  # the run's backend needs a GPU or 16 bits
-            backend = model.use_backend("auto", device, half=half)
+        half, backend = dtype == "bf16", "of transformers"
+        if isinstance(model, Decoder):
+            try:
+                backend = model.use_backend(model.config.attention_backend, device, half=half)
+            except UserError:  # the run's backend needs a GPU or 16 bits
+                backend = model.use_backend("auto", device, half=half)
         kind = f"{multiplied_in(dtype, device)} on {device}"
         log.info("%s: %s, attention %s", self.name, kind, backend)
         return model

@@ -253,8 +253,7 @@ class AdaptedModel(LanguageModel):
         super().__init__()
         self.hf = hf.eval()
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
-        self._usual = hf.config._attn_implementation
-        hf.set_attn_implementation(f"unrope_{self._usual}")
+        hf.set_attn_implementation(f"unrope_{hf.config._attn_implementation}")
         self._observe: OnLayer | None = None
         text, ids = hf.config.get_text_config(), torch.arange(TRIED, device=self.device)[None]
         self._note_layers(ids, text.num_hidden_layers)
@@ -341,10 +340,6 @@ class AdaptedModel(LanguageModel):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.hf.device
-
-    def use_backend(self, name: str, device: str, **options: Any) -> str:
-        """Report transformers' own backend, which is always used."""
-        return self._usual
 
     @torch.no_grad()
     def hidden_states(

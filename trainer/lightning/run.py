@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import fmean
@@ -53,6 +53,7 @@ have failed with the same weights.
 """
 
 
+@dataclass(eq=False, repr=False)
 class RunCallback(L.Callback):
     """Restores, changes, measures, logs, saves and stops a run; lives through its phases.
 
@@ -71,28 +72,24 @@ class RunCallback(L.Callback):
         is_control: see :func:`~trainer.lightning.fit.train`.
     """
 
-    phase: Phase
+    config: RunConfig
+    corpus: Corpus
+    checkpoint: Path | None
+    state: dict[str, Any]
+    progress: Progress
+    asked: Callable[[], str | None]
+    is_control: bool
+    phase: Phase = field(init=False)
 
-    def __init__(
-        self,
-        config: RunConfig,
-        corpus: Corpus,
-        checkpoint: Path | None,
-        state: dict[str, Any],
-        progress: Progress,
-        asked: Callable[[], str | None],
-        is_control: bool,
-    ) -> None:
-        self.config, self.corpus = config, corpus
-        self.progress, self.asked, self.is_control = progress, asked, is_control
-        self.begin_from, self.state, self.step = checkpoint, state, state["step"]
-        self.phases = phases_of(config)
+    def __post_init__(self) -> None:
+        config, state = self.config, self.state
+        self.step, self.phases = state["step"], phases_of(config)
         self.effects: dict[str, dict[str, Any]] = dict(state.get("effects", {}))
         self.milestones: list[dict[str, Any]] = [*state.get("benchmarks", ())]
         self.pending: dict[str, float] = dict(state.get("pending_metrics", {}))
         self.row_step, self.row_time = 0, 0.0  # of the last row, without time that is not training
-        self.epochs = epochs_read(corpus, self.phases)
-        self.benchmarks = benchmark_tasks(config, corpus)
+        self.epochs = epochs_read(self.corpus, self.phases)
+        self.benchmarks = benchmark_tasks(config, self.corpus)
         self.user_callbacks: list[L.Callback] = []
         for values in config.callbacks.values():
             arguments = dict(values)
@@ -108,13 +105,13 @@ class RunCallback(L.Callback):
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
         """Restore the checkpoint, and change the model, before other callbacks' training starts."""
-        if self.begin_from is not None:
-            restore(module.model, trainer.optimizers[0], self.begin_from)
+        if self.checkpoint is not None:
+            restore(module.model, trainer.optimizers[0], self.checkpoint)
             module.tally.load(self.state["tally"], module.device)
             for callback in self.user_callbacks:
                 if callback.state_key in self.state["user_callbacks"]:
                     callback.load_state_dict(self.state["user_callbacks"][callback.state_key])
-            self.begin_from = None
+            self.checkpoint = None
         # Lightning has no public way to begin at a step without a checkpoint of its own.
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.total.ready = progress.total.completed = self.step

@@ -60,18 +60,6 @@ class LanguageModel(nn.Module, ABC):
         """Device of its weights."""
 
     @abstractmethod
-    def use_backend(
-        self,
-        name: str,
-        device: str,
-        *,
-        documents: bool = False,
-        half: bool = True,
-        length: int | None = None,
-    ) -> str:
-        """Choose how attention is computed on a device ("cpu", "cuda"); return its name."""
-
-    @abstractmethod
     def hidden_states(
         self,
         ids: Tensor,

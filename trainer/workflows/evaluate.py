@@ -16,7 +16,6 @@ from trainer.config import (
     DataConfig,
     EvaluationConfig,
     EvaluationRequest,
-    TokenizerConfig,
 )
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
@@ -89,7 +88,7 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
         if not same_tokens(corpus.tokenizer, model.tokens.tokenizer):
             raise UserError("text: the run's text has changed, and its tokenizer with it")
         return corpus
-    return prepare_corpus(source, TokenizerConfig(), model.tokens)
+    return prepare_corpus(source, model.tokens)
 
 
 def held_out_of(corpus: Corpus, first: SavedModel) -> HeldOut:

@@ -12,7 +12,7 @@ from trainer.common.errors import UserError
 from trainer.common.ranks import current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.prepared import Manifest, open_prepared, prepare
+from trainer.data.prepared import Manifest, of_all_texts, prepare
 from trainer.data.sources import describe
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
 from trainer.runs.models import starting_weights
@@ -33,10 +33,10 @@ def tokens_of_weights(config: RunConfig) -> SpecialTokens | None:
 
 def prepare_texts(config: RunConfig) -> Iterator[str]:
     """Prepare every text of a run; yield a line for each that is complete."""
-    tokens = tokens_of_weights(config)
+    tokenizer = tokens_of_weights(config) or config.tokenizer
     for text in config.data.texts.values():
-        directory = prepare(text, config.tokenizer, tokens)
-        tokens = tokens or open_prepared(directory).special  # one for all texts
+        directory = prepare(text, tokenizer)
+        tokenizer = of_all_texts(tokenizer, directory)
         manifest = Manifest.load(directory)
         counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
         yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
@@ -58,9 +58,10 @@ def open_corpus(config: RunConfig) -> Corpus:
             wanted = read_state(path)["texts"]
     phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
     longest = max(phase.config.data.sequence_length for phase in phases)
-    data, tokens = replace(config.data, sequence_length=longest), tokens_of_weights(config)
+    data = replace(config.data, sequence_length=longest)
+    tokenizer = tokens_of_weights(config) or config.tokenizer
     alone = current_ranks().world_size == 1
-    return prepare_corpus(data, config.tokenizer, tokens, alone=alone, wanted=wanted)
+    return prepare_corpus(data, tokenizer, alone=alone, wanted=wanted)
 
 
 def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
