@@ -21,10 +21,13 @@ import argparse
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import eq
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,8 +44,10 @@ from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.evaluation.answering import answers
+from trainer.evaluation.held_out import Statements
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
-from trainer.evaluation.scoring import Prompt, Stop, exact_number
+from trainer.evaluation.scoring import Prompt, Stop
+from trainer.evaluation.task import PromptTask
 from trainer.interchange.export import export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
@@ -102,22 +107,6 @@ def checkpoint(place: str) -> Pair:
     return exported(place, read_run(path).decoder(), Tokenizer.from_str(state["tokenizer"]))
 
 
-def statements(haystack: Haystack, length: int, settings: NeedleTaskSettings) -> list[Prompt]:
-    """Return the prompts of the demo's trials."""
-    vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
-    random = np.random.default_rng(settings.seed)
-    count = settings.trials * len(settings.depths)
-    begins = [haystack.begin(length, random) for _ in range(count)]
-    text = np.array([haystack.tokens[begin : begin + length] for begin in begins])
-    text[:, 0] = haystack.bos[0]
-    trials = make_trials(text, np.arange(count), vocabulary, settings.needles, settings.seed)
-    numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
-    return [
-        Prompt(tuple(tokens), (number.strip(),), 1)
-        for tokens, number in zip(trials.prompts.tolist(), numbers, strict=True)
-    ]
-
-
 class Settled(transformers.StoppingCriteria):
     """Stopping criteria that apply our rule for long enough answers to each row."""
 
@@ -154,46 +143,77 @@ def by_transformers(
     return texts
 
 
+Answers = Callable[[], list[Any]]
+"""Answers all prompts: their text, or for statements whether it is right."""
+
+
+def of_statements(
+    pair: Pair, haystack: Haystack, settings: NeedleTaskSettings, length: int, batch_tokens: int
+) -> tuple[Answers, Answers]:
+    """Return how both answer the trials of the demo's task, ours as an evaluation does."""
+    vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
+    random = np.random.default_rng(settings.seed)
+    count = settings.trials * len(settings.depths)
+    begins = [haystack.begin(length, random) for _ in range(count)]
+    text = np.array([haystack.tokens[begin : begin + length] for begin in begins])
+    text[:, 0] = haystack.bos[0]
+    trials = make_trials(text, np.arange(count), vocabulary, settings.needles, settings.seed)
+    task = Statements({length: trials}, haystack.bos[0])
+    numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
+    prompts = [Prompt(tokens, (), 1) for tokens in trials.prompts.tolist()]
+
+    def ours() -> list[bool]:
+        batches = task.batches(pair.ours, length, batch_tokens)
+        return [value == 1 for read in batches for _, _, value in read()]
+
+    def theirs() -> list[bool]:
+        texts = by_transformers(pair, prompts, batch_tokens, None)
+        return [text == number for text, number in zip(texts, numbers, strict=True)]
+
+    return ours, theirs
+
+
+def of_prompts(
+    pair: Pair, task: PromptTask, length: int, batch_tokens: int
+) -> tuple[Answers, Answers]:
+    """Return how both answer the prompts of a task."""
+    prompts = [replace(p, tokens=array("i", p.tokens)) for p in task.prompts(length)]
+
+    def ours() -> list[str]:
+        return answers(pair.ours, pair.tokenizer, prompts, batch_tokens, task.stop)
+
+    return ours, lambda: by_transformers(pair, prompts, batch_tokens, task.stop)
+
+
 def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str]:
     """Measure both in turns and return a row of the table."""
     haystack = Haystack(pair.tokenizer, stdlib_docs(), (special_tokens(pair.tokenizer).end,))
     settings = NeedleTaskSettings(trials=options.trials, depths=tuple(options.depths))
-    length, stop, score = options.length or pair.length, None, exact_number
+    length = options.length or pair.length
     if task_name == STATEMENTS:
-        prompts = statements(haystack, length, settings)
+        both = of_statements(pair, haystack, settings, length, options.batch_tokens)
     else:
         if task_name.startswith("multi"):  # as many prompts as the other tasks have
             settings = replace(settings, trials=options.trials * len(settings.depths))
         task = NEEDLE_TASKS[task_name](haystack, settings)
-        prompts, stop, score = task.prompts(length), task.stop, task.score
-
-    def ours(prompts: Sequence[Prompt]) -> list[str]:
-        return answers(pair.ours, pair.tokenizer, prompts, options.batch_tokens, stop=stop)
-
-    contestants: dict[str, Callable[[Sequence[Prompt]], list[str]]] = {
-        "ours": ours,
-        "transformers": lambda p: by_transformers(pair, p, options.batch_tokens, stop),
-    }
+        both = of_prompts(pair, task, length, options.batch_tokens)
+    contestants = dict(zip(("ours", "transformers"), both, strict=True))
+    outputs = {name: answered() for name, answered in contestants.items()}  # warm up
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    outputs: dict[str, list[str]] = {}
-    for contestant in contestants.values():  # warm up
-        contestant([replace(prompt, tokens=prompt.tokens[-64:]) for prompt in prompts[:2]])
 
     def turn(name: str) -> None:
         start = time.perf_counter()
-        outputs[name] = contestants[name](prompts)
+        outputs[name] = contestants[name]()
         times[name].append(time.perf_counter() - start)
 
     print(f"{pair.name}, {task_name}", file=sys.stderr)
     take_turns(list(contestants), options.rounds, turn)
-    same = sum(a == b for a, b in zip(*outputs.values(), strict=True))
-    scores = [score(text, p.answers) for text, p in zip(outputs["ours"], prompts, strict=True)]
+    same, count = sum(map(eq, *outputs.values())), len(outputs["ours"])
     return [
         f"{pair.name}, {task_name}, {length} tokens",
-        *(f"{len(prompts) / median(seconds):,.2f}" for seconds in times.values()),
+        *(f"{count / median(seconds):,.2f}" for seconds in times.values()),
         ratio(times["transformers"], times["ours"]),
-        f"{same}/{len(prompts)}",
-        f"{100 * sum(scores) / len(scores):.1f}%",
+        f"{same}/{count}",
     ]
 
 
@@ -222,7 +242,7 @@ def main() -> None:
     default = ["standard"] if options.model == "smollm2" else [STATEMENTS, "standard"]
     table = table_of(
         f"{options.precision}, {options.threads} threads, {options.rounds} rounds",
-        *("", "ours trials/s", "transformers", "ratio (quartiles)", "same", "score"),
+        *("", "ours trials/s", "transformers", "ratio (quartiles)", "same"),
     )
     for task in options.task or default:
         table.add_row(*compare(pair, task, options))
