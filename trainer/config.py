@@ -778,8 +778,6 @@ class GenerationRequest:
     """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
     seed: Natural = 0
     """Seed of the draws."""
-    dtype: Literal["fp32", "bf16"] | None = None
-    """Data type of the weights: fp32, bf16; null: bf16 on a GPU, fp32 on a CPU."""
 
 
 @configuration

@@ -39,10 +39,6 @@ def environment(monkeypatch):
     os.environ.update(before)
 
 
-def test_a_process_that_nobody_launched_is_alone(environment):
-    assert current_ranks() == Ranks(0, 1, 0, 1)
-
-
 def test_torchrun_says_who_it_is(environment):
     for name, value in zip(TORCHRUN, ["5", "16", "1", "4", "1"], strict=True):
         environment.setenv(name, value)
@@ -51,6 +47,7 @@ def test_torchrun_says_who_it_is(environment):
 
 def test_a_batch_script_without_srun_is_alone(environment):
     """SLURM tells the script itself of the tasks it may start; it is none of them."""
+    assert current_ranks() == Ranks(0, 1, 0, 1)
     environment.setenv("SLURM_NTASKS", "8")
     environment.setenv("SLURM_PROCID", "0")
     assert current_ranks() == Ranks()

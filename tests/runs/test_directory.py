@@ -25,7 +25,6 @@ from trainer.runs.directory import (
     append_metrics,
     check_run_directory,
     check_start,
-    differences,
     lacks_schedule_control,
     locked,
     log_to_file,
@@ -130,18 +129,6 @@ def test_controls_come_and_go(place):
     other = {"b": {"branch": 3}, "c": {"seed": 2}}
     assert not refused(place, controls=other)
     assert refused(place, controls={"b": {"branch": 4}}) == ["controls.b.branch"]
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "result"),
-    [
-        ({"a": 1, "b": 2}, {"a": 2, "c": 3}, [("a", 1, 2), ("b", 2, None), ("c", None, 3)]),
-        ({"g": {"a": 1, "free": 1}}, {"g": {"a": 2, "free": 2}}, [("g.a", 1, 2)]),
-        ({"g": {"a": 1}}, {"g": None}, [("g", {"a": 1}, None)]),
-    ],
-)
-def test_differences_are_named_by_their_keys(old, new, result):
-    assert differences(old, new, ("free", "g.free")) == result
 
 
 def test_the_program_s_log_goes_into_one_file_at_a_time(tmp_path):

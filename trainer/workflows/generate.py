@@ -28,7 +28,7 @@ def continue_prompts(request: GenerationRequest, show: Callable[[str], None]) ->
     torch.set_num_threads(usual_threads())
     saved = find_model(request.checkpoint)
     device = device_type()
-    model = saved.for_inference(device, request.dtype or best_precision(device))
+    model = saved.for_inference(device, best_precision(device))
     tokenizer = saved.tokens.tokenizer
     bos = [] if saved.tokens.first is None else [saved.tokens.first]
     prompts = [
