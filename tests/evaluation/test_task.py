@@ -134,7 +134,7 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
         single=["<s>", "$A"], special_tokens=[("<s>", first)]
     )
     (part,) = corpus.parts
-    special = replace(part.special, tokenizer=tokenizer)
+    special = replace(part.special, tokenizer=tokenizer, first=first)
     other = replace(corpus, parts=(replace(part, special=special),))
     text = HeldOut(other, corpus.test, first, 0.5)
     config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)

@@ -195,10 +195,8 @@ def magic_numbers(
     chosen = names if queries == keys else [names[random.integers(keys)]]
     answers = tuple(number for name, number in stated if name in chosen)
     about = f"for {listed(chosen)} mentioned in the provided text"
-    if len(answers) == 1:
-        question = f"The special magic number {about} is:"
-    else:
-        question = f"The special magic numbers {about} are:"
+    number, verb = ("number", "is") if len(answers) == 1 else ("numbers", "are")
+    question = f"The special magic {number} {about} {verb}:"
     if values > 1:
         question = f"What are all the special magic numbers {about}? {question}"
     return Quiz(tuple(needles), f"\n\n{question}", answers, TOKENS_PER_VALUE * len(answers))
