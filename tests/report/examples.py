@@ -112,12 +112,8 @@ def change(step, before, after, end=None, sequences=None, what="", length=0):
 
 EXPERIMENT = {
     "runs": (
-        RunSummary(
-            "RoPE", "rope", 1000, 100, 6400, 4.0, tuple((s, 9 - s / 20) for s in range(100))
-        ),
-        RunSummary(
-            "DroPE", "rope, dropped", 1000, 100, 6400, 4.2, ((1, 9.0), (50, None), (99, 4.5))
-        ),
+        RunSummary("RoPE", "rope", 1000, 100, 6400, tuple((s, 9 - s / 20) for s in range(100))),
+        RunSummary("DroPE", "rope, dropped", 1000, 100, 6400, ((1, 9.0), (50, None), (99, 4.5))),
     ),
     "drop": change(80, 4.1, 6.0, 4.2),
     "observations": (

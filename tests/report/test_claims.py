@@ -242,8 +242,8 @@ def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     rope = ((1, 4.1), (2, 3.9), (3, None), (4, 99.0), (5, 4.1), (6, 3.9))
     nope = ((1, slow), (2, slow), (3, 99.0), (5, slow), (6, slow))
     runs = [
-        RunSummary("RoPE", "rope", 1, 2, 3, None, rope),
-        RunSummary("NoPE from scratch", "nope", 1, 2, 3, None, nope),
+        RunSummary("RoPE", "rope", 1, 2, 3, rope),
+        RunSummary("NoPE from scratch", "nope", 1, 2, 3, nope),
     ]
     (observation,) = observe(evidence(runs=runs))
     assert observation.shown is shown

@@ -118,8 +118,8 @@ def test_many_depths_are_rounded_to_tenths():
 
 def test_losses_over_steps_with_the_drop():
     runs = (
-        RunSummary("DroPE", "rope", 1, 4, 3, None, ((1, 5.0), (2, 4.0), (4, None), (100, 3.0))),
-        RunSummary("RoPE", "rope", 1, 2, 3, None, ((1, 6.0), (2, 5.5))),
+        RunSummary("DroPE", "rope", 1, 4, 3, ((1, 5.0), (2, 4.0), (4, None), (100, 3.0))),
+        RunSummary("RoPE", "rope", 1, 2, 3, ((1, 6.0), (2, 5.5))),
         RunSummary("not logged", "rope", 1, 2, 3),
     )
     made = report(runs=runs, drop=change(2, 4.0, 8.5, None))
@@ -133,7 +133,7 @@ def test_losses_over_steps_with_the_drop():
 def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
     """Three of 120."""
     losses = [float(step % 3) for step in range(120)]
-    run = RunSummary("RoPE", "rope", 1, 120, 3, None, tuple(enumerate(losses)))
+    run = RunSummary("RoPE", "rope", 1, 120, 3, tuple(enumerate(losses)))
     (plot,) = training(report(runs=(run,)))
     raw, thick = plot.figure.axes[0].lines
     assert list(raw.get_ydata()) == losses

@@ -87,7 +87,7 @@ def test_the_page_has_the_rows_of_the_tables(tmp_path):
 
 
 def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
-    run = RunSummary("RoPE", "rope", 1000, 20, 1280, None, ((10, 7.1), (20, 7.0)))
+    run = RunSummary("RoPE", "rope", 1000, 20, 1280, ((10, 7.1), (20, 7.0)))
     page = page_of(report(runs=(run,)), tmp_path)
     assert "Nothing was evaluated. <code>python -m trainer evaluate" in page
     assert "<dd></dd>" not in page

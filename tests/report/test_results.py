@@ -73,6 +73,11 @@ def test_labels_have_rows_of_their_own():
     }  # fmt: skip
 
 
+def test_final_losses_are_those_of_models_as_they_are_at_the_training_length():
+    further = loss(4.0, length=2048), loss(3.0, method="yarn", length=1024)
+    assert report(loss(3.5, length=1024), *further).final_losses == {"RoPE": 3.5}
+
+
 def test_losses_have_students_interval():
     made = report(loss((4.0, 4.2, 4.4)))
     value, low, high, n = values(made, PERPLEXITY, "loss")

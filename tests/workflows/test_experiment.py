@@ -150,7 +150,7 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     assert note.startswith("DroPE, temperature: logits times 1 + ")
     (run,) = report.runs
     assert (run.name, run.encoding) == ("DroPE", "rope, dropped at step 6")
-    assert run.final_loss == report.rows.value[0]
+    assert report.final_losses == {"DroPE": report.rows.value[0]}
     assert report.drop["step"] == 6
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 
@@ -181,7 +181,7 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
     report = run_experiment(parse({**base, **changes}))
     assert measured == []
     assert report.rows.empty
-    assert report.runs[0].final_loss is None
+    assert report.final_losses == {}
     assert (tmp_path / "run" / "report.html").is_file()
     assert (report.config["name"], report.drop["step"]) == (base["name"], 6)
     rates = pd.read_csv(tmp_path / "run" / "metrics.csv").tokens_per_second
@@ -194,7 +194,7 @@ def made(tmp_path, rows, effects=None, **values):
     state = {"effects": effects or {}}
     write_metrics(tmp_path / "metrics.csv", rows)
     model = SimpleNamespace(run=config, name="Mine", parameters=123, state=state, home=tmp_path)
-    return summary_of(model, None)
+    return summary_of(model)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):

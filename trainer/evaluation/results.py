@@ -20,7 +20,7 @@ from pydantic import ConfigDict
 
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
-from trainer.config import STATEMENTS
+from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.data.needles import NAMES, WORDS
 from trainer.evaluation.statistics import average, estimate, mean_estimate
 
@@ -135,12 +135,12 @@ def by_text(scores: pd.DataFrame) -> pd.DataFrame:
 class RunSummary:
     """One training run of the experiment.
 
-    ``final_loss``: held-out text loss at the training length. ``curve``: (step, training loss).
-    ``changes``: one for each phase that began with a change, in order, under ``step``, ``what``,
-    ``length`` (tokens of the phase's sequences), ``loss_before``, ``loss_after`` and ``loss_end``
-    (held-out, just before and after the change and at the end of the phase), and ``sequences`` (the
-    losses of each sequence by ``before``, ``after`` and ``end``). ``skipped``: updates left out
-    because their loss or gradient was not finite. ``finite``: whether all weights are finite.
+    ``curve``: (step, training loss). ``skipped``: updates left out because their loss or gradient
+    was not finite. ``finite``: whether all weights are finite. ``changes``: one for each phase that
+    began with a change, in order, under ``step``, ``what``, ``length`` (tokens of the phase's
+    sequences), ``loss_before``, ``loss_after`` and ``loss_end`` (held-out, just before and after
+    the change and at the end of the phase), and ``sequences`` (the losses of each sequence by
+    ``before``, ``after`` and ``end``).
     ``milestones``: benchmarks during training: ``scores`` by task after ``step`` updates and
     ``tokens``, and whether the encoding was ``dropped`` by then. ``tokens_per_second``: median of
     training.
@@ -151,7 +151,6 @@ class RunSummary:
     parameters: int
     steps: int
     tokens: int
-    final_loss: float | None = None
     curve: tuple[tuple[int, float | None], ...] = ()
     skipped: int = 0
     finite: bool = True
@@ -228,6 +227,13 @@ class Report:
         is_wanted = (self.rows.model == row[0]) & (self.rows.method == row[1])
         rows = self.rows[is_wanted & (self.rows.task == task)]
         return rows.dropna(subset="value").sort_values("length")
+
+    @property
+    def final_losses(self) -> dict[str, float]:
+        """Losses of models as they are on held-out text at the training length, by name."""
+        rows = self.rows[(self.rows.task == PERPLEXITY) & (self.rows.method == AS_IS)]
+        rows = rows[rows.length == self.training_length].dropna(subset="value")
+        return dict(zip(rows.model, rows.value, strict=True))
 
     def row_name(self, row: Row) -> str:
         """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""

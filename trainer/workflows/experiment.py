@@ -17,7 +17,7 @@ from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.ranks import all_gather, current_ranks, on_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.evaluation.results import AS_IS, FACTS, Report, RunSummary, troubles
+from trainer.evaluation.results import FACTS, Report, RunSummary, troubles
 from trainer.evaluation.saved_model import SavedModel, fitting_together
 from trainer.evaluation.tasks import check_names
 from trainer.lightning.dashboards import log_results
@@ -164,10 +164,7 @@ def make_report(
         report = Report(config.name, C, C, {}, environment(corpus))
     if report is None or current_ranks().rank:
         return None
-    runs = []
-    for model in models[: len(checkpoints)]:
-        losses = report.curve((model.name, AS_IS), PERPLEXITY).set_index("length").value
-        runs.append(summary_of(model, losses.get(report.training_length)))
+    runs = [summary_of(model) for model in models[: len(checkpoints)]]
     for trouble in troubles(runs):
         log.warning("%s", trouble)
     effects = models[0].state["effects"]
@@ -181,8 +178,8 @@ def make_report(
     return publish(report, ordered, Path(config.run_dir))
 
 
-def summary_of(model: SavedModel, final_loss: float | None) -> RunSummary:
-    """Return what the training of a finished run shows; ``final_loss``: of its evaluation."""
+def summary_of(model: SavedModel) -> RunSummary:
+    """Return what the training of a finished run shows."""
     config, rows = model.run, read_metrics(model.home / "metrics.csv")
     assert config is not None
     last = rows[-1] if rows else {}
@@ -199,7 +196,6 @@ def summary_of(model: SavedModel, final_loss: float | None) -> RunSummary:
         finite=math.isfinite(last.get("parameter_norm", 0.0)),
         changes=tuple(model.state["effects"].values()),
         tokens_per_second=round(median_high(speeds)) if speeds else None,
-        final_loss=final_loss,
         milestones=tuple(model.state.get("benchmarks", ())),
     )
 
