@@ -154,7 +154,7 @@ def test_inside_the_training_length_the_temperature_is_its_scale(temperature, le
 def test_interventions_of_shared_keys_go_to_each_of_their_queries():
     rope = by_name("rope", 16, 32)
     changed = Intervention(key=((1.0,), (0.5,)), key_noise=(0.0, 1.0))
-    layer = LayerEncoding((rope, rope), intervention=changed).expanded(2)
+    layer = LayerEncoding((rope, rope), intervention=changed).expanded(4)
     assert layer.intervention == Intervention(
         key=((1.0,), (1.0,), (0.5,), (0.5,)), key_noise=(0.0, 0.0, 1.0, 1.0)
     )

@@ -23,7 +23,7 @@ from trainer.config import DopeSettings
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Frequencies, Spectrum
 
 
@@ -54,8 +54,8 @@ def select(
 
     ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
     """
-    trained = model.layout
-    spectra = [_of_query_heads(layer, model.config).spectra for layer in trained.layers]
+    trained, query_heads = model.layout, model.config.num_attention_heads
+    spectra = [layer.expanded(query_heads).spectra for layer in trained.layers]
     rotating = [(i, h) for i, layer in enumerate(spectra) for h, s in enumerate(layer) if s.rotates]
     grams: dict[int, Tensor] = {}
     moments: dict[int, Tensor] = {}
@@ -65,7 +65,7 @@ def select(
         grams[layer] = grams.get(layer, 0) + _grams(heads, settings, trained).cpu()
         moments[layer] = moments.get(layer, 0) + _moments(heads).cpu() / len(ids)
 
-    used, size = layout or trained, (model.config.num_attention_heads, model.config.head_size)
+    used, size = layout or trained, (query_heads, model.config.head_size)
     with model.using(used):
         for text in ids:  # one at a time: all together would need the memory of all
             capture(model, text[None], on_layer)
@@ -82,7 +82,7 @@ def select(
         heads, or of all its heads if none is retained."""
         if settings.sigma is not None:
             return settings.sigma, settings.sigma
-        every = range(len(spectra[layer]))
+        every = range(query_heads)
         heads = [h for h in every if (layer, h) in retained] or [*every]
         mean, square = moments[layer][..., heads].mean(dim=-1).unbind(dim=1)
         query, key = (square - mean.square()).clamp(min=0).sqrt().tolist()
@@ -92,11 +92,6 @@ def select(
         Chosen(i, h, table[i][h], _lost_bands(spectra[i][h], trained, settings), noise(i))
         for i, h in ranked[: settings.heads]
     ]
-
-
-def _of_query_heads(encoding: LayerEncoding, config: ModelConfig) -> LayerEncoding:
-    """Return the layer with a spectrum for every query head."""
-    return encoding.expanded(config.num_attention_heads // len(encoding.spectra))
 
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
@@ -160,7 +155,7 @@ def apply(
     layers = list(layout.layers)
     for index in {head.layer for head in chosen}:
         heads = {head.head: head for head in chosen if head.layer == index}
-        encoding = _of_query_heads(layers[index], config)
+        encoding = layers[index].expanded(config.num_attention_heads)
         if settings.variant == "by_gaussian":
             # One seed per layer; otherwise all layers would have the same noise.
             seed = settings.seed * 1000 + index

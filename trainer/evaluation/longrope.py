@@ -116,8 +116,6 @@ def longrope2_factors(
     the middle of the range, from a critical pair on.
     """
     C, generator = layout.training_length, np.random.default_rng(seed)
-    latest = [critical_pair(spectrum, C) for spectrum in layout.spectra]
-    counts = [len(spectrum.inv_freq) for spectrum in layout.spectra]
     levels = s, (1 + HIGHEST) / 2 * s
     # A candidate has the factors from its critical pairs on.
     starts = [_from_critical(layout, share, level) for level in levels for share in CRITICAL]
@@ -125,15 +123,18 @@ def longrope2_factors(
     def child(first: Candidate, second: Candidate) -> Candidate:
         width = math.log(HIGHEST) * generator.choice([0.1, 0.5])
         spectra = []
-        for count, last, mine, theirs in zip(counts, latest, first, second, strict=True):
-            pair = count - len((mine, theirs)[generator.integers(2)]) + generator.integers(-1, 2)
-            parents = _completed(mine, count, s), _completed(theirs, count, s)
+        for spectrum, mine, theirs in zip(layout.spectra, first, second, strict=True):
+            n = len(spectrum.inv_freq)
+            pair = n - len((mine, theirs)[generator.integers(2)]) + generator.integers(-1, 2)
+            earliest, latest = (critical_pair(spectrum, C, share) for share in (min(CRITICAL), 1.0))
+            parents = _completed(mine, n, s), _completed(theirs, n, s)
             factors = _mutated(*parents, width, generator).clip(s, HIGHEST * s)
-            spectra.append(_rising(factors[np.clip(pair, _near(last, min(CRITICAL)), last) :]))
+            spectra.append(_rising(factors[np.clip(pair, earliest, latest) :]))
         return tuple(spectra)
 
     def whole(slow: Candidate) -> Candidate:
-        return tuple(_completed(x, count, s) for x, count in zip(slow, counts, strict=True))
+        pairs = (len(spectrum.inv_freq) for spectrum in layout.spectra)
+        return tuple(_completed(x, n, s) for x, n in zip(slow, pairs, strict=True))
 
     return whole(evolve(starts, child, lambda slow: loss(whole(slow)), budget, generator))
 
@@ -167,13 +168,9 @@ def evolve(
 def _from_critical(layout: Layout, share: float, factor: float) -> Candidate:
     """Return ``factor`` for the pairs from ``share`` of every spectrum's critical pair on."""
     return tuple(
-        (factor,) * (len(x.inv_freq) - _near(critical_pair(x, layout.training_length), share))
+        (factor,) * (len(x.inv_freq) - critical_pair(x, layout.training_length, share))
         for x in layout.spectra
     )
-
-
-def _near(pair: int, share: float) -> int:
-    return max(1, round(share * pair))
 
 
 def _completed(slow: Factors, count: int, s: float) -> Factors:
@@ -201,16 +198,17 @@ def _rising(factors: Array) -> Factors:
     return tuple(np.maximum.accumulate(factors).tolist())
 
 
-def critical_pair(spectrum: Spectrum, training_length: int) -> int:
-    """Return the first pair that does not complete a turn in the training length, at least 1
-    (LongRoPE2).
+def critical_pair(spectrum: Spectrum, training_length: int, share: float = 1.0) -> int:
+    """Return ``share`` of the first pair that does not complete a turn in the training length, at
+    least 1 (LongRoPE2).
 
     Leading pairs with frequency 0 count as fast ones that a drop removed.
     """
     inv_freq = long_frequencies(spectrum, training_length).inv_freq
     turns = np.array(inv_freq) * training_length / (2 * math.pi)
     first = int(np.argmax(turns > 0)) if turns.any() else 0
-    return max(1, first + int((turns[first:] >= 1).sum()))
+    critical = first + int((turns[first:] >= 1).sum())
+    return max(1, round(share * critical))
 
 
 def with_factors(layout: Layout, factors: Candidate, layers: LayerChoice = None) -> Layout:

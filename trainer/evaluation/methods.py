@@ -100,7 +100,7 @@ def fit_dope(
     @cache
     def chosen(factor: float) -> list[dope.Chosen]:
         ids = text.choice(config, round(factor * model.layout.training_length))
-        heads = dope.select(model, ids.to(model.device), config.dope, before(factor))
+        heads = dope.select(model, ids, config.dope, before(factor))
         notes.append(f"{', '.join(map(str, heads)) or 'no head'}, {_chosen_on(ids, config)}")
         return heads
 
@@ -117,7 +117,7 @@ def fit_weighted_rope(
     @cache
     def chosen(factor: float) -> tuple[Intervention, ...]:
         ids = text.choice(config, round(factor * model.layout.training_length))
-        factors = choose_factors(model, ids.to(model.device), config.weighted_rope, before(factor))
+        factors = choose_factors(model, ids, config.weighted_rope, before(factor))
         pairs = counted(weighted_rope.count_pairs(factors), "pair")
         notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
         return factors

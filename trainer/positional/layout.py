@@ -45,8 +45,9 @@ class LayerEncoding:
         """Spectra of neighbouring heads that share one, and the number of these heads."""
         return tuple((spectrum, len([*heads])) for spectrum, heads in groupby(self.spectra))
 
-    def expanded(self, queries_per_key: int) -> LayerEncoding:
+    def expanded(self, query_heads: int) -> LayerEncoding:
         """Return the layer with a spectrum for every query head."""
+        queries_per_key = query_heads // len(self.spectra)
 
         def repeated(heads: tuple[Any, ...]) -> tuple[Any, ...]:
             return tuple(head for head in heads for _ in range(queries_per_key))
