@@ -57,15 +57,12 @@ def filling(examples: list[list[int]], asked: int, room: int, seed: int) -> list
     Raises:
         UserError: none fits, or all together do not fill ``room``.
     """
-    shortest, longest = min(map(len, examples)), max(map(len, examples))
     chosen: list[list[int]] = []
     for index in np.random.default_rng((seed, asked)).permutation(len(examples)).tolist():
-        if room < shortest:
-            break
         if index != asked and len(examples[index]) <= room:
             chosen.append(examples[index])
             room -= len(examples[index])
-    if room > longest or not chosen:
+    if room > max(map(len, examples)) or not chosen:
         raise UserError(
             f"evaluation.lengths: {len(examples)} solved problems do not fill a prompt, or none "
             "fits"
@@ -77,11 +74,6 @@ def right_final_answer(text: str, answers: Sequence[str]) -> float:
     """Return 1 if the final answer is right, else 0."""
     final = normalised(final_answer(text.partition(NEXT)[0]))
     return float(any(final == normalised(answer) for answer in answers))
-
-
-def next_problem_begins(text: str, answers: Sequence[str]) -> bool:
-    """Return whether the next problem has begun."""
-    return NEXT in text
 
 
 def many_shot_tasks(
@@ -124,7 +116,7 @@ def many_shot_tasks(
                 trials.append(Prompt(tokens, (answer,), new, depth, group, label))
         return trials
 
-    scoring = right_final_answer, next_problem_begins
+    scoring = right_final_answer, lambda text, _: NEXT in text
     return [PromptTask(name, tokenizer, partial(prompts, name), *scoring) for name in TASKS]
 
 

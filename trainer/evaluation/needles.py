@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from importlib import resources
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 import wonderwords
@@ -250,12 +250,9 @@ def hidden(
             places = [haystack.place(begin, room, share) for share in wanted]
             at = np.repeat(places, [len(needle) for needle in needles])
             with_needles = np.insert(text, at, list(chain.from_iterable(needles))).tolist()
-            asked = [
-                place
-                for place, needle in zip(places, quiz.needles, strict=True)
-                if any(answer in needle for answer in quiz.answers)
-            ]
-            where = round(min(asked) / room, 4) if depth is None else depth
+            asked = [any(answer in needle for answer in quiz.answers) for needle in quiz.needles]
+            first = min(compress(places, asked))
+            where = round(first / room, 4) if depth is None else depth
             tokens = (*before, *with_needles, *question)
             prompts.append(Prompt(tokens, quiz.answers, quiz.new_tokens, where, trial))
     return prompts
