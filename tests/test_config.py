@@ -84,7 +84,6 @@ def test_defaults_of_the_schema_keep_its_rules():
     assert parse(asdict(parse({}))) == parse({})
 
 
-PHASES = {"a": {"steps": 2}, "b": {"steps": 2, "drop": {}}}
 BROKEN = {
     "model.num_attention_heads": {"model": {"num_attention_heads": 7}},
     "model.head_dim": {"model": {"head_dim": 7}},

@@ -20,7 +20,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, LogFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullLocator
 
 from trainer.common.files import write_atomically
 
@@ -368,11 +368,11 @@ def _log_lengths(axes: Axes) -> None:
     """Make the x axis logarithmic in tokens, with ticks at powers of two."""
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(2, numticks=7))
-    axes.xaxis.set_major_formatter(FuncFormatter(_tokens))
+    axes.xaxis.set_major_formatter(_tokens)
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _tokens(value: float, _: int) -> str:
+def _tokens(value: float, _: float) -> str:
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 

@@ -92,10 +92,6 @@ def test_with_one_eigenvalue_heads_are_ranked_by_it():
     assert rank.argsort().tolist() == [0, 1, 2, 3]
 
 
-def entropies_of(model, side, stage="post_ntk"):
-    return [matrix_entropy_of(heads, side, stage, model.layout) for heads in captured(model, IDS)]
-
-
 def test_stages_differ_in_the_rotation_alone(tiny_decoder):
     """Of a rescaled model: none, the rescaled frequencies, those as trained."""
     model = tiny_decoder()

@@ -19,8 +19,6 @@ from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask
 from trainer.evaluation.tasks import make_tasks
 
-LENGTHS = [32, 64]
-
 
 @torch.no_grad()
 @pytest.mark.parametrize("last", [24, 5])

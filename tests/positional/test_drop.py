@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import strategies as st
 
 from trainer.positional.config import PositionalConfig, TemperatureConfig, spectrum_of
 from trainer.positional.layout import LayerEncoding, Layout, drop
@@ -21,7 +20,6 @@ MIXED = Layout(
         LayerEncoding((Spectrum(alibi=True), ROPE)),
     ),
 )
-subsets = st.none() | st.sets(st.integers(-4, 3))
 
 
 def dropped_layers(layout):
@@ -51,9 +49,6 @@ def test_qk_norm_comes_on_only_where_the_encoding_went():
 
 PAIRS = Spectrum((0.8, 0.4, 0.2))
 SLOWER = Spectrum(tuple(f / 2 for f in PAIRS.inv_freq))
-POSITIONAL = PositionalConfig(
-    layers=["rope", "nope"], windows=[16], encodings={"rope": {"base": 100.0}}
-)
 LAYOUT = Layout(C, (LayerEncoding((PAIRS, PAIRS, SLOWER, SLOWER), window=16),) * 3)
 
 

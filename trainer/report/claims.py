@@ -56,12 +56,11 @@ class Evidence:
         ``drope*`` with a temperature if that was measured, as the paper evaluates DroPE.
         """
         role, _, method = key.rstrip("*").partition("+")
-        rows = self.report.rows
-        rows = rows[(rows.model == self.models.get(role)) & (rows.task == task)]
-        rows = rows.dropna(subset="value").sort_values("length")
-        if key.endswith("*") and "temperature" in {*rows.method}:
-            method = "temperature"
-        return rows[rows.method == (method or AS_IS)]
+        model = self.models.get(role, "")
+        tempered = self.report.curve((model, "temperature"), task)
+        if key.endswith("*") and len(tempered):
+            return tempered
+        return self.report.curve((model, method or AS_IS), task)
 
     def name(self, row: Any) -> str:
         """Return the name of a row in tables."""
