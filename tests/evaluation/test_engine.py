@@ -14,12 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.config import (
-    DopeSettings,
-    EvaluationConfig,
-    NeedleTaskSettings,
-    TemperatureSettings,
-)
+from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope
 from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of

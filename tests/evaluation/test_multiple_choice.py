@@ -10,11 +10,7 @@ from tests.evaluation.conftest import values_of
 from trainer.config import MultipleChoiceSettings
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Request
-from trainer.evaluation.multiple_choice import (
-    UNCONDITIONAL,
-    multiple_choice_tasks,
-    read_questions,
-)
+from trainer.evaluation.multiple_choice import UNCONDITIONAL, multiple_choice_tasks, read_questions
 
 KNOWN = {
     # The short answer is likeliest, the long one per character.

@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.evaluation.conftest import values_of
 from trainer.config import EvaluationConfig, NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
+from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.loss import Perplexity
 from trainer.evaluation.scoring import Prompt
@@ -66,8 +67,13 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
     assert task.trials(64).depth.tolist() == depths
 
 
-def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
-    asked = []
+def test_a_task_of_prompts_is_scored_and_cropped(model, corpus, monkeypatch):
+    """The first token and room for the answer of two tokens stay."""
+    asked, read = [], []
+    monkeypatch.setattr(
+        "trainer.evaluation.task.answers",
+        lambda *given: read.extend(given[2]) or answers(*given),
+    )
 
     def score(text, answers):
         asked.append(tuple(answers))
@@ -81,12 +87,13 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus):
     assert task.fingerprint(64) == replace(task).fingerprint(64)
     assert task.fingerprint(64) != task.fingerprint(32)
     model.context = 32
-    read = values_of(task, model, 64, 4096)
-    assert sorted(read) == [(i, "quarter", 0.25) for i in range(3)]
+    values = values_of(task, model, 64, 4096)
+    assert sorted(values) == [(i, "quarter", 0.25) for i in range(3)]
     assert task.trials(64).to_dict("list") == {
         "text": [0, 1, 2], "depth": [0.5] * 3, "label": ["a"] * 3,
     }  # fmt: skip
     assert asked == [("0",), ("1",), ("2",)]
+    assert [[*prompt.tokens] for prompt in read] == [[0, *range(33, 62)]] * 3
 
 
 @pytest.mark.parametrize(
@@ -103,25 +110,6 @@ def test_groups_are_counted_in_the_order_of_prompts(corpus, named, numbers):
 
     task = PromptTask("grouped", corpus.tokenizer, prompts, None)
     assert tuple(task.trials(64).text) == numbers
-
-
-def test_cropping_keeps_the_first_token_and_room_for_the_answer(model, corpus, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "trainer.evaluation.task.answers",
-        lambda model, tokenizer, prompts, *_: asked.extend(prompts) or [""],
-    )
-
-    def prompts(length):
-        return [Prompt((7, *range(100, 100 + length - 3)), ("x",), 2)]
-
-    task = PromptTask("one", corpus.tokenizer, prompts, lambda text, answers: 0.0)
-    model.context = 32
-    values_of(task, model, 64, 4096)
-    (prompt,) = asked
-    assert len(prompt.tokens) == 30
-    assert prompt.tokens[0] == 7
-    assert prompt.tokens[-1] == 160
 
 
 def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts(corpus):

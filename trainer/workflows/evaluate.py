@@ -12,11 +12,7 @@ import torch
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads
 from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
-from trainer.config import (
-    DataConfig,
-    EvaluationConfig,
-    EvaluationRequest,
-)
+from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of
