@@ -369,10 +369,8 @@ def generate(job: Job) -> None:
         raise UserError("prompt: expected one or more")
     from trainer.workflows.generate import continue_prompts
 
-    texts = continue_prompts(request, show=lambda text: print(text, end="", flush=True))
-    if len(texts) > 1:  # a single one was shown while it grew
-        for prompt, text in zip(request.prompts, texts, strict=True):
-            print(f"{prompt}{text}\n")
+    for prompt, text in zip(request.prompts, continue_prompts(request), strict=True):
+        print(f"{prompt}{text}\n")
 
 
 def export(job: Job) -> None:

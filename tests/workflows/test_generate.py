@@ -1,14 +1,18 @@
-"""Generation from a published model: the tokens that transformers gives."""
+"""Generation from a published model: the tokens that transformers gives, up to a stop string."""
+
+from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from tests.interchange.families import made
 from trainer.config import GenerationRequest
-from trainer.workflows.generate import continue_prompts
+from trainer.workflows.generate import continue_prompts, text_until
 
 
 @pytest.mark.parametrize("prompts", [["w5 w7"], ["w5 w7", "w9 w1 w4"]])
@@ -19,15 +23,32 @@ def test_prompts_are_continued_as_by_transformers(tmp_path, prompts, caplog):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     theirs = made("Llama")
     theirs.save_pretrained(tmp_path)
-    shown = []
     caplog.set_level("INFO", logger="trainer")
     request = GenerationRequest(str(tmp_path), prompts=prompts, max_new_tokens=6)
-    texts = continue_prompts(request, shown.append)
+    texts = continue_prompts(request)
     for prompt, text in zip(prompts, texts, strict=True):
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         out = theirs.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert text == tokenizer.decode(out[0, ids.shape[1] :].tolist())
-    assert "".join(shown) == (f"{texts[0]}\n" if len(prompts) == 1 else "")
     read = sum(len(prompt.split()) for prompt in prompts)
     assert f"{read} tokens read" in caplog.messages[-1]
     assert f"{6 * len(prompts)} written" in caplog.messages[-1]
+    word = texts[0].split()[2]
+    (cut, *_) = continue_prompts(replace(request, stop=[word]))
+    assert cut == texts[0].partition(word)[0]
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_are_found_across_tokens_and_never_shown(text, stop):
+    characters = Tokenizer(WordLevel({chr(n): n for n in range(128)}, unk_token="\x00"))
+    characters.decoder = decoders.Fuse()
+    expected = shown = text
+    for n in range(len(text) + 1):  # one character a token
+        if ends := [n - len(s) for s in stop if text[:n].endswith(s)]:
+            expected = text[: min(ends)]
+            break
+    for n in range(len(text) + 1):
+        shown, stops = text_until(characters, [*map(ord, text[:n])], stop)
+        if stops:
+            break
+    assert shown == expected

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.model.cache import KVCache
@@ -171,47 +170,3 @@ def read_rows(
         logits.append(model(ids[first : first + size], cache=rows, length=length, last=1)[:, 0])
     cache.fill((), ids.shape[1])
     return torch.cat(logits)
-
-
-class TextStream:
-    """Text of one continuation, returned as soon as later tokens cannot change it.
-
-    Args:
-        tokenizer: the model's tokenizer; its special tokens are omitted.
-        stop: strings that end the text; the first one to appear, and all that follows, is omitted.
-
-    ``text`` is everything decoded so far; ``stopped`` says whether a stop string appeared.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise ValueError("an empty stop string stops before it begins")
-        self.text = ""
-        self.stopped = False
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._returned = 0
-
-    def push(self, token: int) -> str:
-        """Add a token; return new text that no later token can change or cut off."""
-        self._tokens.append(token)
-        # A character with missing bytes is decoded as U+FFFD.
-        self._read(self._tokenizer.decode(self._tokens).rstrip("\ufffd"))
-        beginnings = (stop[:n] for stop in self._stop for n in range(1, len(stop)))
-        pending = max((len(b) for b in beginnings if self.text.endswith(b)), default=0)
-        return self._give(len(self.text) - (0 if self.stopped else pending))
-
-    def finish(self) -> str:
-        """Return the text held back, now that no token follows."""
-        if not self.stopped:
-            self._read(self._tokenizer.decode(self._tokens))
-        return self._give(len(self.text))
-
-    def _read(self, text: str) -> None:
-        places = [place for stop in self._stop if (place := text.find(stop)) >= 0]
-        self.text, self.stopped = text[: min(places, default=len(text))], bool(places)
-
-    def _give(self, end: int) -> str:
-        new = self.text[self._returned : end]
-        self._returned += len(new)
-        return new

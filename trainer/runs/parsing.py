@@ -136,8 +136,7 @@ def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) ->
     lengths = control.training_length, run.training_length
     if lengths[0] != lengths[1]:
         raise UserError(f"{key}: trains on {lengths[0]} tokens, the run on {lengths[1]}")
-    texts = _texts_of(run)
-    is_read = all(texts.get(name) == text for name, text in _texts_of(control).items())
+    is_read = _texts_of(control).items() <= _texts_of(run).items()
     if not is_read or control.tokenizer != run.tokenizer:
         raise UserError(f"{key}.data: a control reads the texts and tokens of its run")
     if (control.strategy.name == "single") != (run.strategy.name == "single"):
