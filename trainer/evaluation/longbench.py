@@ -81,29 +81,22 @@ def _sentences(text: str) -> list[list[str]]:
     return [part.split() or [""] for part in text.split(".") if part]
 
 
-def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> list[str]:
+def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> tuple[str, ...]:
     """Return one of the longest common subsequences.
 
-    The choice among several affects their union in :func:`rouge_l`: from the ends, a common last
-    word belongs to it; otherwise x loses its last word only if keeping it would cost length.
+    The choice among several affects their union in :func:`rouge_l`: a common last word belongs to
+    it; otherwise x loses its last word only if keeping it would cost length.
     """
-    table = [[0] * (len(y) + 1)]
+    longest: list[tuple[str, ...]] = [()] * (len(y) + 1)  # of a beginning of x and those of y
     for word in x:
-        row = [0]
+        without, longest = longest, [()]
         for j, other in enumerate(y):
-            row.append(table[-1][j] + 1 if word == other else max(table[-1][j + 1], row[j]))
-        table.append(row)
-    i, j = len(x), len(y)
-    common: list[str] = []
-    while i and j:
-        if x[i - 1] == y[j - 1]:
-            i, j = i - 1, j - 1
-            common.append(x[i])
-        elif table[i - 1][j] > table[i][j - 1]:
-            i -= 1
-        else:
-            j -= 1
-    return common[::-1]
+            if word == other:
+                longest.append((*without[j], word))
+            else:
+                shorter = len(without[j + 1]) > len(longest[j])
+                longest.append(without[j + 1] if shorter else longest[j])
+    return longest[-1]
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
