@@ -37,7 +37,7 @@ def fit_text(*ids, count, longest, weights=None):
     text = held_out(*ids, weights=weights)
     key = fingerprint([[int(token) for token in of_text] for of_text in ids])
     corpus = SimpleNamespace(first_token=0, fingerprint=key)
-    return FitText(HeldOut(corpus, text, None, None), count, longest)
+    return FitText(HeldOut(corpus, text, (), None), count, longest)
 
 
 def values_of(task, model, length, batch_tokens):

@@ -53,7 +53,7 @@ def rows(trials):
 
 
 def fit_text(corpus, count=2):
-    return FitText(HeldOut(corpus, corpus.validation, None, None), count, 64)
+    return FitText(HeldOut(corpus, corpus.validation, (), None), count, 64)
 
 
 def perplexity(corpus):

@@ -30,7 +30,7 @@ def test_the_key_of_fits_follows_the_text_and_its_windows():
         fit_text(range(1, 51), count=2, longest=8),
         replace(text, count=3),
         replace(text, longest=9),
-        replace(text, held_out=replace(text.held_out, bos_token=1)),
+        replace(text, held_out=replace(text.held_out, bos=(1,))),
     ]
     assert len({text.key, *(other.key for other in others)}) == 5
     assert replace(text).key == text.key
@@ -116,7 +116,7 @@ def math_file(tmp_path):
 def test_many_shots_are_others_than_those_that_are_evaluated(haystack, math_file):
     name = "many_shot_skip"
     shots = replace(CONFIG.many_shot, file=math_file, trials=3, new_tokens=16)
-    _, task, _ = many_shot_tasks(shots, haystack.tokenizer, BOS)
+    _, task, _ = many_shot_tasks(shots, haystack.tokenizer, (BOS,))
     mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
     said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
     asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]

@@ -160,7 +160,7 @@ ROW = {
 }  # fmt: skip
 
 
-def task_of(name, bos=None, **changes):
+def task_of(name, bos=(), **changes):
     return longbench_task(name, [ROW | changes], BYTES, bos, 2048)
 
 
@@ -201,7 +201,7 @@ def test_an_answer_stops_where_more_would_not_be_scored(name, text, stops):
 
 
 def test_a_short_text_is_asked_whole():
-    task = task_of("hotpotqa", bos=5, context="Passage 1: {x} é")
+    task = task_of("hotpotqa", bos=(5,), context="Passage 1: {x} é")
     (prompt,) = task.prompts(4096)
     instruction = (
         "Answer the question based on the given passages. "
@@ -216,7 +216,7 @@ def test_a_short_text_is_asked_whole():
     assert task.name == "longbench_hotpotqa"
 
 
-@pytest.mark.parametrize("bos", [None, 5])
+@pytest.mark.parametrize("bos", [(), (5,)])
 @pytest.mark.parametrize("length", [300, 301])
 def test_a_long_text_loses_its_middle(bos, length):
     task = task_of("lcc", bos, context="abc" * 500)
@@ -224,7 +224,7 @@ def test_a_long_text_loses_its_middle(bos, length):
     whole = BYTES.encode(
         f"Please complete the code given below. \n{'abc' * 500}Next line of code:\n"
     ).ids
-    whole = whole if bos is None else [bos, *whole]
+    whole = [*bos, *whole]
     half = (length - 64) // 2
     assert list(prompt.tokens) == whole[:half] + whole[-half:]
     assert length - 1 <= len(prompt.tokens) + prompt.new_tokens <= length
@@ -256,7 +256,7 @@ def test_tasks_without_a_file_are_named_in_notes(tmp_path):
     line = json.dumps(ROW | {"context": "é\u2028"}, ensure_ascii=False) + "\n"
     (tmp_path / "qasper.jsonl").write_text(line, encoding="utf-8")
     settings = LongBenchSettings(str(tmp_path))
-    tasks, notes = longbench_tasks(settings, BYTES, None, 2048)
+    tasks, notes = longbench_tasks(settings, BYTES, (), 2048)
     assert [task.name for task in tasks] == ["longbench_qasper"]
     assert len(notes) == 13
     assert notes[0] == (

@@ -200,7 +200,7 @@ def test_perplexity_and_needles_search_by_their_losses_on_their_texts(tiny_decod
     """Of the last tokens that are answers alone, where it searches by needles (LongRoPE2)."""
     size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
     model = tiny_decoder(training_length=100, model=size)
-    text = FitText(HeldOut(corpus, corpus.test, corpus.end_of_text, None), 3, 400)
+    text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 3, 400)
     asked = needle_requests(text.held_out.haystack, 2, 400)
     for name, loss in (
         ("perplexity", lambda: text.loss(model, text.spread(2, 400), 800)),

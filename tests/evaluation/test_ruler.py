@@ -209,7 +209,7 @@ def question_files(tmp_path_factory):
 def tasks(question_files):
     """The thirteen with the texts that the programs read, by their names."""
     settings = RulerSettings(trials=2, **question_files)
-    made, _ = ruler_tasks(settings, words_and_marks(), [FILE["essay"]], None)
+    made, _ = ruler_tasks(settings, words_and_marks(), [FILE["essay"]], ())
     return {task.name: task for task in made}
 
 
@@ -299,7 +299,7 @@ def tokenizer():
 def task(tokenizer, question_files):
     """A function that makes one task by its name."""
 
-    def make(name, trials=4, bos=BOS):
+    def make(name, trials=4, bos=(BOS,)):
         settings = RulerSettings([name], trials, **question_files)
         ((made,), _) = ruler_tasks(settings, tokenizer, DOCUMENTS, bos)
         return made
@@ -326,12 +326,12 @@ def test_a_trial_depends_on_task_length_and_number_alone(task, name):
     assert task(name).prompts(2048) == prompts
     assert len({prompt.tokens for prompt in prompts}) == 4
     assert task(name, trials=2).prompts(2048) == prompts[:2]
-    without = task(name, bos=None).prompts(2048)
+    without = task(name, bos=()).prompts(2048)
     assert BOS not in {prompt.tokens[0] for prompt in without}
 
 
 def test_tasks_without_their_files_are_noted(tokenizer):
-    tasks, notes = ruler_tasks(RulerSettings(trials=3), tokenizer, DOCUMENTS, BOS)
+    tasks, notes = ruler_tasks(RulerSettings(trials=3), tokenizer, DOCUMENTS, (BOS,))
     assert [task.name for task in tasks] == [name for name in TASKS if not name.startswith("qa")]
     assert [note.split()[0] for note in notes] == ["qa_1", "qa_2"]
 

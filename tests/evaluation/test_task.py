@@ -122,7 +122,7 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
     (part,) = corpus.parts
     special = replace(part.special, tokenizer=tokenizer, first=first)
     other = replace(corpus, parts=(replace(part, special=special),))
-    text = HeldOut(other, corpus.test, first, 0.5)
+    text = HeldOut(other, corpus.test, (first,), 0.5)
     config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)
     (losses, retrieval), _ = make_tasks(text, config, [32], 32)
     assert losses.first_token == first
@@ -130,7 +130,7 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
 
 
 def test_one_limit_holds_for_every_task(corpus):
-    text = HeldOut(corpus, corpus.test, corpus.end_of_text, 0.5)
+    text = HeldOut(corpus, corpus.test, (corpus.end_of_text,), 0.5)
     asked = {"tasks": ["perplexity", "statements", "standard"], "limit": 3}
     config = EvaluationConfig(needles=NeedleTaskSettings(needles=2), **asked)
     tasks, _ = make_tasks(text, config, [200], 32)

@@ -31,7 +31,7 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
     )
     made = method_for(name, model.layout, config)
     longest = round(32 * max(made.fit_lengths))
-    text = FitText(HeldOut(corpus, corpus.test, corpus.end_of_text, None), 2, longest)
+    text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 2, longest)
     notes = []
     assert made.layouts(lambda: model, text, notes)(10.0) != model.layout
     assert any("logits times" in note for note in notes)

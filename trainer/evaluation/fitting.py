@@ -84,7 +84,7 @@ class FitText:
     def key(self) -> str:
         """Hash of the text and its windows."""
         text = self.held_out
-        return fingerprint(text.corpus.fingerprint, text.bos_token, self.count, self.longest)
+        return fingerprint(text.corpus.fingerprint, text.bos, self.count, self.longest)
 
 
 def choice_prompts(config: EvaluationConfig, haystack: Haystack, length: int) -> Integers:
@@ -100,8 +100,8 @@ def choice_prompts(config: EvaluationConfig, haystack: Haystack, length: int) ->
         needles = replace(config.needles, trials=texts, seed=config.needles.seed + 1)
         prompts = NEEDLE_TASKS[name](haystack, needles).prompts(length)
     else:
-        shots, first = replace(config.many_shot, trials=texts), next(iter(haystack.bos), None)
-        tasks = many_shot_tasks(shots, haystack.tokenizer, first, seed=SEED + 1)
+        shots = replace(config.many_shot, trials=texts)
+        tasks = many_shot_tasks(shots, haystack.tokenizer, haystack.bos, seed=SEED + 1)
         prompts = next(task for task in tasks if task.name == name).prompts(length)
     tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
     bos = len(haystack.bos)

@@ -27,13 +27,13 @@ HAYSTACK = 1 << 22
 class HeldOut:
     """A held-out split of a corpus.
 
-    ``split``: its tokens. ``bos_token``: first token of prompts, if any. ``training_share``: share
+    ``split``: its tokens. ``bos``: tokens before every prompt. ``training_share``: share
     of the training sequences with statements (None: unknown).
     """
 
     corpus: Corpus
     split: HeldOutText
-    bos_token: int | None
+    bos: tuple[int, ...]
     training_share: float | None
 
     @cached_property
@@ -44,14 +44,13 @@ class HeldOut:
     @cached_property
     def haystack(self) -> Haystack:
         """The documents as a haystack; its tokens are computed once for all tasks."""
-        bos = () if self.bos_token is None else (self.bos_token,)
-        return Haystack(self.corpus.tokenizer, self.documents, bos, self.corpus.end_of_text)
+        return Haystack(self.corpus.tokenizer, self.documents, self.bos, self.corpus.end_of_text)
 
     @property
     def encoder(self) -> Encoder:
         """Encoder of questions, which begin as prompts do."""
         tokenizer = self.corpus.tokenizer
-        begins = self.bos_token is not None and own_first_token(tokenizer) is None
+        begins = bool(self.bos) and own_first_token(tokenizer) is None
         return Encoder(tokenizer, self.corpus.first_token, begins)
 
 

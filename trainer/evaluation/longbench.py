@@ -151,15 +151,19 @@ classification tasks, ``all_classes``."""
 
 
 def longbench_task(
-    name: str, rows: Sequence[Row], tokenizer: Tokenizer, bos: int | None, training_length: int
+    name: str,
+    rows: Sequence[Row],
+    tokenizer: Tokenizer,
+    bos: tuple[int, ...],
+    training_length: int,
 ) -> PromptTask:
     """Return the task of these questions.
 
     A length limits what the model reads: the questions are the same at every length, and short
-    texts stay short. ``bos`` begins every prompt unless it is None. ``training_length``: C in
-    tokens, for the labels.
+    texts stay short. ``bos``: tokens before every prompt. ``training_length``: C in tokens,
+    for the labels.
     """
-    kind, before = KINDS[name], () if bos is None else (bos,)
+    kind = KINDS[name]
     metric, first_line = METRICS[kind["metric"]], kind.get("first_line", False)
     new_tokens: int = kind["new_tokens"]
     if metric is classification:
@@ -171,7 +175,7 @@ def longbench_task(
     texts = [kind["template"].format(**row) for row in rows]
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     # Four bytes for a token: the texts of all tasks are kept in memory together.
-    encoded = [array("i", [*before, *encoding.ids]) for encoding in encodings]
+    encoded = [array("i", [*bos, *encoding.ids]) for encoding in encodings]
 
     def prompts(length: int) -> list[Prompt]:
         """Return one prompt per question; with its answer it has at most ``length`` tokens.
@@ -219,7 +223,7 @@ def label(contexts: float) -> str:
 
 
 def longbench_tasks(
-    settings: LongBenchSettings, tokenizer: Tokenizer, bos: int | None, training_length: int
+    settings: LongBenchSettings, tokenizer: Tokenizer, bos: tuple[int, ...], training_length: int
 ) -> tuple[list[PromptTask], list[str]]:
     """Return the tasks whose files exist, and a sentence for each missing file.
 

@@ -77,9 +77,9 @@ def right_final_answer(text: str, answers: Sequence[str]) -> float:
 
 
 def many_shot_tasks(
-    settings: ManyShotSettings, tokenizer: Tokenizer, bos: int | None, seed: int = SEED
+    settings: ManyShotSettings, tokenizer: Tokenizer, bos: tuple[int, ...], seed: int = SEED
 ) -> list[PromptTask]:
-    """Return the tasks in the order of :data:`TASKS`; ``bos`` begins each prompt unless it is None.
+    """Return the tasks in the order of :data:`TASKS`; ``bos``: tokens before every prompt.
 
     Raises:
         UserError: no file is named, or a problem has no answer.
@@ -89,7 +89,6 @@ def many_shot_tasks(
     problems, new = read_problems(settings.file), settings.new_tokens
     encodings = tokenizer.encode_batch_fast([e for _, e, _ in problems], add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
-    before = () if bos is None else (bos,)
 
     def prompts(name: str, length: int) -> list[Prompt]:
         """Return the trials; prompt and answer together have ``length`` tokens, less the room that
@@ -101,7 +100,7 @@ def many_shot_tasks(
         for asked in Random(seed).sample(range(len(problems)), min(settings.trials, len(problems))):
             text, _, answer = problems[asked]
             question = tokenizer.encode(text, add_special_tokens=False).ids
-            room = length - len(before) - len(question) - new
+            room = length - len(bos) - len(question) - new
             check_room(room, name, length)
             needle = examples[asked] if name == "many_shot_needle" else []
             others: list[list[int]] = []
@@ -112,7 +111,7 @@ def many_shot_tasks(
                 place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
                 shown = chain(*others[:place], needle, *others[place:])
                 group, label = (None, "") if depth is None else (asked, f"{depth:.0%}")
-                tokens = (*before, *shown, *question)
+                tokens = (*bos, *shown, *question)
                 trials.append(Prompt(tokens, (answer,), new, depth, group, label))
         return trials
 

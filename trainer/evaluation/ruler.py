@@ -374,11 +374,11 @@ TOKENS_AT_ONCE = 2**20
 
 
 def ruler_prompts(
-    name: str, ask: Ask, tokenizer: Tokenizer, bos: int | None, trials: int, length: int
+    name: str, ask: Ask, tokenizer: Tokenizer, bos: tuple[int, ...], trials: int, length: int
 ) -> list[Prompt]:
     """Return trials whose prompt and answer have at most ``length`` tokens.
 
-    ``bos`` begins every prompt unless it is None. A trial depends on the task, the length and its
+    ``bos``: tokens before every prompt. A trial depends on the task, the length and its
     own number. As in the benchmark's programs, the first trial determines the number of units, and
     trials that are too long lose units: as many as fill the excess, where the programs take steps
     of up to 500 words.
@@ -386,7 +386,6 @@ def ruler_prompts(
     Raises:
         UserError: the length is too short for the task.
     """
-    before = () if bos is None else (bos,)
     new_tokens, least = TASKS[name]
 
     def prompts_of(units: Mapping[int, int]) -> dict[int, Prompt]:
@@ -398,7 +397,7 @@ def ruler_prompts(
             texts = [text for text, _ in asked]
             encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             for n, (_, answers), encoding in zip(batch, asked, encoded, strict=True):
-                prompts[n] = Prompt((*before, *encoding.ids), answers, new_tokens)
+                prompts[n] = Prompt((*bos, *encoding.ids), answers, new_tokens)
         return prompts
 
     def excess(prompt: Prompt) -> int:
@@ -423,7 +422,7 @@ def ruler_prompts(
 
 
 def ruler_tasks(
-    settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: int | None
+    settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: tuple[int, ...]
 ) -> tuple[list[PromptTask], list[str]]:
     """Return the available tasks, and a sentence for each unavailable one.
 

@@ -58,7 +58,7 @@ def make_tasks(
     """
     tasks: list[Task] = []
     notes: list[str] = []
-    bos, tokenizer, C = text.bos_token, text.corpus.tokenizer, training_length
+    bos, tokenizer, C = text.bos, text.corpus.tokenizer, training_length
     config = limited(config)
     for name in config.tasks:
         made: Sequence[Task] = ()

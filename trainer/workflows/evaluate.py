@@ -90,7 +90,8 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
 def held_out_of(corpus: Corpus, first: SavedModel) -> HeldOut:
     """Return the test split, in the tokens of the first model, for tasks and fits."""
     share = None if first.run is None else first.run.data.needles.share
-    return HeldOut(corpus, corpus.test, first.tokens.first, share)
+    bos = () if first.tokens.first is None else (first.tokens.first,)
+    return HeldOut(corpus, corpus.test, bos, share)
 
 
 def measure_models(
