@@ -36,10 +36,8 @@ def harmonics(frequencies, row):
 def logits(q, k, frequencies, row):
     """s_i1, ..., s_ii of ``row`` i, by the rotation that models have."""
     phase = torch.outer(torch.arange(row).double(), torch.tensor(frequencies, dtype=torch.float64))
-    q, k = (
-        rotate(torch.tensor(x).expand(1, 1, row, -1), phase.cos(), phase.sin())[0, 0]
-        for x in (q, k)
-    )
+    cos, sin = torch.cat([phase.cos()] * 2, dim=-1), torch.cat([-phase.sin(), phase.sin()], dim=-1)
+    q, k = (rotate(torch.tensor(x).expand(1, 1, row, -1), cos, sin)[0, 0] for x in (q, k))
     return (k @ q[-1] / math.sqrt(q.shape[-1])).numpy()
 
 

@@ -22,7 +22,7 @@ from trainer.positional.spectrum import Spectrum
 class HeadGroup:
     """Tables of neighbouring key-value heads with the same spectrum, for one forward pass.
 
-    ``cos``, ``sin``: ``[T, pairs]`` or ``[B, 1, T, pairs]``; None without rotation.
+    ``cos``, ``sin``: ``[T, 2 pairs]`` or ``[B, 1, T, 2 pairs]``; None without rotation.
     ``temperature``: factor on the queries, a number or ``[T, 1]``, ``[B, 1, T, 1]`` or ``[B, 1, 1,
     1]``; None for 1.
     """
@@ -40,7 +40,8 @@ Groups = tuple[HeadGroup, ...]
 def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Compute cosines and sines of ``positions * inv_freq``, times the spectrum's ``rotary_scale``.
 
-    For ``[..., T]`` positions, in tokens, both tables are ``[..., T, pairs]`` float32.
+    For ``[..., T]`` positions, in tokens, both tables are ``[..., T, 2 pairs]`` float32, one half
+    for each channel of the pairs: ``(cos, cos)`` and ``(-sin, sin)``.
     """
     return _table(
         frequencies(spectrum.inv_freq, positions.device), spectrum.rotary_scale, positions
@@ -56,6 +57,7 @@ def _table(inv_freq: Tensor, scale: float | Tensor, positions: Tensor) -> tuple[
     phase = positions.to(torch.float64)[..., None] * inv_freq
     phase = torch.remainder(phase, 2 * math.pi).to(torch.float32)
     cos, sin = phase.cos(), phase.sin()
+    cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     return (cos, sin) if isinstance(scale, float) and scale == 1 else (cos * scale, sin * scale)
 
 
@@ -71,48 +73,17 @@ def frequencies(inv_freq: Any, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-class _Rotate(torch.autograd.Function):
-    """Rotation whose gradient is the inverse rotation, so that it keeps no activations.
-
-    A ``rotary_scale`` in the tables scales both directions alike, as the transpose requires.
-    """
-
-    @staticmethod
-    def forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        pairs = cos.shape[-1]
-        out = torch.empty_like(x)
-        first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-        torch.mul(first, cos, out=out[..., :pairs]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=out[..., pairs : 2 * pairs]).addcmul_(first, sin)
-        out[..., 2 * pairs :] = x[..., 2 * pairs :]
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        _, cos, sin = inputs
-        ctx.save_for_backward(cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grads[0], cos, -sin), None, None
-
-
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first ``2 * pairs`` channels of ``x`` ``[B, H, T, D]``; the rest passes through.
+    """Rotate the first channels of ``x`` ``[B, H, T, D]``, as many as the tables of
+    :func:`rotary_table` have; the rest passes through.
 
-    The tables are rounded to the dtype of ``x`` first, as in Hugging Face models.
+    The tables are rounded to the dtype of ``x`` first, as in Hugging Face models. Autograd keeps
+    only them.
     """
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-    if not torch.compiler.is_compiling():
-        # Without gradients, skip autograd: its bookkeeping costs a decoding step more than the
-        # rotation.
-        turn = _Rotate.apply if torch.is_grad_enabled() else _Rotate.forward
-        return turn(x, cos, sin)
-    pairs = cos.shape[-1]
-    first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
-    parts = [first * cos - second * sin, second * cos + first * sin, x[..., 2 * pairs :]]
-    return torch.cat(parts, dim=-1)
+    cos, sin, size = cos.to(x.dtype), sin.to(x.dtype), cos.shape[-1]
+    part = x[..., :size]
+    turned = torch.addcmul(part * cos, part.roll(size // 2, -1), sin)
+    return torch.cat([turned, x[..., size:]], dim=-1) if size < x.shape[-1] else turned
 
 
 def head_groups(
