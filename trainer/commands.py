@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """``conf/``: inside the package where it is installed, beside it in a checkout."""
-OF_A_RUN = "train", "prepare", "plan"
-"""Commands without a path; the first word of the others is one."""
+WITHOUT_PATH = "train", "prepare", "plan"
+"""Commands whose words are all keys. The words of the others begin with paths."""
 OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
 """The group whose options a command's help lists."""
 
@@ -83,7 +83,7 @@ def overrides_of(name: str, words: Iterable[str]) -> list[str]:
     the command has a default for that group or not. Names are text: Hydra would read numbers.
     """
     words = list(words)
-    paths = list(takewhile(lambda word: _is_path(word) and name not in OF_A_RUN, words))
+    paths = list(takewhile(lambda word: _is_path(word) and name not in WITHOUT_PATH, words))
     words = [re.sub(r"^\+(evaluation|analysis)=", r"\1=", word) for word in words[len(paths) :]]
     words = [re.sub(r"^(name|run_dir)=([\w.+-]+)$", r"\1='\2'", word) for word in words]
     if name == "compare" and paths:
@@ -185,7 +185,8 @@ def run_config(job: Job) -> schema.RunConfig:
 
 
 def forget_absent_weights(values: dict[str, Any]) -> None:
-    """Let a run and its controls begin without the weights that are not on this machine."""
+    """Clear ``from_pretrained`` and ``from_run`` of a run and its controls unless they name a
+    directory on this machine. A hub id counts as absent, even if it is in the cache."""
     for run in (values, *(values["controls"] or {}).values()):
         model = run.get("model") or {}
         for key in {"from_pretrained", "from_run"} & model.keys():
@@ -304,7 +305,8 @@ def plan(job: Job) -> None:
 
     python -m trainer plan +experiment=NAME [gpus=8] [mfu=0.4] [KEY=VALUE ...]
 
-    Without the weights that it begins with on this machine, the plan is for the configured shape.
+    If the weights that it begins with are not in a directory on this machine, as with a hub id, the
+    plan is for the configured shape.
     """
     keys = take_keys(job, schema.PlanKeys)
     from trainer.report.terminal import print_plan

@@ -15,11 +15,12 @@ from trainer.analysis.attention import Heads
 from trainer.analysis.clusters import (
     cloud,
     cluster_measures,
+    prefix_lengths,
     principal_axes,
     project,
     sample_positions,
 )
-from trainer.analysis.topic import stacked
+from trainer.analysis.target import stacked
 
 
 def result_of(heads, **options):
@@ -101,3 +102,9 @@ def test_the_plane_is_that_of_keys_and_queries_together():
     values = np.linalg.svd(heads.rotated_k[0, 1].double().numpy(), compute_uv=False)
     assert rank == pytest.approx((values**2).sum() / values[0] ** 2)
     assert points.shape == (3, 10, 2)
+
+
+def test_prefixes_double_and_end_with_the_text():
+    assert prefix_lengths(200) == [32, 64, 128, 200]
+    assert prefix_lengths(128) == [32, 64, 128]
+    assert prefix_lengths(20) == [20]

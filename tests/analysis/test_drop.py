@@ -18,7 +18,7 @@ from trainer.analysis.drop import (
     compare_predictions,
     head_measures,
 )
-from trainer.analysis.topic import Target
+from trainer.analysis.target import Target
 from trainer.common.errors import UserError
 
 IDS = torch.randint(50, (2, 72), generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ from trainer.analysis.frequency_entropy import (
     sequence_fe,
     spectrum_fe,
 )
-from trainer.analysis.topic import NotApplicableError, Target
+from trainer.analysis.target import NotApplicableError, Target
 from trainer.analysis.weighted_rope import apply, rules_of
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime

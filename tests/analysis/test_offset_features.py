@@ -24,7 +24,7 @@ from trainer.analysis.offset_features import (
     offset_features,
     sink_row,
 )
-from trainer.analysis.topic import NotApplicableError, Target
+from trainer.analysis.target import NotApplicableError, Target
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn

@@ -20,7 +20,7 @@ from trainer.analysis.positional_bias import (
     scaling_factors,
     yarn_attention,
 )
-from trainer.analysis.topic import Target
+from trainer.analysis.target import Target
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout

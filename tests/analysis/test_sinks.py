@@ -9,7 +9,7 @@ import torch
 from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads
 from trainer.analysis.attention import attention_map
 from trainer.analysis.sinks import analyze_sinks, over_largest
-from trainer.analysis.topic import Target, position_edges
+from trainer.analysis.target import Target, position_edges
 
 T = 40
 

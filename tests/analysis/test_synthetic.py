@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, turned
 from trainer.analysis.synthetic import analyze_synthetic, decay, fsv_ratios, limit
-from trainer.analysis.topic import Target
+from trainer.analysis.target import Target
 from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import dynamic, ntk_aware
 

@@ -20,7 +20,7 @@ from trainer.analysis.positional_bias import (
     prefix_spreads,
 )
 from trainer.analysis.synthetic import fsv_ratios
-from trainer.analysis.topic import stacked
+from trainer.analysis.target import stacked
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
 

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from tests.golden.files import GOLDEN
 from trainer.analysis.attention import NeedlePrompt, capture
-from trainer.analysis.topic import (
-    COLUMNS,
-    Target,
-    bucket_means,
-    position_edges,
-    prefix_lengths,
-    read,
-    summary,
-    tidy,
-)
+from trainer.analysis.results import COLUMNS, summary, tidy
+from trainer.analysis.target import Target, bucket_means, position_edges, read
 from trainer.config import AnalysisConfig, AttenuationSettings, NeedleSettings, ShortTime
 from trainer.workflows.analyze import TOPICS, analyses_of
 
@@ -119,12 +111,6 @@ def test_first_positions_are_read_without_later_tokens(tiny_decoder):
         np.testing.assert_allclose(means["whole"][layer], whole)
         np.testing.assert_allclose(means["within"][layer], np.hstack([within, whole[:, C:]]))
         assert not np.allclose(within, whole[:, :C])
-
-
-def test_prefixes_double_and_end_with_the_text():
-    assert prefix_lengths(200) == [32, 64, 128, 200]
-    assert prefix_lengths(128) == [32, 64, 128]
-    assert prefix_lengths(20) == [20]
 
 
 @given(st.integers(1, 200_000))

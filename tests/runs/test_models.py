@@ -102,8 +102,8 @@ def test_models_of_one_name_are_told_apart(finished):
     assert [model.name for model in distinct([first, hf])] == [
         f"DroPE ({first.reference})", "DroPE (hf:a)",
     ]  # fmt: skip
-    with pytest.raises(UserError, match="are named twice"):
-        distinct([first, first])
+    with pytest.raises(UserError, match=r"\['DroPE \(.*\)'\] are named twice"):
+        distinct([first, third, first])
 
 
 def test_an_origin_names_time_program_and_steps_and_nobody_s_home():

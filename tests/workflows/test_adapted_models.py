@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.analysis.attention_examples import cells
 from tests.interchange.families import made
-from trainer.analysis.topic import Target
+from trainer.analysis.target import Target
 from trainer.common.errors import UserError
 from trainer.config import (
     AnalysisConfig,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.data.conftest import held_out
-from trainer.analysis.topic import Target
+from trainer.analysis.target import Target
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.data.tokenizer import SpecialTokens, train_tokenizer

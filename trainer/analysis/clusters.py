@@ -19,16 +19,8 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.attention import SIDES, Array, Heads, Place, view_heads
-from trainer.analysis.topic import (
-    Results,
-    Target,
-    Versions,
-    prefix_lengths,
-    read,
-    results,
-    tidy,
-    versions,
-)
+from trainer.analysis.results import Results, Variants, results, tidy, variants
+from trainer.analysis.target import Target, read
 from trainer.plotting import (
     Line,
     Panel,
@@ -131,6 +123,16 @@ def _separation(q: Tensor, k: Tensor, lengths: list[int], points: int) -> dict[s
     return {"silhouette": silhouette, "davies_bouldin": davies_bouldin}
 
 
+def prefix_lengths(length: int) -> list[int]:
+    """Return 32, 64, 128 and so on below ``length``, and ``length`` itself."""
+    lengths = []
+    n = 32
+    while n < length:
+        lengths.append(n)
+        n *= 2
+    return [*lengths, length]
+
+
 def sample_positions(length: int, points: int) -> Array:
     """Choose at most ``points`` of the positions 0 .. length - 1, ascending."""
     if length <= points:
@@ -163,10 +165,10 @@ def cloud(heads: Heads, kv_head: int) -> dict[str, Array]:
     """Return a key head of the first text and the queries that read it, ``[1 + readers, T, D]``
     float64, ``plain`` and ``rotated``."""
     readers = slice(kv_head * heads.queries_per_key, (kv_head + 1) * heads.queries_per_key)
-    versions = {"plain": (heads.q, heads.k), "rotated": (heads.rotated_q, heads.rotated_k)}
+    states = {"plain": (heads.q, heads.k), "rotated": (heads.rotated_q, heads.rotated_k)}
     return {
         name: torch.cat([k[0, kv_head, None], q[0, readers]]).double().cpu().numpy()
-        for name, (q, k) in versions.items()
+        for name, (q, k) in states.items()
     }
 
 
@@ -194,7 +196,7 @@ def analyze_clusters(target: Target) -> Results:
     """Measure width and distance of the clouds of queries and keys, before and after the
     rotation."""
     target.require(4)  # a cloud needs several points
-    lengths, looks = prefix_lengths(target.length), versions(target)
+    lengths, looks = prefix_lengths(target.length), variants(target)
 
     def measure(heads: Heads) -> dict[str, Tensor]:
         within = [n for n in lengths if n <= heads.q.shape[2]]
@@ -221,14 +223,14 @@ def analyze_clusters(target: Target) -> Results:
 
 
 def curve_plots(
-    values: Mapping[str, Array], lengths: Sequence[int], looks: Versions, trained: int
+    values: Mapping[str, Array], lengths: Sequence[int], looks: Variants, trained: int
 ) -> list[Plot]:
     """Draw the measures by length, and the first principal component."""
 
     def panel(title: str, measure: str, *, median: bool = False, **others: Any) -> Panel:
         lines = [
-            over_heads(*look, lengths, values[f"{version}.{measure}"], median=median)
-            for version, look in looks.items()
+            over_heads(*look, lengths, values[f"{variant}.{measure}"], median=median)
+            for variant, look in looks.items()
         ]
         return Panel(title, lines, **others)
 
@@ -298,7 +300,7 @@ def curve_plots(
     ]
 
 
-def snapshots_plot(target: Target, shown: Sequence[Place], looks: Versions) -> Plot:
+def snapshots_plot(target: Target, shown: Sequence[Place], looks: Variants) -> Plot:
     """Draw key heads and their queries in the plane of their first two principal components, in a
     text of the training length and in the whole one."""
     planes: dict[Place, Array] = {}  # of the shorter text, before the encoding
@@ -307,7 +309,7 @@ def snapshots_plot(target: Target, shown: Sequence[Place], looks: Versions) -> P
         vectors, place = cloud(heads, kv_head), (heads.layer, kv_head)
         if place not in planes:
             planes[place] = principal_axes(vectors["plain"])
-        return {version: project(vectors[version], planes[place]) for version in looks}
+        return {variant: project(vectors[variant], planes[place]) for variant in looks}
 
     # Read the text once per length: temperatures and frequencies may depend on the length.
     lengths = dict.fromkeys([min(target.training_length, target.length), target.length])
@@ -319,12 +321,12 @@ def snapshots_plot(target: Target, shown: Sequence[Place], looks: Versions) -> P
         low, high = everything.min(axis=0), everything.max(axis=0)
         half, (x, y) = 0.55 * float((high - low).max()), (low + high) / 2
         square = {"xlim": (x - half, x + half), "ylim": (y - half, y + half), "box_aspect": 1}
-        for number, (n, version, (points, rank)) in enumerate(row):
+        for number, (n, variant, (points, rank)) in enumerate(row):
             readers = len(points) - 1
             queries = [f"queries {i}" for i in range(readers)] if readers > 1 else ["queries"]
             panels.append(
                 Panel(
-                    f"{looks[version][0]}\n{n:,} tokens, rank {rank:.2f}",
+                    f"{looks[variant][0]}\n{n:,} tokens, rank {rank:.2f}",
                     y="" if number else f"L{layer}, key head {kv_head}",
                     prepare=partial(bare_plane, limits=square),
                     points=dict(zip(["keys", *queries], points, strict=True)),

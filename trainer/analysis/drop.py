@@ -14,15 +14,8 @@ from torch import Tensor
 
 from trainer.analysis.attention import Array, Heads, attention_rows, capture
 from trainer.analysis.positional_bias import positional_biases
-from trainer.analysis.topic import (
-    Results,
-    Target,
-    bucket_means,
-    position_edges,
-    results,
-    stacked,
-    tidy,
-)
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import Target, bucket_means, position_edges, stacked
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size

@@ -36,7 +36,8 @@ from trainer.analysis.attention import (
     stack_layers,
     view_heads,
 )
-from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import Target
 from trainer.analysis.weighted_rope import apply, count_pairs, factors_of, rules_of
 from trainer.common.errors import UserError
 from trainer.config import USUAL, ShortTime, WeightedRopeSettings

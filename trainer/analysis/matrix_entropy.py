@@ -40,7 +40,8 @@ from trainer.analysis.attention import (
     stack_layers,
     view_heads,
 )
-from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import Target
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import Line, Panel, Plot, draw, heat_maps
 from trainer.positional.layout import Layout

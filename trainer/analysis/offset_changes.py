@@ -19,7 +19,8 @@ from trainer.analysis.offset_features import (
     points_by,
     summary,
 )
-from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import Target
 from trainer.plotting import BLACK, GREY, Panel, Plot, draw
 
 

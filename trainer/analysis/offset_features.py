@@ -42,7 +42,8 @@ from trainer.analysis.attention import (
     head_vectors,
     view_heads,
 )
-from trainer.analysis.topic import NotApplicableError, Results, Target, results, tidy
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import NotApplicableError, Target
 from trainer.plotting import (
     BLACK,
     GREEN,

@@ -36,7 +36,8 @@ from trainer.analysis.attention import (
     view_heads,
     visible_keys,
 )
-from trainer.analysis.topic import Results, Target, results, stacked, tidy
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import Target, stacked
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import STYLE_NUMBERS, Line, Panel, Plot, draw, heat_maps, log_if_wide

@@ -8,16 +8,8 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.attention import Array, Heads, attention_map, attention_rows, view_heads
-from trainer.analysis.topic import (
-    Results,
-    Target,
-    bucket_means,
-    position_edges,
-    read,
-    results,
-    tidy,
-    versions,
-)
+from trainer.analysis.results import Results, results, tidy, variants
+from trainer.analysis.target import Target, bucket_means, position_edges, read
 from trainer.plotting import Panel, Plot, draw, heat_maps, over_heads
 
 CELLS = 128
@@ -51,19 +43,19 @@ def analyze_sinks(target: Target) -> Results:
     """Measure norms of keys, attention on the first key, and the largest dot products, by
     position."""
     target.require(8)  # other positions than the first
-    looks = versions(target)
+    looks = variants(target)
     edges = position_edges(target.length)
     if target.prefix is not None:  # no bucket holds positions of both passes
         edges = sorted({*edges, target.training_length})
 
     def measure(heads: Heads) -> dict[str, Tensor]:
         values = {"key_norm": heads.k.norm(dim=-1)}
-        for version in looks:
-            rotated = version == "rotated"
+        for variant in looks:
+            rotated = variant == "rotated"
             q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
             rows = attention_rows(heads, rotated=rotated)
             measured = (key_dot(q, k), rows.sink, rows.peak)
-            names = (f"{version}.{name}" for name in MEASURES)
+            names = (f"{variant}.{name}" for name in MEASURES)
             values |= dict(zip(names, measured, strict=True))
         within = [edge for edge in edges if edge <= heads.q.shape[2]]
         return {name: bucket_means(value, within) for name, value in values.items()}
@@ -79,7 +71,7 @@ def analyze_sinks(target: Target) -> Results:
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
 
     def panel(title: str, y: str, measure: str) -> Panel:
-        drawn = {look: curves[f"{version}.{measure}"] for version, look in looks.items()}
+        drawn = {look: curves[f"{variant}.{measure}"] for variant, look in looks.items()}
         if measure == "key_dot":
             drawn = {look: over_largest(curve) for look, curve in drawn.items()}
         return Panel(

@@ -17,7 +17,8 @@ import numpy as np
 import pandas as pd
 
 from trainer.analysis.attention import Array
-from trainer.analysis.topic import Results, Target, results, tidy
+from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.target import Target
 from trainer.plotting import Line, Panel, Plot, draw, style_numbers
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout

@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def configuration(cls: type[T]) -> type[T]:
-    """Make ``cls`` a frozen dataclass without unknown keys and without infinite numbers.
+    """Make ``cls`` a frozen dataclass that refuses unknown keys, infinite numbers and NaN.
 
-    Numbers are text where text is expected, such as the year of a ``revision``.
+    A number given for a text field becomes text: ``revision=2024`` is ``"2024"``.
     """
     checks = ConfigDict(extra="forbid", allow_inf_nan=False, coerce_numbers_to_str=True)
     cls.__pydantic_config__ = checks  # type: ignore[attr-defined]  # pydantic reads it
@@ -26,15 +26,15 @@ def configuration(cls: type[T]) -> type[T]:
 
 
 Count = Annotated[int, Field(ge=1)]
-"""A whole number from 1."""
+"""A whole number, at least 1."""
 Natural = Annotated[int, Field(ge=0)]
-"""A whole number from 0, such as a seed."""
+"""A whole number, at least 0, such as a seed."""
 Positive = Annotated[float, Field(gt=0)]
-"""A number above 0."""
+"""A number, more than 0."""
 NotNegative = Annotated[float, Field(ge=0)]
-"""A number from 0."""
+"""A number, at least 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
-"""A number from 0 to 1."""
+"""A number, at least 0 and at most 1."""
 
 _adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
 

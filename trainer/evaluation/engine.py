@@ -23,7 +23,7 @@ from trainer.common.progress import Progress
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.methods import Method
 from trainer.evaluation.results import TRIAL_COLUMNS
-from trainer.evaluation.saved_model import Dtype, SavedModel, multiplied_in
+from trainer.evaluation.saved_model import Dtype, SavedModel, matmul_precision
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import Task
 from trainer.model.language_model import LanguageModel
@@ -46,7 +46,7 @@ class Settings:
     @property
     def key(self) -> list[Any]:
         """All of it that a result depends on."""
-        return [self.batch_tokens, self.device, multiplied_in(self.dtype, self.device)]
+        return [self.batch_tokens, self.device, matmul_precision(self.dtype, self.device)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,9 @@ def make_layouts(
 
     ``methods``: those that apply to each model, by its name.
     """
-    plain, layouts, sentences = adapter(list[Layout]), Layouts(), list[str]()
+    plain = adapter(list[Layout])
+    layouts: Layouts = {}
+    sentences: list[str] = []
     for model in models:
         # The weights are read if anything is fitted.
         load = cache(partial(model.for_inference, settings.device, settings.dtype, PREFILL))

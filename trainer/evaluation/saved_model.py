@@ -27,21 +27,28 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
 
 
-def multiplied_in(weights: Dtype, device: str) -> str:
-    """Return the precision of matrix products with such weights: fp32, tf32 or bf16."""
-    return "tf32" if (weights, device) == ("fp32", "cuda") else weights
+def matmul_precision(dtype: Dtype, device: str) -> str:
+    """Return the precision of matrix products with weights of ``dtype``: fp32, tf32 or bf16."""
+    return "tf32" if (dtype, device) == ("fp32", "cuda") else dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SavedModel:
     """A model that can be loaded, with its name in tables.
 
-    ``reference``: the user's name for it. ``weights``: loads it onto a device, by default the CPU,
-    and in a dtype, by default float32. ``hash``: of its weights. ``run``: configuration of the run
-    that trained it (None: published weights). ``role``: its role in comparisons, such as ``drope``.
-    ``state``: the description in its checkpoint. ``longest_context``: the longest context, in
-    tokens, that it was ever trained with or that its own rescaling reaches. ``computed_by``: the
+    ``name``: its name in tables, distinct after :func:`distinct`. ``reference``: the user's name
+    for it. ``path``: the checkpoint, or the directory of published weights. ``tokens``: tokenizer
+    and special tokens. ``config``: shape. ``layout``: encodings of its layers, and C. ``read``:
+    loads it onto a device and in a dtype. ``hash``: of its weights. ``longest_context``: the
+    longest context, in tokens, that it was trained with, that its own rescaling reaches, or that
+    :meth:`with_training_length` sets. ``run``: configuration of the run that trained it (None:
+    published weights). ``role``: its role in comparisons, such as ``drope``. ``computed_by``: the
     program that computes it, if not this one.
+
+    ``state``: ``state.json`` of a run's checkpoint; empty for published weights. Keys read from it:
+    ``step``, number of steps trained; ``end_of_text`` and ``token_files``, for an export;
+    ``texts``, fingerprints of the prepared texts; ``effects``, losses before and after the change
+    of each phase, by its name; ``benchmarks``, scores during training.
     """
 
     name: str
@@ -50,7 +57,7 @@ class SavedModel:
     tokens: SpecialTokens
     config: ModelConfig
     layout: Layout
-    weights: Callable[..., LanguageModel]
+    read: Callable[[str, torch.dtype], LanguageModel]
     hash: str
     longest_context: int
     run: RunConfig | None = None
@@ -65,7 +72,7 @@ class SavedModel:
 
     def load(self, device: str = "cpu", dtype: Dtype = "fp32") -> LanguageModel:
         """Load the model with its training length and the tokens that end its answers."""
-        model = self.weights(device, DTYPES[dtype])
+        model = self.read(device, DTYPES[dtype])
         model.layout = self.layout
         model.end_tokens = self.tokens.stops
         return model
@@ -86,7 +93,7 @@ class SavedModel:
                 backend = model.use_backend(model.config.attention_backend, device, half=half)
             except UserError:  # the run's backend needs a GPU or 16 bits
                 backend = model.use_backend("auto", device, half=half)
-        kind = f"{multiplied_in(dtype, device)} on {device}"
+        kind = f"{matmul_precision(dtype, device)} on {device}"
         log.info("%s: %s, attention %s", self.name, kind, backend)
         return model
 
@@ -134,14 +141,15 @@ def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:
         ]
         if len(set(names)) == len(names):
             return [replace(m, name=name) for m, name in zip(models, names, strict=True)]
-    raise UserError(f"compare: {names} are named twice")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    raise UserError(f"compare: {twice} are named twice")
 
 
 def fitting_together(models: Sequence[SavedModel]) -> list[SavedModel]:
     """Check that the models fit together; return them under distinct names.
 
     Raises:
-        UserError: models have different tokenizers or training lengths.
+        UserError: models have different tokenizers or training lengths, or a model appears twice.
     """
     first = models[0]
     for model in models:

@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
-from trainer.evaluation.answering import answers, batches
+from trainer.evaluation.answering import answers
+from trainer.evaluation.answering import batches as batches_of_prompts
 from trainer.evaluation.scoring import Prompt, Score, Stop
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
@@ -96,6 +97,7 @@ class PromptTask(Task):
             (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label)
             for p in prompts
         ]
+        # A prompt without a group has its own text; groups are numbered from 0.
         groups = [-1 - i if p.group is None else p.group for i, p in enumerate(prompts)]
         texts = pd.factorize(np.array(groups, int))[0]
         depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
@@ -125,7 +127,8 @@ class PromptTask(Task):
             ]
 
         return [
-            partial(read, [*chain.from_iterable(groups)]) for groups in batches(asked, batch_tokens)
+            partial(read, [*chain.from_iterable(groups)])
+            for groups in batches_of_prompts(asked, batch_tokens)
         ]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from trainer.analysis.topic import Results, summary
+from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
 from trainer.evaluation.results import VERDICTS, Report, troubles
 from trainer.plotting import Plot, save

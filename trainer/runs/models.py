@@ -68,7 +68,7 @@ def find_model(reference: str) -> SavedModel:
         details = {
             "name": f"{path.resolve().name}-hf",
             "hash": f"{program} {_files_fingerprint(path)}",
-            "weights": lambda device, dtype: read_adapted(path, dtype).to(device),
+            "read": lambda device, dtype: read_adapted(path, dtype).to(device),
             "computed_by": program,
         }
     elif is_published(reference):
@@ -96,7 +96,7 @@ def find_model(reference: str) -> SavedModel:
         config=weights.config,
         layout=weights.layout,
         longest_context=weights.layout.longest,
-        **{"weights": weights.decoder} | details,
+        **{"read": weights.decoder} | details,
     )
     return saved.with_training_length(length)
 

@@ -20,9 +20,10 @@ from trainer.analysis.matrix_entropy import analyze_matrix_entropy
 from trainer.analysis.offset_changes import offset_changes
 from trainer.analysis.offset_features import analyze_offset_features
 from trainer.analysis.positional_bias import analyze_positional_bias
+from trainer.analysis.results import Results
 from trainer.analysis.sinks import analyze_sinks
 from trainer.analysis.synthetic import analyze_synthetic
-from trainer.analysis.topic import NotApplicableError, Results, Target
+from trainer.analysis.target import NotApplicableError, Target
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
 from trainer.common.processes import usual_threads

@@ -21,7 +21,7 @@ from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Report, averaged, rows_of
-from trainer.evaluation.saved_model import SavedModel, fitting_together, multiplied_in
+from trainer.evaluation.saved_model import SavedModel, fitting_together, matmul_precision
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
@@ -161,7 +161,7 @@ def measure_models(
         tasks=task_titles,
         notes=(*notes, *task_notes, *fit_notes),
         config={"evaluation": without_home(asdict(config))},
-        environment={**environment(corpus), "precision": multiplied_in(dtype, device)},
+        environment={**environment(corpus), "precision": matmul_precision(dtype, device)},
         training_share=text.training_share,
     )
 

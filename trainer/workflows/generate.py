@@ -33,6 +33,10 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     prompts = [
         [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
     ]
+
+    def has_stopped(_: int, tokens: list[int]) -> bool:
+        return text_until(tokenizer, tokens, request.stop)[1]
+
     start = time.perf_counter()
     written = generate(
         model,
@@ -40,7 +44,7 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
         request.max_new_tokens,
         end_tokens=saved.tokens.stops,
         sampler=Sampler(request.temperature, request.top_p, request.seed),
-        on_token=lambda row, tokens: text_until(tokenizer, tokens, request.stop)[1],
+        on_token=has_stopped if request.stop else None,
     )
     read, new = sum(map(len, prompts)), sum(map(len, written))
     log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)

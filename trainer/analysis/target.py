@@ -1,14 +1,19 @@
-"""Shared parts of analyses: their model and text, their figures and rows, means over texts."""
+"""What an analysis reads: a model with a text, means over the texts, and buckets of positions.
+
+An analysis measures the queries and keys of one layer at a time::
+
+    norms = read(target, lambda heads: {"key_norm": heads.k.norm(dim=-1)})["key_norm"]
+
+gives the norms ``[layers, heads, positions]``, averaged over the texts. The figures and rows that
+it returns are in :mod:`trainer.analysis.results`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from torch import Tensor
 
@@ -16,11 +21,6 @@ from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
-from trainer.plotting import Plot
-
-COLUMNS = ("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value")
-"""Columns of results. ``variant``: the state of queries and keys, the side, or the method.
-``length``: tokens of the prefix, position or distance. Cells that mean nothing are empty."""
 
 
 @dataclass(frozen=True)
@@ -85,81 +85,6 @@ class NotApplicableError(UserError):
     """An analysis does not apply to a model or a text; kind ``all`` leaves it out."""
 
 
-class Results(NamedTuple):
-    """Figures of an analysis, and its numbers as rows with the columns :data:`COLUMNS`."""
-
-    key: str
-    title: str
-    plots: list[Plot]
-    rows: pd.DataFrame
-
-
-def results(
-    key: str, title: str, model: str, plots: list[Plot], tables: Sequence[pd.DataFrame]
-) -> Results:
-    """Return results with the rows of all tables, see :func:`tidy`; rows that name no model are of
-    ``model``."""
-    rows = pd.concat(tables).reindex(columns=COLUMNS)
-    rows["topic"], rows["model"] = key, rows["model"].fillna(model)
-    return Results(key, title, plots, rows)
-
-
-def tidy(
-    values: Mapping[str, Any],
-    *axes: str,
-    places: Mapping[str, Sequence[Any]] | None = None,
-    **constants: Any,
-) -> pd.DataFrame:
-    """Return a row for each number of arrays (or single numbers), by the metric's name.
-
-    ``axes``: column of every axis, with its index or ``places[axis][index]`` as value.
-    ``constants``: other columns. NaN, for a head or a pair that a layer does not have, is left
-    out.
-    """
-    tables = []
-    for metric, array in values.items():
-        shape = np.shape(array)
-        indices = np.indices(shape).reshape(len(axes), math.prod(shape))
-        columns = {
-            axis: np.asarray((places or {}).get(axis, range(size)))[index]
-            for axis, size, index in zip(axes, shape, indices, strict=True)
-        }
-        table = {**constants, **columns, "metric": metric, "value": np.ravel(array)}
-        tables.append(pd.DataFrame(table))
-    return pd.concat(tables, ignore_index=True).dropna(subset="value")
-
-
-def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
-    """Return means, 10% and 90% quantiles and counts over layers, heads and pairs.
-
-    There is a row for each model, variant and metric, at the longest length up to ``trained`` and
-    at the longest of all where lengths were measured.
-    """
-    groups = ["model", "variant", "metric"]
-    rows = rows.fillna({"variant": "", "model": ""})
-    length = rows["length"].astype(float)
-    within, beyond = (
-        of.groupby([rows[column] for column in groups]).transform("max")
-        for of in (length.where(length <= trained), length)
-    )
-    shown = rows[length.isna() | (length == within) | (length == beyond)]
-    values = shown.groupby([*groups, "length"], dropna=False, sort=False)["value"]
-    return values.agg(
-        mean="mean", low=lambda v: v.quantile(0.1), high=lambda v: v.quantile(0.9), n="count"
-    ).reset_index()
-
-
-Versions = dict[str, tuple[str, int]]
-"""Label and style number in figures, by variant."""
-
-
-def versions(target: Target) -> Versions:
-    """Return ``plain`` and ``rotated``, or only ``rotated`` if no head rotates."""
-    if target.rotates:
-        return {"plain": ("before rotation", 2), "rotated": ("after rotation", 4)}
-    return {"rotated": ("as projected, no rotation", 1)}
-
-
 def stacked(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Array]:
     """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
     layer."""
@@ -186,16 +111,6 @@ def read(
         for name in within.keys() - of_whole:
             means[name][..., : within[name].shape[-1]] = within[name]
     return means
-
-
-def prefix_lengths(length: int) -> list[int]:
-    """Return 32, 64, 128 and so on below ``length``, and ``length`` itself."""
-    lengths = []
-    n = 32
-    while n < length:
-        lengths.append(n)
-        n *= 2
-    return [*lengths, length]
 
 
 def position_edges(length: int, per_octave: int = 16) -> list[int]:
