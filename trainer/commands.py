@@ -99,12 +99,13 @@ def _is_path(word: str) -> bool:
 def job_of(config: DictConfig, hydra_config: Any) -> Job:
     """Return the plain values of a composed configuration without Hydra's own.
 
-    Its ``plugins`` are run, so that it can name what they register.
+    Its ``plugins`` are run, so that it can name what they register; those of its controls as well.
     """
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    for path in values.get("plugins") or ():
-        runpy.run_path(path)
+    for of_run in (values, *(values.get("controls") or {}).values()):
+        for path in of_run.get("plugins") or ():
+            runpy.run_path(path)
     return Job(values, hydra_config.runtime.choices, list(hydra_config.overrides.task))
 
 

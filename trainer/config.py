@@ -774,7 +774,7 @@ class GenerationRequest:
     """Divides the logits; 0: always the likeliest token."""
     top_p: Share = 1.0
     """Draw from the likeliest tokens that have this probability together."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = field(default_factory=list)
     """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
     seed: Natural = 0
     """Seed of the draws."""

@@ -163,8 +163,15 @@ def test_the_boxed_answer_or_else_the_last_number(text, answer):
         (r"45^\circ", r"45^{\circ}", "45"),
         (r"50\%", "50%", r"50\,"),
         (r"\text{east}", "east", "east."),
-        (r"\$5", "$5$", "5"),
+        (r"\$5", "$5$", "5", "x = 5", r"5\text{ cm}"),
+        (r"\frac12", "1/2", "0.5", ".5"),
+        (r"\sqrt3", r"\sqrt{3}"),
     ],
 )
 def test_looks_do_not_matter(same):
     assert len({normalised(answer) for answer in same}) == 1
+
+
+def test_other_answers_stay_apart():
+    different = (r"x\rightarrow 1", "1", "-1", "3.5", "0.35", "-1/3", "3", r"\text{ even}", "odd")
+    assert len({normalised(answer) for answer in different}) == len(different)

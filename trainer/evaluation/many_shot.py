@@ -2,7 +2,7 @@
 
 A prompt is filled with solved problems and ends with an unsolved one. With a needle, that problem
 and its solution are among the examples, at one of four depths; without, they are not. The problems
-are those of MATH (Hendrycks et al. 2021), and final answers are extracted and compared as in MATH.
+are those of MATH (Hendrycks et al. 2021), and final answers are compared as in MATH.
 """
 
 from __future__ import annotations
@@ -140,18 +140,27 @@ def final_answer(text: str) -> str:
     return next(reversed(re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)), "")
 
 
-SAME = [
+TYPOGRAPHY = [
     (r"\\[dt]frac", r"\\frac"),
+    (r"\\(?:left|right)(?![A-Za-z])|\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?", ""),
+    (r"(?<=\S)\s*\\text\{ [^{}]*\}$", ""),  # a unit
     (r"\\text\{([^{}]*)\}", r"\1"),
-    (r"\\left|\\right|\\[!,;: ]|\\?[$%]|\^\{?\\circ\}?|\s", ""),
+    (r"^\s*[A-Za-z]{1,2}\s*=", ""),
+    (r"\s", ""),
     (r"(?<=\d),(?=\d{3}\b)", ""),
     (r"\.$", ""),
+    (r"(?<!\d)\.(?=\d)", "0."),
+    (r"\\frac(\d)(\d)", r"\\frac{\1}{\2}"),
+    (r"\\sqrt(\d)", r"\\sqrt{\1}"),
+    (r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}"),
+    (r"^0\.5$", r"\\frac{1}{2}"),
 ]
+"""Patterns of ways to write the same answer, and what takes their place."""
 
 
 def normalised(answer: str) -> str:
-    """Return the answer without typography: spaces, degree and percent signs, delimiter sizes,
-    thousands separators, and a final full stop."""
-    for pattern, new in SAME:
+    """Return the answer as MATH compares it: without typography, units and ``x=``, with fractions
+    and roots in braces."""
+    for pattern, new in TYPOGRAPHY:
         answer = re.sub(pattern, new, answer)
     return answer

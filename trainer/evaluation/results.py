@@ -262,7 +262,10 @@ class Report:
         facts = adapter(dict[str, Any]).validate_json((directory / FACTS).read_bytes())
         rows = read_csv(directory / "results.csv")
         trials = pd.read_parquet(directory / "trials.parquet")
-        return adapter(Report).validate_python({**facts, "rows": rows, "trials": trials})
+        # 0.3.0 wrote the longest context only if it was not the training length.
+        trained = facts.get("longest_context") or facts["training_length"]
+        values = {"trained": trained, **facts, "rows": rows, "trials": trials}
+        return adapter(Report).validate_python(values)
 
 
 FACTS = "facts.json"

@@ -1,5 +1,4 @@
-"""Generate continuations of prompts of any lengths with a key-value cache, and decode them to text
-token by token."""
+"""Generate continuations of prompts of any lengths with a key-value cache."""
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ def generate(
     Args:
         sampler: draws the tokens; None: takes the most likely ones.
         end_tokens: tokens that end a sequence.
-        on_token: called with a prompt's index and its new tokens after each of them, for instance
-            to print the last one; returning True ends that sequence.
+        on_token: called with a prompt's index and its new tokens after each of them; returning True
+            ends that sequence.
 
     Returns:
         The new tokens of each prompt, including the end token.
