@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 
 import pytest
@@ -94,6 +95,16 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus, monkeypatch):
     }  # fmt: skip
     assert asked == [("0",), ("1",), ("2",)]
     assert [[*prompt.tokens] for prompt in read] == [[0, *range(33, 62)]] * 3
+
+
+def test_a_score_that_is_mended_is_another_task(corpus, tmp_path):
+    def asked(value):
+        (tmp_path / "mine.py").write_text(f"score = lambda text, answers: {value}")
+        score = runpy.run_path(str(tmp_path / "mine.py"))["score"]
+        tokenizer = corpus.tokenizer
+        return PromptTask("mine", tokenizer, lambda length: [Prompt([1], ("a",), 1)], score)
+
+    assert asked(0.0).fingerprint(8) == asked(0.0).fingerprint(8) != asked(1.0).fingerprint(8)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -102,10 +104,13 @@ class PromptTask(Task):
         texts = pd.factorize(np.array(groups, int))[0]
         depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
         columns = {"text": texts, "depth": pd.Series(depths, dtype=float), "label": labels}
-        return fingerprint(inputs, self.never_first), pd.DataFrame(columns)
+        # A score of one's own that is mended gives other values.
+        rules = [getattr(rule, "func", rule) for rule in (self.score, self.stop) if rule]
+        code = [Path(inspect.getfile(rule)).read_text(encoding="utf-8") for rule in rules]
+        return fingerprint(inputs, self.never_first, code), pd.DataFrame(columns)
 
     def fingerprint(self, length: int) -> str:
-        """Return a hash of the prompts and their answers."""
+        """Return a hash of the prompts, their answers, and the files of ``score`` and ``stop``."""
         return self._summary(length)[0]
 
     def trials(self, length: int) -> pd.DataFrame:
