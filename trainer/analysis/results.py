@@ -1,6 +1,6 @@
-"""What an analysis returns: figures, and its numbers as rows of one table.
+"""An analysis returns figures, and its numbers as rows of one table.
 
-An analysis of one's own, in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure)::
+One's own stands in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure)::
 
     @analysis  # of trainer.workflows.analyze
     def key_norms(target):

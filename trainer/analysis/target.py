@@ -1,6 +1,6 @@
-"""What an analysis reads: a model with a text, means over the texts, and buckets of positions.
+"""An analysis reads a model with a text, and may average over texts and buckets of positions.
 
-An analysis measures the queries and keys of one layer at a time::
+It measures the queries and keys of one layer at a time::
 
     norms = read(target, lambda heads: {"key_norm": heads.k.norm(dim=-1)})["key_norm"]
 

@@ -37,7 +37,10 @@ PREFILL = 32768
 
 @dataclass(frozen=True)
 class Settings:
-    """How models are computed: tokens of a forward pass, "cpu" or "cuda", dtype of the weights."""
+    """Settings of the computation.
+
+    ``batch_tokens``: of a forward pass. ``device``: "cpu" or "cuda". ``dtype``: of the weights.
+    """
 
     batch_tokens: int = 4096
     device: str = "cpu"

@@ -87,7 +87,8 @@ def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> tuple[str,
     The choice among several affects their union in :func:`rouge_l`: a common last word belongs to
     it; otherwise x loses its last word only if keeping it would cost length.
     """
-    longest: list[tuple[str, ...]] = [()] * (len(y) + 1)  # of a beginning of x and those of y
+    # Entry j is for the words of x so far and the first j of y.
+    longest: list[tuple[str, ...]] = [()] * (len(y) + 1)
     for word in x:
         without, longest = longest, [()]
         for j, other in enumerate(y):
