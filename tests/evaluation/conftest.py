@@ -40,7 +40,6 @@ def fit_text(*ids, count, longest, weights=None):
     return FitText(HeldOut(corpus, text, (), None), count, longest)
 
 
-def values_of(task, model, length, batch_tokens):
+def values_of(task, model, batch_tokens):
     """Values of all batches of a task."""
-    batches = task.batches(model, length, batch_tokens)
-    return [value for read in batches for value in read()]
+    return [value for read in task.batches(model, batch_tokens) for value in read()]

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 
 from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
 from trainer.data.corpus import held_out_windows
-from trainer.evaluation import dope
-from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of
+from trainer.evaluation import dope, engine, loss
+from trainer.evaluation.engine import Settings, measure_cells, plan_cells, trials_of
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, statements
-from trainer.evaluation.loss import Perplexity
+from trainer.evaluation.loss import perplexity, token_losses
 from trainer.evaluation.methods import method_for
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
@@ -56,9 +56,9 @@ def fit_text(corpus, count=2):
     return FitText(HeldOut(corpus, corpus.validation, (), None), count, 64)
 
 
-def perplexity(corpus):
+def perplexities(corpus):
     windows = held_out_windows(corpus.test, 3, max(LENGTHS))
-    return Perplexity(windows, corpus.end_of_text, 32)
+    return [perplexity(windows, corpus.end_of_text, 32, length) for length in LENGTHS]
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def evaluation(model, corpus, tmp_path):
     def go(methods=("none", "crop", "yarn"), trials=5, folder=".", tokens=4096):
         config = EvaluationConfig(methods=list(methods))
         needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
-        tasks = [perplexity(corpus), statements(corpus, corpus.test, LENGTHS, needles)]
+        tasks = perplexities(corpus) + statements(corpus, corpus.test, LENGTHS, needles)
         text, store = fit_text(corpus), Store(tmp_path / folder)
         go.cells, trials, _ = evaluated(model, config, text, tasks, store, tokens, load)
         return trials, len(loads)
@@ -85,8 +85,7 @@ def evaluated(model, config, text, tasks, store, tokens=4096, load=None):
     """Cells of a configuration's methods for one model, their trials, and notes."""
     models, settings = [saved("tiny", model, load)], Settings(tokens)
     methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
-    layouts, notes = make_layouts(models, methods, LENGTHS, text, store, settings)
-    cells = plan_cells(models, methods, tasks, layouts, settings)
+    cells, notes = plan_cells(models, methods, tasks, text, store, settings)
     measure_cells(cells, store, settings)
     return cells, trials_of(cells, store), notes
 
@@ -112,14 +111,14 @@ def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corp
     """At 64 tokens, 32 of them read: the last 16 tokens behind the 16 before, those before them
     behind the 16 before these."""
     measured, _ = evaluation(["crop"])
-    (loss,) = [r["value"] for r in rows(measured) if r["metric"] == "loss" and r["length"] == 64]
+    (got,) = [r["value"] for r in rows(measured) if r["metric"] == "loss" and r["length"] == 64]
     losses = []
-    for window in perplexity(corpus).windows:
+    for window in held_out_windows(corpus.test, 3, 64):
         for first in (16, 32):
             ids = torch.tensor([corpus.end_of_text, *window[first : first + 32]])
             logits = model(ids[None, :-1])[0].double()
             losses.append(F.cross_entropy(logits, ids[1:], reduction="none")[16:])
-    assert loss == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert got == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_stored_cells_are_not_measured_again(evaluation):
@@ -151,8 +150,7 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     methods = {name: [method_for("none", shape.layout, config)] for name in "ab"}
     del shape
     store, settings = Store(tmp_path), Settings()
-    layouts, _ = make_layouts(models, methods, LENGTHS, fit_text(corpus), store, settings)
-    plans = plan_cells(models, methods, [perplexity(corpus)], layouts, settings)
+    plans, _ = plan_cells(models, methods, perplexities(corpus), fit_text(corpus), store, settings)
     measure_cells(plans, store, settings)
     assert alive == [0, 0, 0]
 
@@ -165,7 +163,7 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
         text = fit_text(corpus, windows)
         return [
             cell.key
-            for cell in evaluated(model, config, text, [perplexity(corpus)], Store(tmp_path))[0]
+            for cell in evaluated(model, config, text, perplexities(corpus), Store(tmp_path))[0]
         ]
 
     first, second = keys(1), keys(2)
@@ -175,7 +173,7 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
     config = EvaluationConfig(lengths=[1, 2], methods=["dope"], dope=DopeSettings(heads=2))
     text = fit_text(corpus, 3)
-    *_, notes = evaluated(model, config, text, [perplexity(corpus)], Store(tmp_path))
+    *_, notes = evaluated(model, config, text, perplexities(corpus), Store(tmp_path))
     for length, note in zip(LENGTHS, notes, strict=True):
         chosen = dope.select(model, torch.from_numpy(text.windows(length)), config.dope)
         heads = ", ".join(map(str, chosen))
@@ -194,7 +192,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
 
     def go(folder):
         _, trials, notes = evaluated(
-            model, config, text, [perplexity(corpus)], Store(tmp_path / folder)
+            model, config, text, perplexities(corpus), Store(tmp_path / folder)
         )
         return notes, rows(trials)
 
@@ -204,14 +202,14 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Perplexity, "batches", killed)
+        patch.setattr(engine, "_measure", killed)
         with pytest.raises(KeyboardInterrupt):
             go("killed")
     assert len(list((tmp_path / "killed").glob("fit-*"))) == 2
     assert go("killed") == whole
     for path in (tmp_path / "killed").glob("fit-*"):
         shutil.rmtree(path)
-    monkeypatch.setattr(Perplexity, "batches", killed)
+    monkeypatch.setattr(engine, "_measure", killed)
     assert go("killed") == whole
 
 
@@ -220,21 +218,18 @@ def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
 ):
     """A batch has one sequence of 64 tokens or two of 32."""
     whole, _ = evaluation(["none"], folder="whole", tokens=64)
-    batches, read, limit = Perplexity.batches, [], 2
+    read, limit = [], 2
 
-    def counting(task, model, length, *options):
-        def count(number, batch):
-            if len(read) == limit:
-                raise KeyboardInterrupt
-            read.append((length, number))
-            return batch()
+    def counting(model, windows, *rest, **options):
+        if len(read) == limit:
+            raise KeyboardInterrupt
+        read.append(windows.shape)
+        return token_losses(model, windows, *rest, **options)
 
-        return [partial(count, *each) for each in enumerate(batches(task, model, length, *options))]
-
-    monkeypatch.setattr(Perplexity, "batches", counting)
+    monkeypatch.setattr(loss, "token_losses", counting)
     with pytest.raises(KeyboardInterrupt):
         evaluation(["none"], folder="killed", tokens=64)
-    assert read == [(32, 0), (32, 1)]
+    assert read == [(2, 32), (1, 32)]
     # The second is cut short, as if the power had gone.
     files = (tmp_path / "killed").glob("cell-*/0.jsonl")
     (path,) = (path for path in files if "perplexity" in path.read_text())
@@ -244,7 +239,7 @@ def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
     limit = None
     cells, _ = evaluation(["none"], folder="killed", tokens=64)
     assert rows(cells) == rows(whole)
-    assert read == [(32, 1), (64, 0), (64, 1), (64, 2)]
+    assert read == [(1, 32), (1, 64), (1, 64), (1, 64)]
 
 
 def test_values_of_other_batches_are_not_put_together(evaluation):
@@ -267,7 +262,7 @@ def test_processes_share_fits_and_batches_and_each_can_put_cells_together(
     )
     text = fit_text(corpus)
     load = partial(copy.deepcopy, model)  # each process has its own
-    go = partial(evaluated, model, config, text, [perplexity(corpus)], tokens=64, load=load)
+    go = partial(evaluated, model, config, text, perplexities(corpus), tokens=64, load=load)
     _, alone, notes = go(Store(tmp_path / "alone"))
     with ThreadPoolExecutor(ranks) as pool:
         stores = [Store(tmp_path / "shared", rank, ranks) for rank in range(ranks)]

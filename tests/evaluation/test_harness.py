@@ -109,14 +109,14 @@ def task(tmp_path, monkeypatch):
 
 def values(task, model, metric="acc"):
     """Values of a metric by question."""
-    read = values_of(task, model, MAX_LENGTH, 64)
-    return {trial: x for trial, key, x in sorted(read) if key == f"{task.name}_{metric}"}
+    read = sorted(values_of(task, model, 64))
+    return {trial: x for trial, key, x in read if key.endswith(f"_{metric}")}
 
 
 def test_a_task_from_a_file(models, task):
     """lm-eval's own model scores the same questions alike."""
     ours, theirs = models
-    (found,) = harness_tasks(HarnessSettings(["sums"]), ours.encoder, 4)
+    (found,) = harness_tasks(HarnessSettings(["sums"]), ours.encoder, [MAX_LENGTH], 4)
     assert {*found.titles} == {"sums_acc", "sums_acc_norm"}
     expected = lm_eval.simple_evaluate(
         theirs, tasks=["sums"], limit=4, task_manager=TaskManager(include_path=str(task))
@@ -135,8 +135,8 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     )
     settings = HarnessSettings(["both", "sums"])
     model = models[0].model
-    both, sums = harness_tasks(settings, models[0].encoder, 4)
+    both, sums = harness_tasks(settings, models[0].encoder, [MAX_LENGTH], 4)
     whole = values(sums, model)
     assert [*values(both, model).values()] == 2 * [*whole.values()]
-    assert both.trials(32).label.tolist() == ["sums"] * 4 + ["more"] * 4
-    assert both.fingerprint(32) != sums.fingerprint(32)
+    assert both.trials.label.tolist() == ["sums"] * 4 + ["more"] * 4
+    assert both.fingerprint != sums.fingerprint

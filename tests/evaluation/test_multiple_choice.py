@@ -68,14 +68,14 @@ def write(path, labels):
 def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     write(tmp_path / "t.jsonl.gz", [label, 0])
     settings = MultipleChoiceSettings(str(tmp_path), ["t"])
-    (task,) = multiple_choice_tasks(settings, KnownEncoder())
-    values = values_of(task, SimpleNamespace(context=None), 100, 100)
+    (task,) = multiple_choice_tasks(settings, KnownEncoder(), [100])
+    values = values_of(task, SimpleNamespace(context=None), 100)
     assert [*task.titles] == ["t_acc", "t_acc_norm"]
     for key, hit in zip(task.titles, right, strict=True):
         assert [(trial, x) for trial, name, x in values if name == key] == [(0, hit), (1, 1)]
-    assert len(task.trials(100)) == 2
-    (first,) = multiple_choice_tasks(settings, KnownEncoder(), 1)
-    assert len(first.questions) == 1
+    assert len(task.trials) == 2
+    (first,) = multiple_choice_tasks(settings, KnownEncoder(), [100], 1)
+    assert len(first.trials) == 1
 
 
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):

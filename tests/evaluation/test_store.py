@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data.needles import Trials
-from trainer.evaluation.held_out import Statements
-from trainer.evaluation.loss import Perplexity
+from trainer.evaluation.loss import perplexity
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import PromptTask
@@ -43,47 +41,18 @@ def test_only_equal_values_have_equal_fingerprints():
         fingerprint({"a": [object()]})
 
 
-def changed(value, others):
-    """Return a copy for each field, with that field changed, by the field's name."""
-    assert {item.name for item in fields(value)} == {*others}
-    return {name: replace(value, **{name: other}) for name, other in others.items()}
-
-
-def told_apart(task, others, length=4):
-    """Return the fields that the fingerprint of a task depends on."""
-    before = task.fingerprint(length)
-    return {
-        name
-        for name, variant in changed(task, others).items()
-        if variant.fingerprint(length) != before
-    }
-
-
 def test_a_perplexity_depends_on_all_that_it_reads():
     windows = np.arange(16).reshape(2, 8)
-    task = Perplexity(windows, 0, 2)
-    others = {
-        "windows": windows + 1,
-        "first_token": 1,
-        "last": 3,
-    }
-    assert told_apart(task, others) == {"windows", "first_token", "last"}
+
+    def print_of(length=4, windows=windows, first_token=0, last=2):
+        return perplexity(windows, first_token, last, length).fingerprint
+
+    for other in ({"windows": windows + 1}, {"first_token": 1}, {"last": 3}):
+        assert print_of(**other) != print_of()
     # Each cell reads the last tokens of its own length.
-    longer = replace(task, windows=windows + (np.arange(8) < 4))
-    assert longer.fingerprint(4) == task.fingerprint(4)
-    assert longer.fingerprint(8) != task.fingerprint(8)
-
-
-def test_statements_depend_on_all_that_they_read():
-    trials = Trials(np.arange(8).reshape(2, 4), np.arange(2), np.arange(2) + 1)
-    task = Statements({4: trials}, 0)
-    others = {
-        "of_length": None,
-        "first_token": 1,
-    }
-    for name in ("prompts", "answers", "depths"):
-        others["of_length"] = {4: replace(trials, **{name: getattr(trials, name) + 1})}
-        assert told_apart(task, others) == {"of_length", "first_token"}, name
+    longer = windows + (np.arange(8) < 4)
+    assert print_of(4, longer) == print_of(4)
+    assert print_of(8, longer) != print_of(8)
 
 
 def test_prompts_depend_on_every_field_but_their_group():
@@ -98,10 +67,11 @@ def test_prompts_depend_on_every_field_but_their_group():
     }
 
     def print_of(asked, **options):
-        return PromptTask("task", None, lambda length: asked, None, **options).fingerprint(4)
+        return PromptTask("task", None, lambda length: asked, None, **options).at(4).fingerprint
 
     before = print_of([prompt])
-    depends = {k for k, variant in changed(prompt, others).items() if print_of([variant]) != before}
+    assert {item.name for item in fields(prompt)} == {*others}
+    depends = {k for k in others if print_of([replace(prompt, **{k: others[k]})]) != before}
     assert depends == {*others} - {"group"}
     assert print_of([prompt, prompt]) != before
     assert print_of([prompt], never_first=(7,)) != before

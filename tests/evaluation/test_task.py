@@ -16,7 +16,7 @@ from trainer.config import EvaluationConfig, NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import HeldOut, statements
-from trainer.evaluation.loss import Perplexity
+from trainer.evaluation.loss import perplexity
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask
 from trainer.evaluation.tasks import make_tasks
@@ -26,13 +26,12 @@ from trainer.evaluation.tasks import make_tasks
 @pytest.mark.parametrize("last", [24, 5])
 def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
     windows = held_out_windows(corpus.test, 3, 64)
-    task = Perplexity(windows, corpus.end_of_text, last)
     for length in (24, 64):
         losses = []
         for window in windows[:, -length:]:
             ids = torch.tensor([corpus.end_of_text, *window])
             losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
-        result = values_of(task, model, length, 4096)
+        result = values_of(perplexity(windows, corpus.end_of_text, last, length), model, 4096)
         by_window = [window[-last:].mean().item() for window in losses]
         assert [value for _, _, value in result] == pytest.approx(by_window, rel=1e-5)
         assert [(trial, key) for trial, key, _ in result] == [(i, "perplexity") for i in range(3)]
@@ -40,9 +39,11 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
 
 def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
     settings = NeedleTaskSettings(trials=8, needles=2, seed=1)
-    alone = statements(corpus, corpus.test, [64], settings)
-    beside = statements(corpus, corpus.test, [16, 32, 64], settings)
-    assert alone.fingerprint(64) == beside.fingerprint(64)
+    (alone,) = statements(corpus, corpus.test, [64], settings)
+    *_, beside = statements(corpus, corpus.test, [16, 32, 64], settings)
+    assert alone.fingerprint == beside.fingerprint
+    for other in (replace(settings, seed=2), replace(settings, needles=3)):
+        assert statements(corpus, corpus.test, [64], other)[0].fingerprint != alone.fingerprint
 
 
 @torch.no_grad()
@@ -50,13 +51,13 @@ def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
     """An end-of-text token and the last of the prompt, in a plain loop."""
     end, settings = corpus.end_of_text, NeedleTaskSettings(trials=8, needles=2, seed=1)
-    task = statements(corpus, corpus.test, [64], settings)
+    (task,) = statements(corpus, corpus.test, [64], settings)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model.context = reads
-    result = values_of(task, model, 64, 130)  # two trials, a batch
+    result = values_of(task, model, 130)  # two trials, a batch
     handle.remove()
-    trials = task.of_length[64]
+    trials, _ = task.batches.args
     cropped = [[end, *prompt[64 - reads + 1 :]] for prompt in trials.prompts]
     assert torch.cat(seen).tolist() == cropped
     hits = [
@@ -65,7 +66,7 @@ def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, cor
     ]
     assert result == [(i, "statements", hit) for i, hit in enumerate(hits)]
     depths = [round(1 - depth / 64, 4) for depth in trials.depths.tolist()]
-    assert task.trials(64).depth.tolist() == depths
+    assert task.trials.depth.tolist() == depths
 
 
 def test_a_task_of_prompts_is_scored_and_cropped(model, corpus, monkeypatch):
@@ -84,13 +85,13 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus, monkeypatch):
         tokens = (0, *range(1, length - 2))
         return [Prompt(tokens, (str(i),), 2, depth=0.5, label="a") for i in range(3)]
 
-    task = PromptTask("quarter", corpus.tokenizer, prompts, score)
-    assert task.fingerprint(64) == replace(task).fingerprint(64)
-    assert task.fingerprint(64) != task.fingerprint(32)
+    asks = PromptTask("quarter", corpus.tokenizer, prompts, score)
+    task = asks.at(64)
+    assert asks.at(64).fingerprint == task.fingerprint != asks.at(32).fingerprint
     model.context = 32
-    values = values_of(task, model, 64, 4096)
+    values = values_of(task, model, 4096)
     assert sorted(values) == [(i, "quarter", 0.25) for i in range(3)]
-    assert task.trials(64).to_dict("list") == {
+    assert task.trials.to_dict("list") == {
         "text": [0, 1, 2], "depth": [0.5] * 3, "label": ["a"] * 3,
     }  # fmt: skip
     assert asked == [("0",), ("1",), ("2",)]
@@ -102,9 +103,10 @@ def test_a_score_that_is_mended_is_another_task(corpus, tmp_path):
         (tmp_path / "mine.py").write_text(f"score = lambda text, answers: {value}")
         score = runpy.run_path(str(tmp_path / "mine.py"))["score"]
         tokenizer = corpus.tokenizer
-        return PromptTask("mine", tokenizer, lambda length: [Prompt([1], ("a",), 1)], score)
+        task = PromptTask("mine", tokenizer, lambda length: [Prompt([1], ("a",), 1)], score)
+        return task.at(8).fingerprint
 
-    assert asked(0.0).fingerprint(8) == asked(0.0).fingerprint(8) != asked(1.0).fingerprint(8)
+    assert asked(0.0) == asked(0.0) != asked(1.0)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_groups_are_counted_in_the_order_of_prompts(corpus, named, numbers):
         return [Prompt((0, i), (), 2, group=group) for i, group in enumerate(named)]
 
     task = PromptTask("grouped", corpus.tokenizer, prompts, None)
-    assert tuple(task.trials(64).text) == numbers
+    assert tuple(task.at(64).trials.text) == numbers
 
 
 def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts(corpus):
@@ -136,8 +138,8 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
     text = HeldOut(other, corpus.test, (first,), 0.5)
     config = EvaluationConfig(tasks=["perplexity", "statements"], windows=2)
     (losses, retrieval), _ = make_tasks(text, config, [32], 32)
-    assert losses.first_token == first
-    assert (retrieval.of_length[32].prompts[:, 0] == first).all()
+    assert losses.batches.args[1] == first
+    assert (retrieval.batches.args[0].prompts[:, 0] == first).all()
 
 
 def test_one_limit_holds_for_every_task(corpus):
@@ -145,5 +147,5 @@ def test_one_limit_holds_for_every_task(corpus):
     asked = {"tasks": ["perplexity", "statements", "standard"], "limit": 3}
     config = EvaluationConfig(needles=NeedleTaskSettings(needles=2), **asked)
     tasks, _ = make_tasks(text, config, [200], 32)
-    assert [len(task.trials(200)) for task in tasks] == [3, 3, 3]
-    assert tasks[2].trials(200).depth.tolist() == [0.0, 0.5, 1.0]
+    assert [len(task.trials) for task in tasks] == [3, 3, 3]
+    assert tasks[2].trials.depth.tolist() == [0.0, 0.5, 1.0]

@@ -104,8 +104,8 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     corpus = prepare_corpus(config.data, config.tokenizer)
     model = read_run(checkpoint_of(config)).decoder().eval()
     encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
-    for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK]), encoder, 5):
-        values = values_of(task, model, 128, 4096)
+    for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK]), encoder, [128], 5):
+        values = values_of(task, model, 4096)
         for key in task.titles:
             scores = [value for _, name, value in values if name == key]
             assert last[f"{key}/4x"] == pytest.approx(sum(scores) / 5)

@@ -13,8 +13,7 @@ import pytest
 from tests.report.examples import change
 from trainer.common.errors import UserError
 from trainer.config import EvaluationRequest
-from trainer.evaluation.held_out import Statements
-from trainer.evaluation.loss import Perplexity
+from trainer.evaluation import engine
 from trainer.evaluation.results import FACTS, RunSummary, troubles
 from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
@@ -119,15 +118,15 @@ def measured(monkeypatch):
         limit = None
 
     cells = Measured()
-    for kind in (Perplexity, Statements):
+    measure = engine._measure
 
-        def counting(task, model, length, *rest, batches=kind.batches):
-            if len(cells) == cells.limit:
-                raise KeyboardInterrupt
-            cells.append((*task.titles, length))
-            return batches(task, model, length, *rest)
+    def counting(cell, *rest):
+        if len(cells) == cells.limit:
+            raise KeyboardInterrupt
+        cells.append((*cell.task.titles, cell.task.length))
+        return measure(cell, *rest)
 
-        monkeypatch.setattr(kind, "batches", counting)
+    monkeypatch.setattr(engine, "_measure", counting)
     return cells
 
 

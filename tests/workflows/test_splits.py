@@ -94,10 +94,10 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
     probe = effect_probe(corpus, phases_of(config)[0])
     assert seen(probe[:, 1:].numpy()) == {"validation"}
-    (perplexity, short), (_, long), (statements, _), _ = benchmark_tasks(config, corpus)
-    for length in (short, long):
-        assert seen(perplexity.windows[:, -length:]) == {"validation"}
-        assert seen(statements.of_length[length].prompts) == {"validation"}
+    *perplexities, short, long = benchmark_tasks(config, corpus)
+    for perplexity, statements in zip(perplexities, (short, long), strict=True):
+        assert seen(perplexity.batches.args[0]) == {"validation"}
+        assert seen(statements.batches.args[0].prompts) == {"validation"}
 
 
 def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_test_text(
@@ -114,15 +114,10 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )  # fmt: skip
     asked = {}
 
-    def make_layouts(models, methods, lengths, text, store, settings):
-        asked.update(text=text)
-        return {}, []
-
-    def plan(models, methods, tasks, layouts, settings):
-        asked.update(tasks=tasks)
+    def plan(models, methods, tasks, text, store, settings):
+        asked.update(tasks=tasks, text=text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "make_layouts", make_layouts)
     monkeypatch.setattr(evaluate, "plan_cells", plan)
     evaluation = EvaluationConfig(
         lengths=[125, 200],
@@ -139,13 +134,13 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
             "r", [candidate], evaluation, evaluate.held_out_of(corpus, candidate), tmp_path
         )
     assert seen(asked["text"].windows(6400)) == {"validation"}
-    perplexity, statements, *prompted = asked["tasks"]
-    assert len(prompted) == 2
-    for length in (4000, 6400):
-        assert seen(perplexity.windows[:, -length:]) == {"test"}
-        assert seen(statements.of_length[length].prompts) == {"test"}
-        for task in prompted:
-            assert seen([prompt.tokens for prompt in task.prompts(length)]) == {"test"}
+    inputs = [task.batches.args[0] for task in asked["tasks"]]  # each task at two lengths
+    for windows, trials, *prompted in (inputs[::2], inputs[1::2]):
+        assert seen(windows) == {"test"}
+        assert seen(trials.prompts) == {"test"}
+        assert len(prompted) == 2
+        for prompts in prompted:
+            assert seen([prompt.tokens for prompt in prompts]) == {"test"}
 
 
 def test_analyses_look_at_test_text(corpus, seen):

@@ -54,11 +54,10 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One model, method, length (in tokens) and task; ``key``: all inputs of its values."""
+    """One model, method and task at a length; ``key``: all inputs of its values."""
 
     model: SavedModel
     method: Method
-    length: int
     layout: Layout
     task: Task
     key: dict[str, Any]
@@ -66,39 +65,37 @@ class Cell:
     @property
     def tokens(self) -> int:
         """Number of tokens that are read, about."""
-        return self.length * len(self.task.trials(self.length))
+        return self.task.length * len(self.task.trials)
 
 
-Layouts = dict[Method, dict[int, Layout]]
-"""Layouts by method and length in tokens."""
-
-
-def make_layouts(
+def plan_cells(
     models: Sequence[SavedModel],
     methods: Mapping[str, Sequence[Method]],
-    lengths: Sequence[int],
+    tasks: Sequence[Task],
     text: FitText,
     store: Store,
     settings: Settings,
-) -> tuple[Layouts, list[str]]:
-    """Return the layouts of all methods, and a sentence for each value that was fitted on ``text``.
+) -> tuple[list[Cell], list[str]]:
+    """Return all cells with any trials, ordered by model, method, length and task, and a sentence
+    for each value that was fitted on ``text`` for the layouts.
 
-    This process makes those of every n-th method of a model, and waits for the others.
+    This process makes the layouts of every n-th method of a model, and waits for the others.
 
     ``methods``: those that apply to each model, by its name.
     """
+    lengths = [*dict.fromkeys(task.length for task in tasks)]
     plain = adapter(list[Layout])
-    layouts: Layouts = {}
+    cells: list[Cell] = []
     sentences: list[str] = []
     for model in models:
         # The weights are read if anything is fitted.
         load = cache(partial(model.for_inference, settings.device, settings.dtype, PREFILL))
+        inputs = {"model": model.fingerprint, "settings": settings.key}
         keys = {
             method: {
-                "model": model.fingerprint,
+                **inputs,
                 "method": [method.key, method.settings, text.key],
                 "lengths": lengths,
-                "settings": settings.key,
             }
             for method in methods[model.name]
         }
@@ -109,41 +106,22 @@ def make_layouts(
                 made = [*map(method.layouts(load, text, found), factors)]
                 notes = [*dict.fromkeys(found)]
                 store.add("fit", keys[method], {"layouts": plain.dump_python(made), "notes": notes})
-        for method, key in keys.items():
-            fitted = store.wait("fit", key)[0]
-            made = plain.validate_python(fitted["layouts"])
-            layouts[method] = dict(zip(lengths, made, strict=True))
+        for method, fit in keys.items():
+            fitted = store.wait("fit", fit)[0]
             sentences += [f"{model.name}, {method.title}: {note}" for note in fitted["notes"]]
-    return layouts, sentences
-
-
-def plan_cells(
-    models: Sequence[SavedModel],
-    methods: Mapping[str, Sequence[Method]],
-    tasks: Sequence[Task],
-    layouts: Layouts,
-    settings: Settings,
-) -> list[Cell]:
-    """Return all cells with any trials, ordered by model, method, length and task.
-
-    ``methods``: those that apply to each model, by its name.
-    """
-    cells = []
-    for model in models:
-        for method in methods[model.name]:
-            for length, layout in layouts[method].items():
-                inputs = {
-                    "model": model.fingerprint,
-                    "layout": fingerprint(layout),
-                    "reads": method.reads,
-                    "length": length,
-                    "settings": settings.key,
-                }
+            layouts = plain.validate_python(fitted["layouts"])
+            for length, layout in zip(lengths, layouts, strict=True):
                 for task in tasks:
-                    key = {**inputs, "task": [*task.titles, task.fingerprint(length)]}
-                    if len(task.trials(length)):
-                        cells.append(Cell(model, method, length, layout, task, key))
-    return cells
+                    if task.length == length and len(task.trials):
+                        key = {
+                            **inputs,
+                            "layout": fingerprint(layout),
+                            "reads": method.reads,
+                            "length": length,
+                            "task": [*task.titles, task.fingerprint],
+                        }
+                        cells.append(Cell(model, method, layout, task, key))
+    return cells, sentences
 
 
 def measure_cells(cells: Sequence[Cell], store: Store, settings: Settings) -> None:
@@ -170,7 +148,7 @@ def _measure(
     batch. ``number``: of the cell, so that cells of one batch are shared too."""
     stored = {value["batch"] for value in store.values("cell", cell.key)}
     with model.using(cell.layout, cell.method.reads):
-        batches = cell.task.batches(model, cell.length, settings.batch_tokens)
+        batches = cell.task.batches(model, settings.batch_tokens)
         for batch, read in enumerate(batches):
             if (number + batch) % store.ranks == store.rank and batch not in stored:
                 began = time.perf_counter()
@@ -191,15 +169,15 @@ def trials_of(cells: Sequence[Cell], store: Store) -> pd.DataFrame:
     for cell in cells:
         stored = store.wait("cell", cell.key, _is_complete)
         values = [value for batch in stored for value in batch["values"]]
-        trials = cell.task.trials(cell.length)
+        trials, length = cell.task.trials, cell.task.length
         usual = {"text": trials.index, "depth": math.nan, "label": ""}
         trials = trials.assign(
             **{name: value for name, value in usual.items() if name not in trials},
             model=cell.model.name,
             method=cell.method.key,
             metric=cell.task.metric,
-            length=cell.length,
-            factor=cell.length / cell.model.training_length,
+            length=length,
+            factor=length / cell.model.training_length,
             seconds=round(sum(batch["seconds"] for batch in stored), 3),
         )
         for key in cell.task.titles:

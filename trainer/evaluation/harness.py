@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import lm_eval
 import pandas as pd
@@ -20,7 +20,7 @@ from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Batch, Task, Value
+from trainer.evaluation.task import Task, Value
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
@@ -80,55 +80,6 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         return [cut(text, p.answers) for text, p in zip(texts, prompts, strict=True)]
 
 
-@dataclass
-class Harness(Task):
-    """A task or group of lm-eval; trials are the questions of all its tasks.
-
-    ``titles``: of the metrics that are reported. ``tasks``: the tasks of a group by name, or one.
-    ``questions``: of each, the first ones. A length limits what the model reads. Questions are
-    labelled by their task if there are several.
-    """
-
-    name: str
-    titles: Mapping[str, str]
-    tasks: Mapping[str, HarnessTask]
-    questions: Mapping[str, Sequence[object]]
-    encoder: Encoder
-
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the tasks, by names and version of lm-eval, and their questions."""
-        return fingerprint(lm_eval.__version__, repr(self.questions))
-
-    def trials(self, length: int) -> pd.DataFrame:
-        """Return a trial for each question, labelled by its task if there are several."""
-        labels = [name for name, questions in self.questions.items() for _ in questions]
-        return pd.DataFrame({"label": labels if len(self.tasks) > 1 else ""}, range(len(labels)))
-
-    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
-        """Return a single batch, with the value of every reported metric for each question."""
-        longest = min(length, model.context or length)
-
-        def read() -> list[Value]:
-            results = evaluate(
-                HarnessModel(model, self.encoder, longest, batch_tokens),
-                dict(self.tasks),
-                samples={name: [*range(len(x))] for name, x in self.questions.items()},
-                bootstrap_iters=0,
-            )
-            values: list[Value] = []
-            begin = 0  # number of the task's first trial
-            for name, questions in self.questions.items():
-                for row in results["samples"][name]:
-                    for metric in METRICS:
-                        key = f"{self.name}_{filtered(metric, row['filter'])}"
-                        if metric in row and key in self.titles:
-                            values.append((begin + row["doc_id"], key, float(row[metric])))
-                begin += len(questions)
-            return values
-
-        return [read]
-
-
 def filtered(metric: str, name: str) -> str:
     """Return the name of a metric of answers that went through one of lm-eval's filters."""
     return metric if name == "none" else f"{metric}_{name}"
@@ -142,14 +93,18 @@ def labels_of(task: HarnessTask) -> list[str]:
 
 
 def harness_tasks(
-    settings: HarnessSettings, encoder: Encoder, limit: int | None = None
-) -> list[Harness]:
-    """Load the tasks of lm-eval and their data, the first ``limit`` questions of each.
+    settings: HarnessSettings,
+    encoder: Encoder,
+    lengths: Sequence[int],
+    limit: int | None = None,
+) -> list[Task]:
+    """Load the tasks and groups of lm-eval and their data, the first ``limit`` questions of each,
+    and return each at every length.
 
     Raises:
         UserError: a task, or all tasks of a group, have no metric of :data:`METRICS` in common.
     """
-    made: list[Harness] = []
+    made: list[Task] = []
     index = TaskManager()
     for name in settings.tasks:
         tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
@@ -157,10 +112,53 @@ def harness_tasks(
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         questions = {key: list(task.eval_docs)[:limit] for key, task in tasks.items()}
-        first, *others = map(labels_of, tasks.values())
-        labels = [label for label in first if all(label in other for other in others)]
-        if not labels:
-            raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
-        titles = {f"{name}_{label}": f"{name} ({label})" for label in labels}
-        made.append(Harness(name, titles, tasks, questions, encoder))
+        made += [harness_task(name, tasks, questions, encoder, length) for length in lengths]
     return made
+
+
+def harness_task(
+    name: str,
+    tasks: dict[str, HarnessTask],
+    questions: Mapping[str, Sequence[object]],
+    encoder: Encoder,
+    length: int,
+) -> Task:
+    """Return a task or group of lm-eval at a length, which limits what the model reads.
+
+    Trials are the questions of all its tasks, labelled by their task if there are several.
+    ``tasks``, ``questions``: by the names of its tasks.
+    """
+    first, *others = map(labels_of, tasks.values())
+    metrics = [label for label in first if all(label in other for other in others)]
+    if not metrics:
+        raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
+    titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics}
+    labels = [task for task, of_task in questions.items() for _ in of_task]
+
+    def read(model: LanguageModel, batch_tokens: int) -> list[Value]:
+        """Return the value of every reported metric for each question."""
+        longest = min(length, model.context or length)
+        results = evaluate(
+            HarnessModel(model, encoder, longest, batch_tokens),
+            dict(tasks),
+            samples={task: [*range(len(of_task))] for task, of_task in questions.items()},
+            bootstrap_iters=0,
+        )
+        values: list[Value] = []
+        begin = 0  # number of the task's first trial
+        for task, of_task in questions.items():
+            for row in results["samples"][task]:
+                for metric in METRICS:
+                    key = f"{name}_{filtered(metric, row['filter'])}"
+                    if metric in row and key in titles:
+                        values.append((begin + row["doc_id"], key, float(row[metric])))
+            begin += len(of_task)
+        return values
+
+    return Task(
+        titles,
+        length,
+        fingerprint(lm_eval.__version__, repr(questions)),
+        pd.DataFrame({"label": labels if len(tasks) > 1 else ""}, range(len(labels))),
+        lambda model, batch_tokens: [partial(read, model, batch_tokens)],
+    )

@@ -54,61 +54,52 @@ class HeldOut:
         return Encoder(tokenizer, self.corpus.first_token, begins)
 
 
-@dataclass
-class Statements(Task):
-    """Multi-key needles in the words of the demo's training sequences.
-
-    See :mod:`trainer.data.needles`. ``of_length``: the trials of each length.
-    """
-
-    of_length: dict[int, Trials]
-    first_token: int
-
-    def __post_init__(self) -> None:
-        self.titles = {STATEMENTS: "Trained statements (multi-key)"}
-
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the trials."""
-        return fingerprint(self.of_length[length], self.first_token)
-
-    def trials(self, length: int) -> pd.DataFrame:
-        """Return the trials with the depths of the requested statements."""
-        depths = np.round(1 - self.of_length[length].depths / length, 4)
-        return pd.DataFrame({"depth": depths})
-
-    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
-        """Return batches of trials, with 1 for each whose answer is the most likely next token,
-        else 0.
-
-        Only the last position goes through the head, and a batch holds at most ``batch_tokens``
-        tokens (at least one trial), so memory is linear in the length.
-        """
-        trials = self.of_length[length]
-        prompts = trials.prompts[:, -(model.context or length) :].copy()
-        prompts[:, 0] = self.first_token
-        size = model.sequences_at_once(prompts.shape[1], batch_tokens)
-
-        @torch.no_grad()
-        def read(first: int) -> list[Value]:
-            ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
-            predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
-            hits = predicted == trials.answers[first : first + size]
-            return [(first + i, STATEMENTS, float(hit)) for i, hit in enumerate(hits)]
-
-        return [partial(read, first) for first in range(0, len(prompts), size)]
-
-
 def statements(
     corpus: Corpus, split: HeldOutText, lengths: list[int], settings: NeedleTaskSettings
-) -> Statements:
-    """Make trials in windows of held-out text that end at the same tokens at every length."""
+) -> list[Task]:
+    """Return the task at each length: multi-key needles in the words of the demo's training
+    sequences.
+
+    See :mod:`trainer.data.needles`. The windows of held-out text end at the same tokens at every
+    length.
+    """
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
-    numbers = np.arange(settings.trials)
-    windows, trials = held_out_windows(split, settings.trials, max(lengths)), {}
+    numbers, first_token = np.arange(settings.trials), corpus.first_token
+    windows, tasks = held_out_windows(split, settings.trials, max(lengths)), []
     for length in lengths:
         text = windows[:, -length:].copy()
-        text[:, 0] = corpus.first_token
-        trials[length] = make_trials(
+        text[:, 0] = first_token
+        trials = make_trials(
             text, numbers, vocabulary, settings.needles, settings.seed, settings.changes
         )
-    return Statements(trials, corpus.first_token)
+        task = Task(
+            {STATEMENTS: "Trained statements (multi-key)"},
+            length,
+            fingerprint(trials, first_token),
+            pd.DataFrame({"depth": np.round(1 - trials.depths / length, 4)}),
+            partial(_batches, trials, first_token),
+        )
+        tasks.append(task)
+    return tasks
+
+
+def _batches(
+    trials: Trials, first_token: int, model: LanguageModel, batch_tokens: int
+) -> list[Batch]:
+    """Return batches of trials, with 1 for each whose answer is the most likely next token, else 0.
+
+    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
+    (at least one trial), so memory is linear in the length.
+    """
+    prompts = trials.prompts[:, -(model.context or trials.prompts.shape[1]) :].copy()
+    prompts[:, 0] = first_token
+    size = model.sequences_at_once(prompts.shape[1], batch_tokens)
+
+    @torch.no_grad()
+    def read(first: int) -> list[Value]:
+        ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
+        predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
+        hits = predicted == trials.answers[first : first + size]
+        return [(number, STATEMENTS, float(hit)) for number, hit in enumerate(hits, first)]
+
+    return [partial(read, first) for first in range(0, len(prompts), size)]

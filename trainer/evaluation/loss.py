@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -80,43 +79,35 @@ def token_losses(
     return torch.cat(losses).view(len(windows), len(starts), size)[:, stretch, place]
 
 
-@dataclass
-class Perplexity(Task):
-    """Held-out loss on the ``last`` tokens of windows, read with more or less context before them.
+def perplexity(windows: Integers, first_token: int, last: int, length: int) -> Task:
+    """Return the task of the loss on the ``last`` tokens of windows ``[N, longest]``, of which the
+    last ``length`` are read.
 
-    ``windows``: ``[N, longest]`` tokens of held-out text. Those of all lengths end at the same
-    places, so that their losses are paired.
+    The windows of all lengths end at the same places, so that their losses are paired.
     """
+    windows = windows[:, -length:]
+    return Task(
+        {PERPLEXITY: "Held-out perplexity"},
+        length,
+        fingerprint(windows, last, first_token),
+        pd.DataFrame(index=range(len(windows))),
+        partial(_batches, windows, first_token, last),
+        metric="loss",
+    )
 
-    windows: Integers
-    first_token: int
-    last: int
 
-    metric = "loss"
+def _batches(
+    windows: Integers, first_token: int, last: int, model: LanguageModel, batch_tokens: int
+) -> list[Batch]:
+    """Return batches of windows, whose values are the mean losses on their last tokens; NaN if one
+    is not finite."""
+    size = max(1, batch_tokens // windows.shape[1])
 
-    def __post_init__(self) -> None:
-        self.titles = {PERPLEXITY: "Held-out perplexity"}
+    def read(first: int) -> list[Value]:
+        batch = windows[first : first + size]
+        losses = token_losses(model, batch, first_token, batch_tokens, reads=model.context)
+        means = losses.double()[:, -last:].mean(dim=1).tolist()
+        finite = (loss if math.isfinite(loss) else math.nan for loss in means)
+        return [(number, PERPLEXITY, loss) for number, loss in enumerate(finite, first)]
 
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the windows and the averaged tokens."""
-        return fingerprint(self.windows[:, -length:], self.last, self.first_token)
-
-    def trials(self, length: int) -> pd.DataFrame:
-        """Return a trial for each window."""
-        return pd.DataFrame(index=range(len(self.windows)))
-
-    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
-        """Return batches of windows, whose values are the mean losses on their last tokens; NaN if
-        one is not finite."""
-        size = max(1, batch_tokens // length)
-
-        def read(first: int) -> list[Value]:
-            windows = self.windows[first : first + size, -length:]
-            losses = token_losses(
-                model, windows, self.first_token, batch_tokens, reads=model.context
-            )
-            means = losses.double()[:, -self.last :].mean(dim=1).tolist()
-            finite = (loss if math.isfinite(loss) else math.nan for loss in means)
-            return [(first + i, PERPLEXITY, loss) for i, loss in enumerate(finite)]
-
-        return [partial(read, first) for first in range(0, len(self.windows), size)]
+    return [partial(read, first) for first in range(0, len(windows), size)]

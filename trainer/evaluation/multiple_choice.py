@@ -67,61 +67,57 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
     ]
 
 
-@dataclass
-class MultipleChoice(Task):
-    """The questions of a file; a score is 1 if the right choice has the largest value.
-
-    ``acc`` compares log-likelihoods, ``acc_norm`` log-likelihoods per character of the answer (as
-    lm-eval does, without the space before it). A length limits what the model reads: longer
-    contexts lose their beginning, and the questions are the same at every length.
-    """
-
-    name: str
-    questions: Sequence[Question]
-
-    def __post_init__(self) -> None:
-        self.titles = {f"{self.name}_{metric}": f"{self.name} ({metric})" for metric in METRICS}
-
-    def fingerprint(self, length: int) -> str:
-        """Return a hash of the questions and their tokens."""
-        return fingerprint(self.questions)
-
-    def trials(self, length: int) -> pd.DataFrame:
-        """Return a trial for each question."""
-        return pd.DataFrame(index=range(len(self.questions)))
-
-    def batches(self, model: LanguageModel, length: int, batch_tokens: int) -> list[Batch]:
-        """Return batches of questions, with ``acc`` and ``acc_norm`` of each."""
-        longest = min(length, model.context or length)
-
-        def read(first: int) -> list[Value]:
-            values: list[Value] = []
-            questions = self.questions[first : first + TOGETHER]
-            requests = list(chain.from_iterable(question.requests for question in questions))
-            likelihoods = iter(log_likelihoods(model, requests, batch_tokens, longest))
-            for number, question in enumerate(questions, first):
-                totals = [next(likelihoods)[0] for _ in question.choices]
-                sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
-                means = [total / size for total, size in zip(totals, sizes, strict=True)]
-                for metric, each in zip(METRICS, (totals, means), strict=True):
-                    is_right = each.index(max(each)) == question.label
-                    values.append((number, f"{self.name}_{metric}", float(is_right)))
-            return values
-
-        return [partial(read, first) for first in range(0, len(self.questions), TOGETHER)]
-
-
 def multiple_choice_tasks(
-    settings: MultipleChoiceSettings, encoder: Encoder, limit: int | None = None
-) -> list[MultipleChoice]:
-    """Return a task for every file, of its first ``limit`` questions.
+    settings: MultipleChoiceSettings,
+    encoder: Encoder,
+    lengths: Sequence[int],
+    limit: int | None = None,
+) -> list[Task]:
+    """Return a task for every file and length, of the file's first ``limit`` questions.
+
+    A score is 1 if the right choice has the largest value. ``acc`` compares log-likelihoods,
+    ``acc_norm`` log-likelihoods per character of the answer (as lm-eval does, without the space
+    before it). A length limits what the model reads: longer contexts lose their beginning, and the
+    questions are the same at every length.
 
     Raises:
         OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
         UserError: a choice is missing or has no token.
     """
     directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")
-    return [
-        MultipleChoice(name, read_questions(directory / f"{name}.jsonl.gz", encoder, limit))
-        for name in settings.tasks
-    ]
+    tasks = []
+    for name in settings.tasks:
+        questions = read_questions(directory / f"{name}.jsonl.gz", encoder, limit)
+        titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in METRICS}
+        trials = pd.DataFrame(index=range(len(questions)))
+        for length in lengths:
+            batches = partial(_batches, name, questions, length)
+            tasks.append(Task(titles, length, fingerprint(questions), trials, batches))
+    return tasks
+
+
+def _batches(
+    name: str,
+    questions: Sequence[Question],
+    length: int,
+    model: LanguageModel,
+    batch_tokens: int,
+) -> list[Batch]:
+    """Return batches of questions, with ``acc`` and ``acc_norm`` of each."""
+    longest = min(length, model.context or length)
+
+    def read(first: int) -> list[Value]:
+        values: list[Value] = []
+        batch = questions[first : first + TOGETHER]
+        requests = list(chain.from_iterable(question.requests for question in batch))
+        likelihoods = iter(log_likelihoods(model, requests, batch_tokens, longest))
+        for number, question in enumerate(batch, first):
+            totals = [next(likelihoods)[0] for _ in question.choices]
+            sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
+            means = [total / size for total, size in zip(totals, sizes, strict=True)]
+            for metric, each in zip(METRICS, (totals, means), strict=True):
+                is_right = each.index(max(each)) == question.label
+                values.append((number, f"{name}_{metric}", float(is_right)))
+        return values
+
+    return [partial(read, first) for first in range(0, len(questions), TOGETHER)]

@@ -19,7 +19,7 @@ from trainer.config import (
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.longbench import longbench_tasks
-from trainer.evaluation.loss import Perplexity
+from trainer.evaluation.loss import perplexity
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import TITLES
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
@@ -51,47 +51,50 @@ def check_names(config: EvaluationConfig) -> None:
 def make_tasks(
     text: HeldOut, config: EvaluationConfig, lengths: list[int], training_length: int
 ) -> tuple[list[Task], list[str]]:
-    """Return the tasks, and a sentence for each impossible one.
+    """Return each task at every length, and a sentence for each impossible one.
 
     Raises:
-        UserError: no task is possible, or the text is shorter than the longest length.
+        UserError: no task is possible, a length does not fit a task, or the text is shorter than
+            the longest length.
     """
     tasks: list[Task] = []
     notes: list[str] = []
     bos, tokenizer, C = text.bos, text.corpus.tokenizer, training_length
     config = limited(config)
+    limit = config.limit
     for name in config.tasks:
         made: Sequence[Task] = ()
+        asked: Sequence[PromptTask] = ()
         missing: Sequence[str] = ()
         if name == PERPLEXITY:
-            made, missing = perplexity(text, config, lengths, config.last or min(C, *lengths))
+            made, missing = perplexities(text, config, lengths, config.last or min(C, *lengths))
         elif name == STATEMENTS and text.training_share:
-            made = [statements(text.corpus, text.split, lengths, config.needles)]
+            made = statements(text.corpus, text.split, lengths, config.needles)
         elif name == STATEMENTS:
             missing = [
                 "The task 'statements' was left out: the training text of the first model "
                 "carried none, or is not known (data.needles.share)."
             ]
         elif name in NEEDLE_TASKS:
-            made = [NEEDLE_TASKS[name](text.haystack, config.needles)]
+            asked = [NEEDLE_TASKS[name](text.haystack, config.needles)]
         elif name == RULER:
-            made, missing = ruler_tasks(config.ruler, tokenizer, text.documents, bos)
+            asked, missing = ruler_tasks(config.ruler, tokenizer, text.documents, bos)
         elif name == LONGBENCH:
-            made, missing = longbench_tasks(config.longbench, tokenizer, bos, C)
+            asked, missing = longbench_tasks(config.longbench, tokenizer, bos, C)
         elif name == MANY_SHOT:
-            made = many_shot_tasks(config.many_shot, tokenizer, bos)
+            asked = many_shot_tasks(config.many_shot, tokenizer, bos)
         elif name == MULTIPLE_CHOICE:
-            made = multiple_choice_tasks(config.multiple_choice, text.encoder, config.limit)
+            made = multiple_choice_tasks(config.multiple_choice, text.encoder, lengths, limit)
         elif name == HARNESS:
             from trainer.evaluation.harness import harness_tasks
 
-            made = harness_tasks(config.harness, text.encoder, config.limit)
+            made = harness_tasks(config.harness, text.encoder, lengths, limit)
         tasks += made
+        tasks += [task.at(length, limit) for task in asked for length in lengths]
         notes += missing
     if notes and not tasks:
         raise UserError(f"evaluation.tasks: {' '.join(notes)}")
-    limit = config.limit
-    return [replace(t, limit=limit) if isinstance(t, PromptTask) else t for t in tasks], notes
+    return tasks, notes
 
 
 def limited(config: EvaluationConfig) -> EvaluationConfig:
@@ -107,10 +110,11 @@ def limited(config: EvaluationConfig) -> EvaluationConfig:
     )
 
 
-def perplexity(
+def perplexities(
     text: HeldOut, config: EvaluationConfig, lengths: list[int], last: int
 ) -> tuple[list[Task], list[str]]:
-    """Return the task on the ``last`` tokens of windows, and a sentence if the text has too few."""
+    """Return the task on the ``last`` tokens of windows at every length, and a sentence if the text
+    has too few."""
     if last > min(lengths):
         raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
     wanted, longest = config.windows, max(lengths)
@@ -123,4 +127,5 @@ def perplexity(
             f"held-out text of {len(text.split):,} tokens has no more of {longest:,} tokens "
             f"whose last {last:,} do not overlap."
         )
-    return [Perplexity(windows, text.corpus.first_token, last)], notes
+    first_token = text.corpus.first_token
+    return [perplexity(windows, first_token, last, length) for length in lengths], notes

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 
 from trainer.common.ranks import all_gather, current_ranks
 from trainer.config import RunConfig
@@ -22,8 +21,8 @@ from trainer.lightning.strategy import whole_model
 from trainer.model.decoder import Decoder
 
 
-def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[tuple[Task, int]]:
-    """Return the tasks of a run, each at every length in tokens; their prompts fit."""
+def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[Task]:
+    """Return the tasks of a run, each at every length."""
     asked, C = config.benchmarks, config.training_length
     if asked.every is None:
         return []
@@ -32,15 +31,10 @@ def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[tuple[Task, int]]
     evaluation = replace(
         config.evaluation, tasks=asked.tasks, windows=asked.limit, limit=asked.limit, last=None
     )
-    tasks = list(product(make_tasks(text, evaluation, lengths, C)[0], lengths))
-    for task, length in tasks:
-        task.fingerprint(length)  # makes the prompts, which raises if one does not fit
-    return tasks
+    return make_tasks(text, evaluation, lengths, C)[0]
 
 
-def benchmark_scores(
-    model: Decoder, tasks: Sequence[tuple[Task, int]], config: RunConfig
-) -> dict[str, float]:
+def benchmark_scores(model: Decoder, tasks: Sequence[Task], config: RunConfig) -> dict[str, float]:
     """Return scores by task and length in training lengths; NaN without questions.
 
     Ranks share the questions; all call this together and get the same scores.
@@ -51,13 +45,13 @@ def benchmark_scores(
     scores: dict[str, float] = {}
     with evaluating(model):
         model = whole_model(model)
-        for task, length in tasks:
-            batches = task.batches(model, length, tokens)[share]
+        for task in tasks:
+            batches = task.batches(model, tokens)[share]
             read = [value for batch in batches for value in batch()]
             for key in task.titles:
                 mine = [value for _, name, value in read if name == key]
                 values = [value for of_rank in all_gather(mine) for value in of_rank]
                 mean = sum(values) / len(values) if values else math.nan
                 score = math.exp(mean) if task.metric == "loss" else mean
-                scores[f"{key}/{length / config.training_length:g}x"] = score
+                scores[f"{key}/{task.length / config.training_length:g}x"] = score
     return scores

@@ -15,7 +15,7 @@ from trainer.common.ranks import best_precision, current_ranks, device_of, devic
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.evaluation.engine import Settings, make_layouts, measure_cells, plan_cells, trials_of
+from trainer.evaluation.engine import Settings, measure_cells, plan_cells, trials_of
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
@@ -130,15 +130,8 @@ def measure_models(
     for note in task_notes:
         log.warning("%s", note)
     settings = Settings(config.batch_tokens, device, dtype)
-    # Refuse lengths that do not fit a task or the text before anything is fitted.
-    for task in tasks:
-        for length in lengths:
-            task.trials(length)
-    if longest:
-        fit.windows(longest)
     store = Store(directory, ranks.rank, ranks.world_size)
-    layouts, fit_notes = make_layouts(models, methods, lengths, fit, store, settings)
-    cells = plan_cells(models, methods, tasks, layouts, settings)
+    cells, fit_notes = plan_cells(models, methods, tasks, fit, store, settings)
     measure_cells(cells, store, settings)
     if ranks.rank:
         return None
