@@ -6,10 +6,11 @@
     python scripts/benchmark_needles.py --checkpoint runs/drope_demo
 
 Both use the same weights, prompts, batches, threads and rule for when an answer is long enough, and
-should give the same answers. They take turns; a ratio is the median over the rounds, with its
-quartiles. Prompts have four times the training length of ``nano`` (random weights in its shape) or
-of the checkpoint, and 2,048 tokens for ``smollm2`` (fetched by scripts/fetch_smollm2.py). The task
-``statements`` is the one of the demo; its answers are one token.
+should give the same answers. Each has a process of its own, because this program sets how memory is
+used again; ``--same-memory`` sets it for transformers, too. They take turns; a ratio is the median
+over the rounds, with its quartiles. Prompts have four times the training length of ``nano`` (random
+weights in its shape) or of the checkpoint, and 2,048 for ``smollm2`` (fetched by
+scripts/fetch_smollm2.py). The task ``statements`` is that of the demo; its answers are one token.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
 from operator import eq
 from pathlib import Path
 from statistics import median
@@ -39,6 +43,7 @@ from tokenizers import Tokenizer
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import compose_words, run_config
 from trainer.common.errors import UserError
+from trainer.common.processes import use_cores
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
@@ -58,36 +63,38 @@ STATEMENTS = "statements"
 
 @dataclass(frozen=True)
 class Pair:
-    """A model in both implementations, with its tokenizer and the prompt length to measure."""
+    """A decoder, the directory from which transformers loads the same model, their tokenizer and
+    the prompt length to measure."""
 
     name: str
     ours: Decoder
-    theirs: transformers.PreTrainedModel
+    directory: str
     tokenizer: Tokenizer
     length: int
 
-
-def exported(name: str, model: Decoder, tokenizer: Tokenizer) -> Pair:
-    """Pair a decoder with the model that transformers loads from its export."""
-    with tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory:
-        to = Path(directory) / "model"
-        export_model(model, tokenizer, special_tokens(tokenizer).end, to)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(
-            to, dtype=torch.float32, trust_remote_code=True
-        )
-    return Pair(name, model, theirs, tokenizer, 4 * model.layout.training_length)
+    @property
+    def theirs(self) -> tuple[str, torch.dtype, Tokenizer]:
+        """What transformers gets."""
+        return self.directory, self.ours.embed_tokens.weight.dtype, self.tokenizer
 
 
-def nano() -> Pair:
+def exported(name: str, model: Decoder, tokenizer: Tokenizer, directory: str) -> Pair:
+    """Pair a decoder with its export to ``directory``."""
+    to = Path(directory) / "model"
+    export_model(model, tokenizer, special_tokens(tokenizer).end, to)
+    return Pair(name, model, str(to), tokenizer, 4 * model.layout.training_length)
+
+
+def nano(directory: str) -> Pair:
     """Make a decoder of the shape ``model=nano`` with random weights."""
     tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
     shape = run_config(compose_words(["model=nano"])).model
     config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")
-    return exported("nano", random_decoder(config, 64), tokenizer)
+    return exported("nano", random_decoder(config, 64), tokenizer, directory)
 
 
 def smollm2() -> Pair:
-    """Load SmolLM2-135M-Instruct in both implementations from the same files."""
+    """Load SmolLM2-135M-Instruct; both implementations read the same files."""
     sys.path.insert(0, str(Path(__file__).parent))
     from fetch_smollm2 import fetch, model_directory
 
@@ -95,16 +102,15 @@ def smollm2() -> Pair:
     if not directory.is_dir():
         fetch(directory)
     pretrained = read_pretrained(str(directory))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     assert pretrained.tokenizer is not None
-    return Pair("SmolLM2-135M", pretrained.decoder(), theirs, pretrained.tokenizer, 2048)
+    return Pair("SmolLM2-135M", pretrained.decoder(), str(directory), pretrained.tokenizer, 2048)
 
 
-def checkpoint(place: str) -> Pair:
+def checkpoint(place: str, directory: str) -> Pair:
     """Load a run directory or checkpoint of this project."""
     path = find_checkpoint(place)
-    state = read_state(path)
-    return exported(place, read_run(path).decoder(), Tokenizer.from_str(state["tokenizer"]))
+    tokenizer = Tokenizer.from_str(read_state(path)["tokenizer"])
+    return exported(place, read_run(path).decoder(), tokenizer, directory)
 
 
 class Settled(transformers.StoppingCriteria):
@@ -120,17 +126,34 @@ class Settled(transformers.StoppingCriteria):
         return torch.tensor([self.stop(text, prompt.answers) for text, prompt in pairs])
 
 
+Timed = tuple[list[Any], float]
+"""Answers to all prompts, their text or for statements whether it is right, and the seconds."""
+
+
+@cache
+def loaded(directory: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Load a model in transformers."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return load(directory, dtype=dtype, trust_remote_code=True).eval()
+
+
 def by_transformers(
-    pair: Pair, prompts: Sequence[Prompt], batch_tokens: int, stop: Stop | None
-) -> list[str]:
+    directory: str,
+    dtype: torch.dtype,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Prompt],
+    batch_tokens: int,
+    stop: Stop | None,
+) -> Timed:
     """Answer prompts of one length with transformers, in batches as large as ours."""
-    end, texts = special_tokens(pair.tokenizer).end, []
+    model = loaded(directory, dtype)
+    end, texts, began = special_tokens(tokenizer).end, [], time.perf_counter()
     size = max(1, batch_tokens // (len(prompts[0].tokens) + prompts[0].new_tokens))
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
         ids = torch.tensor([prompt.tokens for prompt in batch])
-        more = {} if stop is None else {"stopping_criteria": [Settled(pair.tokenizer, batch, stop)]}
-        out = pair.theirs.generate(
+        more = {} if stop is None else {"stopping_criteria": [Settled(tokenizer, batch, stop)]}
+        out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=batch[0].new_tokens,
@@ -139,17 +162,22 @@ def by_transformers(
             pad_token_id=end,
             **more,
         )
-        texts += pair.tokenizer.decode_batch(out[:, ids.shape[1] :].tolist())
-    return texts
+        texts += tokenizer.decode_batch(out[:, ids.shape[1] :].tolist())
+    return texts, time.perf_counter() - began
 
 
-Answers = Callable[[], list[Any]]
-"""Answers all prompts: their text, or for statements whether it is right."""
+Answers = tuple[Callable[[], Timed], Callable[[], Timed]]
+"""How each of the two answers all prompts."""
 
 
 def of_statements(
-    pair: Pair, haystack: Haystack, settings: NeedleTaskSettings, length: int, batch_tokens: int
-) -> tuple[Answers, Answers]:
+    pair: Pair,
+    haystack: Haystack,
+    settings: NeedleTaskSettings,
+    length: int,
+    batch_tokens: int,
+    other: Executor,
+) -> Answers:
     """Return how both answer the trials of the demo's task, ours as an evaluation does."""
     vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
     random = np.random.default_rng(settings.seed)
@@ -162,49 +190,59 @@ def of_statements(
     numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
     prompts = [Prompt(tokens, (), 1) for tokens in trials.prompts.tolist()]
 
-    def ours() -> list[bool]:
+    def ours() -> Timed:
+        began = time.perf_counter()
         batches = task.batches(pair.ours, length, batch_tokens)
-        return [value == 1 for read in batches for _, _, value in read()]
+        hits = [value == 1 for read in batches for _, _, value in read()]
+        return hits, time.perf_counter() - began
 
-    def theirs() -> list[bool]:
-        texts = by_transformers(pair, prompts, batch_tokens, None)
-        return [text == number for text, number in zip(texts, numbers, strict=True)]
+    def theirs() -> Timed:
+        texts, seconds = other.submit(
+            by_transformers, *pair.theirs, prompts, batch_tokens, None
+        ).result()
+        return [text == number for text, number in zip(texts, numbers, strict=True)], seconds
 
     return ours, theirs
 
 
 def of_prompts(
-    pair: Pair, task: PromptTask, length: int, batch_tokens: int
-) -> tuple[Answers, Answers]:
+    pair: Pair, task: PromptTask, length: int, batch_tokens: int, other: Executor
+) -> Answers:
     """Return how both answer the prompts of a task."""
     prompts = [replace(p, tokens=array("i", p.tokens)) for p in task.prompts(length)]
 
-    def ours() -> list[str]:
-        return answers(pair.ours, pair.tokenizer, prompts, batch_tokens, task.stop)
+    def ours() -> Timed:
+        began = time.perf_counter()
+        texts = answers(pair.ours, pair.tokenizer, prompts, batch_tokens, task.stop)
+        return texts, time.perf_counter() - began
 
-    return ours, lambda: by_transformers(pair, prompts, batch_tokens, task.stop)
+    def theirs() -> Timed:
+        return other.submit(
+            by_transformers, *pair.theirs, prompts, batch_tokens, task.stop
+        ).result()
+
+    return ours, theirs
 
 
-def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str]:
+def compare(pair: Pair, task_name: str, options: argparse.Namespace, other: Executor) -> list[str]:
     """Measure both in turns and return a row of the table."""
     haystack = Haystack(pair.tokenizer, stdlib_docs(), (special_tokens(pair.tokenizer).end,))
     settings = NeedleTaskSettings(trials=options.trials, depths=tuple(options.depths))
     length = options.length or pair.length
     if task_name == STATEMENTS:
-        both = of_statements(pair, haystack, settings, length, options.batch_tokens)
+        both = of_statements(pair, haystack, settings, length, options.batch_tokens, other)
     else:
         if task_name.startswith("multi"):  # as many prompts as the other tasks have
             settings = replace(settings, trials=options.trials * len(settings.depths))
         task = NEEDLE_TASKS[task_name](haystack, settings)
-        both = of_prompts(pair, task, length, options.batch_tokens)
+        both = of_prompts(pair, task, length, options.batch_tokens, other)
     contestants = dict(zip(("ours", "transformers"), both, strict=True))
-    outputs = {name: answered() for name, answered in contestants.items()}  # warm up
+    outputs = {name: answered()[0] for name, answered in contestants.items()}  # warm up
     times: dict[str, list[float]] = {name: [] for name in contestants}
 
     def turn(name: str) -> None:
-        start = time.perf_counter()
-        outputs[name] = contestants[name]()
-        times[name].append(time.perf_counter() - start)
+        outputs[name], seconds = contestants[name]()
+        times[name].append(seconds)
 
     print(f"{pair.name}, {task_name}", file=sys.stderr)
     take_turns(list(contestants), options.rounds, turn)
@@ -215,6 +253,12 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace) -> list[str
         ratio(times["transformers"], times["ours"]),
         f"{same}/{count}",
     ]
+
+
+def begin(threads: int, same_memory: bool) -> None:
+    """Prepare the process of transformers."""
+    transformers.logging.set_verbosity_error()
+    use_cores(threads) if same_memory else torch.set_num_threads(threads)
 
 
 def main() -> None:
@@ -230,22 +274,28 @@ def main() -> None:
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--same-memory", action="store_true", help="also for transformers")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    transformers.logging.set_verbosity_error()
-    if options.checkpoint:
-        pair = checkpoint(options.checkpoint)
-    else:
-        pair = {"nano": nano, "smollm2": smollm2}[options.model]()
+    use_cores(options.threads)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
-    pair = replace(pair, ours=pair.ours.to(dtype).eval(), theirs=pair.theirs.to(dtype).eval())
     default = ["standard"] if options.model == "smollm2" else [STATEMENTS, "standard"]
     table = table_of(
         f"{options.precision}, {options.threads} threads, {options.rounds} rounds",
         *("", "ours trials/s", "transformers", "ratio (quartiles)", "same"),
     )
-    for task in options.task or default:
-        table.add_row(*compare(pair, task, options))
+    with (
+        tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory,
+        ProcessPoolExecutor(
+            1, get_context("spawn"), begin, (options.threads, options.same_memory)
+        ) as other,
+    ):
+        if options.checkpoint:
+            pair = checkpoint(options.checkpoint, directory)
+        else:
+            pair = nano(directory) if options.model == "nano" else smollm2()
+        pair.ours.to(dtype).eval()
+        for task in options.task or default:
+            table.add_row(*compare(pair, task, options, other))
     Console(width=100).print(table)
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import trainer
 from tests.program import ROOT
 from trainer.common.errors import PreemptedError
 from trainer.common.files import partial_directory
-from trainer.common.processes import stop_on_signals, usual_threads
+from trainer.common.processes import stop_on_signals, use_cores, usual_threads
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,21 @@ def test_threads_are_the_environments_or_one_a_core(monkeypatch, variable, expec
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
     assert usual_threads() == expected
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_freed_memory_is_used_again():
+    def faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(1 << 25)  # 128 MiB, 32,768 pages
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    threads = torch.get_num_threads()
+    use_cores(1)
+    assert torch.get_num_threads() == 1
+    torch.set_num_threads(threads)
+    faults()
+    assert faults() < 100
 
 
 WAITS = ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import signal
 import subprocess
 from types import FrameType
 
 from trainer.common.errors import PreemptedError
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's ``mallopt``, from malloc.h."""
+KEPT_MEMORY = 1 << 28
+"""Bytes of freed memory that a process keeps at most, and of the largest block in it."""
 
 
 def cores() -> int:
@@ -26,6 +33,21 @@ def usual_threads() -> int:
     """Return the default number of CPU threads: ``OMP_NUM_THREADS``, or one per core."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(requested) if requested else cores()
+
+
+def use_cores(threads: int | None = None) -> None:
+    """Compute with so many CPU threads (None: the default), and keep freed memory for reuse.
+
+    By default glibc returns large blocks to the system when they are freed. With small models the
+    page faults of new ones are a third of the time on a CPU.
+    """
+    import torch  # slow import
+
+    torch.set_num_threads(threads or usual_threads())
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, KEPT_MEMORY)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_MEMORY)
 
 
 def stop_on_signals() -> None:

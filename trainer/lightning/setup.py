@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.common.processes import cores, usual_threads
+from trainer.common.processes import cores, use_cores
 from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
@@ -63,7 +63,7 @@ def set_threads(config: RunConfig) -> None:
     if not {"SLURM_CPUS_PER_TASK", "SLURM_LOCALID"} <= os.environ.keys():
         share = max(share // ranks.local_size, 1)
     # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set.
-    torch.set_num_threads(threads or (share if ranks.world_size > 1 else usual_threads()))
+    use_cores(threads or (share if ranks.world_size > 1 else None))
     if compiles(config) and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config as inductor  # after the environment is set
 

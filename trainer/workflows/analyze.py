@@ -26,7 +26,7 @@ from trainer.analysis.synthetic import analyze_synthetic
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
-from trainer.common.processes import usual_threads
+from trainer.common.processes import use_cores
 from trainer.common.progress import Progress
 from trainer.common.ranks import device_type
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
@@ -74,7 +74,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
         UserError: a checkpoint or text cannot be read, the text is too short, or the analysis does
             not apply to this model.
     """
-    torch.set_num_threads(usual_threads())
+    use_cores()
     config, kind = request.analysis, request.analysis.kind
     kinds = ("all", "drop", *TOPICS)
     if kind not in kinds:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trainer.common.errors import UserError
-from trainer.common.processes import usual_threads
+from trainer.common.processes import use_cores, usual_threads
 from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -47,7 +47,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    torch.set_num_threads(max(1, usual_threads() // current_ranks().local_size))
+    use_cores(max(1, usual_threads() // current_ranks().local_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of("auto"))
     evaluation = request.evaluation

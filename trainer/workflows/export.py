@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import torch
-
 from trainer.common.errors import UserError
-from trainer.common.processes import usual_threads
+from trainer.common.processes import use_cores
 from trainer.config import ExportRequest
 from trainer.interchange.export import export_model
 from trainer.model.decoder import Decoder
@@ -26,7 +24,7 @@ def export_checkpoint(request: ExportRequest) -> str:
     Raises:
         UserError: the checkpoint cannot be read, the directory is not empty, or logits differ.
     """
-    torch.set_num_threads(usual_threads())
+    use_cores()
     saved = find_model(request.checkpoint)
     config, state, layout = saved.run, saved.state, saved.layout
     if config is None:

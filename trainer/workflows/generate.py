@@ -6,10 +6,9 @@ import logging
 import time
 from collections.abc import Sequence
 
-import torch
 from tokenizers import Tokenizer
 
-from trainer.common.processes import usual_threads
+from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
 from trainer.config import GenerationRequest
 from trainer.model.generate import Sampler, generate
@@ -24,7 +23,7 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     Raises:
         UserError: the checkpoint cannot be read.
     """
-    torch.set_num_threads(usual_threads())
+    use_cores()
     saved = find_model(request.checkpoint)
     device = device_type()
     model = saved.for_inference(device, best_precision(device))

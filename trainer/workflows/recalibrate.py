@@ -21,7 +21,7 @@ import yaml
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
-from trainer.common.processes import usual_threads
+from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
 from trainer.config import RunConfig
 from trainer.evaluation.results import Report
@@ -114,7 +114,7 @@ def measure_speed(
     config: ModelConfig, layout: Layout, accelerator: str, threads: int | None
 ) -> Speed:
     """Train a model of this shape for three steps, on random tokens; the fastest one counts."""
-    torch.set_num_threads(threads or usual_threads())
+    use_cores(threads)
     device = device_type(accelerator)
     half = best_precision(device) == "bf16"
     tokens, read = PASS_TOKENS[device], SHORTEST
