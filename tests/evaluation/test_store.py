@@ -77,25 +77,25 @@ def test_prompts_depend_on_every_field_but_their_group():
     assert print_of([prompt], never_first=(7,)) != before
 
 
-def test_values_are_kept_by_kind_and_key(tmp_path, monkeypatch):
-    store, key = Store(tmp_path), {"a": 1}
+def test_values_are_kept_by_key(tmp_path, monkeypatch):
+    store = Store(tmp_path)
     # Another process adds a value while this one waits.
     other = Store(tmp_path, rank=1)
     monkeypatch.setattr(
-        "trainer.evaluation.store.time.sleep", lambda _: other.add("cell", key, {"x": (1, 2.5)})
+        "trainer.evaluation.store.time.sleep", lambda _: other.add("a", {"x": (1, 2.5)})
     )
-    assert store.wait("cell", key) == [{"x": [1, 2.5]}]
-    store.add("cell", key, float("inf"))
-    assert store.values("cell", key) == [float("inf"), {"x": [1, 2.5]}]
-    assert store.values("cell", {"a": 2}) == store.values("fit", key) == []
+    assert store.wait("a") == [{"x": [1, 2.5]}]
+    store.add("a", float("inf"))
+    assert store.values("a") == [float("inf"), {"x": [1, 2.5]}]
+    assert store.values("b") == []
 
 
 def test_a_value_that_was_cut_short_is_no_value_and_spoils_none(tmp_path):
-    store, key = Store(tmp_path), {"a": 1}
+    store = Store(tmp_path)
     for value in (1, 2):
-        store.add("cell", key, value)
+        store.add("a", value)
     (path,) = tmp_path.glob("*/0.jsonl")
     path.write_text(path.read_text()[:-3])
-    assert store.values("cell", key) == [1]
-    store.add("cell", key, 3)
-    assert store.values("cell", key) == [1, 3]
+    assert store.values("a") == [1]
+    store.add("a", 3)
+    assert store.values("a") == [1, 3]

@@ -31,9 +31,6 @@ from trainer.positional.layout import Layout
 
 log = logging.getLogger(__name__)
 
-PREFILL = 32768
-"""Tokens of a long sequence that are read at once."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -54,13 +51,13 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One model, method and task at a length; ``key``: all inputs of its values."""
+    """One model, method and task at a length; ``key``: of its values, by all of their inputs."""
 
     model: SavedModel
     method: Method
     layout: Layout
     task: Task
-    key: dict[str, Any]
+    key: str
 
     @property
     def tokens(self) -> int:
@@ -84,55 +81,51 @@ def plan_cells(
     ``methods``: those that apply to each model, by its name.
     """
     lengths = [*dict.fromkeys(task.length for task in tasks)]
+    tasks = sorted(tasks, key=lambda task: lengths.index(task.length))
     plain = adapter(list[Layout])
     cells: list[Cell] = []
     sentences: list[str] = []
     for model in models:
         # The weights are read if anything is fitted.
-        load = cache(partial(model.for_inference, settings.device, settings.dtype, PREFILL))
+        load = cache(partial(model.for_inference, settings.device, settings.dtype))
         inputs = {"model": model.fingerprint, "settings": settings.key}
-        keys = {
-            method: {
-                **inputs,
-                "method": [method.key, method.settings, text.key],
-                "lengths": lengths,
-            }
-            for method in methods[model.name]
-        }
+        keys = {}
+        for method in methods[model.name]:
+            of_method = {"method": [method.key, method.settings, text.key], "lengths": lengths}
+            keys[method] = f"fit-{fingerprint(inputs | of_method)}"
         factors = [length / model.training_length for length in lengths]
         for method in [*keys][store.rank :: store.ranks]:
-            if not store.values("fit", keys[method]):
+            if not store.values(keys[method]):
                 found: list[str] = []
                 made = [*map(method.layouts(load, text, found), factors)]
                 notes = [*dict.fromkeys(found)]
-                store.add("fit", keys[method], {"layouts": plain.dump_python(made), "notes": notes})
-        for method, fit in keys.items():
-            fitted = store.wait("fit", fit)[0]
+                store.add(keys[method], {"layouts": plain.dump_python(made), "notes": notes})
+        for method in keys:
+            fitted = store.wait(keys[method])[0]
             sentences += [f"{model.name}, {method.title}: {note}" for note in fitted["notes"]]
-            layouts = plain.validate_python(fitted["layouts"])
-            for length, layout in zip(lengths, layouts, strict=True):
-                for task in tasks:
-                    if task.length == length and len(task.trials):
-                        key = {
-                            **inputs,
-                            "layout": fingerprint(layout),
-                            "reads": method.reads,
-                            "length": length,
-                            "task": [*task.titles, task.fingerprint],
-                        }
-                        cells.append(Cell(model, method, layout, task, key))
-    return cells, sentences
+            made = plain.validate_python(fitted["layouts"])
+            layouts = dict(zip(lengths, made, strict=True))
+            for task in tasks:
+                of_cell = {
+                    "layout": fingerprint(layouts[task.length]),
+                    "reads": method.reads,
+                    "length": task.length,
+                    "task": [*task.titles, task.fingerprint],
+                }
+                key = f"cell-{fingerprint(inputs | of_cell)}"
+                cells.append(Cell(model, method, layouts[task.length], task, key))
+    return [cell for cell in cells if cell.tokens], sentences
 
 
 def measure_cells(cells: Sequence[Cell], store: Store, settings: Settings) -> None:
     """Measure this process's share of what is not stored yet."""
-    missing = {n: c for n, c in enumerate(cells) if not _is_complete(store.values("cell", c.key))}
+    missing = {n: c for n, c in enumerate(cells) if not _is_complete(store.values(c.key))}
     log.info("%d cells, %d of these measured before", len(cells), len(cells) - len(missing))
     done, total = 0.0, sum(cell.tokens for cell in missing.values())
     with Progress("Evaluating", max(total, 1.0)) as progress:
         progress.advance_to(0)
         for saved in dict.fromkeys(cell.model for cell in missing.values()):
-            model = saved.for_inference(settings.device, settings.dtype, PREFILL)
+            model = saved.for_inference(settings.device, settings.dtype)
             for number, cell in missing.items():
                 if cell.model is saved:
                     for tokens in _measure(cell, number, model, store, settings):
@@ -146,14 +139,14 @@ def _measure(
 ) -> Iterator[float]:
     """Read this process's batches of a cell that are not stored yet; yield the tokens of each
     batch. ``number``: of the cell, so that cells of one batch are shared too."""
-    stored = {value["batch"] for value in store.values("cell", cell.key)}
+    stored = {value["batch"] for value in store.values(cell.key)}
     with model.using(cell.layout, cell.method.reads):
         batches = cell.task.batches(model, settings.batch_tokens)
         for batch, read in enumerate(batches):
             if (number + batch) % store.ranks == store.rank and batch not in stored:
                 began = time.perf_counter()
                 value = {"batch": batch, "batches": len(batches), "values": read()}
-                store.add("cell", cell.key, value | {"seconds": time.perf_counter() - began})
+                store.add(cell.key, value | {"seconds": time.perf_counter() - began})
             yield cell.tokens / len(batches)
 
 
@@ -167,7 +160,7 @@ def trials_of(cells: Sequence[Cell], store: Store) -> pd.DataFrame:
     ``seconds`` (of all trials of a cell together)."""
     tables = []
     for cell in cells:
-        stored = store.wait("cell", cell.key, _is_complete)
+        stored = store.wait(cell.key, _is_complete)
         values = [value for batch in stored for value in batch["values"]]
         trials, length = cell.task.trials, cell.task.length
         usual = {"text": trials.index, "depth": math.nan, "label": ""}

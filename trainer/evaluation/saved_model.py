@@ -13,7 +13,7 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
-from trainer.data.tokenizer import SpecialTokens, same_tokens
+from trainer.data.tokenizer import SpecialTokens
 from trainer.evaluation.store import fingerprint
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 Dtype = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Types of weights, as commands call them."""
+PREFILL = 32768
+"""Tokens of a long sequence that are read at once."""
 
 
 def matmul_precision(dtype: Dtype, device: str) -> str:
@@ -77,16 +79,15 @@ class SavedModel:
         model.end_tokens = self.tokens.stops
         return model
 
-    def for_inference(self, device: str, dtype: Dtype, chunk: int | None = None) -> LanguageModel:
+    def for_inference(self, device: str, dtype: Dtype) -> LanguageModel:
         """Load the model in evaluation mode, with the run's attention backend if that is possible.
 
-        A GPU multiplies float32 matrices in TF32. ``chunk``: tokens of a sequence read at once; see
-        ``LanguageModel.prefill_chunk``.
+        A GPU multiplies float32 matrices in TF32.
         """
         if device == "cuda":
             torch.set_float32_matmul_precision("high")
         model = self.load(device, dtype).eval()
-        model.prefill_chunk = chunk
+        model.prefill_chunk = PREFILL
         half, backend = dtype == "bf16", "of transformers"
         if isinstance(model, Decoder):
             try:
@@ -143,22 +144,3 @@ def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:
             return [replace(m, name=name) for m, name in zip(models, names, strict=True)]
     twice = [name for name, count in Counter(names).items() if count > 1]
     raise UserError(f"compare: {twice} are named twice")
-
-
-def fitting_together(models: Sequence[SavedModel]) -> list[SavedModel]:
-    """Check that the models fit together; return them under distinct names.
-
-    Raises:
-        UserError: models have different tokenizers or training lengths, or a model appears twice.
-    """
-    first = models[0]
-    for model in models:
-        if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
-            raise UserError(f"compare: {model.reference!r} has another tokenizer than the first.")
-        if model.training_length != first.training_length:
-            raise UserError(
-                f"compare: {model.reference!r} has a training length of {model.training_length} "
-                f"tokens, the first one of {first.training_length}; "
-                "evaluation.training_length=N counts the lengths of all models from one.",
-            )
-    return distinct(models)

@@ -117,8 +117,9 @@ def average(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate
     return Estimate(mean, mean - below, mean + above)
 
 
-def sign_test(scores: Sequence[float], reference: Sequence[float]) -> tuple[int, int, float]:
-    """Return the numbers of pairs that are better and worse, and p of the exact sign test.
+def sign_mark(scores: Sequence[float], reference: Sequence[float]) -> str:
+    """Return ``↑`` or ``↓`` if more scores are better or worse than their pair in the reference, by
+    the exact sign test with p < 0.05; otherwise nothing.
 
     Equal pairs are ignored. With b pairs better and c worse, p = min(1, 2 P(X <= min(b, c))), X
     binomial of b + c trials with probability 1/2. For scores of 0 and 1 it is McNemar's exact test
@@ -128,11 +129,6 @@ def sign_test(scores: Sequence[float], reference: Sequence[float]) -> tuple[int,
     differences = np.subtract(scores, reference)
     # Scores may be means of fractions: equal sums of them may differ by 1e-16.
     better, worse = int((differences > ROUNDING).sum()), int((differences < -ROUNDING).sum())
-    n = better + worse
-    return better, worse, float(binomtest(better, n).pvalue) if n else 1.0
-
-
-def sign_mark(scores: Sequence[float], reference: Sequence[float]) -> str:
-    """Return ``↑`` or ``↓`` if scores are better or worse with p < 0.05, otherwise nothing."""
-    better, worse, p = sign_test(scores, reference)
-    return "" if p >= SIGNIFICANT else "↑" if better > worse else "↓"
+    if better == worse or binomtest(better, better + worse).pvalue >= SIGNIFICANT:
+        return ""
+    return "↑" if better > worse else "↓"

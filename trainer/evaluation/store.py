@@ -51,34 +51,28 @@ class Store:
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
         self.directory, self.rank, self.ranks = directory, rank, ranks
 
-    def path(self, kind: str, key: dict[str, Any]) -> Path:
-        """Return the directory of a key."""
-        return self.directory / f"{kind}-{fingerprint(key)}"
-
-    def add(self, kind: str, key: dict[str, Any], value: Any) -> None:
+    def add(self, key: str, value: Any) -> None:
         """Add a JSON value to those of a key."""
-        path = self.path(kind, key) / f"{self.rank}.jsonl"
+        path = self.directory / key / f"{self.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             # The first newline ends a line that an interruption has cut short.
-            file.write(f"\n{json.dumps({'key': key, 'value': value})}\n")
+            file.write(f"\n{json.dumps({'value': value})}\n")
 
-    def values(self, kind: str, key: dict[str, Any]) -> list[Any]:
+    def values(self, key: str) -> list[Any]:
         """Return the values of a key, with lists for tuples."""
         values = []
-        for path in sorted(self.path(kind, key).glob("*.jsonl")):
+        for path in sorted(self.directory.glob(f"{key}/*.jsonl")):
             for line in path.read_text(encoding="utf-8").splitlines():
                 with suppress(ValueError):  # empty, cut short, or being written
                     values.append(json.loads(line)["value"])
         return values
 
-    def wait(
-        self, kind: str, key: dict[str, Any], is_complete: Callable[[list[Any]], bool] = bool
-    ) -> list[Any]:
+    def wait(self, key: str, is_complete: Callable[[list[Any]], bool] = bool) -> list[Any]:
         """Return the values of a key as soon as they are complete, by default any.
 
         There is no time limit: if another process fails, their launcher ends all of them.
         """
-        while not is_complete(values := self.values(kind, key)):
+        while not is_complete(values := self.values(key)):
             time.sleep(POLL)
         return values

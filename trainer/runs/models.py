@@ -25,8 +25,8 @@ from trainer.common.files import checksum
 from trainer.common.processes import cores
 from trainer.config import SAME, RunConfig
 from trainer.data.corpus import Corpus
-from trainer.data.tokenizer import special_tokens
-from trainer.evaluation.saved_model import SavedModel
+from trainer.data.tokenizer import same_tokens, special_tokens
+from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
 from trainer.interchange.published import find_pretrained, read_token_files, read_tokenizer
 from trainer.model.config import ModelConfig
@@ -99,6 +99,29 @@ def find_model(reference: str) -> SavedModel:
         **{"read": weights.decoder} | details,
     )
     return saved.with_training_length(length)
+
+
+def find_models(references: Sequence[str], training_length: int | None = None) -> list[SavedModel]:
+    """Find models to compare, and give them distinct names.
+
+    ``training_length``: C of all of them (None: their own).
+
+    Raises:
+        UserError: there is no such model, one is named twice, or they have different tokenizers or
+            training lengths.
+    """
+    models = [find_model(path).with_training_length(training_length) for path in references]
+    first = models[0]
+    for model in models:
+        if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
+            raise UserError(f"compare: {model.reference!r} has another tokenizer than the first.")
+        if model.training_length != first.training_length:
+            raise UserError(
+                f"compare: {model.reference!r} has a training length of {model.training_length} "
+                f"tokens, the first one of {first.training_length}; "
+                "evaluation.training_length=N counts the lengths of all models from one.",
+            )
+    return distinct(models)
 
 
 def starting_weights(config: ModelConfig) -> Pretrained | None:

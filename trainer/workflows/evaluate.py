@@ -21,12 +21,12 @@ from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Report, averaged, rows_of
-from trainer.evaluation.saved_model import SavedModel, fitting_together, matmul_precision
+from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
-from trainer.runs.models import environment, find_model, origin, reference_first, without_home
+from trainer.runs.models import environment, find_models, origin, reference_first, without_home
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         torch.cuda.set_device(device_of("auto"))
     evaluation = request.evaluation
     check_names(evaluation)
-    found = [find_model(path) for path in (request.checkpoint, *request.compare)]
-    models = fitting_together([m.with_training_length(evaluation.training_length) for m in found])
+    references = [request.checkpoint, *request.compare]
+    models = find_models(references, evaluation.training_length)
     first = models[0]
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
@@ -107,7 +107,7 @@ def measure_models(
     Cells that are stored in ``directory``, by an interrupted evaluation or for another table, are
     not measured again.
 
-    ``models``: as :func:`fitting_together` returns them. ``text``: in the first one's tokens.
+    ``models``: as :func:`find_models` returns them. ``text``: in the first one's tokens.
     ``directory``: of finished cells. ``accelerator``: cpu, or a GPU if there is one.
     Ranks share the work; all but the first one return None.
 

@@ -18,7 +18,7 @@ from trainer.common.ranks import all_gather, current_ranks, on_rank_zero, proces
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import FACTS, Report, RunSummary, troubles
-from trainer.evaluation.saved_model import SavedModel, fitting_together
+from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
 from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
@@ -31,7 +31,7 @@ from trainer.runs.directory import (
     plain,
     read_metrics,
 )
-from trainer.runs.models import encodings, environment, find_model, reference_first, without_home
+from trainer.runs.models import encodings, environment, find_models, reference_first, without_home
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import phases_of
 from trainer.workflows.evaluate import held_out_of, measure_models, publish
@@ -146,9 +146,8 @@ def make_report(
     ``checkpoints``: of the run itself, which is the first, and of its controls. ``beside``: names
     of other models to measure.
     """
-    length = config.evaluation.training_length
-    paths = [*map(str, checkpoints), *beside]
-    models = fitting_together([find_model(p).with_training_length(length) for p in paths])
+    references = [*map(str, checkpoints), *beside]
+    models = find_models(references, config.evaluation.training_length)
     ordered = reference_first(models)
     if config.evaluation.enabled:
         report = measure_models(
