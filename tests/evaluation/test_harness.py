@@ -54,7 +54,7 @@ def models(tiny_decoder, tokenizer):
         batch_size=2,
         device="cpu",
     )
-    encoder = Encoder(tokenizer, special_tokens(tokenizer).end)
+    encoder = Encoder(tokenizer, (), special_tokens(tokenizer).end)
     return HarnessModel(decoder, encoder, MAX_LENGTH, 64), theirs
 
 

@@ -106,7 +106,7 @@ def test_contexts_are_read_once_and_only_continuations_go_through_the_head(
 
 @pytest.mark.parametrize("pair", [("a b  ", "c"), ("a b", "  c"), ("a b ", " c")])
 def test_spaces_belong_to_the_continuation(tokenizer, pair):
-    (request,) = Encoder(tokenizer, 0).requests([pair])
+    (request,) = Encoder(tokenizer, (), 0).requests([pair])
     assert tokenizer.decode(list(request.context)) == "a b"
     assert tokenizer.decode(list(request.continuation)) == "  c"
 
@@ -114,7 +114,7 @@ def test_spaces_belong_to_the_continuation(tokenizer, pair):
 @pytest.mark.parametrize("add_bos", [False, True])
 def test_end_of_text_stands_for_an_empty_context_and_begins_others_if_asked(tokenizer, add_bos):
     end = tokenizer.token_to_id(END_OF_TEXT)
-    encoder = Encoder(tokenizer, end, add_bos)
+    encoder = Encoder(tokenizer, (end,) if add_bos else (), end)
     empty, given_begin, other = encoder.requests([("", "a"), ("", f"{END_OF_TEXT}a"), ("a", " b")])
     assert empty == given_begin == Request((end,), tuple(tokenizer.encode("a").ids))
     assert other.context == ((end,) if add_bos else ()) + tuple(tokenizer.encode("a").ids)
@@ -125,7 +125,7 @@ def test_a_tokenizer_with_its_own_first_token_gets_no_other(tokenizer):
 
     beginning = type(tokenizer).from_str(tokenizer.to_str())
     beginning.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 7)])
-    requests = Encoder(beginning, 7).requests([("a", " b"), ("", "b")])
+    requests = Encoder(beginning, (7,), 7).requests([("a", " b"), ("", "b")])
     assert [request.context for request in requests] == [(7, *tokenizer.encode("a").ids), (7,)]
 
 

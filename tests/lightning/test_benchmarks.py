@@ -103,7 +103,7 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     last = milestones(config)[-1]["scores"]
     corpus = prepare_corpus(config.data, config.tokenizer)
     model = read_run(checkpoint_of(config)).decoder().eval()
-    encoder = Encoder(corpus.tokenizer, corpus.first_token, begins=True)
+    encoder = Encoder(corpus.tokenizer, (corpus.first_token,), corpus.first_token)
     for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK]), encoder, [128], 5):
         values = values_of(task, model, 4096)
         for key in task.titles:

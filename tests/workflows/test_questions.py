@@ -137,7 +137,7 @@ def test_weights_of_pairs_are_chosen_on_validation_text(publish, run, place):
     ids = torch.from_numpy(windows[spread_evenly(4, 32)])
     weights = choose_factors(decoder, ids, rules, decoder.layout)
     decoder.layout = weighted_rope.apply(decoder.layout, weights)
-    encoder = Encoder(candidate.tokens.tokenizer, 0)
+    encoder = Encoder(candidate.tokens.tokenizer, (), 0)
     questions = multiple_choice.read_questions(place / "questions/t.jsonl.gz", encoder)
     requests = [request for question in questions for request in question.requests]
     expected = multiple_choice.log_likelihoods(decoder, requests, 4096, C)

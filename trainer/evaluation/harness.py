@@ -21,6 +21,7 @@ from trainer.evaluation.likelihood import Encoder, log_likelihoods
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Task, Value
+from trainer.model.generate import text_until
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
@@ -64,32 +65,25 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
             check_room(room - 1, f"{new} that are generated", self.max_length)
             (tokens,) = self.encoder.tokens([context])
             stops = [until] if isinstance(until, str) else until or ()
-            read = tokens[-room:] or [self.encoder.first_token]
+            read = tokens[-room:] or (self.encoder.first_token,)
             prompts.append(Prompt(read, tuple(filter(None, stops)), new))
-
-        def cut(text: str, stops: Sequence[str]) -> str:
-            return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
         texts = answers(
             self.model,
             self.encoder.tokenizer,
             prompts,
             self.batch_tokens,
-            stop=lambda text, stops: cut(text, stops) != text,
+            stop=lambda text, stops: text_until(text, stops) != text,
         )
-        return [cut(text, p.answers) for text, p in zip(texts, prompts, strict=True)]
+        return [text_until(text, p.answers) for text, p in zip(texts, prompts, strict=True)]
 
 
-def filtered(metric: str, name: str) -> str:
-    """Return the name of a metric of answers that went through one of lm-eval's filters."""
-    return metric if name == "none" else f"{metric}_{name}"
-
-
-def labels_of(task: HarnessTask) -> list[str]:
-    """Return the metrics of :data:`METRICS` that a task has, under each of its filters."""
+def metrics_of(task: HarnessTask) -> dict[tuple[str, str], str]:
+    """Return the names of a task's metrics that are in :data:`METRICS`, by metric and the filter of
+    lm-eval that answers went through."""
     means = [metric for metric in METRICS if task.aggregation().get(metric) is mean]
     filters = [each.name for each in getattr(task, "_filters", ())] or ["none"]
-    return [filtered(metric, each) for metric in means for each in filters]
+    return {(m, f): m if f == "none" else f"{m}_{f}" for m in means for f in filters}
 
 
 def harness_tasks(
@@ -128,11 +122,11 @@ def harness_task(
     Trials are the questions of all its tasks, labelled by their task if there are several.
     ``tasks``, ``questions``: by the names of its tasks.
     """
-    first, *others = map(labels_of, tasks.values())
-    metrics = [label for label in first if all(label in other for other in others)]
+    first, *others = map(metrics_of, tasks.values())
+    metrics = {key: label for key, label in first.items() if all(key in other for other in others)}
     if not metrics:
         raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
-    titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics}
+    titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics.values()}
     labels = [task for task, of_task in questions.items() for _ in of_task]
 
     def read(model: LanguageModel, batch_tokens: int) -> list[Value]:
@@ -148,10 +142,10 @@ def harness_task(
         begin = 0  # number of the task's first trial
         for task, of_task in questions.items():
             for row in results["samples"][task]:
-                for metric in METRICS:
-                    key = f"{name}_{filtered(metric, row['filter'])}"
-                    if metric in row and key in titles:
-                        values.append((begin + row["doc_id"], key, float(row[metric])))
+                number = begin + row["doc_id"]
+                for (metric, each), label in metrics.items():
+                    if metric in row and each == row["filter"]:
+                        values.append((number, f"{name}_{label}", float(row[metric])))
             begin += len(of_task)
         return values
 

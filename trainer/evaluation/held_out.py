@@ -12,7 +12,6 @@ import torch
 from trainer.config import STATEMENTS, NeedleTaskSettings
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
-from trainer.data.tokenizer import own_first_token
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import Haystack
 from trainer.evaluation.store import fingerprint
@@ -49,9 +48,7 @@ class HeldOut:
     @property
     def encoder(self) -> Encoder:
         """Encoder of questions, which begin as prompts do."""
-        tokenizer = self.corpus.tokenizer
-        begins = bool(self.bos) and own_first_token(tokenizer) is None
-        return Encoder(tokenizer, self.corpus.first_token, begins)
+        return Encoder(self.corpus.tokenizer, self.bos, self.corpus.first_token)
 
 
 def statements(

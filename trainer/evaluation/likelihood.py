@@ -38,18 +38,17 @@ class Request(NamedTuple):
 class Encoder:
     """Encoder of text to requests.
 
-    ``first_token``: stands for an empty context. ``begins``: begin every context with it, as in
-    training; a token that the tokenizer itself adds is there in any case.
+    ``bos``: tokens before every context. ``first_token``: stands for an empty context.
     """
 
     tokenizer: Tokenizer
+    bos: tuple[int, ...]
     first_token: int
-    begins: bool = False
 
-    def tokens(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokens(self, texts: Sequence[str]) -> list[Tokens]:
         """Return token ids of texts, each from its first token on."""
-        before = [self.first_token] if self.begins else []
-        return [[*before, *encoding.ids] for encoding in self.tokenizer.encode_batch(list(texts))]
+        encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [(*self.bos, *encoding.ids) for encoding in encodings]
 
     def requests(self, pairs: Sequence[Pair]) -> list[Request]:
         """Encode context and continuation together, and split the tokens where the context ends.
@@ -62,12 +61,10 @@ class Encoder:
         contexts, wholes = self.tokens(stripped), self.tokens(texts)
         requests = []
         for text, before, context, whole in zip(texts, stripped, contexts, wholes, strict=True):
-            if before:
-                request = Request(tuple(context), tuple(whole[len(context) :]))
-            else:
-                tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-                has_first = tokens[:1] == [self.first_token]
-                request = Request((self.first_token,), tuple(tokens[has_first:]))
+            request = Request(context, whole[len(context) :])
+            if not before:
+                new, first = request.continuation, (self.first_token,)
+                request = Request(first, new[new[:1] == first :])
             if not request.continuation:
                 raise UserError(f"{text!r} adds no token to {before!r}")
             requests.append(request)

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import chain, count, cycle, islice, pairwise
 from pathlib import Path
@@ -370,7 +371,6 @@ SEED = 42
 """Seed of all trials."""
 PROBE = 64
 """Units of the prompts that measure the tokens per unit."""
-TOKENS_AT_ONCE = 2**20
 
 
 def ruler_prompts(
@@ -388,37 +388,33 @@ def ruler_prompts(
     """
     new_tokens, least = TASKS[name]
 
-    def prompts_of(units: Mapping[int, int]) -> dict[int, Prompt]:
-        """Return the prompts of trials with these units, by their numbers."""
-        prompts: dict[int, Prompt] = {}
-        numbers, together = iter(units), max(1, TOKENS_AT_ONCE // length)  # keep memory small
-        while batch := list(islice(numbers, together)):
-            asked = [ask(Random(f"{SEED} {name} {length} {n}"), n, units[n], length) for n in batch]
-            texts = [text for text, _ in asked]
-            encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            for n, (_, answers), encoding in zip(batch, asked, encoded, strict=True):
-                prompts[n] = Prompt((*bos, *encoding.ids), answers, new_tokens)
-        return prompts
+    def prompt_of(trial: int, units: int) -> Prompt:
+        text, answers = ask(Random(f"{SEED} {name} {length} {trial}"), trial, units, length)
+        # Unlike encode, this lets other threads run.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return Prompt((*bos, *encoding.ids), answers, new_tokens)
 
     def excess(prompt: Prompt) -> int:
         return len(prompt.tokens) + new_tokens - length
 
     def of_first(units: int) -> int:
-        return excess(prompts_of({0: units})[0])
+        return excess(prompt_of(0, units))
 
     shortest = of_first(least)
     per_unit = (of_first(least + PROBE) - shortest) / PROBE
     estimate = least + round(-shortest / per_unit)
-    fitting = bisect_right(range(least, 2 * estimate), 0, key=of_first)
-    units = dict.fromkeys(range(trials), least + max(0, fitting - 1))
-    prompts = prompts_of(units)
-    while too_long := [n for n, prompt in prompts.items() if excess(prompt) > 0]:
-        for n in too_long:
-            if units[n] == least:
-                check_room(-excess(prompts[n]), f"RULER's {name}", length)
-            units[n] = max(least, units[n] - math.ceil(excess(prompts[n]) / per_unit))
-        prompts |= prompts_of({n: units[n] for n in too_long})
-    return list(prompts.values())
+    most = max(least, least - 1 + bisect_right(range(least, 2 * estimate), 0, key=of_first))
+
+    def fitting(trial: int) -> Prompt:
+        units = most
+        while (missing := excess(prompt := prompt_of(trial, units))) > 0:
+            if units == least:
+                check_room(-missing, f"RULER's {name}", length)
+            units = max(least, units - math.ceil(missing / per_unit))
+        return prompt
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(fitting, range(trials)))
 
 
 def ruler_tasks(

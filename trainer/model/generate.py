@@ -15,6 +15,11 @@ OnToken = Callable[[int, list[int]], bool | None]
 """Receives a prompt's index and all its new tokens; True ends the sequence."""
 
 
+def text_until(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first of the ``stops``, or all of it."""
+    return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
+
+
 class Sampler:
     """Sampler of tokens, with one random generator per sequence.
 

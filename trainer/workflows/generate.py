@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-
-from tokenizers import Tokenizer
 
 from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
 from trainer.config import GenerationRequest
-from trainer.model.generate import Sampler, generate
+from trainer.model.generate import Sampler, generate, text_until
 from trainer.runs.models import find_model
 
 log = logging.getLogger(__name__)
@@ -34,7 +31,8 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     ]
 
     def has_stopped(_: int, tokens: list[int]) -> bool:
-        return text_until(tokenizer, tokens, request.stop)[1]
+        text = tokenizer.decode(tokens)
+        return text_until(text, request.stop) != text
 
     start = time.perf_counter()
     written = generate(
@@ -47,14 +45,4 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     )
     read, new = sum(map(len, prompts)), sum(map(len, written))
     log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)
-    return [text_until(tokenizer, tokens, request.stop)[0] for tokens in written]
-
-
-def text_until(
-    tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str]
-) -> tuple[str, bool]:
-    """Return the text of tokens before the first of the ``stop`` strings, without special tokens,
-    and whether one of them is there."""
-    text = tokenizer.decode([*tokens])
-    places = [text.find(word) for word in stop if word in text]
-    return text[: min(places, default=len(text))], bool(places)
+    return [text_until(tokenizer.decode(tokens), request.stop) for tokens in written]
