@@ -236,7 +236,7 @@ def recalibrate(job: Job) -> None:
     """
     began = time.time()
     keys, values = choose_keys(job, began)
-    from trainer.evaluation.results import FACTS
+    from trainer.report.report import FACTS
     from trainer.report.terminal import print_report
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint

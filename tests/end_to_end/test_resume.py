@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.program import Started, run, run_ranks
-from trainer.evaluation.results import COLUMNS, FACTS, Report
+from trainer.evaluation.results import COLUMNS
+from trainer.report.report import FACTS, Report
 from trainer.runs.directory import read_metrics
 
 WORDS = [

@@ -8,15 +8,8 @@ import numpy as np
 import pandas as pd
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import (
-    MEAN,
-    TRIAL_COLUMNS,
-    Observation,
-    Report,
-    RunSummary,
-    averaged,
-    rows_of,
-)
+from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
+from trainer.report.report import Observation, Report, RunSummary
 
 TRAINED = 1024
 METHODS = {

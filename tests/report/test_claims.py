@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from tests.report.examples import cell, change, loss, report, statements
-from trainer.evaluation.results import RunSummary
 from trainer.report.claims import RIVALS, Evidence, certainly_exceeds, observe
+from trainer.report.report import RunSummary
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 60, 55), (100, 60, 20, 10)
 ASTRAY = (30, 20, 15, 10)  # never learned the task

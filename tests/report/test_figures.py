@@ -8,9 +8,9 @@ import pytest
 
 from tests.report.examples import cell, change, loss, report
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import RunSummary
 from trainer.report.figures import benchmarks, training
 from trainer.report.figures import plots as plots_of
+from trainer.report.report import RunSummary
 
 METHODS = {"none": "as is", "crop": "cropped", "yarn": "YaRN", "pi": "PI"}
 SCORES = {

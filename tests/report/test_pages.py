@@ -13,9 +13,9 @@ import pytest
 
 from tests.report.examples import EXPERIMENT, cell, change, example, report
 from trainer.analysis.results import COLUMNS, Results, tidy
-from trainer.evaluation.results import RunSummary
 from trainer.plotting import Panel, Plot, draw, over_heads
 from trainer.report.pages import lead, write_analysis, write_renderings
+from trainer.report.report import RunSummary
 
 
 class Page(HTMLParser):

@@ -10,8 +10,9 @@ import pytest
 
 from tests.report.examples import EXPERIMENT, cell, example, loss, report
 from trainer.config import PERPLEXITY
-from trainer.evaluation.results import FACTS, Report, averaged, by_text
+from trainer.evaluation.results import averaged, by_text
 from trainer.evaluation.statistics import estimate, wilson_interval
+from trainer.report.report import FACTS, Report
 
 
 def values(made, task, metric="score"):

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from tests.report.examples import cell, change, report
-from trainer.evaluation.results import Observation, RunSummary
 from trainer.report import terminal as console
+from trainer.report.report import Observation, RunSummary
 from trainer.report.tables import tables
 
 LONG = change(1000, 4.25, 4.5, 3.125, what="phase 'long' [of all]", length=4096)

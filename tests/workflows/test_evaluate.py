@@ -21,7 +21,7 @@ from trainer.config import (
     RulerSettings,
     TemperatureSettings,
 )
-from trainer.evaluation.results import Report
+from trainer.report.report import Report
 from trainer.runs import models
 from trainer.runs.models import find_model
 from trainer.workflows import evaluate

@@ -14,7 +14,7 @@ from tests.report.examples import change
 from trainer.common.errors import UserError
 from trainer.config import EvaluationRequest
 from trainer.evaluation import engine
-from trainer.evaluation.results import FACTS, RunSummary, troubles
+from trainer.report.report import FACTS, RunSummary, troubles
 from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
 from trainer.runs.parsing import merged, parse, runs_of

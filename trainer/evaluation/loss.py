@@ -63,20 +63,20 @@ def token_losses(
     T = windows.shape[1]
     size = min(reads or T, T)
     stride = max(1, size // 2)
-    pieces = 1 + -((size - T) // stride)
-    positions = np.arange(T)
-    # Pieces are counted from the end; the first one holds the rest.
-    stretch = np.minimum((T - 1 - positions) // stride, pieces - 1)
-    starts = np.maximum(T - size - stride * np.arange(stretch.max() + 1), 0)
-    place = positions - starts[stretch]
+    starts = [*range(T - size, 0, -stride), 0]
     cut = sliding_window_view(windows, size, axis=1)[:, starts].reshape(-1, size)
-    losses = []
+    read = []
     together = model.sequences_at_once(size, batch_tokens)
     for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
         ids = tokens.roll(1, dims=1)
         ids[:, 0] = first_token
-        losses.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
-    return torch.cat(losses).view(len(windows), len(starts), size)[:, stretch, place]
+        read.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
+    pieces = torch.cat(read).view(len(windows), len(starts), size)
+    losses = pieces.new_empty(windows.shape)
+    for piece, start in reversed([*enumerate(starts)]):
+        begin = size - stride if start else 0
+        losses[:, start + begin : start + size] = pieces[:, piece, begin:]
+    return losses
 
 
 def perplexity(windows: Integers, first_token: int, last: int, length: int) -> Task:

@@ -34,10 +34,8 @@ def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
     """Return the mean score and Wilson's interval with an effective number of trials.
 
     ``trials``: number of trials behind the scores, if there are several for each of them. For
-    scores of 0 and 1 it is Wilson's interval of their number. Raises ``ValueError`` without scores.
+    scores of 0 and 1 it is Wilson's interval of their number.
     """
-    if not scores:
-        raise ValueError("no scores, so no mean")
     mean = float(np.mean(scores))
     n = effective_trials(scores, trials)
     return Estimate(mean, *wilson_interval(mean * n, n))
@@ -89,11 +87,9 @@ def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
         (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n, n = trials
 
     Unlike p ± z sqrt(p (1 - p) / n) it keeps its coverage near 0 and 1, where many cells lie.
-    Raises ``ValueError`` unless 0 <= successes <= trials and trials > 0. Source: E. B. Wilson,
-    Probable Inference, the Law of Succession, and Statistical Inference, JASA 22 (1927).
+    Source: E. B. Wilson, Probable Inference, the Law of Succession, and Statistical Inference, JASA
+    22 (1927).
     """
-    if not 0 <= successes <= trials or trials == 0:
-        raise ValueError(f"{successes} successes in {trials} trials is not a success rate")
     p, square = successes / trials, Z * Z / trials
     middle = p + square / 2
     half = math.sqrt(square * p * (1 - p) + square * square / 4)

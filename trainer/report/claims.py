@@ -20,8 +20,9 @@ import numpy as np
 import pandas as pd
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import AS_IS, Observation, Report, RunSummary
+from trainer.evaluation.results import AS_IS
 from trainer.evaluation.statistics import Estimate, change
+from trainer.report.report import Observation, Report, RunSummary
 from trainer.report.tables import rate
 
 LEARNED = 0.5

@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import AS_IS, MEAN, Report, Row, RunSummary
+from trainer.evaluation.results import AS_IS, MEAN
 from trainer.plotting import Line, Panel, Plot, draw, heat_maps, log_if_wide, style_numbers
+from trainer.report.report import Report, Row, RunSummary
 from trainer.report.tables import factor_label, percent, perplexity
 
 CONTRASTED = (AS_IS, "crop", "yarn")

@@ -18,9 +18,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
-from trainer.evaluation.results import VERDICTS, Report, troubles
 from trainer.plotting import Plot, save
 from trainer.report.figures import plots
+from trainer.report.report import VERDICTS, Report, troubles
 from trainer.report.tables import LEGEND, TABLE, percent, rate, tables
 
 PAGE = "report.html"

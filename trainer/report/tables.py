@@ -12,17 +12,9 @@ import pandas as pd
 
 from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY
-from trainer.evaluation.results import (
-    AS_IS,
-    FACTS,
-    MEAN,
-    Report,
-    Row,
-    averaged,
-    by_text,
-    read_csv,
-)
+from trainer.evaluation.results import AS_IS, MEAN, averaged, by_text
 from trainer.evaluation.statistics import ROUNDING, sign_mark
+from trainer.report.report import FACTS, Report, Row, read_csv
 
 MISSING = "·"
 TABLE = "results.csv"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from trainer.evaluation.results import VERDICTS, Report, troubles
+from trainer.report.report import VERDICTS, Report, troubles
 from trainer.report.tables import LEGEND, MISSING, Cell, Table, tables
 
 WIDTH = 100

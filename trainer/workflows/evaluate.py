@@ -20,12 +20,13 @@ from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
 from trainer.evaluation.methods import applicable
-from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, Report, averaged, rows_of
+from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
+from trainer.report.report import Report
 from trainer.runs.models import environment, find_models, origin, reference_first, without_home
 
 log = logging.getLogger(__name__)

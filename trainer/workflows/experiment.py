@@ -17,12 +17,12 @@ from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.ranks import all_gather, current_ranks, on_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
-from trainer.evaluation.results import FACTS, Report, RunSummary, troubles
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
 from trainer.lightning.dashboards import log_results
 from trainer.lightning.fit import train
 from trainer.lightning.setup import check_device, set_environment, set_threads
+from trainer.report.report import FACTS, Report, RunSummary, troubles
 from trainer.runs.directory import (
     check_run_directory,
     locked,

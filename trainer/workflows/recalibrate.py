@@ -24,13 +24,13 @@ from trainer.common.files import write_atomically
 from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
 from trainer.config import RunConfig
-from trainer.evaluation.results import Report
 from trainer.interchange.pretrained import read_pretrained
 from trainer.lightning.strategy import parallelize
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
+from trainer.report.report import Report
 from trainer.runs.directory import RECORD, open_run_directory, plain
 from trainer.runs.models import is_published, read_run
 from trainer.workflows.experiment import run_experiment
