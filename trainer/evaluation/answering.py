@@ -135,23 +135,18 @@ def batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[Groups]:
     for index, prompt in enumerate(prompts):
         name = -1 - index if prompt.group is None else prompt.group
         groups[name, len(prompt.tokens), prompt.new_tokens].append(index)
-    single: dict[int, list[int]] = defaultdict(list)  # by new tokens
+    single: dict[int, list[list[int]]] = defaultdict(list)  # by new tokens
     sharing: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for (_, length, new), members in groups.items():
-        if len(members) == 1:
-            single[new] += members
-        else:
-            # The deepest one shares the longest prefixes with the others.
-            members.sort(key=lambda index: -(prompts[index].depth or 0.0))
-            sharing[length, new].append(members)
-    for new, indices in sorted(single.items(), reverse=True):
-        left = sorted(indices, key=lambda index: -len(prompts[index].tokens))
+        # The deepest one shares the longest prefixes with the others.
+        members.sort(key=lambda index: -(prompts[index].depth or 0.0))
+        (single[new] if len(members) == 1 else sharing[length, new]).append(members)
+    for alike in [*(single[new] for new in sorted(single, reverse=True)), *sharing.values()]:
+        left = sorted(alike, key=lambda group: -len(prompts[group[0]].tokens))
         while left:
-            size = max(1, batch_tokens // (len(prompts[left[0]].tokens) + new))
-            yield [[index] for index in left[:size]]
+            longest = prompts[left[0][0]]
+            tokens = len(longest.tokens) + longest.new_tokens
+            # Half as many groups of several: their prompts are read from copies of the trunks.
+            size = max(1, batch_tokens // (tokens if len(left[0]) == 1 else 2 * tokens))
+            yield left[:size]
             left = left[size:]
-    for (length, new), alike in sharing.items():
-        # Half as many: several prompts are read from each trunk.
-        size = max(1, batch_tokens // (2 * (length + new)))
-        for first in range(0, len(alike), size):
-            yield alike[first : first + size]
