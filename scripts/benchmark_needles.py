@@ -49,7 +49,7 @@ from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.evaluation.answering import answers
-from trainer.evaluation.held_out import Statements
+from trainer.evaluation.held_out import statement_batches
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.evaluation.task import PromptTask
@@ -186,13 +186,12 @@ def of_statements(
     text = np.array([haystack.tokens[begin : begin + length] for begin in begins])
     text[:, 0] = haystack.bos[0]
     trials = make_trials(text, np.arange(count), vocabulary, settings.needles, settings.seed)
-    task = Statements({length: trials}, haystack.bos[0])
     numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
     prompts = [Prompt(tokens, (), 1) for tokens in trials.prompts.tolist()]
 
     def ours() -> Timed:
         began = time.perf_counter()
-        batches = task.batches(pair.ours, length, batch_tokens)
+        batches = statement_batches(trials, haystack.bos[0], pair.ours, batch_tokens)
         hits = [value == 1 for read in batches for _, _, value in read()]
         return hits, time.perf_counter() - began
 

@@ -74,13 +74,13 @@ def statements(
             length,
             fingerprint(trials, first_token),
             pd.DataFrame({"depth": np.round(1 - trials.depths / length, 4)}),
-            partial(_batches, trials, first_token),
+            partial(statement_batches, trials, first_token),
         )
         tasks.append(task)
     return tasks
 
 
-def _batches(
+def statement_batches(
     trials: Trials, first_token: int, model: LanguageModel, batch_tokens: int
 ) -> list[Batch]:
     """Return batches of trials, with 1 for each whose answer is the most likely next token, else 0.
