@@ -50,6 +50,7 @@ from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import statement_batches
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.evaluation.task import PromptTask
@@ -184,14 +185,15 @@ def of_statements(
     count = settings.trials * len(settings.depths)
     begins = [haystack.begin(length, random) for _ in range(count)]
     text = np.array([haystack.tokens[begin : begin + length] for begin in begins])
-    text[:, 0] = haystack.bos[0]
+    text[:, 0] = haystack.encoder.first_token
     trials = make_trials(text, np.arange(count), vocabulary, settings.needles, settings.seed)
     numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
     prompts = [Prompt(tokens, (), 1) for tokens in trials.prompts.tolist()]
 
     def ours() -> Timed:
         began = time.perf_counter()
-        batches = statement_batches(trials, haystack.bos[0], pair.ours, batch_tokens)
+        first_token = haystack.encoder.first_token
+        batches = statement_batches(trials, first_token, pair.ours, batch_tokens)
         hits = [value == 1 for read in batches for _, _, value in read()]
         return hits, time.perf_counter() - began
 
@@ -225,7 +227,8 @@ def of_prompts(
 
 def compare(pair: Pair, task_name: str, options: argparse.Namespace, other: Executor) -> list[str]:
     """Measure both in turns and return a row of the table."""
-    haystack = Haystack(pair.tokenizer, stdlib_docs(), (special_tokens(pair.tokenizer).end,))
+    end = special_tokens(pair.tokenizer).end
+    haystack = Haystack(Encoder(pair.tokenizer, (end,), end), stdlib_docs())
     settings = NeedleTaskSettings(trials=options.trials, depths=tuple(options.depths))
     length = options.length or pair.length
     if task_name == STATEMENTS:

@@ -17,6 +17,7 @@ from trainer.config import (
 )
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.fitting import choice_prompts
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 
@@ -70,7 +71,7 @@ def haystack():
     # Every text begins with the token once, though the tokenizer would add another.
     name = tokenizer.id_to_token(BOS)
     tokenizer.post_processor = TemplateProcessing(f"{name} $A", special_tokens=[(name, BOS)])
-    return Haystack(tokenizer, [text], (BOS,))
+    return Haystack(Encoder(tokenizer, (BOS,), BOS), [text])
 
 
 def texts(haystack, length, *, config=CONFIG, **choice):
@@ -116,7 +117,7 @@ def math_file(tmp_path):
 def test_many_shots_are_others_than_those_that_are_evaluated(haystack, math_file):
     name = "many_shot_skip"
     shots = replace(CONFIG.many_shot, file=math_file, trials=3, new_tokens=16)
-    _, task, _ = many_shot_tasks(shots, haystack.tokenizer, (BOS,))
+    _, task, _ = many_shot_tasks(shots, haystack.encoder)
     mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
     said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
     asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.longbench import (
     KINDS,
     classification,
@@ -161,7 +162,7 @@ ROW = {
 
 
 def task_of(name, bos=(), **changes):
-    return longbench_task(name, [ROW | changes], BYTES, bos, 2048)
+    return longbench_task(name, [ROW | changes], Encoder(BYTES, bos, 5), 2048)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_tasks_without_a_file_are_named_in_notes(tmp_path):
     line = json.dumps(ROW | {"context": "é\u2028"}, ensure_ascii=False) + "\n"
     (tmp_path / "qasper.jsonl").write_text(line, encoding="utf-8")
     settings = LongBenchSettings(str(tmp_path))
-    tasks, notes = longbench_tasks(settings, BYTES, (), 2048)
+    tasks, notes = longbench_tasks(settings, Encoder(BYTES, (), 5), 2048)
     assert [task.name for task in tasks] == ["longbench_qasper"]
     assert len(notes) == 13
     assert notes[0] == (

@@ -17,7 +17,7 @@ from tests.positional.examples import one_layer, slowed
 from trainer.config import EvaluationConfig, LongRopeSettings
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.likelihood import Request
+from trainer.evaluation.likelihood import Encoder, Request
 from trainer.evaluation.longrope import (
     CRITICAL,
     answer_loss,
@@ -246,7 +246,8 @@ NEEDLE = re.compile(r"One of the special magic numbers for ([a-z]+-[a-z]+) is: (
 
 def test_each_text_states_a_number_at_its_depth_and_ends_with_it(corpus):
     documents = corpus.documents(corpus.validation, 1 << 20)
-    haystack = Haystack(corpus.tokenizer, documents, (corpus.end_of_text,))
+    first = corpus.end_of_text
+    haystack = Haystack(Encoder(corpus.tokenizer, (first,), first), documents)
     decode = haystack.tokenizer.decode
     requests = needle_requests(haystack, 4, 400)
     for number, request in enumerate(requests):
@@ -255,7 +256,7 @@ def test_each_text_states_a_number_at_its_depth_and_ends_with_it(corpus):
         key, value = NEEDLE.search(whole).groups()
         assert whole.endswith(f"number for {key} mentioned in the provided text is: {value}")
         assert decode(list(request.continuation)).strip() == value
-        assert request.context[0] == haystack.bos[0]
+        assert request.context[0] == first
         begin, end = NEEDLE.search(whole).span()
         text = whole.rindex("\n\nThe special") - (end - begin)
         assert number / 4 - 0.1 <= begin / text <= (number + 1) / 4 + 0.1

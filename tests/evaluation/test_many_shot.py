@@ -8,6 +8,7 @@ import pytest
 
 from trainer.config import ManyShotSettings
 from trainer.data.tokenizer import train_tokenizer
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.many_shot import final_answer, many_shot_tasks, normalised
 
 
@@ -28,7 +29,7 @@ def tasks(tokenizer, tmp_path_factory):
     file = tmp_path_factory.mktemp("math") / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = ManyShotSettings(file=str(file), trials=5, new_tokens=32)
-    return {task.name: task for task in many_shot_tasks(settings, tokenizer, (7,))}
+    return {task.name: task for task in many_shot_tasks(settings, Encoder(tokenizer, (7,), 7))}
 
 
 @pytest.fixture
@@ -125,7 +126,8 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     ]
     file = math_file(*rows, rows[0], {"problem": "Q", "solution": "S", "answer": r"\text{A}"})
     settings = ManyShotSettings(file=file, new_tokens=50)
-    made = many_shot_tasks(settings, tokenizer, ())
+    encoder = Encoder(tokenizer, (), 7)
+    made = many_shot_tasks(settings, encoder)
     prompts = made[1].prompts(1400)
     assert len(prompts) == 31
     for prompt in prompts:  # nearly all others are examples, the question never
@@ -135,7 +137,7 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     (asked,) = [p for p in prompts if tokenizer.decode(p.tokens).endswith("Half of 0?\nSolution:")]
     assert asked.answers == (r"\frac{0}{2}",)
     assert made[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
-    (*_, zero_shot) = many_shot_tasks(ManyShotSettings(file=file), tokenizer, ())
+    (*_, zero_shot) = many_shot_tasks(ManyShotSettings(file=file), encoder)
     assert {prompt.new_tokens for prompt in zero_shot.prompts(2200)} == {2048}
 
 

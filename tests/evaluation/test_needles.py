@@ -17,6 +17,7 @@ from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, plain_words
 
 SENTENCES = [
@@ -53,7 +54,8 @@ SEVERAL = ("multi_query", "multi_key", "multi_value")
 def haystack(request):
     tokenizer = TOKENIZERS[request.param]
     bos = "</s>" if request.param == "metaspace" else END_OF_TEXT
-    return Haystack(tokenizer, TEXTS, (tokenizer.token_to_id(bos),))
+    first = tokenizer.token_to_id(bos)
+    return Haystack(Encoder(tokenizer, (first,), first), TEXTS)
 
 
 def folded(text):
@@ -99,7 +101,7 @@ def test_sentences_go_on_where_others_end(haystack):
 
 def with_places(sentences, words):
     """A haystack whose sentences and words begin at these tokens."""
-    haystack = Haystack(None, (), ())
+    haystack = Haystack(None, ())
     haystack.places = np.array(sentences, dtype=int), np.array(words, dtype=int)
     return haystack
 
@@ -137,7 +139,7 @@ def test_prompt_and_answer_have_exactly_the_length(haystack, name, length):
     assert len(prompts) == (6 if name in SEVERAL else 18)
     for prompt in prompts:
         assert len(prompt.tokens) + prompt.new_tokens == length
-        assert prompt.tokens[:1] == haystack.bos
+        assert prompt.tokens[:1] == haystack.encoder.bos
         answer = haystack.tokenizer.encode(" " + ", ".join(prompt.answers)).ids
         assert len(answer) <= prompt.new_tokens
 
@@ -238,7 +240,7 @@ def test_trials_of_one_text_are_a_group_and_begin_alike(haystack):
 def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystack):
     clean = NEEDLE_TASKS["standard"](haystack, SETTINGS).prompts(900)
     noisy = NEEDLE_TASKS["noisy"](haystack, SETTINGS).prompts(900)
-    sink = haystack.bos[0]
+    sink = haystack.encoder.first_token
     for a, b in zip(clean, noisy, strict=True):
         assert a.answers == b.answers
         assert b.tokens.count(sink) == 1 + 8

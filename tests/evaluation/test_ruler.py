@@ -22,6 +22,7 @@ from tests.golden.files import GOLDEN
 from trainer.common.errors import UserError
 from trainer.config import RulerSettings
 from trainer.data.tokenizer import train_tokenizer
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.ruler import (
     DEPTHS,
     LEAST_FREQUENT,
@@ -209,7 +210,7 @@ def question_files(tmp_path_factory):
 def tasks(question_files):
     """The thirteen with the texts that the programs read, by their names."""
     settings = RulerSettings(trials=2, **question_files)
-    made, _ = ruler_tasks(settings, words_and_marks(), [FILE["essay"]], ())
+    made, _ = ruler_tasks(settings, Encoder(words_and_marks(), (), 0), [FILE["essay"]])
     return {task.name: task for task in made}
 
 
@@ -301,7 +302,7 @@ def task(tokenizer, question_files):
 
     def make(name, trials=4, bos=(BOS,)):
         settings = RulerSettings([name], trials, **question_files)
-        ((made,), _) = ruler_tasks(settings, tokenizer, DOCUMENTS, bos)
+        ((made,), _) = ruler_tasks(settings, Encoder(tokenizer, bos, BOS), DOCUMENTS)
         return made
 
     return make
@@ -331,7 +332,7 @@ def test_a_trial_depends_on_task_length_and_number_alone(task, name):
 
 
 def test_tasks_without_their_files_are_noted(tokenizer):
-    tasks, notes = ruler_tasks(RulerSettings(trials=3), tokenizer, DOCUMENTS, (BOS,))
+    tasks, notes = ruler_tasks(RulerSettings(trials=3), Encoder(tokenizer, (BOS,), BOS), DOCUMENTS)
     assert [task.name for task in tasks] == [name for name in TASKS if not name.startswith("qa")]
     assert [note.split()[0] for note in notes] == ["qa_1", "qa_2"]
 

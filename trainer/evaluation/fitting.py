@@ -101,9 +101,9 @@ def choice_prompts(config: EvaluationConfig, haystack: Haystack, length: int) ->
         prompts = NEEDLE_TASKS[name](haystack, needles).prompts(length)
     else:
         shots = replace(config.many_shot, trials=texts)
-        tasks = many_shot_tasks(shots, haystack.tokenizer, haystack.bos, seed=SEED + 1)
+        tasks = many_shot_tasks(shots, haystack.encoder, seed=SEED + 1)
         prompts = next(task for task in tasks if task.name == name).prompts(length)
     tokens = [prompts[i].tokens for i in spread_evenly(texts, len(prompts))]
-    bos = len(haystack.bos)
+    bos = len(haystack.encoder.bos)
     behind = min(map(len, tokens)) - bos
     return np.array([[*row[:bos], *row[len(row) - behind :]] for row in tokens], dtype=np.int64)

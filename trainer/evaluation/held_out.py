@@ -43,7 +43,7 @@ class HeldOut:
     @cached_property
     def haystack(self) -> Haystack:
         """The documents as a haystack; its tokens are computed once for all tasks."""
-        return Haystack(self.corpus.tokenizer, self.documents, self.bos, self.corpus.end_of_text)
+        return Haystack(self.encoder, self.documents)
 
     @property
     def encoder(self) -> Encoder:

@@ -36,9 +36,10 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encoder of text to requests.
+    """How texts become what a model reads.
 
-    ``bos``: tokens before every context. ``first_token``: stands for an empty context.
+    ``bos``: tokens before every text. ``first_token``: begins sequences, and stands for an empty
+    context even if ``bos`` is empty.
     """
 
     tokenizer: Tokenizer

@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tokenizers import Tokenizer
 
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import special_tokens
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.task import PromptTask
 
@@ -152,17 +152,12 @@ classification tasks, ``all_classes``."""
 
 
 def longbench_task(
-    name: str,
-    rows: Sequence[Row],
-    tokenizer: Tokenizer,
-    bos: tuple[int, ...],
-    training_length: int,
+    name: str, rows: Sequence[Row], encoder: Encoder, training_length: int
 ) -> PromptTask:
     """Return the task of these questions.
 
     A length limits what the model reads: the questions are the same at every length, and short
-    texts stay short. ``bos``: tokens before every prompt. ``training_length``: C in tokens,
-    for the labels.
+    texts stay short. ``training_length``: C in tokens, for the labels.
     """
     kind = KINDS[name]
     metric, first_line = METRICS[kind["metric"]], kind.get("first_line", False)
@@ -171,12 +166,11 @@ def longbench_task(
         metric = partial(classification, classes=rows[0]["all_classes"])
     never_first = tuple[int, ...]()
     if kind.get("one_line", False):
-        line_break = tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
-        never_first = (*line_break, *sorted(special_tokens(tokenizer).stops))
+        line_break = encoder.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+        never_first = (*line_break, *sorted(special_tokens(encoder.tokenizer).stops))
     texts = [kind["template"].format(**row) for row in rows]
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     # Four bytes for a token: the texts of all tasks are kept in memory together.
-    encoded = [array("i", [*bos, *encoding.ids]) for encoding in encodings]
+    encoded = [array("i", tokens) for tokens in encoder.tokens(texts)]
 
     def prompts(length: int) -> list[Prompt]:
         """Return one prompt per question; with its answer it has at most ``length`` tokens.
@@ -211,7 +205,7 @@ def longbench_task(
             return any(map(is_code, complete_lines))
         return first_line and bool(complete_lines)
 
-    return PromptTask(f"longbench_{name}", tokenizer, prompts, score, stop, never_first=never_first)
+    return PromptTask(f"longbench_{name}", encoder.tokenizer, prompts, score, stop, never_first)
 
 
 def label(contexts: float) -> str:
@@ -224,7 +218,7 @@ def label(contexts: float) -> str:
 
 
 def longbench_tasks(
-    settings: LongBenchSettings, tokenizer: Tokenizer, bos: tuple[int, ...], training_length: int
+    settings: LongBenchSettings, encoder: Encoder, training_length: int
 ) -> tuple[list[PromptTask], list[str]]:
     """Return the tasks whose files exist, and a sentence for each missing file.
 
@@ -245,5 +239,5 @@ def longbench_tasks(
             notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
             continue
         lines = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()]
-        tasks.append(longbench_task(name, lines, tokenizer, bos, training_length))
+        tasks.append(longbench_task(name, lines, encoder, training_length))
     return tasks, notes

@@ -242,8 +242,8 @@ def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request
         (prompt,) = standard(haystack, settings, length + TOKENS_PER_VALUE)
         answer = haystack.encode(f" {prompt.answers[0]}")
         # Cut behind the first tokens: answers have different numbers of tokens.
-        behind = prompt.tokens[len(haystack.bos) + len(answer) :]
-        requests.append(Request((*haystack.bos, *behind), tuple(answer)))
+        behind = prompt.tokens[len(haystack.encoder.bos) + len(answer) :]
+        requests.append(Request((*haystack.encoder.bos, *behind), tuple(answer)))
     return requests
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.task import PromptTask
 
@@ -77,9 +77,9 @@ def right_final_answer(text: str, answers: Sequence[str]) -> float:
 
 
 def many_shot_tasks(
-    settings: ManyShotSettings, tokenizer: Tokenizer, bos: tuple[int, ...], seed: int = SEED
+    settings: ManyShotSettings, encoder: Encoder, seed: int = SEED
 ) -> list[PromptTask]:
-    """Return the tasks in the order of :data:`TASKS`; ``bos``: tokens before every prompt.
+    """Return the tasks in the order of :data:`TASKS`.
 
     Raises:
         UserError: no file is named, or a problem has no answer.
@@ -87,6 +87,7 @@ def many_shot_tasks(
     if settings.file is None:
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
     problems, new = read_problems(settings.file), settings.new_tokens
+    tokenizer, bos = encoder.tokenizer, encoder.bos
     encodings = tokenizer.encode_batch_fast([e for _, e, _ in problems], add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib import resources
 from itertools import chain, compress
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.order import Integers
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -47,15 +48,15 @@ ANCHOR = "."
 
 @dataclass(eq=False)
 class Haystack:
-    """Documents as one token stream, with a blank line before each.
+    """Documents as one token stream, with a blank line before each."""
 
-    ``bos``: tokens before every prompt. ``eos``: token between documents, None if not known.
-    """
-
-    tokenizer: Tokenizer
+    encoder: Encoder
     documents: Sequence[str]
-    bos: tuple[int, ...]
-    eos: int | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The encoder's."""
+        return self.encoder.tokenizer
 
     @cached_property
     def tokens(self) -> Integers:
@@ -177,10 +178,6 @@ class Quiz:
     opening: str = ""
 
 
-Draw = Callable[[str, np.random.Generator], Quiz]
-"""Draws a quiz whose numbers are not in a text."""
-
-
 def magic_numbers(
     taken: str, random: np.random.Generator, *, keys: int = 1, values: int = 1, queries: int = 1
 ) -> Quiz:
@@ -189,8 +186,8 @@ def magic_numbers(
     Either one of the keys is asked for (``queries`` 1), or all of them.
     """
     names = draw_keys(keys, random)
-    numbers = iter(draw_values(keys * values, DIGITS, taken, random))
-    stated = [(name, next(numbers)) for name in names for _ in range(values)]
+    numbers = draw_values(keys * values, DIGITS, taken, random)
+    stated = [(names[i // values], number) for i, number in enumerate(numbers)]
     needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in stated]
     chosen = names if queries == keys else [names[random.integers(keys)]]
     answers = tuple(number for name, number in stated if name in chosen)
@@ -213,7 +210,7 @@ def hidden(
     haystack: Haystack,
     settings: NeedleTaskSettings,
     length: int,
-    draw: Draw,
+    draw: Callable[[str, np.random.Generator], Quiz],
     *,
     depths: Sequence[float] = (),
     behind: tuple[int, ...] = (),
@@ -226,7 +223,7 @@ def hidden(
         haystack: the text.
         settings: number and seed of the trials.
         length: tokens of a prompt and its answer together.
-        draw: makes the quiz of a trial.
+        draw: makes the quiz of a trial; none of its numbers may be in the text that it gets.
         depths: depths of a single needle, one prompt each; empty: all needles at random places.
         behind: tokens directly after every needle.
 
@@ -237,9 +234,9 @@ def hidden(
     prompts = []
     for trial in range(settings.trials):
         quiz = draw(haystack.numbers, np.random.default_rng((settings.seed, trial, 0)))
-        opening = haystack.tokenizer.encode(quiz.opening, add_special_tokens=False).ids
+        (before,) = haystack.encoder.tokens([quiz.opening])
         needles = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
-        before, question = (*haystack.bos, *opening), haystack.encode(quiz.question)
+        question = haystack.encode(quiz.question)
         room = length - len(before) - sum(map(len, needles)) - len(question) - quiz.new_tokens
         check_room(room - 1, "needles and a question", length)
         random = np.random.default_rng((settings.seed, trial, 1))
@@ -274,11 +271,10 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
     """
 
     def register(make: MakePrompts) -> MakePrompts:
-        def task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
-            prompts = partial(make, haystack, settings)
-            return PromptTask(make.__name__, haystack.tokenizer, prompts, score, stop)
-
-        NEEDLE_TASKS[make.__name__] = task
+        name = make.__name__
+        NEEDLE_TASKS[name] = lambda haystack, settings: PromptTask(
+            name, haystack.tokenizer, partial(make, haystack, settings), score, stop
+        )
         return make
 
     return register
@@ -299,11 +295,9 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list
     """Put attention sinks after the needle of :func:`standard`, in the same trials.
 
     They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
-    noisy setups). The symbol is the last of ``haystack.bos``, else ``haystack.eos``.
+    noisy setups).
     """
-    sink = haystack.bos[-1] if haystack.bos else haystack.eos
-    assert sink is not None
-    behind = (sink,) * SINKS
+    behind = (haystack.encoder.first_token,) * SINKS
     return hidden(haystack, settings, length, magic_numbers, depths=settings.depths, behind=behind)
 
 
@@ -326,17 +320,6 @@ def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -
     return hidden(haystack, settings, length, partial(magic_numbers, values=settings.needles))
 
 
-THING = "eat a sandwich and sit in Dolores Park on a sunny day."
-BEST_THING = Quiz(
-    needles=(f"The best thing to do in San Francisco is {THING}\n",),
-    question=" </book>.\nBased on the content of the book, Question: "
-    "What is the best thing to do in San Francisco?\nAnswer:",
-    answers=(THING,),
-    new_tokens=50,
-    opening="This is a very long story book: <book>",
-)
-
-
 @needle_task(rouge_1_recall, after_sentence)
 def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one sentence at every depth of a book, and ask for it (Kamradt 2023).
@@ -347,6 +330,13 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
     "a" twice, scores 11 of 12; ROUGE-1 recall gives it 1. Their prompt begins with
     ``<|im_start|>``, which base models lack and which is omitted.
     """
-    new_tokens = max(BEST_THING.new_tokens, len(haystack.encode(f" {THING}")))
-    quiz = replace(BEST_THING, new_tokens=new_tokens)
+    thing = "eat a sandwich and sit in Dolores Park on a sunny day."
+    quiz = Quiz(
+        needles=(f"The best thing to do in San Francisco is {thing}\n",),
+        question=" </book>.\nBased on the content of the book, Question: "
+        "What is the best thing to do in San Francisco?\nAnswer:",
+        answers=(thing,),
+        new_tokens=max(50, len(haystack.encode(f" {thing}"))),
+        opening="This is a very long story book: <book>",
+    )
     return hidden(haystack, settings, length, lambda *_: quiz, depths=settings.depths)

@@ -26,6 +26,7 @@ from uuid import UUID
 from tokenizers import Tokenizer
 
 from trainer.config import RulerSettings
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import (
     Prompt,
@@ -373,15 +374,12 @@ PROBE = 64
 """Units of the prompts that measure the tokens per unit."""
 
 
-def ruler_prompts(
-    name: str, ask: Ask, tokenizer: Tokenizer, bos: tuple[int, ...], trials: int, length: int
-) -> list[Prompt]:
+def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: int) -> list[Prompt]:
     """Return trials whose prompt and answer have at most ``length`` tokens.
 
-    ``bos``: tokens before every prompt. A trial depends on the task, the length and its
-    own number. As in the benchmark's programs, the first trial determines the number of units, and
-    trials that are too long lose units: as many as fill the excess, where the programs take steps
-    of up to 500 words.
+    A trial depends on the task, the length and its own number. As in the benchmark's programs, the
+    first trial determines the number of units, and trials that are too long lose units: as many as
+    fill the excess, where the programs take steps of up to 500 words.
 
     Raises:
         UserError: the length is too short for the task.
@@ -390,9 +388,8 @@ def ruler_prompts(
 
     def prompt_of(trial: int, units: int) -> Prompt:
         text, answers = ask(Random(f"{SEED} {name} {length} {trial}"), trial, units, length)
-        # Unlike encode, this lets other threads run.
-        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return Prompt((*bos, *encoding.ids), answers, new_tokens)
+        (tokens,) = encoder.tokens([text])
+        return Prompt(tokens, answers, new_tokens)
 
     def excess(prompt: Prompt) -> int:
         return len(prompt.tokens) + new_tokens - length
@@ -413,12 +410,12 @@ def ruler_prompts(
             units = max(least, units - math.ceil(missing / per_unit))
         return prompt
 
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:  # tokenizers let other threads run
         return list(pool.map(fitting, range(trials)))
 
 
 def ruler_tasks(
-    settings: RulerSettings, tokenizer: Tokenizer, documents: Sequence[str], bos: tuple[int, ...]
+    settings: RulerSettings, encoder: Encoder, documents: Sequence[str]
 ) -> tuple[list[PromptTask], list[str]]:
     """Return the available tasks, and a sentence for each unavailable one.
 
@@ -427,7 +424,7 @@ def ruler_tasks(
     """
     asks: dict[str, Ask] = {
         **{name: partial(search, documents=documents, **x) for name, x in SEARCHES.items()},
-        "vt": partial(variable_tracking, example_lines=lines_of_example(tokenizer)),
+        "vt": partial(variable_tracking, example_lines=lines_of_example(encoder.tokenizer)),
         "cwe": common_words,
         "fwe": frequent_words,
     }
@@ -442,6 +439,6 @@ def ruler_tasks(
                 continue
             items, score = read(file), string_match_part
             asks[name], trials = document_questions(items), min(trials, len(items))
-        prompts = partial(ruler_prompts, name, asks[name], tokenizer, bos, trials)
-        tasks.append(PromptTask(name, tokenizer, prompts, score, once_right(score)))
+        prompts = partial(ruler_prompts, name, asks[name], encoder, trials)
+        tasks.append(PromptTask(name, encoder.tokenizer, prompts, score, once_right(score)))
     return tasks, notes

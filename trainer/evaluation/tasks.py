@@ -59,7 +59,7 @@ def make_tasks(
     """
     tasks: list[Task] = []
     notes: list[str] = []
-    bos, tokenizer, C = text.bos, text.corpus.tokenizer, training_length
+    C = training_length
     config = limited(config)
     limit = config.limit
     for name in config.tasks:
@@ -78,11 +78,11 @@ def make_tasks(
         elif name in NEEDLE_TASKS:
             asked = [NEEDLE_TASKS[name](text.haystack, config.needles)]
         elif name == RULER:
-            asked, missing = ruler_tasks(config.ruler, tokenizer, text.documents, bos)
+            asked, missing = ruler_tasks(config.ruler, text.encoder, text.documents)
         elif name == LONGBENCH:
-            asked, missing = longbench_tasks(config.longbench, tokenizer, bos, C)
+            asked, missing = longbench_tasks(config.longbench, text.encoder, C)
         elif name == MANY_SHOT:
-            asked = many_shot_tasks(config.many_shot, tokenizer, bos)
+            asked = many_shot_tasks(config.many_shot, text.encoder)
         elif name == MULTIPLE_CHOICE:
             made = multiple_choice_tasks(config.multiple_choice, text.encoder, lengths, limit)
         elif name == HARNESS:

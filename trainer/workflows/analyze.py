@@ -32,6 +32,7 @@ from trainer.common.ranks import device_type
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
+from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.methods import changed, method_for, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
@@ -251,7 +252,7 @@ def needle_prompt(
     ``depth``: position of the statement, 0 for the beginning of the text and 1 for its end. None:
     the text would be less than four times as long as statement and question.
     """
-    haystack = Haystack(tokenizer, (), ())
+    haystack = Haystack(Encoder(tokenizer, (), 0), ())
     quiz = magic_numbers("", np.random.default_rng(0))
     needle = haystack.encode(f" {quiz.needles[0]}")
     question = haystack.encode(quiz.question)
