@@ -43,11 +43,6 @@ class Settings:
     device: str = "cpu"
     dtype: Dtype = "fp32"
 
-    @property
-    def key(self) -> list[Any]:
-        """All of it that a result depends on."""
-        return [self.batch_tokens, self.device, matmul_precision(self.dtype, self.device)]
-
 
 @dataclass(frozen=True, eq=False)
 class Cell:
@@ -82,13 +77,15 @@ def plan_cells(
     """
     lengths = [*dict.fromkeys(task.length for task in tasks)]
     tasks = sorted(tasks, key=lambda task: lengths.index(task.length))
+    precision = matmul_precision(settings.dtype, settings.device)
+    computation = [settings.batch_tokens, settings.device, precision]
     plain = adapter(list[Layout])
     cells: list[Cell] = []
     sentences: list[str] = []
     for model in models:
         # The weights are read if anything is fitted.
         load = cache(partial(model.for_inference, settings.device, settings.dtype))
-        inputs = {"model": model.fingerprint, "settings": settings.key}
+        inputs = {"model": model.fingerprint, "settings": computation}
         keys = {}
         for method in methods[model.name]:
             of_method = {"method": [method.key, method.settings, text.key], "lengths": lengths}
