@@ -253,13 +253,14 @@ def test_questions_are_labelled_by_their_length_in_contexts():
     assert names == ["0–2", "0–2", "2–4", "4–8", "8–16", "16", "16"]
 
 
-def test_tasks_without_a_file_are_named_in_notes(tmp_path):
+def test_tasks_are_read_from_their_files(tmp_path):
     line = json.dumps(ROW | {"context": "é\u2028"}, ensure_ascii=False) + "\n"
     (tmp_path / "qasper.jsonl").write_text(line, encoding="utf-8")
-    settings = LongBenchSettings(str(tmp_path))
-    tasks, notes = longbench_tasks(settings, Encoder(BYTES, (), 5), 2048)
-    assert [task.name for task in tasks] == ["longbench_qasper"]
-    assert len(notes) == 13
-    assert notes[0] == (
-        f"LongBench's narrativeqa was not run: there is no file '{tmp_path / 'narrativeqa.jsonl'}'."
-    )
+    encoder = Encoder(BYTES, (), 5)
+    settings = LongBenchSettings(str(tmp_path), ["qasper"])
+    (task,) = longbench_tasks(settings, encoder, 2048)
+    assert task.name == "longbench_qasper"
+    (prompt,) = task.prompts(4096)
+    assert "é\u2028" in BYTES.decode(prompt.tokens)
+    with pytest.raises(FileNotFoundError, match="narrativeqa"):
+        longbench_tasks(LongBenchSettings(str(tmp_path)), encoder, 2048)

@@ -219,13 +219,14 @@ def label(contexts: float) -> str:
 
 def longbench_tasks(
     settings: LongBenchSettings, encoder: Encoder, training_length: int
-) -> tuple[list[PromptTask], list[str]]:
-    """Return the tasks whose files exist, and a sentence for each missing file.
+) -> list[PromptTask]:
+    """Return the tasks.
 
-    The files ``TASK.jsonl`` are in a directory, or else in the archive of the hub or its cache.
+    Their files ``TASK.jsonl`` are in a directory, or else in the archive of the hub or its cache.
+
+    Raises:
+        OSError: a file does not exist.
     """
-    tasks: list[PromptTask] = []
-    notes: list[str] = []
     files: Traversable
     if settings.directory is not None:
         files = Path(settings.directory)
@@ -233,11 +234,9 @@ def longbench_tasks(
         from huggingface_hub import hf_hub_download
 
         files = zipfile.Path(hf_hub_download(HUB_NAME, HUB_FILE, repo_type="dataset"), "data/")
+    tasks = []
     for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):
-        file = files / f"{name}.jsonl"
-        if not file.is_file():
-            notes.append(f"LongBench's {name} was not run: there is no file {str(file)!r}.")
-            continue
-        lines = [json.loads(line) for line in file.read_text("utf-8").split("\n") if line.strip()]
-        tasks.append(longbench_task(name, lines, encoder, training_length))
-    return tasks, notes
+        lines = (files / f"{name}.jsonl").read_text("utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line.strip()]
+        tasks.append(longbench_task(name, rows, encoder, training_length))
+    return tasks

@@ -80,7 +80,7 @@ def make_tasks(
         elif name == RULER:
             asked, missing = ruler_tasks(config.ruler, text.encoder, text.documents)
         elif name == LONGBENCH:
-            asked, missing = longbench_tasks(config.longbench, text.encoder, C)
+            asked = longbench_tasks(config.longbench, text.encoder, C)
         elif name == MANY_SHOT:
             asked = many_shot_tasks(config.many_shot, text.encoder)
         elif name == MULTIPLE_CHOICE:
