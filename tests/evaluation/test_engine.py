@@ -21,7 +21,6 @@ from trainer.evaluation.engine import Settings, measure_cells, plan_cells, trial
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.loss import perplexity, token_losses
-from trainer.evaluation.methods import method_for
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
 
@@ -84,8 +83,8 @@ def evaluation(model, corpus, tmp_path):
 def evaluated(model, config, text, tasks, store, tokens=4096, load=None):
     """Cells of a configuration's methods for one model, their trials, and notes."""
     models, settings = [saved("tiny", model, load)], Settings(tokens)
-    methods = {"tiny": [method_for(name, model.layout, config) for name in config.methods]}
-    cells, notes = plan_cells(models, methods, tasks, text, store, settings)
+    methods = {"tiny": config.methods}
+    cells, notes = plan_cells(models, methods, config, tasks, text, store, settings)
     measure_cells(cells, store, settings)
     return cells, trials_of(cells, store), notes
 
@@ -146,11 +145,11 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
 
     shape = load()
     models = [saved(name, shape, load, shape.layout) for name in "ab"]
-    config = EvaluationConfig()
-    methods = {name: [method_for("none", shape.layout, config)] for name in "ab"}
+    config, methods = EvaluationConfig(), {name: ["none"] for name in "ab"}
     del shape
     store, settings = Store(tmp_path), Settings()
-    plans, _ = plan_cells(models, methods, perplexities(corpus), fit_text(corpus), store, settings)
+    tasks, text = perplexities(corpus), fit_text(corpus)
+    plans, _ = plan_cells(models, methods, config, tasks, text, store, settings)
     measure_cells(plans, store, settings)
     assert alive == [0, 0, 0]
 

@@ -29,7 +29,9 @@ from trainer.evaluation.methods import (
     TEMPERATURES,
     TITLES,
     applicable,
-    method_for,
+    fit_lengths,
+    layout_settings,
+    layouts_for,
     tempered,
     why_idle,
     windowed,
@@ -67,8 +69,7 @@ def layout(**positional):
 
 
 def layouts_of(name, have, config=CONFIG):
-    method = method_for(name, have.model.layout, config)
-    return method.layouts(lambda: have.model, have.text, have.notes)
+    return layouts_for(name, have.model.layout, config, lambda: have.model, have.text, have.notes)
 
 
 def layout_of(name, have, factor, config=CONFIG):
@@ -329,35 +330,27 @@ def test_methods_that_cannot_change_a_model_say_why(fitting):
         assert said == "" if why is None else why in said
 
 
-def test_settings_have_the_layers_that_change(fitting):
-    layout = fitting(windows=[16, None]).model.layout
-    for layers, expected in ((None, [1]), ("all", [0, 1]), ([-2], [0])):
-        method = method_for("yarn", layout, replace(CONFIG, layers=layers))
-        assert method.settings["layers"] == expected
-
-
-def test_the_lengths_that_fits_read_are_known_before_them(fitting):
-    layout = fitting().model.layout
+def test_the_lengths_that_fits_read_are_known_before_them():
     config = replace(CONFIG, choice=ChoiceSettings(length=4.0))
-    assert method_for("yarn", layout, config).fit_lengths == []
-    assert method_for("dope", layout, config).fit_lengths == [4.0]
-    assert method_for("longrope+dope", layout, config).fit_lengths == [1, 2, 4.0]
+    assert fit_lengths("yarn", config) == []
+    assert fit_lengths("dope", config) == [4.0]
+    assert fit_lengths("longrope+dope", config) == [1, 2, 4.0]
     once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[2.0]))
-    assert method_for("temperature", layout, once).fit_lengths == [2.0]
-    assert method_for("dope+temperature", layout, once).fit_lengths == [1, 2, 2.0]
+    assert fit_lengths("temperature", once) == [2.0]
+    assert fit_lengths("dope+temperature", once) == [1, 2, 2.0]
 
 
-def test_settings_have_the_prompts_that_heads_are_chosen_on(fitting, tmp_path):
-    layout, file = fitting().model.layout, tmp_path / "math.jsonl"
+def test_settings_have_the_prompts_that_heads_are_chosen_on(tmp_path):
+    file = tmp_path / "math.jsonl"
     config = replace(CONFIG, choice=ChoiceSettings(text="many_shot_skip"))
     config = replace(config, many_shot=replace(config.many_shot, file=str(file)))
     settings = []
     for content in ("{}", "{} "):
         file.write_text(content)
-        settings.append(method_for("yarn+dope", layout, config).settings)
+        settings.append(layout_settings(config))
     for choice in (ChoiceSettings(length=2.0), ChoiceSettings(texts=1), config.choice):
         changed = replace(CONFIG, choice=choice)
-        settings.append(method_for("yarn+dope", layout, changed).settings)
+        settings.append(layout_settings(changed))
     assert len({str(each) for each in settings}) == 5
     assert "needles" in settings[0]
 
@@ -401,7 +394,7 @@ def models(tiny_decoder):
 def test_each_model_has_the_methods_that_do_something_to_it(models):
     config = EvaluationConfig(methods=["none", "pi", "yarn", "window", "temperature"])
     found, notes = applicable(models, config)
-    assert {name: [made.key for made in of] for name, of in found.items()} == {
+    assert found == {
         "rope": ["none", "pi", "yarn", "window"],
         "hf": ["none", "pi", "yarn"],
         "nope": ["none", "window", "temperature"],

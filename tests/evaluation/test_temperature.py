@@ -16,7 +16,7 @@ from trainer.config import (
 )
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.methods import method_for
+from trainer.evaluation.methods import fit_lengths, layouts_for
 from trainer.evaluation.temperature import fit_coefficient, tempered
 
 
@@ -29,11 +29,10 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
         longrope=LongRopeSettings(search="needles", evaluations=2, windows=1),
         temperature=TemperatureSettings(grid=[0.0, 0.5], models="all", lengths=[12.0]),
     )
-    made = method_for(name, model.layout, config)
-    longest = round(32 * max(made.fit_lengths))
+    longest = round(32 * max(fit_lengths(name, config)))
     text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 2, longest)
     notes = []
-    assert made.layouts(lambda: model, text, notes)(10.0) != model.layout
+    assert layouts_for(name, model.layout, config, lambda: model, text, notes)(10.0) != model.layout
     assert any("logits times" in note for note in notes)
 
 
@@ -59,7 +58,7 @@ def test_no_coefficient_of_the_grid_is_better(tiny_decoder, layers):
     layout = model.layout
     settings = TemperatureSettings(grid=GRID, models="all")
     config = EvaluationConfig(lengths=[2, 4], temperature=settings)
-    best = method_for("temperature", layout, config).layouts(lambda: model, TEXT, [])(4.0)
+    best = layouts_for("temperature", layout, config, lambda: model, TEXT, [])(4.0)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
     assert summed_loss(model, best) <= min(losses) + 1e-6
@@ -124,5 +123,5 @@ def test_a_fit_that_ends_at_the_largest_value_is_noted(
     model, notes = tiny_decoder(training_length=C), []
     settings = TemperatureSettings(grid=grid, models="all")
     config = EvaluationConfig(lengths=[2], temperature=settings)
-    method_for("temperature", model.layout, config).layouts(lambda: model, TEXT, notes)
+    layouts_for("temperature", model.layout, config, lambda: model, TEXT, notes)
     assert ("the largest coefficient tried fits best" in notes) == is_noted

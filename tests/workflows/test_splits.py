@@ -114,7 +114,7 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )  # fmt: skip
     asked = {}
 
-    def plan(models, methods, tasks, text, store, settings):
+    def plan(models, methods, config, tasks, text, store, settings):
         asked.update(tasks=tasks, text=text)
         raise KeyboardInterrupt
 

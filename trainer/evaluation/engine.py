@@ -20,8 +20,9 @@ import pandas as pd
 
 from trainer.common.fields import adapter
 from trainer.common.progress import Progress
+from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.methods import Method
+from trainer.evaluation.methods import layout_settings, layouts_for, title_of, tokens_read
 from trainer.evaluation.results import TRIAL_COLUMNS
 from trainer.evaluation.saved_model import Dtype, SavedModel, matmul_precision
 from trainer.evaluation.store import Store, fingerprint
@@ -49,7 +50,7 @@ class Cell:
     """One model, method and task at a length; ``key``: of its values, by all of their inputs."""
 
     model: SavedModel
-    method: Method
+    method: str
     layout: Layout
     task: Task
     key: str
@@ -62,7 +63,8 @@ class Cell:
 
 def plan_cells(
     models: Sequence[SavedModel],
-    methods: Mapping[str, Sequence[Method]],
+    methods: Mapping[str, Sequence[str]],
+    config: EvaluationConfig,
     tasks: Sequence[Task],
     text: FitText,
     store: Store,
@@ -73,11 +75,12 @@ def plan_cells(
 
     This process makes the layouts of every n-th method of a model, and waits for the others.
 
-    ``methods``: those that apply to each model, by its name.
+    ``methods``: those that apply to each model, by its name. ``config``: what layouts depend on.
     """
     lengths = [*dict.fromkeys(task.length for task in tasks)]
     tasks = sorted(tasks, key=lambda task: lengths.index(task.length))
     precision = matmul_precision(settings.dtype, settings.device)
+    of_layouts = layout_settings(config)
     computation = [settings.batch_tokens, settings.device, precision]
     plain = adapter(list[Layout])
     cells: list[Cell] = []
@@ -88,24 +91,25 @@ def plan_cells(
         inputs = {"model": model.fingerprint, "settings": computation}
         keys = {}
         for method in methods[model.name]:
-            of_method = {"method": [method.key, method.settings, text.key], "lengths": lengths}
+            of_method = {"method": [method, of_layouts, text.key], "lengths": lengths}
             keys[method] = f"fit-{fingerprint(inputs | of_method)}"
         factors = [length / model.training_length for length in lengths]
         for method in [*keys][store.rank :: store.ranks]:
             if not store.values(keys[method]):
                 found: list[str] = []
-                made = [*map(method.layouts(load, text, found), factors)]
+                layout_at = layouts_for(method, model.layout, config, load, text, found)
+                made = [*map(layout_at, factors)]
                 notes = [*dict.fromkeys(found)]
                 store.add(keys[method], {"layouts": plain.dump_python(made), "notes": notes})
         for method in keys:
             fitted = store.wait(keys[method])[0]
-            sentences += [f"{model.name}, {method.title}: {note}" for note in fitted["notes"]]
+            sentences += [f"{model.name}, {title_of(method)}: {note}" for note in fitted["notes"]]
             made = plain.validate_python(fitted["layouts"])
             layouts = dict(zip(lengths, made, strict=True))
             for task in tasks:
                 of_cell = {
                     "layout": fingerprint(layouts[task.length]),
-                    "reads": method.reads,
+                    "reads": tokens_read(method, model.layout),
                     "length": task.length,
                     "task": [*task.titles, task.fingerprint],
                 }
@@ -137,7 +141,7 @@ def _measure(
     """Read this process's batches of a cell that are not stored yet; yield the tokens of each
     batch. ``number``: of the cell, so that cells of one batch are shared too."""
     stored = {value["batch"] for value in store.values(cell.key)}
-    with model.using(cell.layout, cell.method.reads):
+    with model.using(cell.layout, tokens_read(cell.method, cell.model.layout)):
         batches = cell.task.batches(model, settings.batch_tokens)
         for batch, read in enumerate(batches):
             if (number + batch) % store.ranks == store.rank and batch not in stored:
@@ -164,7 +168,7 @@ def trials_of(cells: Sequence[Cell], store: Store) -> pd.DataFrame:
         trials = trials.assign(
             **{name: value for name, value in usual.items() if name not in trials},
             model=cell.model.name,
-            method=cell.method.key,
+            method=cell.method,
             metric=cell.task.metric,
             length=length,
             factor=length / cell.model.training_length,

@@ -8,7 +8,7 @@ with every rescaling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -142,89 +142,78 @@ FITS: dict[str, Fit] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Method:
-    """A method for one model: ``key`` names its parts, ``layout`` is the model's own, and
-    ``config`` lists layers as indices."""
-
-    key: str
-    layout: Layout
-    config: EvaluationConfig
-
-    @property
-    def parts(self) -> list[str]:
-        """Names of the parts, in the order in which they apply."""
-        return self.key.split("+")
-
-    @property
-    def title(self) -> str:
-        """The method's name in tables."""
-        return " + ".join(TITLES[part] for part in self.parts)
-
-    @property
-    def reads(self) -> int | None:
-        """Number of last tokens that the model reads (None: all tokens)."""
-        return self.layout.training_length if "crop" in self.parts else None
-
-    @property
-    def fit_lengths(self) -> list[float]:
-        """Lengths of the texts that its parts are fitted on, in training lengths; empty if none
-        is."""
-        config, lengths = self.config, self.config.lengths
-        chosen = lengths if config.choice.length is None else [config.choice.length]
-        read = {
-            "longrope": lengths,
-            "temperature": config.temperature.lengths or lengths,
-            "dope": chosen,
-            "weighted_rope": chosen,
-        }
-        return [factor for part in self.parts for factor in read.get(part, ())]
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All keys below ``evaluation`` that layouts depend on, as JSON values."""
-        values, config = asdict(self.config), self.config
-        used = ["lengths", "layers", "temperature", "dynamic_ntk_alpha", "longrope"]
-        used += ["choice", "dope", "weighted_rope"]
-        if config.choice.text != "validation":
-            used += ["needles", "many_shot"]  # make its prompts
-            if file := config.many_shot.file:
-                values["many_shot"]["file"] = fingerprint(Path(file).read_text(encoding="utf-8"))
-        return {name: values[name] for name in sorted(used)}
-
-    def layouts(self, load: Callable[[], LanguageModel], text: FitText, notes: Notes) -> LayoutAt:
-        """Return the layout for every extension factor; the calls fit what is fitted.
-
-        ``load``: reads the model, if a part is fitted. ``notes``: gets descriptions of what was
-        fitted.
-        """
-
-        def after(part: str, before: LayoutAt) -> LayoutAt:
-            if part in FITS:
-                return FITS[part](before, load(), text, self.config, notes)
-            return lambda factor: changed(before(factor), part, factor, self.config)
-
-        layout_at: LayoutAt = lambda factor: self.layout  # noqa: E731
-        for part in self.parts:
-            layout_at = cache(after(part, layout_at))
-        return layout_at
+def title_of(method: str) -> str:
+    """Return the method's name in tables."""
+    return " + ".join(TITLES[part] for part in method.split("+"))
 
 
-def method_for(name: str, layout: Layout, config: EvaluationConfig) -> Method:
-    """Return the named method for a model with this layout."""
-    return Method(name, layout, replace(config, layers=layout.chosen(config.layers)))
+def tokens_read(method: str, layout: Layout) -> int | None:
+    """Return the number of last tokens that the model reads (None: all tokens)."""
+    return layout.training_length if "crop" in method.split("+") else None
+
+
+def fit_lengths(method: str, config: EvaluationConfig) -> list[float]:
+    """Return the lengths of the texts that a method is fitted on, in training lengths; empty if it
+    is not fitted."""
+    lengths = config.lengths
+    chosen = lengths if config.choice.length is None else [config.choice.length]
+    read = {
+        "longrope": lengths,
+        "temperature": config.temperature.lengths or lengths,
+        "dope": chosen,
+        "weighted_rope": chosen,
+    }
+    return [factor for part in method.split("+") for factor in read.get(part, ())]
+
+
+def layout_settings(config: EvaluationConfig) -> dict[str, Any]:
+    """Return all keys below ``evaluation`` that layouts depend on, as JSON values."""
+    values = asdict(config)
+    used = ["lengths", "layers", "temperature", "dynamic_ntk_alpha", "longrope"]
+    used += ["choice", "dope", "weighted_rope"]
+    if config.choice.text != "validation":
+        used += ["needles", "many_shot"]  # make its prompts
+        if file := config.many_shot.file:
+            values["many_shot"]["file"] = fingerprint(Path(file).read_text(encoding="utf-8"))
+    return {name: values[name] for name in sorted(used)}
+
+
+def layouts_for(
+    method: str,
+    layout: Layout,
+    config: EvaluationConfig,
+    load: Callable[[], LanguageModel],
+    text: FitText,
+    notes: Notes,
+) -> LayoutAt:
+    """Return a model's layout for every extension factor; the calls fit what is fitted.
+
+    ``layout``: the model's own. ``load``: reads the model, if a part is fitted. ``notes``: gets
+    descriptions of what was fitted.
+    """
+    config = replace(config, layers=layout.chosen(config.layers))
+
+    def after(part: str, before: LayoutAt) -> LayoutAt:
+        if part in FITS:
+            return FITS[part](before, load(), text, config, notes)
+        return lambda factor: changed(before(factor), part, factor, config)
+
+    layout_at: LayoutAt = lambda factor: layout  # noqa: E731
+    for part in method.split("+"):
+        layout_at = cache(after(part, layout_at))
+    return layout_at
 
 
 def applicable(
     models: Sequence[SavedModel], config: EvaluationConfig
-) -> tuple[dict[str, list[Method]], list[str]]:
+) -> tuple[dict[str, list[str]], list[str]]:
     """Return the methods that change each model, by its name, and a sentence for each that changes
     none.
 
     Raises:
         UserError: no method changes any model.
     """
-    methods: dict[str, list[Method]] = {model.name: [] for model in models}
+    methods: dict[str, list[str]] = {model.name: [] for model in models}
     notes = []
     for name in config.methods:
         idle = []
@@ -232,7 +221,7 @@ def applicable(
             if why := why_idle(name, model, config):
                 idle.append(f"{model.name} {why}")
             else:
-                methods[model.name].append(method_for(name, model.layout, config))
+                methods[model.name].append(name)
         if len(idle) == len(models):
             notes.append(f"{name}: {'; '.join(idle)}.")
     if len(notes) == len(config.methods):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.methods import changed, method_for, why_idle
+from trainer.evaluation.methods import FITS, changed, title_of, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
@@ -139,14 +139,15 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
     config = EvaluationConfig(methods=[name])
     if why := why_idle(name, saved, config):
         raise UserError(f"analysis.method: {saved.name} {why}")
-    method = method_for(name, saved.layout, config)
-    if method.fit_lengths:
+    parts = name.split("+")
+    if FITS.keys() & parts:
         raise UserError(f"analysis.method: expected one that is not fitted on text, got {name}")
     layout, factor = saved.layout, max(1.0, length / saved.training_length)
-    for part in method.parts:
-        layout = changed(layout, part, factor, method.config)
+    config = replace(config, layers=layout.chosen(config.layers))
+    for part in parts:
+        layout = changed(layout, part, factor, config)
     model.layout = layout
-    log.info("%s is read with %s, set for %s tokens", saved.name, method.title, f"{length:,}")
+    log.info("%s is read with %s, set for %s tokens", saved.name, title_of(name), f"{length:,}")
 
 
 def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel | None:

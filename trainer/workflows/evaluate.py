@@ -19,7 +19,7 @@ from trainer.evaluation.engine import Settings, measure_cells, plan_cells, trial
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
-from trainer.evaluation.methods import applicable
+from trainer.evaluation.methods import applicable, fit_lengths, title_of
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store
@@ -125,19 +125,19 @@ def measure_models(
     corpus = text.corpus
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
-    used = [method for applied in methods.values() for method in applied]
-    longest = max((round(s * C) for method in used for s in method.fit_lengths), default=0)
+    used = [*dict.fromkeys(method for applied in methods.values() for method in applied)]
+    longest = max((round(s * C) for method in used for s in fit_lengths(method, config)), default=0)
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
     for note in task_notes:
         log.warning("%s", note)
     settings = Settings(config.batch_tokens, device, dtype)
     store = Store(directory, ranks.rank, ranks.world_size)
-    cells, fit_notes = plan_cells(models, methods, tasks, fit, store, settings)
+    cells, fit_notes = plan_cells(models, methods, config, tasks, fit, store, settings)
     measure_cells(cells, store, settings)
     if ranks.rank:
         return None
     trials = trials_of(cells, store)
-    titles = {method.key: method.title for method in used}
+    titles = {method: title_of(method) for method in used}
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
     if mean_of := averaged(trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
