@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from tests.evaluation.conftest import values_of
+from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig, NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.answering import answers
@@ -149,3 +150,10 @@ def test_one_limit_holds_for_every_task(corpus):
     tasks, _ = make_tasks(text, config, [200], 32)
     assert [len(task.trials) for task in tasks] == [3, 3, 3]
     assert tasks[2].trials.depth.tolist() == [0.0, 0.5, 1.0]
+
+
+def test_a_prompt_fits_its_length_together_with_its_answer():
+    task = PromptTask("mine", None, lambda length: [Prompt([1, 2, 3], ("7",), 2)], lambda *_: 1.0)
+    assert len(task.at(5).trials) == 1
+    with pytest.raises(UserError, match="at least 5 tokens for mine"):
+        task.at(4)

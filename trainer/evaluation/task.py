@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from trainer.evaluation.answering import answers
 from trainer.evaluation.answering import batches as batches_of_prompts
-from trainer.evaluation.scoring import Prompt, Score, Stop
+from trainer.evaluation.scoring import Prompt, Score, Stop, check_room
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 
@@ -68,8 +68,14 @@ class PromptTask:
     never_first: tuple[int, ...] = ()
 
     def at(self, length: int, limit: int | None = None) -> Task:
-        """Return the task at a length, with at most ``limit`` prompts, spread evenly over all."""
+        """Return the task at a length, with at most ``limit`` prompts, spread evenly over all.
+
+        Raises:
+            UserError: a prompt and its answer are longer.
+        """
         prompts = self.prompts(length)
+        longest = max((len(p.tokens) + p.new_tokens for p in prompts), default=0)
+        check_room(length - longest, self.name, length)
         if limit is not None and limit < len(prompts):
             places = np.linspace(0, len(prompts) - 1, limit).round().astype(int)
             prompts = [prompts[place] for place in places]
