@@ -165,7 +165,7 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
 @pytest.mark.slow
 def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path / "out"))
-    again, _ = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64]))
+    again, _ = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64, 32]))
     assert_same(again, first)
     assert again.config == first.config
 

@@ -14,7 +14,7 @@ from trainer.common.errors import PreemptedError
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``, from malloc.h."""
 KEPT_MEMORY = 1 << 28
-"""Bytes of freed memory that a process keeps at most, and of the largest block in it."""
+"""Bytes of the largest freed block that is kept, and of free memory at the end of the heap."""
 
 
 def cores() -> int:
@@ -46,8 +46,8 @@ def use_cores(threads: int | None = None) -> None:
     torch.set_num_threads(threads or usual_threads())
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, KEPT_MEMORY)
-        libc.mallopt(M_TRIM_THRESHOLD, KEPT_MEMORY)
+        if libc.mallopt(M_MMAP_THRESHOLD, KEPT_MEMORY):  # older ones refuse so much
+            libc.mallopt(M_TRIM_THRESHOLD, KEPT_MEMORY)
 
 
 def stop_on_signals() -> None:

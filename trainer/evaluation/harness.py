@@ -152,7 +152,7 @@ def harness_task(
     return Task(
         titles,
         length,
-        fingerprint(lm_eval.__version__, repr(questions)),
+        fingerprint(lm_eval.__version__, encoder.bos, encoder.first_token, repr(questions)),
         pd.DataFrame({"label": labels if len(tasks) > 1 else ""}, range(len(labels))),
         lambda model, batch_tokens: [partial(read, model, batch_tokens)],
     )

@@ -65,7 +65,7 @@ class Encoder:
             request = Request(context, whole[len(context) :])
             if not before:
                 new, first = request.continuation, (self.first_token,)
-                request = Request(first, new[new[:1] == first :])
+                request = Request(first, new[1:] if new[:1] == first else new)
             if not request.continuation:
                 raise UserError(f"{text!r} adds no token to {before!r}")
             requests.append(request)

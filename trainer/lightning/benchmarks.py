@@ -26,7 +26,7 @@ def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[Task]:
     asked, C = config.benchmarks, config.training_length
     if asked.every is None:
         return []
-    lengths = [round(C * factor) for factor in sorted(set(asked.lengths))]
+    lengths = sorted({round(C * factor) for factor in asked.lengths})
     text = HeldOut(corpus, corpus.validation, (corpus.first_token,), config.data.needles.share)
     evaluation = replace(
         config.evaluation, tasks=asked.tasks, windows=asked.limit, limit=asked.limit, last=None

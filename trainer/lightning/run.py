@@ -61,7 +61,7 @@ class RunCallback(L.Callback):
 
     ``phase``: the present phase. ``step``: updates done before it. ``effects``: losses before and
     after the change of each phase, by its name. ``milestones``: benchmarks so far, see
-    :class:`~trainer.evaluation.results.RunSummary`. ``pending``: more values of the next row.
+    :class:`~trainer.report.report.RunSummary`. ``pending``: more values of the next row.
 
     Args:
         config: the run.

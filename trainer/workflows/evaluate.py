@@ -119,8 +119,9 @@ def measure_models(
     ranks, device = current_ranks(), device_type(accelerator)
     dtype = config.dtype or best_precision(device)
     C = models[0].training_length
-    lengths = config.tokens or [round(C * factor) for factor in config.lengths]
-    factors = config.lengths if config.tokens is None else [n / C for n in config.tokens]
+    asked = config.tokens or [round(C * factor) for factor in config.lengths]
+    lengths = [*dict.fromkeys(asked)]
+    factors = config.lengths if config.tokens is None else [n / C for n in lengths]
     config = replace(config, training_length=C, lengths=factors, tokens=None, dtype=dtype)
     corpus = text.corpus
     methods, notes = applicable(models, config)
