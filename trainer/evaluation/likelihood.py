@@ -36,10 +36,10 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """How texts become what a model reads.
+    """Encodes texts for a model.
 
-    ``bos``: tokens before every text. ``first_token``: begins sequences, and stands for an empty
-    context even if ``bos`` is empty.
+    ``bos``: tokens before every text. ``first_token``: the token that a model reads in place of an
+    empty context; it begins sequences in training.
     """
 
     tokenizer: Tokenizer

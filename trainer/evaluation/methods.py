@@ -80,7 +80,7 @@ def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) 
         layout = windowed(layout)
     elif part == "drop":  # no recalibration; a trained temperature stays
         layout = layout.map(lambda spectrum: Spectrum(temperature=spectrum.temperature))
-    elif part not in (AS_IS, "crop"):  # a cropped text is read by the model as it is
+    elif part not in (AS_IS, "crop"):  # crop shortens the text, not the layout
         raise KeyError(part)
     return layout
 

@@ -201,7 +201,7 @@ def lines_of_example(tokenizer: Tokenizer) -> int:
 def _chain(rng: Random, lines: int, letters: int) -> Question:
     names = distinct(rng, lambda r: "".join(r.choices(ascii_uppercase, k=letters)), HOPS + 1)
     value = rng.randrange(10_000, 99_999)
-    # As in RULER, every assignment but the first ends with a space.
+    # RULER ends every assignment but the first with a space.
     assignments = [
         f"VAR {names[0]} = {value}",
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
