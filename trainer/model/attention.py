@@ -45,10 +45,11 @@ class RMSNorm(nn.Module):
 class LayerPass:
     """Data that a block gets in one forward pass, besides its input.
 
-    ``queries``, ``keys``: tables of the new tokens; if ``caches_plain_keys``, the cache stores
-    unencoded keys, and ``keys`` are the tables of cached and new tokens together. ``qk_norm``:
-    whether the query and key norms are enabled. ``intervene``: change of the encoded queries and
-    keys. ``last``: number of last positions to compute; None: all.
+    ``queries``, ``keys``: tables of the positions that are computed, and of all new tokens; if
+    ``caches_plain_keys``, the cache stores unencoded keys, and ``keys`` are the tables of cached
+    and new tokens together. ``qk_norm``: whether the query and key norms are enabled.
+    ``intervene``: change of the encoded queries and keys. ``last``: number of last positions to
+    compute; None: all.
     """
 
     queries: Groups
@@ -96,7 +97,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""
         cache, qk_norm = layer_pass.cache, layer_pass.qk_norm
-        plain_q = self._heads(self.q_proj(x), self.q_norm if qk_norm else None)
+        asked = x if layer_pass.last is None else x[:, -layer_pass.last :]
+        plain_q = self._heads(self.q_proj(asked), self.q_norm if qk_norm else None)
         plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
         v = self._heads(self.v_proj(x), None)
         if cache is not None and layer_pass.caches_plain_keys:
@@ -113,8 +115,6 @@ class Attention(nn.Module):
             self.observe(plain_q, plain_k, q, k)
         if cache is not None and not layer_pass.caches_plain_keys:
             k, v = cache.append(k, v)
-        if layer_pass.last is not None:
-            q = q[:, :, -layer_pass.last :]
         out = self.o_proj(self.attend(q, k, v, layer_pass.mask).transpose(1, 2).flatten(2))
         if not qk_norm:
             for norm in (self.q_norm, self.k_norm):

@@ -197,14 +197,18 @@ class Decoder(LanguageModel):
         if past and any(plain):
             seen = head_groups(self.layout, columns, lengths, x.dtype)
         for i, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
+            of_queries, queries = positions, new[i]
+            if last is not None and i == len(layers) - 1:
+                of_queries = positions[..., -last:]
+                queries = head_groups(self.layout, of_queries, lengths, x.dtype)[i]
             change = None
             if layer.intervention is not None:
                 of_keys = columns if plain[i] else positions
                 change = partial(
-                    intervene, layer.intervention, q_positions=positions, k_positions=of_keys
+                    intervene, layer.intervention, q_positions=of_queries, k_positions=of_keys
                 )
             layer_pass = LayerPass(
-                queries=new[i],
+                queries=queries,
                 keys=seen[i] if plain[i] else new[i],
                 mask=masks[i],
                 cache=None if cache is None else cache.layers[i],
