@@ -320,18 +320,14 @@ class BenchmarksConfig:
 
 @configuration
 class TemperatureSettings:
-    """Softmax temperature 1 + c ln s, fitted on validation text."""
+    """Softmax temperature 1 + c ln s, by default fitted on validation text."""
 
-    grid: list[NotNegative] = field(
-        default_factory=lambda: [0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6]
-    )
-    """Values of c to try; larger ones, up to 2, while the largest is the best."""
+    coefficient: NotNegative | None = None
+    """c; null: fitted."""
     models: Literal["free", "all"] = "free"
     """Models it is fitted for: free (those without positions), all."""
     lengths: list[Annotated[float, Field(gt=1)]] | None = None
     """Multiples of the training length to fit at (DroPE, App. C.2: one); null: those evaluated."""
-    fit: Literal["sum", "line"] = "sum"
-    """Over several lengths: sum (of their losses), line (through the best scales, as YaRN)."""
     rope_id_exponent: NotNegative = 2.0
     """Exponent of temperature_rope_id."""
 

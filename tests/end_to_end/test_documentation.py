@@ -16,7 +16,7 @@ TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
     "trainer.threads=1", "drop.effect_sequences=2", "evaluation.lengths=[2]",
     "evaluation.needles.trials=2", "evaluation.windows=1", "evaluation.fit_windows=1",
-    "evaluation.temperature.grid=[0.0,0.1]", "benchmarks.limit=2",
+    "evaluation.temperature.coefficient=0.1", "benchmarks.limit=2",
 ]  # fmt: skip
 LENGTHS = [
     "evaluation.windows=2", "evaluation.fit_windows=1",

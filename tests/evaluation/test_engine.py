@@ -183,7 +183,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     model, corpus, tmp_path, monkeypatch
 ):
     """Methods choose before their cells are measured; the resumed evaluation reads the choice."""
-    temperature = TemperatureSettings(grid=[0.1, 0.3], models="all")
+    temperature = TemperatureSettings(models="all")
     config = EvaluationConfig(
         lengths=[1, 2], methods=["dope", "temperature"], temperature=temperature
     )

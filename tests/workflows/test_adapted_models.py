@@ -131,7 +131,7 @@ def test_cells_are_those_of_our_decoder(llama, tmp_path, monkeypatch):
         fit_windows=1,
         needles=NeedleTaskSettings(trials=1, depths=(0.4, 0.9)),
         weighted_rope=[WeightedRopeSettings("sequence", "above", 0.6, 0.1)],
-        temperature=TemperatureSettings(grid=[0.3], models="all"),
+        temperature=TemperatureSettings(coefficient=0.3, models="all"),
     )
     request = EvaluationRequest(
         str(directory), str(tmp_path), text, compare=[f"hf:{directory}"], evaluation=config

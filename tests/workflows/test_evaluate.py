@@ -35,7 +35,7 @@ CONFIG = EvaluationConfig(
     fit_windows=2,
     needles=NeedleTaskSettings(trials=4, needles=2),
     ruler=RulerSettings(trials=2),
-    temperature=TemperatureSettings(grid=[0.3], models="all"),
+    temperature=TemperatureSettings(coefficient=0.3, models="all"),
 )
 
 
