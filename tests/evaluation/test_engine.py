@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope, engine, loss
-from trainer.evaluation.engine import Settings, measure_cells, plan_cells, trials_of
+from trainer.evaluation.engine import measure
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, statements
 from trainer.evaluation.loss import perplexity, token_losses
@@ -70,23 +70,25 @@ def evaluation(model, corpus, tmp_path):
         return model
 
     def go(methods=("none", "crop", "yarn"), trials=5, folder=".", tokens=4096):
-        config = EvaluationConfig(methods=list(methods))
+        config = EvaluationConfig(methods=list(methods), batch_tokens=tokens)
         needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
         tasks = perplexities(corpus) + statements(corpus, corpus.test, LENGTHS, needles)
         text, store = fit_text(corpus), Store(tmp_path / folder)
-        go.cells, trials, _ = evaluated(model, config, text, tasks, store, tokens, load)
+        trials, _ = evaluated(model, config, text, tasks, store, load)
         return trials, len(loads)
 
     return go
 
 
-def evaluated(model, config, text, tasks, store, tokens=4096, load=None):
-    """Cells of a configuration's methods for one model, their trials, and notes."""
-    models, settings = [saved("tiny", model, load)], Settings(tokens)
+def evaluated(model, config, text, tasks, store, load=None):
+    """Trials of a configuration's methods for one model, and notes."""
     methods = {"tiny": config.methods}
-    cells, notes = plan_cells(models, methods, config, tasks, text, store, settings)
-    measure_cells(cells, store, settings)
-    return cells, trials_of(cells, store), notes
+    return measure([saved("tiny", model, load)], methods, tasks, config, text, store, "cpu")
+
+
+def keys_of(folder):
+    """Keys of the cells in a store."""
+    return {path.name for path in folder.glob("cell-*")}
 
 
 def test_there_is_a_cell_for_everything_and_the_model_stays_as_it_was(evaluation, model):
@@ -147,10 +149,8 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     models = [saved(name, shape, load, shape.layout) for name in "ab"]
     config, methods = EvaluationConfig(), {name: ["none"] for name in "ab"}
     del shape
-    store, settings = Store(tmp_path), Settings()
     tasks, text = perplexities(corpus), fit_text(corpus)
-    plans, _ = plan_cells(models, methods, config, tasks, text, store, settings)
-    measure_cells(plans, store, settings)
+    measure(models, methods, tasks, config, text, Store(tmp_path), "cpu")
     assert alive == [0, 0, 0]
 
 
@@ -158,15 +158,10 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
     fitted = TemperatureSettings(models="all")
     config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
 
-    def keys(windows):
+    for windows, cells in ((1, 3), (2, 5)):
         text = fit_text(corpus, windows)
-        return [
-            cell.key
-            for cell in evaluated(model, config, text, perplexities(corpus), Store(tmp_path))[0]
-        ]
-
-    first, second = keys(1), keys(2)
-    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 4 + [False] * 2
+        evaluated(model, config, text, perplexities(corpus), Store(tmp_path))
+        assert len(keys_of(tmp_path)) == cells
 
 
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
@@ -190,9 +185,8 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
     text = fit_text(corpus)
 
     def go(folder):
-        _, trials, notes = evaluated(
-            model, config, text, perplexities(corpus), Store(tmp_path / folder)
-        )
+        store = Store(tmp_path / folder)
+        trials, notes = evaluated(model, config, text, perplexities(corpus), store)
         return notes, rows(trials)
 
     whole = go("whole")
@@ -241,13 +235,11 @@ def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
     assert read == [(1, 32), (1, 64), (1, 64), (1, 64)]
 
 
-def test_values_of_other_batches_are_not_put_together(evaluation):
+def test_values_of_other_batches_are_not_put_together(evaluation, tmp_path):
     """Their sequences were read in other company; they are measured once more."""
-    keys = []
-    for tokens in (64, 65):
+    for tokens, cells in ((64, 4), (65, 8)):
         evaluation(["none"], folder="a", tokens=tokens)
-        keys.append({cell.key for cell in evaluation.cells})
-    assert not keys[0] & keys[1]
+        assert len(keys_of(tmp_path / "a")) == cells
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -258,14 +250,15 @@ def test_processes_share_fits_and_batches_and_each_can_put_cells_together(
         lengths=[1, 2],
         methods=["none", "temperature", "yarn+temperature"],
         temperature=TemperatureSettings(models="all"),
+        batch_tokens=64,
     )
     text = fit_text(corpus)
     load = partial(copy.deepcopy, model)  # each process has its own
-    go = partial(evaluated, model, config, text, perplexities(corpus), tokens=64, load=load)
-    _, alone, notes = go(Store(tmp_path / "alone"))
+    go = partial(evaluated, model, config, text, perplexities(corpus), load=load)
+    alone, notes = go(Store(tmp_path / "alone"))
     with ThreadPoolExecutor(ranks) as pool:
         stores = [Store(tmp_path / "shared", rank, ranks) for rank in range(ranks)]
-        for _, together, shared_notes in pool.map(go, stores):
+        for together, shared_notes in pool.map(go, stores):
             assert shared_notes == notes
             assert rows(together) == rows(alone)
     assert len({path.name for path in (tmp_path / "shared").glob("cell-*/*")}) == ranks

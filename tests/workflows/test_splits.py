@@ -114,11 +114,11 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )  # fmt: skip
     asked = {}
 
-    def plan(models, methods, config, tasks, text, store, settings):
+    def planned(models, methods, tasks, config, text, store, device):
         asked.update(tasks=tasks, text=text)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluate, "plan_cells", plan)
+    monkeypatch.setattr(evaluate, "measure", planned)
     evaluation = EvaluationConfig(
         lengths=[125, 200],
         methods=["none", "temperature", "dope"],

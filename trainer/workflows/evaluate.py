@@ -15,7 +15,7 @@ from trainer.common.ranks import best_precision, current_ranks, device_of, devic
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.evaluation.engine import Settings, measure_cells, plan_cells, trials_of
+from trainer.evaluation.engine import measure
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.loss import unigram_loss
@@ -131,13 +131,10 @@ def measure_models(
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
     for note in task_notes:
         log.warning("%s", note)
-    settings = Settings(config.batch_tokens, device, dtype)
     store = Store(directory, ranks.rank, ranks.world_size)
-    cells, fit_notes = plan_cells(models, methods, config, tasks, fit, store, settings)
-    measure_cells(cells, store, settings)
+    trials, fit_notes = measure(models, methods, tasks, config, fit, store, device)
     if ranks.rank:
         return None
-    trials = trials_of(cells, store)
     titles = {method: title_of(method) for method in used}
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
     if mean_of := averaged(trials):
