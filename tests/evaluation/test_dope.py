@@ -11,7 +11,7 @@ import torch
 from trainer.analysis.attention import capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.common.errors import UserError
-from trainer.evaluation.dope import DopeSettings, apply, select
+from trainer.evaluation.dope import DopeSettings, apply, lost_bands, select
 from trainer.model.generate import generate
 from trainer.positional.rescaling import RESCALINGS
 
@@ -34,8 +34,8 @@ def model(tiny_decoder):
     return tiny_decoder(model=SHAPE)
 
 
-def places(selection):
-    return [(chosen.layer, chosen.head) for chosen in selection]
+def chosen_by(model, settings):
+    return select(model, IDS, settings, model.layout)
 
 
 def captured(model, layout):
@@ -66,15 +66,12 @@ def test_all_query_heads_of_all_layers_are_ranked_with_the_keys_they_read(model,
             keys = heads.rotated_k[:, h // 2].flatten(0, 1).double().tolist()
             vectors = {"query": queries, "key": keys, "joint": queries + keys}[by]
             ranks[layer, h] = plain_rank(vectors, 4)
-    selection = select(model, IDS, DopeSettings(by=by, r=4, heads=12))
-    assert set(places(selection)) == set(ranks)
-    for chosen in selection:
-        assert chosen.score == pytest.approx(ranks[chosen.layer, chosen.head], rel=1e-5)
-    assert [chosen.score for chosen in selection] == pytest.approx(sorted(ranks.values()))
+    selection = chosen_by(model, DopeSettings(by=by, r=4, heads=12))
+    assert [ranks[place] for place in selection] == pytest.approx(sorted(ranks.values()), rel=1e-5)
+    assert {*selection} == {*ranks}
 
 
-@pytest.mark.parametrize("variant", ["by_all", "by_gaussian"])
-def test_texts_are_read_one_at_a_time_and_count_together(model, variant, monkeypatch):
+def test_texts_are_read_one_at_a_time_and_count_together(model, monkeypatch):
     """All together would need the memory of all."""
     ids = torch.randint(50, (5, 40), generator=torch.Generator().manual_seed(9))
     layers, read = [], []
@@ -86,17 +83,20 @@ def test_texts_are_read_one_at_a_time_and_count_together(model, variant, monkeyp
         return hidden_states(ids, **options)
 
     monkeypatch.setattr(model, "hidden_states", reading)
-    selection = select(model, ids, DopeSettings(variant, by="joint", r=4, heads=1))
+    selection = select(model, ids, DopeSettings(by="joint", r=4, heads=1), model.layout)
     assert read == [(1, 40)] * 5
-    (chosen,) = selection
-    heads, h = layers[chosen.layer], chosen.head
-    sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
-    vectors = [row for x in sides for row in x[:, h].flatten(0, 1).double().tolist()]
-    assert chosen.score == pytest.approx(plain_rank(vectors, 4), rel=1e-6)
-    if variant == "by_gaussian":
-        others = [other for other in range(4) if other != h]
-        expected = [float(x[:, others].double().std(correction=0)) for x in sides]
-        assert chosen.noise == pytest.approx(expected, rel=1e-6)
+    ranks = {}
+    for layer, heads in enumerate(layers):
+        sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
+        for h in range(4):
+            vectors = [row for x in sides for row in x[:, h].flatten(0, 1).double().tolist()]
+            ranks[layer, h] = plain_rank(vectors, 4)
+    ((layer, h),) = selection
+    assert (layer, h) == min(ranks, key=ranks.__getitem__)
+    sides = layers[layer].rotated_q, layers[layer].rotated_k.repeat_interleave(2, dim=1)
+    others = [other for other in range(4) if other != h]
+    expected = [float(x[:, others].double().std(correction=0)) for x in sides]
+    assert selection[layer, h] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
@@ -111,9 +111,7 @@ def test_heads_are_ranked_over_all_layers(model, entropy, r, order):
         [e.band_mean if entropy == "vanilla" else e.effective_rank(r) for e in entropies]
     )
     ranked = table.flatten().argsort(descending=order == "descending")
-    assert places(select(model, IDS, settings)) == [
-        divmod(int(i), table.shape[1]) for i in ranked[:5]
-    ]
+    assert [*chosen_by(model, settings)] == [divmod(int(i), table.shape[1]) for i in ranked[:5]]
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
@@ -131,28 +129,27 @@ def test_with_r_1_heads_are_sorted_by_the_configured_measure(model, by, spectral
             share = norm / (x**2).sum()
             expected[layer, h] = {"inverse": 1 / share, "share": share, "norm": norm}[spectral]
     settings = DopeSettings(by=by, spectral=spectral, order=order, heads=12)
-    heads = select(model, IDS, settings)
-    assert [chosen.score for chosen in heads] == pytest.approx(
+    selection = chosen_by(model, settings)
+    assert {*selection} == {*expected}
+    assert [expected[place] for place in selection] == pytest.approx(
         sorted(expected.values(), reverse=order == "descending"), rel=1e-5
     )
-    for chosen in heads:
-        assert chosen.score == pytest.approx(expected[chosen.layer, chosen.head], rel=1e-5)
 
 
 def test_another_measure_than_the_entropy_is_for_r_1_alone(model):
     with pytest.raises(UserError, match=r"evaluation\.dope\.spectral"):
-        select(model, IDS, DopeSettings(entropy="vanilla", spectral="norm"))
+        chosen_by(model, DopeSettings(entropy="vanilla", spectral="norm"))
 
 
 def test_stages_see_the_rescaled_and_the_trained_frequencies(model):
     rescaled = model.layout.rescaled(RESCALINGS["pi"], 8.0)
 
-    def scores(stage, layout):
+    def ranked(stage, layout):
         settings = DopeSettings(stage=stage, heads=12, entropy="vanilla")
-        return [chosen.score for chosen in select(model, IDS, settings, layout)]
+        return [*select(model, IDS, settings, layout)]
 
-    assert scores("post_ntk", None) == scores("post_rope", None)
-    by_stage = [scores(stage, rescaled) for stage in ("pre_ntk", "post_ntk", "post_rope")]
+    assert ranked("post_ntk", model.layout) == ranked("post_rope", model.layout)
+    by_stage = [ranked(stage, rescaled) for stage in ("pre_ntk", "post_ntk", "post_rope")]
     assert len(set(map(tuple, by_stage))) == 3
 
 
@@ -163,11 +160,11 @@ def test_heads_change_the_model_but_not_its_trained_layout(model, settings):
     before = model(IDS)
     selection = select(model, IDS, settings, trained.rescaled(RESCALINGS["yarn"], 4.0))
     assert model.layout is trained
-    none = select(model, IDS, replace(settings, heads=0))
-    assert apply(trained, none, settings, model.config) == trained
-    model.layout = apply(trained, selection, settings, model.config)
+    assert chosen_by(model, replace(settings, heads=0)) == {}
+    assert apply(trained, {}, settings, model) == trained
+    model.layout = apply(trained, selection, settings, model)
     assert not torch.equal(model(IDS), before)
-    untouched = set(range(3)) - {layer for layer, _ in places(selection)}
+    untouched = set(range(3)) - {layer for layer, _ in selection}
     for layer in untouched:
         assert model.layout.layers[layer] is trained.layers[layer]
 
@@ -175,18 +172,9 @@ def test_heads_change_the_model_but_not_its_trained_layout(model, settings):
 @every_variant
 @torch.no_grad()
 def test_reading_in_parts_and_together_is_reading_alone(model, settings):
-    selection = select(model, IDS, settings)
-    model.layout = apply(model.layout, selection, settings, model.config)
+    model.layout = apply(model.layout, chosen_by(model, settings), settings, model)
     prompts = [IDS[0, :9].tolist(), IDS[1, :4].tolist()]
     assert generate(model, prompts, 8) == [generate(model, [p], 8)[0] for p in prompts]
-
-
-def chosen_by_hand(model, settings, layer, head):
-    """A selection of one head, by the rules of the settings."""
-    selection = select(model, IDS, replace(settings, heads=1))
-    bands = (1, 2, 3) if settings.variant == "by_parts" else (0, 1, 2, 3)
-    assert selection[0].bands == bands
-    return [replace(selection[0], layer=layer, head=head)]
 
 
 CHANGES = {
@@ -203,7 +191,7 @@ def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
     """With the temperature and the attention factor that they had."""
     layout = change(model.layout).map(lambda s: s.with_temperature(scale=1.7))
     settings = DopeSettings(variant)
-    changed = apply(layout, chosen_by_hand(model, settings, 0, 1), settings, model.config)
+    changed = apply(layout, {(0, 1): (0.0, 0.0)}, settings, model)
     before, after = captured(model, layout)[0], captured(model, changed)[0]
     scale = layout.at(40).spectra[0].rotary_scale
     still = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
@@ -225,7 +213,7 @@ def test_unrotated_bands_pass_and_the_others_turn(model, variant, change):
 def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant):
     """Eq. 34 and 35 put them into queries and keys; a product needs but one zero."""
     settings = DopeSettings(variant, removal="zero")
-    changed = apply(model.layout, chosen_by_hand(model, settings, 0, 1), settings, model.config)
+    changed = apply(model.layout, {(0, 1): (0.0, 0.0)}, settings, model)
     before, after = (captured(model, x)[0] for x in (model.layout, changed))
     gone = [1, 2, 3, 5, 6, 7] if variant == "by_parts" else list(range(8))
     expected_q, expected_k = before.rotated_q.clone(), before.rotated_k.repeat_interleave(2, dim=1)
@@ -239,36 +227,33 @@ def test_zeros_take_bands_out_of_the_scores_of_a_head(model, variant):
 
 def test_bands_that_turned_in_training_stay_by_any_rescaling(model):
     """By their frequencies as trained: a rescaling makes no other band slow."""
-    settings = DopeSettings("by_parts", heads=6)
-    theta = model.layout.layers[0].spectra[0].inv_freq
-    expected = tuple(m for m, f in enumerate(theta) if f < 2 * math.pi / 32)
+    settings = DopeSettings("by_parts", heads=12)
+    spectrum = model.layout.layers[0].spectra[0]
+    expected = [m for m, f in enumerate(spectrum.inv_freq) if f < 2 * math.pi / 32]
+    assert lost_bands(spectrum, 32, settings) == expected
     rescaled = model.layout.rescaled(RESCALINGS["pi"], 1000.0)
-    for layout in (None, rescaled):
-        assert {c.bands for c in select(model, IDS, settings, layout)} == {expected}
-    whole = select(model, IDS, replace(settings, heads=12), rescaled)
-    spectra = apply(rescaled, whole, settings, model.config).spectra
+    whole = select(model, IDS, settings, rescaled)
+    spectra = apply(rescaled, whole, settings, model).spectra
     assert [f == 0 for f in spectra[0].inv_freq] == [m in expected for m in range(4)]
 
 
 def test_noise_has_the_deviations_of_the_retained_heads(model):
     """Of queries and of the keys that they read (Eq. 36 and 37)."""
-    selection = select(model, IDS, DopeSettings("by_gaussian", heads=4))
+    selection = chosen_by(model, DopeSettings("by_gaussian", heads=4))
     layers = captured(model, model.layout)
-    for chosen in selection:
-        heads = layers[chosen.layer]
-        lost = [h for layer, h in places(selection) if layer == chosen.layer]
+    for (layer, _), noise in selection.items():
+        heads = layers[layer]
+        lost = [h for i, h in selection if i == layer]
         retained = [h for h in range(4) if h not in lost]
         sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
         expected = [float(x[:, retained].double().std(correction=0)) for x in sides]
-        assert chosen.noise == pytest.approx(expected, rel=1e-5)
+        assert noise == pytest.approx(expected, rel=1e-5)
 
 
 def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(model):
     settings = DopeSettings("by_gaussian", heads=6, sigma=1.0)
-    selection = select(model, IDS, settings)
-    assert {chosen.noise for chosen in selection} == {(1.0, 1.0)}
-    single = [replace(selection[0], layer=1, head=2)]
-    changed = apply(model.layout, single, settings, model.config)
+    assert {*chosen_by(model, settings).values()} == {(1.0, 1.0)}
+    changed = apply(model.layout, {(1, 2): (1.0, 1.0)}, settings, model)
     before, after = (captured(model, x)[1] for x in (model.layout, changed))
     copies = after.rotated_k.shape[1] // 2
     for new, old, heads in (
@@ -285,8 +270,8 @@ def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(model)
 def test_layers_and_seeds_have_different_noise(model):
     def noise(seed):
         settings = DopeSettings("by_gaussian", heads=12, seed=seed, sigma=1.0)
-        selection = select(model, IDS, settings)
-        layers = captured(model, apply(model.layout, selection, settings, model.config))
+        selection = chosen_by(model, settings)
+        layers = captured(model, apply(model.layout, selection, settings, model))
         return [x[0] for heads in layers for x in (heads.rotated_q, heads.rotated_k)]
 
     draws = [*noise(0), *noise(1)]
@@ -297,7 +282,7 @@ def test_layers_and_seeds_have_different_noise(model):
 def test_heads_without_rotation_are_not_among_the_candidates(tiny_decoder):
     model = tiny_decoder(model=SHAPE, layers=["rope", "nope"], heads={"nope": 0.5})
     settings = DopeSettings(heads=4)
-    chosen = places(select(model, IDS, settings))
+    chosen = [*chosen_by(model, settings)]
     assert {layer for layer, _ in chosen} == {0, 2}
     assert {head for _, head in chosen} == {0, 1}
-    assert len(select(model, IDS, replace(settings, heads=5))) == 4
+    assert len(chosen_by(model, replace(settings, heads=5))) == 4

@@ -137,11 +137,11 @@ def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
     rescaled = have.model.layout.rescaled(RESCALINGS["yarn"], 2.0)
     chosen = dope.select(have.model, ids, config.dope, rescaled)
     assert layout_of("yarn+dope", have, 2.0, config) == dope.apply(
-        rescaled, chosen, config.dope, have.model.config
+        rescaled, chosen, config.dope, have.model
     )
-    plain = dope.select(have.model, ids, config.dope)
+    plain = dope.select(have.model, ids, config.dope, have.model.layout)
     assert layout_of("dope", have, 2.0, config) == dope.apply(
-        have.model.layout, plain, config.dope, have.model.config
+        have.model.layout, plain, config.dope, have.model
     )
 
 
@@ -234,9 +234,9 @@ def test_heads_chosen_at_another_length_serve_the_evaluated_one(fitting):
     config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=2))
     chosen = dope.select(have.model, torch.from_numpy(ids), config.dope, rescaled)
     assert layout_of("dynamic_ntk+dope", have, 1.0, config) == dope.apply(
-        rescaled, chosen, config.dope, have.model.config
+        rescaled, chosen, config.dope, have.model
     )
-    names = ", ".join(map(str, chosen))
+    names = ", ".join(f"L{layer}H{head}" for layer, head in chosen)
     assert have.notes == [f"{names}, chosen on {len(ids)} texts of 64 tokens (validation)"]
 
 

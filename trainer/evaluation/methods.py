@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.temperature import fit_temperature, tempered
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS, ntk_aware
 from trainer.positional.spectrum import Spectrum
@@ -92,44 +91,49 @@ def windowed(layout: Layout) -> Layout:
     return replace(layout, layers=layers)
 
 
-def fit_dope(
-    before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
+Change = Callable[[Layout], Layout]
+Choice = Callable[[LanguageModel, Tensor, Layout, EvaluationConfig], tuple[str, Change]]
+"""Chooses heads or pairs on texts ``[B, T]``, for a model as trained and its layout so far; returns
+them in words, and the change of any layout."""
+
+
+def choose_heads(
+    model: LanguageModel, ids: Tensor, layout: Layout, config: EvaluationConfig
+) -> tuple[str, Change]:
+    """Choose the heads of extreme matrix entropy that lose their encoding, or parts of it."""
+    heads = dope.select(model, ids, config.dope, layout)
+    words = ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
+    return words, lambda layout: dope.apply(layout, heads, config.dope, model)
+
+
+def choose_pairs(
+    model: LanguageModel, ids: Tensor, layout: Layout, config: EvaluationConfig
+) -> tuple[str, Change]:
+    """Choose the pairs of extreme frequency entropy that are multiplied by a factor."""
+    factors = choose_factors(model, ids, config.weighted_rope, layout)
+    pairs = counted(weighted_rope.count_pairs(factors), "pair")
+    return f"{pairs} of queries and keys", lambda layout: weighted_rope.apply(layout, factors)
+
+
+def fit_choice(
+    choose: Choice,
+    before: LayoutAt,
+    model: LanguageModel,
+    text: FitText,
+    config: EvaluationConfig,
+    notes: Notes,
 ) -> LayoutAt:
-    """Remove the encoding, or parts of it, of heads of extreme matrix entropy."""
+    """Change heads or pairs that are chosen at each length, or at ``choice.length`` for all."""
 
     @cache
-    def chosen(factor: float) -> list[dope.Chosen]:
+    def change(factor: float) -> Change:
         ids = text.choice(config, round(factor * model.layout.training_length))
-        heads = dope.select(model, ids, config.dope, before(factor))
-        notes.append(f"{', '.join(map(str, heads)) or 'no head'}, {_chosen_on(ids, config)}")
-        return heads
+        words, change = choose(model, ids, before(factor), config)
+        texts, tokens = counted(len(ids), "text"), f"{ids.shape[1]:,} tokens"
+        notes.append(f"{words}, chosen on {texts} of {tokens} ({config.choice.text})")
+        return change
 
-    return lambda factor: dope.apply(
-        before(factor), chosen(config.choice.length or factor), config.dope, model.config
-    )
-
-
-def fit_weighted_rope(
-    before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
-) -> LayoutAt:
-    """Multiply pairs of extreme frequency entropy by a factor."""
-
-    @cache
-    def chosen(factor: float) -> tuple[Intervention, ...]:
-        ids = text.choice(config, round(factor * model.layout.training_length))
-        factors = choose_factors(model, ids, config.weighted_rope, before(factor))
-        pairs = counted(weighted_rope.count_pairs(factors), "pair")
-        notes.append(f"{pairs} of queries and keys, {_chosen_on(ids, config)}")
-        return factors
-
-    return lambda factor: weighted_rope.apply(
-        before(factor), chosen(config.choice.length or factor)
-    )
-
-
-def _chosen_on(ids: Tensor, config: EvaluationConfig) -> str:
-    texts, tokens = ids.shape
-    return f"chosen on {counted(texts, 'text')} of {tokens:,} tokens ({config.choice.text})"
+    return lambda factor: change(config.choice.length or factor)(before(factor))
 
 
 Fit = Callable[[LayoutAt, LanguageModel, FitText, EvaluationConfig, Notes], LayoutAt]
@@ -137,8 +141,8 @@ Fit = Callable[[LayoutAt, LanguageModel, FitText, EvaluationConfig, Notes], Layo
 FITS: dict[str, Fit] = {
     "longrope": fit_longrope,
     "temperature": fit_temperature,
-    "dope": fit_dope,
-    "weighted_rope": fit_weighted_rope,
+    "dope": partial(fit_choice, choose_heads),
+    "weighted_rope": partial(fit_choice, choose_pairs),
 }
 
 
