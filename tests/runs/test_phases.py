@@ -14,7 +14,7 @@ from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import kept_steps, layout_of_phase, phase_at, phase_before, phases_of
+from trainer.runs.phases import kept_steps, layout_of_phase, phase_at, phases_of
 
 SMALL = {
     "run_dir": "runs/small",
@@ -56,7 +56,6 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
             assert current.tokens_at(step) == tokens
             orders[-1][1] += size
             step, tokens = step + 1, tokens + length * size
-            assert phase_before(phases, step) is current
     assert config.trainer.max_steps == step
     assert phases[-1].tokens_at(step) == tokens
     assert config.training_length == orders[-1][0]

@@ -41,7 +41,7 @@ from trainer.lightning.setup import precision_of
 from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.directory import COLUMNS, append_metrics
-from trainer.runs.phases import Phase, kept_steps, layout_of_phase, phase_before, phases_of
+from trainer.runs.phases import Phase, kept_steps, layout_of_phase, phase_at, phases_of
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RunCallback(L.Callback):
         config: the run.
         corpus: its text.
         checkpoint, state: where it begins, as ``starting_point`` returns them.
-        progress: the bar.
+        progress: logs how far it is.
         asked: returns why this process is asked to stop, or None.
         is_control: see :func:`~trainer.lightning.fit.train`.
     """
@@ -218,7 +218,7 @@ class RunCallback(L.Callback):
             return
         with self.untimed():
             scores = benchmark_scores(module.model, self.benchmarks, self.config)
-        tokens = phase_before(self.phases, step).tokens_at(step)
+        tokens = phase_at(self.phases, step).tokens_at(step)
         milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}
         self.milestones.append(milestone)
         self.pending |= {f"benchmark/{key}": x for key, x in scores.items() if math.isfinite(x)}

@@ -34,7 +34,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import saved_config
-from trainer.runs.phases import phase_before, phases_of
+from trainer.runs.phases import phase_at, phases_of
 
 # Finding
 
@@ -87,7 +87,7 @@ def find_model(reference: str) -> SavedModel:
             "state": state,
         }
         if step:
-            length = phase_before(phases_of(run), step).config.data.sequence_length
+            length = phase_at(phases_of(run), step - 1).config.data.sequence_length
     tokens = weights.require_tokenizer(), weights.token_files, weights.end_of_text
     saved = SavedModel(
         reference=reference,

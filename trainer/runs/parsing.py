@@ -16,7 +16,7 @@ from trainer.config import MAIN, RunConfig, SourceConfig
 from trainer.model.config import check_shape
 from trainer.positional.layout import Layout
 from trainer.runs.directory import plain
-from trainer.runs.phases import configured_layout, layout_of_phase, phases_of, reading
+from trainer.runs.phases import configured_layout, layout_of_phase, phases_of
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose; null stands for none."""
@@ -163,7 +163,7 @@ def _texts_of(config: RunConfig) -> dict[str, list[Any]]:
 def _before(config: RunConfig, step: int) -> tuple[object, ...]:
     """Return what determines the state of a run after ``step`` steps, except learning rates."""
     phases = [
-        (part.start, part.change, part.config.trainer.batch_size, reading(part.config.data))
+        (part.start, part.change, part.config.trainer.batch_size, part.config.data.texts)
         for part in phases_of(config)
         if part.start < step
     ]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainer.common.errors import UserError
-from trainer.config import SAME, DataConfig, PhaseConfig, RunConfig
+from trainer.config import SAME, PhaseConfig, RunConfig
 from trainer.positional.config import build_layout, spectrum_of
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import RESCALINGS, rebased
@@ -101,7 +101,7 @@ def phases_of(config: RunConfig) -> tuple[Phase, ...]:
         if phases:
             last = phases[-1]
             end, order, samples = last.end, last.order, last.first_sample(last.end)
-            if reading(last.config.data) != reading(phase.config.data):
+            if last.config.data.texts != phase.config.data.texts:
                 order, samples = order + 1, 0
             tokens = last.tokens_at(end)
             phase = replace(phase, start=end, tokens=tokens, order=order, samples=samples)
@@ -120,12 +120,6 @@ def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
         optimizer_state=change.optimizer_state,
     )
     return {"pretrain": PhaseConfig(step), "recalibrate": recalibration}
-
-
-def reading(data: DataConfig) -> dict[str, DataConfig]:
-    """Return the texts by name without the keys that change no sample: equal for data that is read
-    in the same order."""
-    return {name: replace(text, num_workers=0, cache_dir=None) for name, text in data.texts.items()}
 
 
 def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
@@ -148,11 +142,6 @@ def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
     """Return the phase of update ``step`` (from 0); after the last update the last phase."""
     return next(phase for phase in reversed(phases) if step >= phase.start)
-
-
-def phase_before(phases: Sequence[Phase], step: int) -> Phase:
-    """Return the phase of the last of ``step`` updates; before the first update the first phase."""
-    return phase_at(phases, max(step - 1, 0))
 
 
 def kept_steps(config: RunConfig) -> frozenset[int]:
