@@ -86,5 +86,4 @@ def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
     half = len(lines) // 2
     with gzip.open(path, "wt") as file:
         file.writelines([*lines[half - 1 :: -1], *lines[half:]])
-    read = {question.choices: question for question in read_questions(path, KnownEncoder())}
-    assert [read[question.choices] for question in questions] == questions
+    assert sorted(read_questions(path, KnownEncoder())) == sorted(questions)

@@ -21,10 +21,6 @@ from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
 Tokens = tuple[int, ...]
-Pair = tuple[str, str]
-"""A context and a continuation, a space between them belonging to the continuation."""
-Likelihood = tuple[float, bool]
-"""Log-likelihood of a continuation in nats, and whether no token is likelier than any of its."""
 
 
 class Request(NamedTuple):
@@ -51,8 +47,10 @@ class Encoder:
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [(*self.bos, *encoding.ids) for encoding in encodings]
 
-    def requests(self, pairs: Sequence[Pair]) -> list[Request]:
+    def requests(self, pairs: Sequence[tuple[str, str]]) -> list[Request]:
         """Encode context and continuation together, and split the tokens where the context ends.
+
+        A space between them belongs to the continuation.
 
         Raises:
             UserError: a continuation adds no token to its context.
@@ -78,8 +76,9 @@ def log_likelihoods(
     requests: Sequence[Request],
     batch_tokens: int,
     max_length: int | None = None,
-) -> list[Likelihood]:
-    """Return the log-likelihood of every continuation, as if each were computed alone.
+) -> list[tuple[float, bool]]:
+    """Return the log-likelihood in nats of every continuation, and whether all of its tokens are
+    the most likely ones, as if each were computed alone.
 
     ``batch_tokens``: tokens per forward pass, including cached ones (at least one request).
     ``max_length``: most tokens that the model reads. Longer contexts lose their beginning but keep
@@ -94,7 +93,7 @@ def log_likelihoods(
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (context, new) in enumerate(requests):
         alike[len(context), len(new) if alone else 0].append(index)
-    results: dict[int, Likelihood] = {}
+    results: dict[int, tuple[float, bool]] = {}
     for (length, _), same in sorted(alike.items(), reverse=True):
         width = max(len(requests[index].continuation) for index in same)
         together = max(1, batch_tokens // (length + width))
@@ -105,7 +104,9 @@ def log_likelihoods(
     return [results[index] for index in range(len(requests))]
 
 
-def _read(model: LanguageModel, requests: Sequence[Request], share: bool) -> list[Likelihood]:
+def _read(
+    model: LanguageModel, requests: Sequence[Request], share: bool
+) -> list[tuple[float, bool]]:
     """Read requests with contexts of one length; ``share``: read equal contexts once."""
     wanted, length = [new for _, new in requests], len(requests[0].context)
     last = max(map(len, wanted))
@@ -127,7 +128,7 @@ def _read(model: LanguageModel, requests: Sequence[Request], share: bool) -> lis
 
 def _likelihoods(
     model: LanguageModel, states: Tensor, wanted: Sequence[Tokens]
-) -> list[Likelihood]:
+) -> list[tuple[float, bool]]:
     """Return the likelihoods of sequences of tokens, which states ``[tokens, hidden]`` predict."""
     likelihoods, is_likeliest = [], []
     targets = torch.tensor(list(chain.from_iterable(wanted)), device=model.device)[:, None]

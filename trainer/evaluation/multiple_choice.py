@@ -6,35 +6,34 @@ import gzip
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
-from trainer.evaluation.likelihood import Encoder, Pair, Request, log_likelihoods
+from trainer.evaluation.likelihood import Encoder, Request, log_likelihoods
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.task import Batch, Task, Value
 from trainer.model.language_model import LanguageModel
 
-METRICS = ("acc", "acc_norm")
 UNCONDITIONAL = 1_000_000
 """First number of rows whose context lacks the question; they are not read."""
 TOGETHER = 1024
 """Questions read together: those with contexts of equal length share passes."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """Choices, each a context and a continuation, as text and as tokens, and the index of the right
-    one."""
+class Question(NamedTuple):
+    """The choices of a question as ``requests``, the ``sizes`` of their answers in characters, and
+    the number of the right choice."""
 
-    choices: tuple[Pair, ...]
     requests: tuple[Request, ...]
+    sizes: tuple[int, ...]
     label: int
 
 
@@ -47,24 +46,23 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
     Raises:
         UserError: a choice is missing or has no token.
     """
-    choices: dict[int, dict[int, Pair]] = defaultdict(dict)
+    choices: dict[int, dict[int, tuple[str, str]]] = defaultdict(dict)
     labels: dict[int, int] = {}
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
-            question, request = int(row["doc_id"]), row["request"]
-            if question < UNCONDITIONAL:
-                choices[question][int(row["idx"])] = request["context"], request["continuation"]
-                labels[question] = int(row["label"])
-    for question, pairs in choices.items():
-        if sorted(pairs) != list(range(len(pairs))) or labels[question] not in pairs:
-            raise UserError(f"{path}: a choice of doc_id {question} is missing")
-    numbers = list(islice(choices, limit))
-    texts = [tuple(pair for _, pair in sorted(choices[number].items())) for number in numbers]
-    requests = iter(encoder.requests(list(chain.from_iterable(texts))))
-    return [
-        Question(pairs, tuple(islice(requests, len(pairs))), labels[number])
-        for number, pairs in zip(numbers, texts, strict=True)
-    ]
+            number, request = int(row["doc_id"]), row["request"]
+            if number < UNCONDITIONAL:
+                choices[number][int(row["idx"])] = request["context"], request["continuation"]
+                labels[number] = int(row["label"])
+    questions = []
+    for number, by_index in islice(choices.items(), limit):
+        label, texts = labels[number], [text for _, text in sorted(by_index.items())]
+        if max(label, *by_index) >= len(texts):
+            raise UserError(f"{path}: a choice of doc_id {number} is missing")
+        # As in lm-eval, the space before an answer does not count.
+        sizes = tuple(max(1, len(answer.removeprefix(" "))) for _, answer in texts)
+        questions.append(Question(tuple(encoder.requests(texts)), sizes, label))
+    return questions
 
 
 def multiple_choice_tasks(
@@ -76,9 +74,9 @@ def multiple_choice_tasks(
     """Return a task for every file and length, of the file's first ``limit`` questions.
 
     A score is 1 if the right choice has the largest value. ``acc`` compares log-likelihoods,
-    ``acc_norm`` log-likelihoods per character of the answer (as lm-eval does, without the space
-    before it). A length limits what the model reads: longer contexts lose their beginning, and the
-    questions are the same at every length.
+    ``acc_norm`` log-likelihoods per character of the answer (as in lm-eval). A length limits what
+    the model reads: longer contexts lose their beginning, and the questions are the same at every
+    length.
 
     Raises:
         OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
@@ -88,7 +86,7 @@ def multiple_choice_tasks(
     tasks = []
     for name in settings.tasks:
         questions = read_questions(directory / f"{name}.jsonl.gz", encoder, limit)
-        titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in METRICS}
+        titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in ("acc", "acc_norm")}
         trials = pd.DataFrame(index=range(len(questions)))
         for length in lengths:
             batches = partial(_batches, name, questions, length)
@@ -109,15 +107,12 @@ def _batches(
     def read(first: int) -> list[Value]:
         values: list[Value] = []
         batch = questions[first : first + TOGETHER]
-        requests = list(chain.from_iterable(question.requests for question in batch))
+        requests = [request for question in batch for request in question.requests]
         likelihoods = iter(log_likelihoods(model, requests, batch_tokens, longest))
-        for number, question in enumerate(batch, first):
-            totals = [next(likelihoods)[0] for _ in question.choices]
-            sizes = [max(1, len(text.removeprefix(" "))) for _, text in question.choices]
-            means = [total / size for total, size in zip(totals, sizes, strict=True)]
-            for metric, each in zip(METRICS, (totals, means), strict=True):
-                is_right = each.index(max(each)) == question.label
-                values.append((number, f"{name}_{metric}", float(is_right)))
+        for number, (choices, sizes, label) in enumerate(batch, first):
+            totals = np.array([next(likelihoods)[0] for _ in choices])
+            for metric, scores in ("acc", totals), ("acc_norm", totals / sizes):
+                values.append((number, f"{name}_{metric}", float(scores.argmax() == label)))
         return values
 
     return [partial(read, first) for first in range(0, len(questions), TOGETHER)]

@@ -163,7 +163,7 @@ def read_prompts(
 def read_rows(
     model: LanguageModel, ids: Tensor, cache: KVCache, length: int | None = None
 ) -> Tensor:
-    """Read ``[B, T]`` tokens into an empty cache, in as many passes as are fast.
+    """Read ``[B, T]`` tokens after what a cache holds, in as many passes as are fast.
 
     Returns:
         Logits ``[B, vocab]`` after the last tokens.
@@ -171,6 +171,7 @@ def read_rows(
     size, logits = model.sequences_at_once(ids.shape[1], ids.numel()), []
     for first in range(0, len(ids), size):
         rows = cache.part(first, size)
+        rows.fill((), cache.length)
         logits.append(model(ids[first : first + size], cache=rows, length=length, last=1)[:, 0])
-    cache.fill((), ids.shape[1])
+    cache.fill((), cache.length + ids.shape[1])
     return torch.cat(logits)
