@@ -16,11 +16,10 @@ import torch.nn.functional as F
 
 from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
 from trainer.data.corpus import held_out_windows
-from trainer.evaluation import dope, engine, loss
+from trainer.evaluation import dope, engine, held_out
 from trainer.evaluation.engine import measure
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import HeldOut, statements
-from trainer.evaluation.loss import perplexity, token_losses
+from trainer.evaluation.held_out import HeldOut, perplexity, statements, token_losses
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
 
@@ -55,9 +54,12 @@ def fit_text(corpus, count=2):
     return FitText(HeldOut(corpus, corpus.validation, (), None), count, 64)
 
 
+def reported(corpus):
+    return HeldOut(corpus, corpus.test, (), None)
+
+
 def perplexities(corpus):
-    windows = held_out_windows(corpus.test, 3, max(LENGTHS))
-    return [perplexity(windows, corpus.end_of_text, 32, length) for length in LENGTHS]
+    return perplexity(reported(corpus), LENGTHS, 3, 32)
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def evaluation(model, corpus, tmp_path):
     def go(methods=("none", "crop", "yarn"), trials=5, folder=".", tokens=4096):
         config = EvaluationConfig(methods=list(methods), batch_tokens=tokens)
         needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
-        tasks = perplexities(corpus) + statements(corpus, corpus.test, LENGTHS, needles)
+        tasks = perplexities(corpus) + statements(reported(corpus), LENGTHS, needles)
         text, store = fit_text(corpus), Store(tmp_path / folder)
         trials, _ = evaluated(model, config, text, tasks, store, load)
         return trials, len(loads)
@@ -219,7 +221,7 @@ def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
         read.append(windows.shape)
         return token_losses(model, windows, *rest, **options)
 
-    monkeypatch.setattr(loss, "token_losses", counting)
+    monkeypatch.setattr(held_out, "token_losses", counting)
     with pytest.raises(KeyboardInterrupt):
         evaluation(["none"], folder="killed", tokens=64)
     assert read == [(2, 32), (1, 32)]

@@ -16,7 +16,7 @@ from tests.evaluation.conftest import fit_text
 from tests.positional.examples import one_layer, slowed
 from trainer.config import EvaluationConfig, LongRopeSettings
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.held_out import HeldOut, token_losses
 from trainer.evaluation.likelihood import Encoder, Request
 from trainer.evaluation.longrope import (
     CRITICAL,
@@ -28,7 +28,6 @@ from trainer.evaluation.longrope import (
     needle_requests,
     with_factors,
 )
-from trainer.evaluation.loss import token_losses
 from trainer.evaluation.needles import Haystack
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name

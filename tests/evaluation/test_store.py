@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainer.evaluation.loss import perplexity
+from tests.data.conftest import held_out
+from trainer.evaluation.held_out import HeldOut, perplexity
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import PromptTask
@@ -42,15 +44,16 @@ def test_only_equal_values_have_equal_fingerprints():
 
 
 def test_a_perplexity_depends_on_all_that_it_reads():
-    windows = np.arange(16).reshape(2, 8)
+    ids = np.arange(8)
 
-    def print_of(length=4, windows=windows, first_token=0, last=2):
-        return perplexity(windows, first_token, last, length).fingerprint
+    def print_of(length=4, ids=ids, first_token=0, last=2):
+        text = HeldOut(SimpleNamespace(first_token=first_token), held_out(ids), (), None)
+        return perplexity(text, [8, length], 1, last)[1].fingerprint
 
-    for other in ({"windows": windows + 1}, {"first_token": 1}, {"last": 3}):
+    for other in ({"ids": ids + 1}, {"first_token": 1}, {"last": 3}):
         assert print_of(**other) != print_of()
     # Each cell reads the last tokens of its own length.
-    longer = windows + (np.arange(8) < 4)
+    longer = ids + (ids < 4)
     assert print_of(4, longer) == print_of(4)
     assert print_of(8, longer) != print_of(8)
 

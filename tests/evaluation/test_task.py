@@ -16,8 +16,7 @@ from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig, NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.answering import answers
-from trainer.evaluation.held_out import HeldOut, statements
-from trainer.evaluation.loss import perplexity
+from trainer.evaluation.held_out import HeldOut, perplexity, statements
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask
 from trainer.evaluation.tasks import make_tasks
@@ -26,13 +25,14 @@ from trainer.evaluation.tasks import make_tasks
 @torch.no_grad()
 @pytest.mark.parametrize("last", [24, 5])
 def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
-    windows = held_out_windows(corpus.test, 3, 64)
-    for length in (24, 64):
+    windows, text = held_out_windows(corpus.test, 3, 64), HeldOut(corpus, corpus.test, (), None)
+    tasks = perplexity(text, [24, 64], 3, last)
+    for task, length in zip(tasks, (24, 64), strict=True):
         losses = []
         for window in windows[:, -length:]:
             ids = torch.tensor([corpus.end_of_text, *window])
             losses.append(F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none"))
-        result = values_of(perplexity(windows, corpus.end_of_text, last, length), model, 4096)
+        result = values_of(task, model, 4096)
         by_window = [window[-last:].mean().item() for window in losses]
         assert [value for _, _, value in result] == pytest.approx(by_window, rel=1e-5)
         assert [(trial, key) for trial, key, _ in result] == [(i, "perplexity") for i in range(3)]
@@ -40,11 +40,12 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
 
 def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
     settings = NeedleTaskSettings(trials=8, needles=2, seed=1)
-    (alone,) = statements(corpus, corpus.test, [64], settings)
-    *_, beside = statements(corpus, corpus.test, [16, 32, 64], settings)
+    text = HeldOut(corpus, corpus.test, (), None)
+    (alone,) = statements(text, [64], settings)
+    *_, beside = statements(text, [16, 32, 64], settings)
     assert alone.fingerprint == beside.fingerprint
     for other in (replace(settings, seed=2), replace(settings, needles=3)):
-        assert statements(corpus, corpus.test, [64], other)[0].fingerprint != alone.fingerprint
+        assert statements(text, [64], other)[0].fingerprint != alone.fingerprint
 
 
 @torch.no_grad()
@@ -52,7 +53,7 @@ def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
     """An end-of-text token and the last of the prompt, in a plain loop."""
     end, settings = corpus.end_of_text, NeedleTaskSettings(trials=8, needles=2, seed=1)
-    (task,) = statements(corpus, corpus.test, [64], settings)
+    (task,) = statements(HeldOut(corpus, corpus.test, (), None), [64], settings)
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model.context = reads

@@ -12,8 +12,7 @@ from torch import Tensor
 from trainer.config import EvaluationConfig
 from trainer.data.corpus import divided, held_out_windows, parts_of_windows
 from trainer.data.order import Integers
-from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.loss import token_losses
+from trainer.evaluation.held_out import HeldOut, token_losses
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 from trainer.evaluation.store import fingerprint

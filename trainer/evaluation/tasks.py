@@ -16,10 +16,8 @@ from trainer.config import (
     STATEMENTS,
     EvaluationConfig,
 )
-from trainer.data.corpus import held_out_windows
-from trainer.evaluation.held_out import HeldOut, statements
+from trainer.evaluation.held_out import HeldOut, perplexity, statements
 from trainer.evaluation.longbench import longbench_tasks
-from trainer.evaluation.loss import perplexity
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.methods import TITLES
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
@@ -63,35 +61,40 @@ def make_tasks(
     config = limited(config)
     limit = config.limit
     for name in config.tasks:
-        made: Sequence[Task] = ()
         asked: Sequence[PromptTask] = ()
-        missing: Sequence[str] = ()
         if name == PERPLEXITY:
-            made, missing = perplexities(text, config, lengths, config.last or min(C, *lengths))
+            last = config.last or min(C, *lengths)
+            made = perplexity(text, lengths, config.windows, last)
+            tasks += made
+            if (count := len(made[0].trials)) < config.windows:
+                notes.append(
+                    f"Losses are over {counted(count, 'window')}, not {config.windows} "
+                    f"(evaluation.windows): the held-out text of {len(text.split):,} tokens has no "
+                    f"more of {max(lengths):,} tokens whose last {last:,} do not overlap."
+                )
         elif name == STATEMENTS and text.training_share:
-            made = statements(text.corpus, text.split, lengths, config.needles)
+            tasks += statements(text, lengths, config.needles)
         elif name == STATEMENTS:
-            missing = [
+            notes.append(
                 "The task 'statements' was left out: the training text of the first model "
                 "carried none, or is not known (data.needles.share)."
-            ]
+            )
         elif name in NEEDLE_TASKS:
             asked = [NEEDLE_TASKS[name](text.haystack, config.needles)]
         elif name == RULER:
             asked, missing = ruler_tasks(config.ruler, text.encoder, text.documents)
+            notes += missing
         elif name == LONGBENCH:
             asked = longbench_tasks(config.longbench, text.encoder, C)
         elif name == MANY_SHOT:
             asked = many_shot_tasks(config.many_shot, text.encoder)
         elif name == MULTIPLE_CHOICE:
-            made = multiple_choice_tasks(config.multiple_choice, text.encoder, lengths, limit)
+            tasks += multiple_choice_tasks(config.multiple_choice, text.encoder, lengths, limit)
         elif name == HARNESS:
             from trainer.evaluation.harness import harness_tasks
 
-            made = harness_tasks(config.harness, text.encoder, lengths, limit)
-        tasks += made
+            tasks += harness_tasks(config.harness, text.encoder, lengths, limit)
         tasks += [task.at(length, limit) for task in asked for length in lengths]
-        notes += missing
     if notes and not tasks:
         raise UserError(f"evaluation.tasks: {' '.join(notes)}")
     return tasks, notes
@@ -108,24 +111,3 @@ def limited(config: EvaluationConfig) -> EvaluationConfig:
         ruler=replace(config.ruler, trials=min(config.ruler.trials, limit)),
         many_shot=replace(config.many_shot, trials=min(config.many_shot.trials, limit)),
     )
-
-
-def perplexities(
-    text: HeldOut, config: EvaluationConfig, lengths: list[int], last: int
-) -> tuple[list[Task], list[str]]:
-    """Return the task on the ``last`` tokens of windows at every length, and a sentence if the text
-    has too few."""
-    if last > min(lengths):
-        raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
-    wanted, longest = config.windows, max(lengths)
-    notes: list[str] = []
-    # No two windows share a scored token: an interval over windows takes these as independent.
-    windows = held_out_windows(text.split, wanted, longest, apart=last)
-    if (count := len(windows)) < wanted:
-        notes.append(
-            f"Losses are over {counted(count, 'window')}, not {wanted} (evaluation.windows): the "
-            f"held-out text of {len(text.split):,} tokens has no more of {longest:,} tokens "
-            f"whose last {last:,} do not overlap."
-        )
-    first_token = text.corpus.first_token
-    return [perplexity(windows, first_token, last, length) for length in lengths], notes

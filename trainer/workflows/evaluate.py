@@ -17,8 +17,7 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import measure
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.loss import unigram_loss
+from trainer.evaluation.held_out import HeldOut, unigram_loss
 from trainer.evaluation.methods import applicable, fit_lengths, title_of
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
