@@ -164,12 +164,12 @@ def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
         read_state(tmp_path)
 
 
-def test_the_newest_every_mth_and_permanent_checkpoints_stay(tmp_path):
+def test_the_newest_and_permanent_checkpoints_stay(tmp_path):
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters())
     steps = [x for step in range(1, 10) for x in (f"step-{step:06d}", step)]
     directory = tmp_path / "checkpoints"
-    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, keep=2, keep_every=4, permanent={3})
+    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, keep=2, permanent={3, 4})
     assert [path.name[-1] for path in regular_checkpoints(directory)] == ["3", "4", "8", "9"]
     assert (directory / BEFORE_DROP).is_dir()
     assert find_checkpoint(str(tmp_path)) == directory / "step-000009"
@@ -200,7 +200,7 @@ def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
     def full(path, data):
         raise OSError("No space left")
 
-    monkeypatch.setattr(checkpoint, "write_durably", full)
+    monkeypatch.setattr(checkpoint, "write_atomically", full)
     with pytest.raises(OSError, match="No space left"):
         write(directory, model, optimizer, "step-000006", 6)
     assert newest_checkpoint(directory) == directory / "step-000003"

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
-from trainer.common.files import checksum, synchronise, write_durably
+from trainer.common.files import checksum, synchronise, write_atomically
 from trainer.common.ranks import all_gather, on_rank_zero
 from trainer.model.decoder import Decoder
 
@@ -141,19 +141,12 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
 class Writer:
     """Writes checkpoints beside training, one at a time; all ranks call its methods together.
 
-    ``keep``: number of newest regular checkpoints that stay; those of every ``keep_every``-th step
-    and of ``permanent`` steps stay as well.
+    ``keep``: number of newest regular checkpoints that stay; those of ``permanent`` steps stay as
+    well.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        keep: int,
-        keep_every: int | None = None,
-        permanent: Collection[int] = (),
-    ) -> None:
-        self.directory, self.keep = directory, keep
-        self.keep_every, self.permanent = keep_every, permanent
+    def __init__(self, directory: Path, keep: int, permanent: Collection[int] = ()) -> None:
+        self.directory, self.keep, self.permanent = directory, keep, permanent
         # The current GPU is per thread, initially the first one.
         here = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         at_begin = (lambda: None) if here is None else partial(torch.cuda.set_device, here)
@@ -209,18 +202,17 @@ class Writer:
     def _complete(
         self, partly: Path, final: Path, files: list[dict[str, list[Any]]], described: bytes
     ) -> None:
-        write_durably(partly / STATE, described)
+        write_atomically(partly / STATE, described)
         manifest = {STATE: _described(partly / STATE)}
         for of_rank in files:
             manifest |= of_rank
-        write_durably(partly / MANIFEST, json.dumps(manifest, indent=1).encode())
+        write_atomically(partly / MANIFEST, json.dumps(manifest, indent=1))
         synchronise(partly)
         shutil.rmtree(final, ignore_errors=True)  # a rename replaces no directory that has files
         partly.rename(final)
         synchronise(final.parent)
         for path in regular_checkpoints(self.directory)[: -self.keep]:
-            step = step_of(path)
-            if step not in self.permanent and (self.keep_every is None or step % self.keep_every):
+            if step_of(path) not in self.permanent:
                 shutil.rmtree(path)
 
 
@@ -263,24 +255,19 @@ def find_checkpoint(name: str) -> Path:
     raise UserError(f"checkpoint: {name!r} is neither a checkpoint nor a run that has one")
 
 
-def is_sound(path: Path) -> bool:
-    """Whether the files of a checkpoint are those of its manifest."""
-    try:
-        manifest: dict[str, list[Any]] = json.loads((path / MANIFEST).read_bytes())
-        with ThreadPoolExecutor() as pool:
-            files = [*pool.map(_described, [path / name for name in manifest])]
-    except (FileNotFoundError, ValueError):  # a file is missing, or the manifest was cut short
-        return False
-    return files == [*manifest.values()]
-
-
 def check_sound(path: Path) -> Path:
     """Return the path of a checkpoint whose files match its manifest.
 
     Raises:
         UserError: they do not.
     """
-    if not is_sound(path):
+    try:
+        manifest: dict[str, list[Any]] = json.loads((path / MANIFEST).read_bytes())
+        with ThreadPoolExecutor() as pool:
+            files = [*pool.map(_described, [path / name for name in manifest])]
+    except (FileNotFoundError, ValueError):  # a file is missing, or the manifest was cut short
+        files = None
+    if files is None or files != [*manifest.values()]:
         raise UserError(f"checkpoint: {str(path)!r} is damaged")
     return path
 
@@ -295,9 +282,10 @@ def newest_checkpoint(directory: Path) -> Path | None:
     """
     paths = regular_checkpoints(directory)
     for path in reversed(paths):
-        if is_sound(path):
-            return path
-        log.warning("Checkpoint %s is damaged; trying the one before it", path.name)
+        try:
+            return check_sound(path)
+        except UserError as error:
+            log.warning("%s; trying the one before it", error)
         target = path.with_name(f"damaged-{path.name}")
         shutil.rmtree(target, ignore_errors=True)
         path.rename(target)

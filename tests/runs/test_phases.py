@@ -75,6 +75,8 @@ def test_without_phases_a_drop_makes_two():
 def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
     config = configured({"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2}})
     assert kept_steps(config) == {2, 4, 7}
+    every = replace(config, trainer=replace(config.trainer, keep_every=3))
+    assert kept_steps(every) == {2, 3, 4, 6, 7}
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number, at least 0 and at most 1."""
 
-_adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
-
-
-def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return pydantic's checker of a type, made once."""
-    return _adapter(kind)
+adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
+"""Returns pydantic's checker of a type, made once."""
 
 
 def validated(schema: type[T], values: dict[str, Any]) -> T:

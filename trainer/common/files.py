@@ -14,8 +14,8 @@ from secrets import randbelow
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, creating parent directories.
 
-    A reader sees the old file or the new one, never a part. If the write fails, the old file stays
-    and no temporary file is left.
+    A reader sees the old file or the new one, never a part, also after a crash of the machine. If
+    the write fails, the old file stays and no temporary file is left.
     """
     data = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -23,19 +23,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     # not unique: processes in containers on several machines often have the same one.
     temporary = path.with_name(f".{path.name}.{randbelow(10**12)}.tmp")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def synchronise(directory: Path) -> None:

@@ -95,8 +95,8 @@ class RunCallback(L.Callback):
             arguments = dict(values)
             target = ":".join(arguments.pop("_target_").rsplit(".", 1))
             self.user_callbacks.append(resolve_name(target)(**arguments))
-        keep = config.trainer.keep_checkpoints, config.trainer.keep_every
-        self.writer = Writer(Path(config.run_dir) / "checkpoints", *keep, kept_steps(config))
+        directory, keep = Path(config.run_dir) / "checkpoints", config.trainer.keep_checkpoints
+        self.writer = Writer(directory, keep, kept_steps(config))
         self.saved_at = time.monotonic()
 
     # The start of a phase

@@ -63,8 +63,7 @@ def saved_config(values: dict[str, Any]) -> RunConfig:
 
     Its evaluation, which another version may have written with other keys, gets the defaults.
     """
-    config: RunConfig = adapter(RunConfig).validate_python(values | {"evaluation": {}})
-    return config
+    return adapter(RunConfig).validate_python(values | {"evaluation": {}})
 
 
 def lacks_schedule_control(runs: Sequence[str]) -> bool:

@@ -145,10 +145,13 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
 
 
 def kept_steps(config: RunConfig) -> frozenset[int]:
-    """Return the steps with permanent checkpoints: ends of phases, and branches of controls."""
-    ends = {phase.end for phase in phases_of(config)} if config.phases else set()
-    branches = {changes.get("branch") for changes in config.controls.values()}
-    return frozenset(ends | {step for step in branches if isinstance(step, int)})
+    """Return the steps with permanent checkpoints: every ``keep_every``-th, ends of phases, and
+    branches of controls."""
+    last, every = config.trainer.max_steps, config.trainer.keep_every
+    regular = range(every, last + 1, every) if every else ()
+    ends = [phase.end for phase in phases_of(config)] if config.phases else ()
+    branches = [changes.get("branch") for changes in config.controls.values()]
+    return frozenset([*regular, *ends, *(step for step in branches if isinstance(step, int))])
 
 
 # Layouts
