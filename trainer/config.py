@@ -589,7 +589,7 @@ class RunConfig:
     seed: Natural = 0
     """Seed of the weights and of the order of samples."""
     overwrite: bool = False
-    """Delete all that the directory of a run holds, and start again."""
+    """Start again in a directory that holds a run."""
     plugins: list[str] = field(default_factory=list)
     """Python files that register encodings of your own."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -61,14 +61,15 @@ def test_a_run_is_read_as_it_was_written(place):
     assert saved_config(saved) == config
 
 
-def test_overwriting_deletes_what_a_run_wrote_and_keeps_its_lock(place):
+def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(place):
     opened(place)
-    for name in (".lock", "metrics.csv", "checkpoints/step-000003/x", "controls/nope/config.yaml"):
+    for name in ("metrics.csv", "notes.md", "checkpoints/step-000003/x", "evaluation-2/facts.json",
+                 "controls/nope/config.yaml", "paper/thesis.tex"):  # fmt: skip
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("x")
     opened(place, overwrite=True)
     files = {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()}
-    assert files == {"config.yaml", ".lock"}
+    assert files == {"config.yaml", "notes.md", "paper/thesis.tex"}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

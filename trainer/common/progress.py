@@ -1,16 +1,22 @@
-"""The program's log, and the progress of long work in it."""
+"""Progress of long work: the log, a live bar on a terminal, a line at every tenth elsewhere."""
 
 from __future__ import annotations
 
 import logging
 import time
 
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
 from trainer.common.processes import is_first_process
 
-log = logging.getLogger(__name__)
+console = Console(stderr=True)
+"""Console shared by progress and log, so that a log line does not break the bar."""
 
 LONGEST_SILENCE = 300.0
-"""Seconds after which a line is logged before the next tenth."""
+"""Seconds after which a line is printed before the next tenth."""
 
 
 def show_log() -> None:
@@ -19,33 +25,58 @@ def show_log() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
+        if not console.is_terminal:
+            console.width = 100
+        handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
+        logger.addHandler(handler)
     logger.setLevel(logging.INFO if is_first_process() else logging.ERROR)
     logger.propagate = False
 
 
 class Progress:
-    """Progress of ``total`` steps of ``tokens_per_step`` tokens: a line at every tenth."""
+    """Progress of ``total`` steps of ``tokens_per_step`` tokens; use as a context manager.
+
+    Only the first process shows it.
+    """
 
     def __init__(self, title: str, total: float, tokens_per_step: float = 1.0) -> None:
         self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
+        self.bar = RichProgress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:3.0f}%  {task.fields[details]}"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self.task = self.bar.add_task(title, total=total, details="")
         self.start: tuple[float, float] | None = None
         """Step and time of the first call."""
         self.line = 0.0, 0.0
         """Step and time of the last line."""
 
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar.live.is_started:
+            self.bar.stop()
+
     def advance_to(self, step: float, loss: float | None = None) -> None:
-        """Log that ``step`` of ``total`` is reached; the first call sets the starting step."""
+        """Show that ``step`` of ``total`` is reached; the first call sets the starting step."""
         now, step = time.perf_counter(), min(step, self.total)  # which may be an estimate
         if self.start is None:
             self.start = self.line = step, now
         done, elapsed = step - self.start[0], now - self.start[1]
-        is_tenth = step - self.line[0] >= self.total / 10
-        if done and elapsed and (is_tenth or now - self.line[1] > LONGEST_SILENCE):
+        if not (is_first_process() and done and elapsed):
+            return
+        details = "" if loss is None else f"loss {loss:.3f}  "
+        details += f"{done * self.tokens_per_step / elapsed:,.0f} tokens/s"
+        if console.is_terminal:
+            self.bar.start()
+            self.bar.update(self.task, completed=step, details=details)
+        elif step - self.line[0] >= self.total / 10 or now - self.line[1] > LONGEST_SILENCE:
             self.line = step, now
-            details = "" if loss is None else f"loss {loss:.3f}  "
-            details += f"{done * self.tokens_per_step / elapsed:,.0f} tokens/s"
             left = elapsed / done * (self.total - step)
-            log.info(
-                "%s  %.0f%%  %s  %.0f s left", self.title, 100 * step / self.total, details, left
-            )
+            line = f"{self.title}  {step / self.total:.0%}  {details}  {left:.0f} s left"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -63,20 +63,20 @@ def measure(
     total, done = sum(sizes.values()) * sum(map(len, methods.values())), 0
     cells: list[Cell] = []
     notes: list[str] = []
-    progress = Progress("Evaluating", max(total, 1))
-    for model in models:
-        # The weights are read if anything is missing, and freed before the next model's.
-        load = cache(partial(model.for_inference, device, dtype))
-        planned, fitted = _plan(
-            model, methods[model.name], tasks, config, computation, load, text, store
-        )
-        notes += fitted
-        for number, cell in enumerate(planned, len(cells)):
-            if not _is_complete(store.values(cell.key)):
-                for share in _measure(cell, number, load(), config.batch_tokens, store):
-                    progress.advance_to(done + share * sizes[cell.task])
-            done += sizes[cell.task]
-        cells += planned
+    with Progress("Evaluating", max(total, 1)) as progress:
+        for model in models:
+            # The weights are read if anything is missing, and freed before the next model's.
+            load = cache(partial(model.for_inference, device, dtype))
+            planned, fitted = _plan(
+                model, methods[model.name], tasks, config, computation, load, text, store
+            )
+            notes += fitted
+            for number, cell in enumerate(planned, len(cells)):
+                if not _is_complete(store.values(cell.key)):
+                    for share in _measure(cell, number, load(), config.batch_tokens, store):
+                        progress.advance_to(done + share * sizes[cell.task])
+                done += sizes[cell.task]
+            cells += planned
     return pd.concat([_trials(cell, store) for cell in cells], ignore_index=True), notes
 
 

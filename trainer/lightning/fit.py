@@ -88,8 +88,8 @@ def train(
         title = f"Training {name_and_role(config)[0]}"
         count = sum(p.numel() for p in model.parameters())
         log.info("%s: %s parameters", title, f"{count:,}")
-        progress = Progress(title, last_step, config.tokens_per_step)
         with (
+            Progress(title, last_step, config.tokens_per_step) as progress,
             numerics(config),
             stop_requests(config.trainer.max_time, start_time or time.time()) as asked,
         ):

@@ -67,7 +67,7 @@ class RunCallback(L.Callback):
         config: the run.
         corpus: its text.
         checkpoint, state: where it begins, as ``starting_point`` returns them.
-        progress: logs how far it is.
+        progress: the bar.
         asked: returns why this process is asked to stop, or None.
         is_control: see :func:`~trainer.lightning.fit.train`.
     """

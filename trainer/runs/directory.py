@@ -1,4 +1,4 @@
-"""Run directories: a run never takes another run's place in silence; its metrics."""
+"""Run directories: stable, self-contained, and never overwritten silently; their metrics."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ from trainer.config import SAME, RunConfig
 RECORD = "config.yaml"
 LOCK = ".lock"
 """File that the process which trains in a directory has locked."""
+WRITTEN = (
+    RECORD,
+    "metrics.csv",
+    "log.txt",
+    "wandb_id",
+    "report.*",
+    "results.csv",
+    "trials.parquet",
+    "facts.json",
+    "checkpoints",
+    "controls",
+    "figures",
+    "evaluation*",
+    "lengths",
+    "analysis",
+    "export",
+    "tensorboard",
+    "wandb",
+)
+"""What a run and its evaluations write into its directory, and ``overwrite=true`` deletes."""
 FREE_TO_CHANGE = (
     "name",
     "run_dir",
@@ -165,15 +185,15 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def open_run_directory(config: RunConfig) -> Path:
-    """Create, reopen or empty (``overwrite``) a run's directory, and write ``config.yaml``.
+    """Create or reopen a run's directory, and write ``config.yaml``.
 
     Raises:
         UserError: as for :func:`check_run_directory`.
     """
     check_run_directory(config)
     directory = Path(config.run_dir)
-    if config.overwrite and directory.is_dir():
-        for path in (path for path in directory.iterdir() if path.name != LOCK):
+    if config.overwrite:
+        for path in (path for pattern in WRITTEN for path in directory.glob(pattern)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -171,15 +171,15 @@ def analyses_of(target: Target) -> list[Results]:
     """Make the analyses of one model, of kind ``all`` those that apply to it."""
     kind, results = target.config.kind, []
     keys = [key for key in TOPICS if kind in ("all", key)]
-    progress = Progress("Analysing", max(1, len(keys)), target.ids.numel())
-    for done, key in enumerate(keys, 1):
-        try:
-            results.append(TOPICS[key](target))
-        except NotApplicableError as reason:
-            if kind != "all":
-                raise
-            log.info("Left out %s: %s", key, reason)
-        progress.advance_to(done)
+    with Progress("Analysing", max(1, len(keys)), target.ids.numel()) as progress:
+        for done, key in enumerate(keys, 1):
+            try:
+                results.append(TOPICS[key](target))
+            except NotApplicableError as reason:
+                if kind != "all":
+                    raise
+                log.info("Left out %s: %s", key, reason)
+            progress.advance_to(done)
     return results
 
 
