@@ -171,8 +171,10 @@ def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
     text = fit_text(corpus, 3)
     *_, notes = evaluated(model, config, text, perplexities(corpus), Store(tmp_path))
     for length, note in zip(LENGTHS, notes, strict=True):
-        chosen = dope.select(model, torch.from_numpy(text.windows(length)), config.dope)
-        heads = ", ".join(map(str, chosen))
+        chosen = dope.select(
+            model, torch.from_numpy(text.windows(length)), config.dope, model.layout
+        )
+        heads = ", ".join(f"L{layer}H{head}" for layer, head in chosen)
         assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
 
 
