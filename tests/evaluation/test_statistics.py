@@ -12,7 +12,6 @@ from trainer.evaluation.statistics import (
     Estimate,
     average,
     change,
-    effective_trials,
     estimate,
     sign_mark,
     wilson_interval,
@@ -86,14 +85,15 @@ def test_an_interval_over_texts_lies_between_those_of_all_trials_and_of_one_each
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
-def test_the_effective_number_of_trials_is_a_plain_sum(hits):
+def test_fractions_have_wilsons_interval_of_an_effective_number_of_trials(hits):
     means = [n / 4 for n in hits]
     p = (sum(means) + 0.5) / (len(means) + 1)
     squares = sum((x - p) ** 2 for x in means) + ((0 - p) ** 2 + (1 - p) ** 2) / 2
     expected = len(means) * p * (1 - p) * (len(means) + 1) / squares
-    result = effective_trials(means, 4 * len(means))
-    assert result == pytest.approx(min(4 * len(means), expected))
-    assert len(means) <= result + 1e-9
+    n = min(4 * len(means), expected)
+    assert len(means) <= n + 1e-9
+    mean, *limits = estimate(means, 4 * len(means))
+    assert limits == pytest.approx(wilson_interval(mean * n, n))
 
 
 def test_a_change_has_the_bootstraps_interval_over_pairs():

@@ -59,10 +59,8 @@ def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
 def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finished):
     run = find_model(finished[0].run_dir)
     C = run.layout.training_length
-    assert run.with_training_length(C // 2).longest_context == run.longest_context == C
-    published = replace(run, run=None)
-    assert published.with_training_length(C // 2).longest_context == C
-    assert replace(published, name="a/b").home == Path("runs/a/b")
+    assert find_model(finished[0].run_dir, C // 2).longest_context == run.longest_context == C
+    assert replace(run, run=None, name="a/b").home == Path("runs/a/b")
 
 
 def test_published_weights_are_a_directory_of_theirs_or_a_name_on_the_hub(tmp_path, monkeypatch):
@@ -137,7 +135,7 @@ def test_published_settings_end_the_answers_of_a_model(tmp_path, prefix):
     again = find_model(f"{prefix}{tmp_path}")
     assert again.load().end_tokens == {2, 3}
     ends.write_text('{"eos_token_id": [2, 7]}')
-    other = find_model(f"{prefix}{tmp_path}").with_training_length(99)
+    other = find_model(f"{prefix}{tmp_path}", 99)
     assert other.load().end_tokens == {2, 7}
     assert len({m.fingerprint for m in (found, again, other)}) == 3
 

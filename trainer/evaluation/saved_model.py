@@ -43,7 +43,7 @@ class SavedModel:
     and special tokens. ``config``: shape. ``layout``: encodings of its layers, and C. ``read``:
     loads it onto a device and in a dtype. ``hash``: of its weights. ``longest_context``: the
     longest context, in tokens, that it was trained with, that its own rescaling reaches, or that
-    :meth:`with_training_length` sets. ``run``: configuration of the run that trained it (None:
+    the user names. ``run``: configuration of the run that trained it (None:
     published weights). ``role``: its role in comparisons, such as ``drope``. ``computed_by``: the
     program that computes it, if not this one.
 
@@ -102,15 +102,6 @@ class SavedModel:
     def fingerprint(self) -> str:
         """Hash that changes with the weights, C and the tokens that end answers."""
         return fingerprint(self.hash, self.training_length, sorted(self.tokens.stops))
-
-    def with_training_length(self, length: int | None) -> SavedModel:
-        """Return the same model with another C, from which methods and lengths count; None: as it
-        is."""
-        if length is None or length == self.training_length:
-            return self
-        layout = self.layout.with_training_length(length)
-        longest = max(self.longest_context, layout.longest)
-        return replace(self, layout=layout, longest_context=longest)
 
     @property
     def home(self) -> Path:

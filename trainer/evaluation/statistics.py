@@ -31,33 +31,26 @@ class Estimate(NamedTuple):
 
 
 def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
-    """Return the mean score and Wilson's interval with an effective number of trials.
-
-    ``trials``: number of trials behind the scores, if there are several for each of them. For
-    scores of 0 and 1 it is Wilson's interval of their number.
-    """
-    mean = float(np.mean(scores))
-    n = effective_trials(scores, trials)
-    return Estimate(mean, *wilson_interval(mean * n, n))
-
-
-def effective_trials(scores: Sequence[float], trials: float = math.inf) -> float:
-    """Return the number of trials of 0 or 1 that are as informative as G scores.
+    """Return the mean of G scores and Wilson's interval of n trials of 0 or 1 that are as
+    informative.
 
         n = min(trials, G p (1 - p) / s²)
 
-    with the mean p and variance s² of the scores. That is the number of trials divided by the
-    design effect (Kish, Survey Sampling, 1965), and G if the scores are 0 and 1. A rate near 0 or 1
-    leaves few scores to estimate s² from. In simulations of 64 and 256 groups of trials Wilson's
-    interval with it covered as little as 75% of the rates there, and a bootstrap of groups 57%.
-    Therefore p and s² include one more score, half of it at 0 and half at 1. That covered at least
-    93%, and n is G if all scores are 0 or all are 1.
+    ``trials``: number of trials behind the scores, if there are several for each of them. With the
+    mean p and variance s² of the scores, n is the number of trials divided by the design effect
+    (Kish, Survey Sampling, 1965), and G if the scores are 0 and 1. A rate near 0 or 1 leaves few
+    scores to estimate s² from. In simulations of 64 and 256 groups of trials Wilson's interval with
+    it covered as little as 75% of the rates there, and a bootstrap of groups 57%. Therefore p and
+    s² include one more score, half of it at 0 and half at 1. That covered at least 93%, and n is G
+    if all scores are 0 or all are 1.
     """
     weights = np.array([1.0] * len(scores) + [0.5, 0.5])
     values = np.array([*scores, 0.0, 1.0])
     p = np.average(values, weights=weights)
     variance = np.average((values - p) ** 2, weights=weights)
-    return min(trials, len(scores) * float(p * (1 - p) / variance))
+    n = min(trials, len(scores) * float(p * (1 - p) / variance))
+    mean = float(np.mean(scores))
+    return Estimate(mean, *wilson_interval(mean * n, n))
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:

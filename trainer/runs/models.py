@@ -49,15 +49,17 @@ def is_published(reference: str) -> bool:
     return bool(is_on_hub) or (path / "config.json").is_file()
 
 
-def find_model(reference: str) -> SavedModel:
+def find_model(reference: str, training_length: int | None = None) -> SavedModel:
     """Find the model that ``checkpoint=`` or ``compare=`` names.
+
+    ``training_length``: C, from which methods and lengths count (None: the model's own).
 
     Raises:
         UserError: there is none, it is damaged, or transformers cannot compute ``hf:DIRECTORY`` by
             itself.
     """
     details: dict[str, Any]
-    length: int | None = None
+    trained: int | None = None
     if reference.startswith("hf:"):
         from trainer.interchange.adapted import read_adapted  # imports transformers
 
@@ -87,18 +89,23 @@ def find_model(reference: str) -> SavedModel:
             "state": state,
         }
         if step:
-            length = phase_at(phases_of(run), step - 1).config.data.sequence_length
+            trained = phase_at(phases_of(run), step - 1).config.data.sequence_length
     tokens = weights.require_tokenizer(), weights.token_files, weights.end_of_text
-    saved = SavedModel(
+    layout = weights.layout
+    longest = layout.longest
+    for length in (trained, training_length):
+        if length is not None:
+            layout = layout.with_training_length(length)
+            longest = max(longest, layout.longest)
+    return SavedModel(
         reference=reference,
         path=path,
         tokens=special_tokens(*tokens),
         config=weights.config,
-        layout=weights.layout,
-        longest_context=weights.layout.longest,
+        layout=layout,
+        longest_context=longest,
         **{"read": weights.decoder} | details,
     )
-    return saved.with_training_length(length)
 
 
 def find_models(references: Sequence[str], training_length: int | None = None) -> list[SavedModel]:
@@ -110,7 +117,7 @@ def find_models(references: Sequence[str], training_length: int | None = None) -
         UserError: there is no such model, one is named twice, or they have different tokenizers or
             training lengths.
     """
-    models = [find_model(path).with_training_length(training_length) for path in references]
+    models = [find_model(reference, training_length) for reference in references]
     first = models[0]
     for model in models:
         if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
