@@ -367,16 +367,14 @@ class DopeSettings:
     by_gaussian (noise takes its place, Eq. 36 and 37)."""
     by: Literal["query", "key", "joint"] = "query"
     """Whose entropies rank heads: query, key, joint (of one Gram matrix over both)."""
-    entropy: Literal["vanilla", "trunc"] = "trunc"
-    """trunc (truncated effective rank, Eq. 30), vanilla (mean over the bands, Eq. 26)."""
+    entropy: Literal["vanilla", "trunc", "norm"] = "trunc"
+    """trunc (truncated effective rank, Eq. 30), vanilla (mean over the bands, Eq. 26), norm (the
+    largest eigenvalue itself, App. A.2)."""
     r: Count | None = 1
-    """Eigenvalues of trunc; null: all."""
+    """Eigenvalues of trunc; null: all. 1: 1 over the largest one's share, where Eq. 30 is 1 for
+    every head."""
     stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
     """State of the encoding that is ranked: pre_ntk, post_ntk, post_rope."""
-    spectral: Literal["inverse", "share", "norm"] = "inverse"
-    """What ranks heads with entropy=trunc and r=1, where Eq. 30 is 1 for all: inverse (1 over the
-    largest eigenvalue's share, so that ascending begins with low entropy), share, norm (the
-    largest eigenvalue itself)."""
     order: Literal["ascending", "descending"] = "ascending"
     """ascending (heads of low entropy first), descending."""
     heads: Natural = 1

@@ -10,7 +10,6 @@ import torch
 
 from trainer.analysis.attention import capture
 from trainer.analysis.matrix_entropy import matrix_entropy_of
-from trainer.common.errors import UserError
 from trainer.evaluation.dope import DopeSettings, apply, lost_bands, select
 from trainer.model.generate import generate
 from trainer.positional.rescaling import RESCALINGS
@@ -115,9 +114,9 @@ def test_heads_are_ranked_over_all_layers(model, entropy, r, order):
 
 
 @pytest.mark.parametrize("order", ["ascending", "descending"])
-@pytest.mark.parametrize("spectral", ["inverse", "share", "norm"])
+@pytest.mark.parametrize("entropy", ["trunc", "norm"])
 @pytest.mark.parametrize("by", ["query", "key"])
-def test_with_r_1_heads_are_sorted_by_the_configured_measure(model, by, spectral, order):
+def test_with_r_1_heads_are_sorted_by_the_largest_eigenvalue(model, by, entropy, order):
     """Captions of Tables 1 and 2: ASC takes the heads of lowest entropy, those of the largest
     eigenvalue over the trace. Sec. 5.2 and App. A.2: the score is the spectral norm itself."""
     expected = {}
@@ -126,19 +125,12 @@ def test_with_r_1_heads_are_sorted_by_the_configured_measure(model, by, spectral
             vectors = heads.rotated_q[:, h] if by == "query" else heads.rotated_k[:, h // 2]
             x = vectors.flatten(0, 1).double().numpy()
             norm = np.linalg.svd(x, compute_uv=False)[0] ** 2
-            share = norm / (x**2).sum()
-            expected[layer, h] = {"inverse": 1 / share, "share": share, "norm": norm}[spectral]
-    settings = DopeSettings(by=by, spectral=spectral, order=order, heads=12)
-    selection = chosen_by(model, settings)
+            expected[layer, h] = norm if entropy == "norm" else (x**2).sum() / norm
+    selection = chosen_by(model, DopeSettings(by=by, entropy=entropy, order=order, heads=12))
     assert {*selection} == {*expected}
     assert [expected[place] for place in selection] == pytest.approx(
         sorted(expected.values(), reverse=order == "descending"), rel=1e-5
     )
-
-
-def test_another_measure_than_the_entropy_is_for_r_1_alone(model):
-    with pytest.raises(UserError, match=r"evaluation\.dope\.spectral"):
-        chosen_by(model, DopeSettings(entropy="vanilla", spectral="norm"))
 
 
 def test_stages_see_the_rescaled_and_the_trained_frequencies(model):

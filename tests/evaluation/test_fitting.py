@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from trainer.config import (
     EvaluationConfig,
 )
 from trainer.data.tokenizer import train_tokenizer
-from trainer.evaluation.fitting import choice_prompts
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.many_shot import many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
@@ -76,7 +77,8 @@ def haystack():
 
 def texts(haystack, length, *, config=CONFIG, **choice):
     config = replace(config, choice=ChoiceSettings(**choice))
-    return choice_prompts(config, haystack, length)
+    text = FitText(SimpleNamespace(haystack=haystack), count=1, longest=length)
+    return text.choice(config, length)
 
 
 def test_prompts_with_needles_end_with_their_question(haystack):

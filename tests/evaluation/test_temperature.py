@@ -18,7 +18,7 @@ from trainer.config import (
 )
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.methods import fit_lengths, layouts_for
+from trainer.evaluation.methods import layouts_for, longest_fit
 from trainer.evaluation.temperature import GRID, tempered
 
 
@@ -31,7 +31,7 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
         longrope=LongRopeSettings(search="needles", evaluations=2, windows=1),
         temperature=TemperatureSettings(models="all", lengths=[12.0]),
     )
-    longest = round(32 * max(fit_lengths(name, config)))
+    longest = round(32 * longest_fit([name], config))
     text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 2, longest)
     notes = []
     assert layouts_for(name, model.layout, config, lambda: model, text, notes)(10.0) != model.layout

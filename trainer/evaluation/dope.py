@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trainer.analysis.attention import SIDES, Heads, Place, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
-from trainer.common.errors import UserError
 from trainer.config import DopeSettings
 from trainer.model.language_model import LanguageModel
 from trainer.positional.intervention import Intervention
@@ -34,9 +33,6 @@ def select(model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: La
     """Choose heads on texts ``[B, T]``; evaluated texts may have another length (Table 3).
 
     ``model`` has its layout as trained; ``layout``: the rescaled one, or the same.
-
-    Raises:
-        UserError: ``spectral`` is set for another score than the largest eigenvalue's.
     """
     trained, query_heads = model.layout, model.config.num_attention_heads
     sides: Sequence[Side] = [*SIDES] if settings.by == "joint" else [settings.by]
@@ -89,13 +85,9 @@ def _moments(x: Tensor) -> Tensor:
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
     """Return the scores that heads are sorted by, ``[H]``."""
-    if settings.spectral == "inverse":
-        is_mean = settings.entropy == "vanilla"
-        return entropies.band_mean if is_mean else entropies.effective_rank(settings.r)
-    if (settings.entropy, settings.r) != ("trunc", 1):
-        raise UserError("evaluation.dope.spectral: is for dope.entropy=trunc with dope.r=1")
-    share = settings.spectral == "share"
-    return entropies.eigenvalues[:, 0] if share else entropies.spectral_norm
+    if settings.entropy == "trunc":
+        return entropies.effective_rank(settings.r)
+    return entropies.band_mean if settings.entropy == "vanilla" else entropies.spectral_norm
 
 
 def lost_bands(trained: Spectrum, training_length: int, settings: DopeSettings) -> list[int]:

@@ -7,8 +7,8 @@ with every rescaling.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from trainer.evaluation.fitting import FitText, LayoutAt, Notes
 from trainer.evaluation.longrope import fit_longrope
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
-from trainer.evaluation.store import fingerprint
 from trainer.evaluation.temperature import fit_temperature, tempered
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -56,10 +55,6 @@ TITLES = {
 TITLES |= {f"dynamic_{name}": f"dynamic {TITLES[name]}" for name in RESCALINGS}
 DYNAMIC = {f"dynamic_{name}": rescaling for name, rescaling in RESCALINGS.items()}
 """Rescalings that follow the length of each sequence."""
-SLOWING = {*RESCALINGS, *DYNAMIC, "dynamic_ntk_alpha", "longrope"}
-"""Parts that slow the rotations of the layers ``evaluation.layers``."""
-TEMPERATURES = {"temperature", "temperature_rope_id"}
-"""Parts that multiply the logits of the layers ``evaluation.layers``."""
 
 
 def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) -> Layout:
@@ -75,20 +70,15 @@ def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) 
         layout = layout.dynamically_rescaled(ntk_aware, alpha, layers)
     elif part == "temperature_rope_id":  # (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or another exponent
         layout = tempered(layout, 0.1, config.temperature.rope_id_exponent, layers)
-    elif part == "window":
-        layout = windowed(layout)
+    elif part == "window":  # no wider than C
+        C = layout.training_length
+        windows = (replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
+        layout = replace(layout, layers=tuple(windows))
     elif part == "drop":  # no recalibration; a trained temperature stays
         layout = layout.map(lambda spectrum: Spectrum(temperature=spectrum.temperature))
     elif part not in (AS_IS, "crop"):  # crop shortens the text, not the layout
         raise KeyError(part)
     return layout
-
-
-def windowed(layout: Layout) -> Layout:
-    """Limit attention windows to the training length."""
-    C = layout.training_length
-    layers = tuple(replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
-    return replace(layout, layers=layers)
 
 
 Change = Callable[[Layout], Layout]
@@ -156,30 +146,30 @@ def tokens_read(method: str, layout: Layout) -> int | None:
     return layout.training_length if "crop" in method.split("+") else None
 
 
-def fit_lengths(method: str, config: EvaluationConfig) -> list[float]:
-    """Return the lengths of the texts that a method is fitted on, in training lengths; empty if it
-    is not fitted."""
-    lengths = config.lengths
-    chosen = lengths if config.choice.length is None else [config.choice.length]
+def longest_fit(methods: Collection[str], config: EvaluationConfig) -> float:
+    """Return the length of the longest text that methods are fitted on, in training lengths; 0 if
+    none is fitted."""
+    lengths, choice = config.lengths, config.choice.length
+    chosen = lengths if choice is None else [choice]
     read = {
         "longrope": lengths,
         "temperature": config.temperature.lengths or lengths,
         "dope": chosen,
         "weighted_rope": chosen,
     }
-    return [factor for part in method.split("+") for factor in read.get(part, ())]
+    parts = {part for method in methods for part in method.split("+")}
+    return max((length for part in parts & read.keys() for length in read[part]), default=0)
 
 
-def layout_settings(config: EvaluationConfig) -> dict[str, Any]:
-    """Return all keys below ``evaluation`` that layouts depend on, as JSON values."""
-    values = asdict(config)
-    used = ["lengths", "layers", "temperature", "dynamic_ntk_alpha", "longrope"]
-    used += ["choice", "dope", "weighted_rope"]
-    if config.choice.text != "validation":
-        used += ["needles", "many_shot"]  # make its prompts
-        if file := config.many_shot.file:
-            values["many_shot"]["file"] = fingerprint(Path(file).read_text(encoding="utf-8"))
-    return {name: values[name] for name in sorted(used)}
+def layout_settings(config: EvaluationConfig) -> list[Any]:
+    """Return all settings that layouts depend on, for their key."""
+    used: list[Any] = [config.lengths, config.layers, config.dynamic_ntk_alpha, config.temperature]
+    used += [config.longrope, config.choice, config.dope, config.weighted_rope]
+    if config.choice.text != "validation":  # a task's prompts
+        file = config.many_shot.file
+        content = None if file is None else Path(file).read_text(encoding="utf-8")
+        used += [config.needles, config.many_shot, content]
+    return used
 
 
 def layouts_for(
@@ -216,39 +206,36 @@ def applicable(
 
     Raises:
         UserError: no method changes any model.
+        IndexError: a model has no such layer.
     """
     methods: dict[str, list[str]] = {model.name: [] for model in models}
     notes = []
-    for name in config.methods:
-        idle = []
-        for model in models:
-            if why := why_idle(name, model, config):
-                idle.append(f"{model.name} {why}")
-            else:
-                methods[model.name].append(name)
-        if len(idle) == len(models):
-            notes.append(f"{name}: {'; '.join(idle)}.")
+    for method in config.methods:
+        reasons = {model.name: why_idle(method, model, config) for model in models}
+        for name in (name for name, why in reasons.items() if not why):
+            methods[name].append(method)
+        if all(reasons.values()):
+            why = "; ".join(f"{name} {why}" for name, why in reasons.items())
+            notes.append(f"{method}: {why}.")
     if len(notes) == len(config.methods):
         raise UserError(f"evaluation.methods: {' '.join(notes)}")
     return methods, notes
 
 
-def why_idle(name: str, model: SavedModel, config: EvaluationConfig) -> str:
-    """Return why the named method cannot change a model; empty if it can."""
-    parts, layout, layers = {*name.split("+")}, model.layout, config.layers
-    count = len(layout.layers)
-    if isinstance(layers, list) and not {*layers} <= {*range(-count, count)}:
-        raise UserError(f"evaluation.layers: expected indices of {count} layers, got {layers}")
+def why_idle(method: str, model: SavedModel, config: EvaluationConfig) -> str:
+    """Return why a method cannot change a model; empty if it can."""
+    parts, layout = {*method.split("+")}, model.layout
+    chosen = layout.of_layers(config.layers)
+    slowing = parts & {*RESCALINGS, *DYNAMIC, "dynamic_ntk_alpha", "longrope"}
+    tempering = parts & {"temperature", "temperature_rope_id"}
     # transformers rotates all heads of a layer alike, the same at every length, in its own windows.
     if model.computed_by and parts & {*DYNAMIC, "dynamic_ntk_alpha", "longrope", "dope", "window"}:
         return "is computed by transformers, and this method needs the decoder of this program"
-    if parts & {*SLOWING, "dope", "weighted_rope"} and not layout.rotates:
+    if (slowing or parts & {"dope", "weighted_rope"}) and not layout.rotates:
         return "has no rotation"
-    chosen = layout.of_layers(layers)
-    if (parts & SLOWING and not chosen.rotates) or (parts & TEMPERATURES and not chosen.layers):
+    if (slowing and not chosen.rotates) or (tempering and not chosen.layers):
         return "has no such layer that sees more than the training length (evaluation.layers)"
-    trained = any(s.temperature.is_trained(layout.training_length) for s in layout.spectra)
-    if parts & TEMPERATURES and trained:
+    if tempering and any(x.temperature.is_trained(layout.training_length) for x in layout.spectra):
         return "was trained with logits that follow the length"
     has_positions = any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
     if "temperature" in parts and has_positions and config.temperature.models != "all":

@@ -18,7 +18,7 @@ from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import measure
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut, unigram_loss
-from trainer.evaluation.methods import applicable, fit_lengths, title_of
+from trainer.evaluation.methods import applicable, longest_fit, title_of
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store
@@ -126,7 +126,7 @@ def measure_models(
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
     used = [*dict.fromkeys(method for applied in methods.values() for method in applied)]
-    longest = max((round(s * C) for method in used for s in fit_lengths(method, config)), default=0)
+    longest = round(longest_fit(used, config) * C)
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
     for note in task_notes:
         log.warning("%s", note)
