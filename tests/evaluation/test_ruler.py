@@ -318,7 +318,7 @@ def test_prompts_fill_the_length_and_a_short_one_is_refused(task, tokenizer, nam
         assert prompt.tokens == (BOS, *tokenizer.encode(text, add_special_tokens=False).ids)
     assert made.score is (string_match_part if name.startswith("qa") else string_match_all)
     with pytest.raises(UserError, match=r"evaluation\.lengths: expected at least"):
-        made.prompts(100)
+        made.at(100)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from trainer.evaluation.scoring import (
     after_number,
-    after_sentence,
     exact_number,
     once_right,
     rouge_1_recall,
@@ -76,7 +75,7 @@ def test_nothing_after_a_stop_changes_the_score(text, more, answers):
         (after_number, exact_number),
         (once_right(string_match_all), string_match_all),
         (once_right(string_match_part), string_match_part),
-        (after_sentence, rouge_1_recall),
+        (once_right(rouge_1_recall), rouge_1_recall),
     )
     for stop, score in pairs:
         if stop(text, answers):
@@ -97,6 +96,7 @@ def test_stops_wait_for_the_answers():
     assert after_all(" 34 12", ("12", "34"))
     assert not after_any(" 5", ("12", "34"))
     assert after_any(" 34", ("12", "34"))
+    after_sentence = once_right(rouge_1_recall)
     assert not after_sentence("Some other words.", ("12 34",))
     assert not after_sentence("12 and 34", ("12 34",))  # may go on as 345
     assert after_sentence("12 and 34.", ("12 34",))

@@ -88,7 +88,7 @@ def log_likelihoods(
         room = max_length + 1
         requests = [Request(c[-max(1, room - len(new)) :], new) for c, new in requests]
     longest = max((len(context) + len(new) - 1 for context, new in requests), default=0)
-    # Keys that depend on what follows cannot be shared, and padding would change them.
+    # Padding would change an encoding that depends on the length.
     alone = model.layout.at(longest) != model.layout.at(1)
     alike: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (context, new) in enumerate(requests):
@@ -99,29 +99,28 @@ def log_likelihoods(
         together = max(1, batch_tokens // (length + width))
         for first in range(0, len(same), together):
             indices = same[first : first + together]
-            likelihoods = _read(model, [requests[index] for index in indices], not alone)
+            likelihoods = _read(model, [requests[index] for index in indices])
             results |= zip(indices, likelihoods, strict=True)
     return [results[index] for index in range(len(requests))]
 
 
-def _read(
-    model: LanguageModel, requests: Sequence[Request], share: bool
-) -> list[tuple[float, bool]]:
-    """Read requests with contexts of one length; ``share``: read equal contexts once."""
+def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float, bool]]:
+    """Read requests with contexts of one length, equal ones once."""
     wanted, length = [new for _, new in requests], len(requests[0].context)
     last = max(map(len, wanted))
     # Padded on the right, which causal models do not see.
     rows = [[*context, *new[:-1], *[0] * (last - len(new))] for context, new in requests]
     ids, cache, begin = torch.tensor(rows, device=model.device), None, 0
     contexts = {context: row for row, context in enumerate(dict.fromkeys(c for c, _ in requests))}
-    if share and length > 1 and len(contexts) < len(requests):
+    if length > 1 and len(contexts) < len(requests):
         begin = length - 1  # the state of the last token of the context predicts the first token
         trunk = model.empty_cache(len(contexts), begin)
         beginnings = [context[:-1] for context in contexts]
-        model.prefilled(torch.tensor(beginnings, device=model.device), cache=trunk, last=1)
+        before = torch.tensor(beginnings, device=model.device)
+        model.prefilled(before, cache=trunk, length=ids.shape[1], last=1)
         cache = model.empty_cache(len(rows), ids.shape[1])
         cache.copy_from(trunk, begin, [contexts[context] for context, _ in requests])
-    states = model.prefilled(ids[:, begin:], cache=cache, last=last)
+    states = model.prefilled(ids[:, begin:], cache=cache, length=ids.shape[1], last=last)
     predicting = [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
     return _likelihoods(model, torch.cat(predicting), wanted)
 

@@ -20,7 +20,7 @@ import numpy as np
 from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.scoring import Prompt, check_room
+from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
@@ -102,7 +102,6 @@ def many_shot_tasks(
             text, _, answer = problems[asked]
             question = tokenizer.encode(text, add_special_tokens=False).ids
             room = length - len(bos) - len(question) - new
-            check_room(room, name, length)
             needle = examples[asked] if name == "many_shot_needle" else []
             others: list[list[int]] = []
             if name != "zero_shot":

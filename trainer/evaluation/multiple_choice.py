@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Question(NamedTuple):
 
 
 def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> list[Question]:
-    """Read the first ``limit`` questions of a request file.
+    """Read the first ``limit`` questions of a request file, in the order of their numbers.
 
     A line is an object with ``doc_id``, ``idx`` (of the choice), ``label``, and under ``request``
     ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order.
@@ -46,19 +46,16 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
     Raises:
         UserError: a choice is missing or has no token.
     """
-    choices: dict[int, dict[int, tuple[str, str]]] = defaultdict(dict)
-    labels: dict[int, int] = {}
     with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for row in map(json.loads, lines):
-            number, request = int(row["doc_id"]), row["request"]
-            if number < UNCONDITIONAL:
-                choices[number][int(row["idx"])] = request["context"], request["continuation"]
-                labels[number] = int(row["label"])
+        rows = [row for row in map(json.loads, lines) if row["doc_id"] < UNCONDITIONAL]
+    rows.sort(key=itemgetter("doc_id", "idx"))
     questions = []
-    for number, by_index in islice(choices.items(), limit):
-        label, texts = labels[number], [text for _, text in sorted(by_index.items())]
-        if max(label, *by_index) >= len(texts):
+    for number, of_question in islice(groupby(rows, itemgetter("doc_id")), limit):
+        choices = list(of_question)
+        label = choices[0]["label"]
+        if max(label, choices[-1]["idx"]) >= len(choices):
             raise UserError(f"{path}: a choice of doc_id {number} is missing")
+        texts = [(row["request"]["context"], row["request"]["continuation"]) for row in choices]
         # As in lm-eval, the space before an answer does not count.
         sizes = tuple(max(1, len(answer.removeprefix(" "))) for _, answer in texts)
         questions.append(Question(tuple(encoder.requests(texts)), sizes, label))

@@ -30,7 +30,6 @@ from trainer.evaluation.scoring import (
     Score,
     Stop,
     after_number,
-    after_sentence,
     check_room,
     exact_number,
     once_right,
@@ -211,20 +210,16 @@ def hidden(
     settings: NeedleTaskSettings,
     length: int,
     draw: Callable[[str, np.random.Generator], Quiz],
-    *,
-    depths: Sequence[float] = (),
     behind: tuple[int, ...] = (),
 ) -> list[Prompt]:
     """Return prompts with needles in excerpts of a haystack, and their question at the end.
 
-    Prompts of one excerpt follow each other and form a group.
+    A single needle is at each of the depths in ``settings``, in one prompt each; several are at
+    random places. Prompts of one excerpt follow each other and form a group.
 
     Args:
-        haystack: the text.
-        settings: number and seed of the trials.
         length: tokens of a prompt and its answer together.
         draw: makes the quiz of a trial; none of its numbers may be in the text that it gets.
-        depths: depths of a single needle, one prompt each; empty: all needles at random places.
         behind: tokens directly after every needle.
 
     Raises:
@@ -242,16 +237,16 @@ def hidden(
         random = np.random.default_rng((settings.seed, trial, 1))
         begin = haystack.begin(room, random)
         text = haystack.tokens[begin : begin + room]
-        for depth in depths or (None,):
-            wanted = random.random(len(needles)) if depth is None else [depth]
-            places = [haystack.place(begin, room, share) for share in wanted]
+        asked = [any(answer in needle for answer in quiz.answers) for needle in quiz.needles]
+        is_single = len(needles) == 1
+        for depths in zip(settings.depths) if is_single else [random.random(len(needles))]:
+            places = [haystack.place(begin, room, depth) for depth in depths]
             at = np.repeat(places, [len(needle) for needle in needles])
             with_needles = np.insert(text, at, list(chain.from_iterable(needles))).tolist()
-            asked = [any(answer in needle for answer in quiz.answers) for needle in quiz.needles]
             first = min(compress(places, asked))
-            where = round(first / room, 4) if depth is None else depth
+            depth = depths[0] if is_single else round(first / room, 4)
             tokens = (*before, *with_needles, *question)
-            prompts.append(Prompt(tokens, quiz.answers, quiz.new_tokens, where, trial))
+            prompts.append(Prompt(tokens, quiz.answers, quiz.new_tokens, depth, trial))
     return prompts
 
 
@@ -283,7 +278,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
 @needle_task(exact_number, after_number)
 def standard(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one needle at every depth (Kamradt 2023; DroPE, App. C.2)."""
-    return hidden(haystack, settings, length, magic_numbers, depths=settings.depths)
+    return hidden(haystack, settings, length, magic_numbers)
 
 
 SINKS = 8
@@ -298,7 +293,7 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list
     noisy setups).
     """
     behind = (haystack.encoder.first_token,) * SINKS
-    return hidden(haystack, settings, length, magic_numbers, depths=settings.depths, behind=behind)
+    return hidden(haystack, settings, length, magic_numbers, behind)
 
 
 @needle_task(exact_number, after_number)
@@ -320,7 +315,7 @@ def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -
     return hidden(haystack, settings, length, partial(magic_numbers, values=settings.needles))
 
 
-@needle_task(rouge_1_recall, after_sentence)
+@needle_task(rouge_1_recall, once_right(rouge_1_recall))
 def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one sentence at every depth of a book, and ask for it (Kamradt 2023).
 
@@ -339,4 +334,4 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
         new_tokens=max(50, len(haystack.encode(f" {thing}"))),
         opening="This is a very long story book: <book>",
     )
-    return hidden(haystack, settings, length, lambda *_: quiz, depths=settings.depths)
+    return hidden(haystack, settings, length, lambda *_: quiz)

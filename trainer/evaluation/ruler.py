@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
-from itertools import chain, count, cycle, islice, pairwise
+from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
@@ -28,13 +29,7 @@ from tokenizers import Tokenizer
 from trainer.config import RulerSettings
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import listed, word_list
-from trainer.evaluation.scoring import (
-    Prompt,
-    check_room,
-    once_right,
-    string_match_all,
-    string_match_part,
-)
+from trainer.evaluation.scoring import Prompt, once_right, string_match_all, string_match_part
 from trainer.evaluation.task import PromptTask
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -67,18 +62,13 @@ def compound(rng: Random) -> str:
     return f"{rng.choice(word_list('adjective'))}-{rng.choice(word_list('noun'))}"
 
 
-SENTENCE_ENDS = tuple(mark + quote for mark in ".!?" for quote in ("", '"', "'", ")", "”", "’"))
+SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')”’])\s+""")
 
 
 @cache
 def sentences(document: str) -> list[list[str]]:
     """Return the words of every sentence."""
-    split: list[list[str]] = [[]]
-    for word in document.split():
-        split[-1].append(word)
-        if word.endswith(SENTENCE_ENDS):
-            split.append([])
-    return [words for words in split if words]
+    return [words for text in SENTENCE_END.split(document) if (words := text.split())]
 
 
 def essay(documents: Sequence[str], count: int) -> list[str]:
@@ -138,26 +128,26 @@ def search(
     The haystack is an essay of the ``documents``, counted in words, or lines of noise or of needles
     with other keys. ``key`` and ``value`` are kinds of :data:`DRAWS`.
     """
-    others = units if haystack == "needles" else 0
-    every = distinct(rng, DRAWS[key], keys + others)
-    drawn = iter(distinct(rng, DRAWS[value], keys * values + others))
-    stated = {name: [next(drawn) for _ in range(values)] for name in every[:keys]}
-
-    def needle(name: str, stated: str) -> str:
-        return NEEDLE.format(values=f"{value}s", key=name, value=stated)
-
-    hidden = [needle(name, one) for name in stated for one in stated[name]]
+    names = distinct(rng, DRAWS[key], keys + (units if haystack == "needles" else 0))
+    drawn = iter(distinct(rng, DRAWS[value], len(names) * values))
+    stated = {name: [next(drawn) for _ in range(values)] for name in names}
+    needles = [
+        NEEDLE.format(values=f"{value}s", key=name, value=one)
+        for name in names
+        for one in stated[name]
+    ]
+    hidden, others = needles[: keys * values], needles[keys * values :]
     rng.shuffle(hidden)
     if haystack == "essay":
         text = essay(documents, units)
         places = [int(len(text) * depth) for depth in sorted(rng.sample(DEPTHS, len(hidden)))]
     else:
-        text = list(map(needle, every[keys:], drawn)) if others else [NOISE] * units
+        text = others or [NOISE] * units
         places = sorted(rng.sample(range(units), len(hidden)))
     for place, sentence in reversed(list(zip(places, hidden, strict=True))):
         text.insert(place, sentence)
     context = (" " if haystack == "essay" else "\n").join(text)
-    asked = rng.sample(every[:keys], queries)
+    asked = rng.sample(names[:keys], queries)
     answers = tuple(one for name in asked for one in stated[name])
     template = ONE if len(answers) == 1 else SEVERAL
     return template.format(value=value, context=context, query=listed(asked)), answers
@@ -186,16 +176,16 @@ def variable_tracking(
     example, solution = _chain(rng, example_lines, letters=3)
     asked, answers = _chain(rng, units, letters=5)
     return f"{example} {' '.join(solution)}\n\n{asked}", answers
-    return f"{example} {' '.join(solution)}\n\n{asked}", answers
 
 
 def lines_of_example(tokenizer: Tokenizer) -> int:
     """Return the lines of noise with which an example has :data:`EXAMPLE_TOKENS` tokens."""
-    for lines in count(HOPS + 2):
+
+    def tokens(lines: int) -> int:
         text, _ = _chain(Random(0), lines, letters=3)
-        if len(tokenizer.encode(text, add_special_tokens=False).ids) > EXAMPLE_TOKENS:
-            break
-    return lines - 1
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return HOPS + 1 + bisect_right(range(HOPS + 2, EXAMPLE_TOKENS), EXAMPLE_TOKENS, key=tokens)
 
 
 def _chain(rng: Random, lines: int, letters: int) -> Question:
@@ -271,8 +261,9 @@ def frequent_words(rng: Random, trial: int, units: int, length: int) -> Question
     vocabulary = distinct(rng, lambda r: "".join(r.choices(ascii_lowercase, k=6)), kinds)
     vocabulary[0] = "..."
     zeta = math.pi**2 / 6
-    counts = [int(units / rank**2 / zeta) for rank in range(1, kinds + 1)]
-    text = [word for word, n in zip(vocabulary, counts, strict=True) for _ in range(n)]
+    text = []
+    for rank, word in enumerate(vocabulary, 1):
+        text += [word] * int(units / rank**2 / zeta)
     rng.shuffle(text)
     return FREQUENT_TEMPLATE.format(context=" ".join(text)), tuple(vocabulary[1:4])
 
@@ -375,14 +366,11 @@ PROBE = 64
 
 
 def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: int) -> list[Prompt]:
-    """Return trials whose prompt and answer have at most ``length`` tokens.
+    """Return trials whose prompt and answer have at most ``length`` tokens, or the least units.
 
     A trial depends on the task, the length and its own number. As in the benchmark's programs, the
     first trial determines the number of units, and trials that are too long lose units: as many as
     fill the excess, where the programs take steps of up to 500 words.
-
-    Raises:
-        UserError: the length is too short for the task.
     """
     new_tokens, least = TASKS[name]
 
@@ -404,9 +392,7 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
 
     def fitting(trial: int) -> Prompt:
         units = most
-        while (missing := excess(prompt := prompt_of(trial, units))) > 0:
-            if units == least:
-                check_room(-missing, f"RULER's {name}", length)
+        while (missing := excess(prompt := prompt_of(trial, units))) > 0 and units > least:
             units = max(least, units - math.ceil(missing / per_unit))
         return prompt
 

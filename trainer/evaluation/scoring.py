@@ -101,11 +101,7 @@ def after_number(text: str, answers: Sequence[str]) -> bool:
     return number.end() < len(text) or not any(a.startswith(number[0]) for a in answers)
 
 
-def after_sentence(text: str, answers: Sequence[str]) -> bool:
-    """Stop after all words have appeared and the last is complete; for :func:`rouge_1_recall`."""
-    return rouge_1_recall(text, answers) == 1 and not text[-1:].isalnum()
-
-
 def once_right(score: Score) -> Stop:
-    """Stop as soon as the score is 1; for a ``score`` that further text does not reduce."""
-    return lambda text, answers: score(text, answers) == 1
+    """Stop as soon as the score is 1 and its last word complete; for a ``score`` that further words
+    do not reduce."""
+    return lambda text, answers: score(text, answers) == 1 == score(f"{text}0", answers)
