@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, Natural, NotNegative, Positive, Share, configuration
+from trainer.common.fields import Share, configuration
 from trainer.common.schedule import schedule
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
@@ -49,11 +49,11 @@ class NeedlesConfig:
 
     share: Share = 0.0
     """Share of the training sequences that carry statements."""
-    names: tuple[Count, Count] = (2, 5)
+    names: tuple[PositiveInt, PositiveInt] = (2, 5)
     """Least and most different names in a sequence."""
-    mentions: tuple[Count, Count] = (2, 20)
+    mentions: tuple[PositiveInt, PositiveInt] = (2, 20)
     """Least and most statements in a sequence."""
-    weight: Positive = 10.0
+    weight: PositiveFloat = 10.0
     """Weight in the loss of a value that was stated before; other tokens have 1."""
     changes: Share = 0.0
     """Share of the mentions after a name's first that state a new number, so that their order
@@ -61,8 +61,8 @@ class NeedlesConfig:
 
 
 @configuration
-class SourceConfig:
-    """A text, which of it is held out, and its weight in a mixture."""
+class DataConfig:
+    """Text, which of it is held out, and how it becomes sequences."""
 
     source: str = "stdlib_docs"
     """stdlib_docs (docstrings and help topics of Python), files, hub, or a plugin's source."""
@@ -89,14 +89,8 @@ class SourceConfig:
     """Arguments of a source that a plugin registers."""
     prepared: str | None = None
     """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
-    weight: Positive = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the tokens of a mixture, relative to the weights of its other texts."""
-
-
-@configuration
-class DataConfig(SourceConfig):
-    """Text, and how it becomes sequences."""
-
     sequence_length: Length = 64
     """Tokens of a sequence; the training length of the model."""
     mixture: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -105,7 +99,7 @@ class DataConfig(SourceConfig):
     document_mask: bool = False
     """Keep attention within a document."""
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
-    num_workers: Natural = 0
+    num_workers: NonNegativeInt = 0
     """Processes that read; 0: none."""
     cache_dir: str | None = None
     """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
@@ -143,9 +137,9 @@ class ScheduleConfig:
 
     name: Literal["cosine", "wsd", "constant"] = "cosine"
     """After the warm-up: cosine, wsd (stays, then falls over decay_fraction), constant."""
-    peak: Positive = 1.0
+    peak: PositiveFloat = 1.0
     """Factor on the optimizer's learning rates after the warm-up."""
-    warmup_steps: Natural = 0
+    warmup_steps: NonNegativeInt = 0
     """Steps of linear warm-up from 0 to the peak."""
     final: Share = 0.1
     """Factor at the end, as a share of the peak."""
@@ -173,7 +167,7 @@ class ChangeConfig:
     to: str = "nope"
     """Encoding that takes the place, named as in positional; same (with drop.at): nothing is
     dropped, but schedule and optimizer are those of a drop, as a control of one."""
-    windows: list[Count | None] | None = None
+    windows: list[PositiveInt | None] | None = None
     """Sliding windows of all layers from the drop on, as positional.windows; null: those before."""
     qk_norm_gain: Literal["one", "matched"] = "one"
     """Gain of a QK-norm that comes on: one, or matched (to queries and keys before it)."""
@@ -198,7 +192,7 @@ class DropConfig(ChangeConfig):
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
     """State of the optimizer: keep, reset, or reset_new (of parameters that the drop adds)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    effect_sequences: Count = 64
+    effect_sequences: PositiveInt = 64
     """Held-out sequences whose loss is measured before and after the drop."""
 
     def step(self, max_steps: int) -> int | None:
@@ -214,15 +208,15 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon (for the matrices of the blocks, AdamW for the rest)."""
-    lr: Positive = 3e-4
+    lr: PositiveFloat = 3e-4
     """Learning rate of AdamW, times the schedule."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay rates of AdamW's two moments."""
-    weight_decay: NotNegative = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = False
     """Also decay embeddings and the head."""
-    muon_lr: Positive = 0.02
+    muon_lr: PositiveFloat = 0.02
     """Learning rate of Muon, times the schedule."""
 
 
@@ -230,11 +224,11 @@ class OptimizerConfig:
 class TrainerConfig:
     """Length, batch, precision and rhythm of a run."""
 
-    max_steps: Count = 1000
+    max_steps: PositiveInt = 1000
     """Optimizer steps of the run."""
-    batch_size: Count = 32
+    batch_size: PositiveInt = 32
     """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: PositiveInt | None = None
     """Sequences per forward pass of one rank; null: all that the rank has."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 (over float32 weights), fp32 (TF32 on a GPU), auto (bf16 on a GPU that has it)."""
@@ -242,21 +236,21 @@ class TrainerConfig:
     """Compute the same bits every time, with slower GPU kernels."""
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Device: auto (GPUs where torch sees them, otherwise the CPU), cpu, gpu."""
-    threads: Count | None = None
+    threads: PositiveInt | None = None
     """CPU threads; null: OMP_NUM_THREADS or all cores, shared by the ranks of a machine."""
-    gradient_clip: NotNegative = 1.0
+    gradient_clip: NonNegativeFloat = 1.0
     """Largest norm of a gradient; 0: no clipping."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model with torch.compile; auto: on a GPU."""
-    log_every: Count = 10
+    log_every: PositiveInt = 10
     """Steps between logged rows."""
-    checkpoint_every: Count = 1000
+    checkpoint_every: PositiveInt = 1000
     """Steps between checkpoints."""
-    checkpoint_minutes: Positive | None = 30.0
+    checkpoint_minutes: PositiveFloat | None = 30.0
     """Minutes after a checkpoint until the next; null: by steps only."""
-    keep_checkpoints: Count = 2
+    keep_checkpoints: PositiveInt = 2
     """Number of most recent checkpoints to keep; the one before the drop is always kept."""
-    keep_every: Count | None = None
+    keep_every: PositiveInt | None = None
     """Steps between checkpoints that are all kept; null: none."""
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: never."""
@@ -283,7 +277,7 @@ class StrategyConfig:
     name: Literal["single", "ddp", "fsdp2", "hsdp"] = "single"
     """single (one device), ddp (a copy on every rank), fsdp2 (sharded over all ranks), hsdp
     (sharded in groups of ranks, copied between them)."""
-    shard_size: Count | None = None
+    shard_size: PositiveInt | None = None
     """Ranks that share one copy of the parameters, for hsdp; null: those of a node."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes: none, selective (all but products and attention), full (blocks)."""
@@ -305,13 +299,13 @@ class LoggerConfig:
 class BenchmarksConfig:
     """Tasks that the model answers in training, which they do not affect, and around the drop."""
 
-    every: Count | None = None
+    every: PositiveInt | None = None
     """Steps between them; null: never."""
     tasks: list[str] = field(default_factory=list)
     """Tasks on validation text, named as in evaluation.tasks."""
-    lengths: list[Positive] = field(default_factory=lambda: [1.0, 2.0])
+    lengths: list[PositiveFloat] = field(default_factory=lambda: [1.0, 2.0])
     """Lengths of these tasks, in multiples of the training length."""
-    limit: Count = 200
+    limit: PositiveInt = 200
     """Questions, trials or windows of each task and length."""
 
 
@@ -322,13 +316,13 @@ class BenchmarksConfig:
 class TemperatureSettings:
     """Softmax temperature 1 + c ln s, by default fitted on validation text."""
 
-    coefficient: NotNegative | None = None
+    coefficient: NonNegativeFloat | None = None
     """c; null: fitted."""
     models: Literal["free", "all"] = "free"
     """Models it is fitted for: free (those without positions), all."""
     lengths: list[Annotated[float, Field(gt=1)]] | None = None
     """Multiples of the training length to fit at (DroPE, App. C.2: one); null: those evaluated."""
-    rope_id_exponent: NotNegative = 2.0
+    rope_id_exponent: NonNegativeFloat = 2.0
     """Exponent of temperature_rope_id."""
 
 
@@ -338,9 +332,9 @@ class LongRopeSettings:
 
     search: Literal["perplexity", "needles"] = "perplexity"
     """What is minimized: perplexity (of text, LongRoPE), needles (of answers, LongRoPE2)."""
-    evaluations: Count = 64
+    evaluations: PositiveInt = 64
     """Sets of factors to try at each length."""
-    windows: Count = 4
+    windows: PositiveInt = 4
     """Held-out texts to try them on."""
 
 
@@ -351,9 +345,9 @@ class ChoiceSettings:
     text: str = "validation"
     """validation, or the prompts of a task: standard, noisy, multi_key, multi_query,
     multi_value, many_shot_needle, many_shot_skip."""
-    length: Positive | None = None
+    length: PositiveFloat | None = None
     """Length of a text in multiples of the training length; null: the length evaluated."""
-    texts: Count = 4
+    texts: PositiveInt = 4
     """Number of texts to read."""
 
 
@@ -370,20 +364,20 @@ class DopeSettings:
     entropy: Literal["vanilla", "trunc", "norm"] = "trunc"
     """trunc (truncated effective rank, Eq. 30), vanilla (mean over the bands, Eq. 26), norm (the
     largest eigenvalue itself, App. A.2)."""
-    r: Count | None = 1
+    r: PositiveInt | None = 1
     """Eigenvalues of trunc; null: all. 1: 1 over the largest one's share, where Eq. 30 is 1 for
     every head."""
     stage: Literal["pre_ntk", "post_ntk", "post_rope"] = "post_ntk"
     """State of the encoding that is ranked: pre_ntk, post_ntk, post_rope."""
     order: Literal["ascending", "descending"] = "ascending"
     """ascending (heads of low entropy first), descending."""
-    heads: Natural = 1
+    heads: NonNegativeInt = 1
     """Number of heads, if so many rotate; the paper takes 5 of about a thousand."""
     removal: Literal["unrotate", "zero"] = "unrotate"
     """How bands are removed: unrotate (they stand still), zero (they leave the scores)."""
-    sigma: NotNegative | None = None
+    sigma: NonNegativeFloat | None = None
     """Standard deviation of the noise; null: as in the retained heads (Sec. 4.3)."""
-    seed: Natural = 0
+    seed: NonNegativeInt = 0
     """Seed of the noise."""
 
 
@@ -405,16 +399,16 @@ class WeightedRopeSettings:
 class NeedleTaskSettings:
     """Settings of statements and of all tasks with needles."""
 
-    trials: Count = 256
+    trials: PositiveInt = 256
     """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
     depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
     """Places of the needle: 0 the beginning of the text, 1 its end."""
-    needles: Count = 4
+    needles: PositiveInt = 4
     """Needles in tasks that state several."""
-    changes: Natural = 0
+    changes: NonNegativeInt = 0
     """Statements that give the requested name an earlier number, for runs with
     data.needles.changes; the answer is the last one."""
-    seed: Natural = 1
+    seed: NonNegativeInt = 1
     """Seed of the trials."""
 
 
@@ -424,7 +418,7 @@ class RulerSettings:
 
     tasks: list[str] = field(default_factory=list)
     """Tasks of RULER, such as niah_single_1, vt, qa_1; []: all 13."""
-    trials: Count = 500
+    trials: PositiveInt = 500
     """Prompts of a task and length."""
     squad_file: str | None = None
     """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
@@ -448,9 +442,9 @@ class ManyShotSettings:
 
     file: str | None = None
     """A .jsonl of MATH (problem, solution, perhaps answer); needed."""
-    trials: Count = 100
+    trials: PositiveInt = 100
     """Problems of a task, length and depth."""
-    new_tokens: Count = 2048
+    new_tokens: PositiveInt = 2048
     """Most tokens of an answer; by default the paper's (App. A.2)."""
 
 
@@ -490,7 +484,7 @@ class EvaluationConfig:
     dynamic_ntk_alpha, longrope, temperature, temperature_rope_id, dope, weighted_rope, drop."""
     dtype: Literal["fp32", "bf16"] | None = None
     """fp32 (TF32 on a GPU), bf16; null: bf16 on a GPU, fp32 on a CPU."""
-    fit_windows: Count = 32
+    fit_windows: PositiveInt = 32
     """Windows of validation text for fits."""
     layers: LayerChoice = None
     """Layers that rescalings and temperatures change: all, or indices, [3,7]; null: the layers that
@@ -508,7 +502,7 @@ class EvaluationConfig:
     """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
     0.1}; +evaluation=weighted_rope has both."""
 
-    lengths: Annotated[list[Positive], Field(min_length=1)] = field(
+    lengths: Annotated[list[PositiveFloat], Field(min_length=1)] = field(
         default_factory=lambda: [1.0, 2.0, 4.0, 8.0]
     )
     """Lengths in multiples of the training length."""
@@ -518,13 +512,11 @@ class EvaluationConfig:
     """perplexity, statements (for runs trained with data.needles), standard, noisy,
     multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot, multiple_choice,
     harness."""
-    windows: Count = 96
-    """Held-out windows of the task perplexity at each length."""
-    limit: Count | None = None
+    windows: PositiveInt = 96
+    """Held-out windows of the task perplexity at each length; their last C tokens count."""
+    limit: PositiveInt | None = None
     """Most windows, trials or questions of a task and length, for a quick look; null: all."""
-    last: Count | None = None
-    """Tokens of each window that are reported; null: C, or the shortest length if that is less."""
-    batch_tokens: Count = 16384
+    batch_tokens: PositiveInt = 16384
     """Tokens in a forward pass."""
     needles: NeedleTaskSettings = field(default_factory=NeedleTaskSettings)
     ruler: RulerSettings = field(default_factory=RulerSettings)
@@ -556,15 +548,15 @@ class RescaleConfig:
 class PhaseConfig:
     """A part of a run; what is null is as the run has it."""
 
-    steps: Count
+    steps: PositiveInt
     """Optimizer steps of the phase."""
     sequence_length: Length | None = None
     """Tokens of a sequence; null: data.sequence_length."""
-    batch_size: Count | None = None
+    batch_size: PositiveInt | None = None
     """Sequences per optimizer step; null: trainer.batch_size."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: PositiveInt | None = None
     """Sequences per forward pass of one rank; null: trainer.micro_batch_size."""
-    weights: dict[str, Positive] | None = None
+    weights: dict[str, PositiveFloat] | None = None
     """Weights of the texts of data.mixture that are read, by name; null: those of the run."""
     schedule: ScheduleConfig | None = None
     """Learning rate of the phase; null: the run's, over all phases."""
@@ -584,7 +576,7 @@ class RunConfig:
     """Name of the run and its directory."""
     run_dir: str = "runs/run"
     """Directory of the run; the same command resumes what is there."""
-    seed: Natural = 0
+    seed: NonNegativeInt = 0
     """Seed of the weights and of the order of samples."""
     overwrite: bool = False
     """Start again in a directory that holds a run."""
@@ -644,7 +636,7 @@ class ShortTime:
     """Window of each frame: hann, hamming, blackman, rectangular."""
     frame: Length = 1024
     """Tokens of a frame; SpectrumFE is left out of shorter texts."""
-    hop: Count | None = None
+    hop: PositiveInt | None = None
     """Tokens from one frame to the next; null: half a frame."""
 
     @property
@@ -668,7 +660,7 @@ class AttenuationSettings:
     """Which pairs, by entropy and threshold; + joins several rules: spectrum>0.4+sequence<0.6."""
     choice: Literal["page", "validation"] = "page"
     """Text whose entropies choose: page (perplexity is measured on it too), validation."""
-    tokens: list[Count] | None = field(default_factory=lambda: [1024])
+    tokens: list[PositiveInt] | None = field(default_factory=lambda: [1024])
     """First tokens of a text whose perplexity is measured, one length after another; null: all."""
 
 
@@ -695,16 +687,16 @@ class AnalysisConfig:
     length: Length | None = None
     """Tokens of a text with its beginning-of-text token; null: 8 times the training length, but
     no more than 4,096 or twice it, and no more than there is text."""
-    texts: Count | None = None
+    texts: PositiveInt | None = None
     """Texts read together; null: as many as make 4,096 tokens, at most 16."""
-    chosen: list[tuple[Natural, Natural]] = field(default_factory=list)
+    chosen: list[tuple[NonNegativeInt, NonNegativeInt]] = field(default_factory=list)
     """Pairs [layer, query head] to show as single heads; []: found by their measures."""
-    pairs: list[Natural] = field(default_factory=list)
+    pairs: list[NonNegativeInt] = field(default_factory=list)
     """Rotary pairs that offset_features shows one by one; []: all of a head, or found."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)
-    prefixes: list[Count] = field(default_factory=list)
+    prefixes: list[PositiveInt] = field(default_factory=list)
     """First tokens whose frequency entropies are shown as well (Frequency Entropy, App. F)."""
     attenuation: AttenuationSettings = field(default_factory=AttenuationSettings)
     needle: NeedleSettings = field(default_factory=NeedleSettings)
@@ -762,15 +754,15 @@ class GenerationRequest:
     """A run directory, a checkpoint, or a published model."""
     prompts: list[str] = field(default_factory=list)
     """Texts to continue; prompt=... adds one, whatever characters are in it."""
-    max_new_tokens: Count = 128
+    max_new_tokens: PositiveInt = 128
     """Most tokens of a continuation."""
-    temperature: NotNegative = 0.0
+    temperature: NonNegativeFloat = 0.0
     """Divides the logits; 0: always the likeliest token."""
     top_p: Share = 1.0
     """Draw from the likeliest tokens that have this probability together."""
     stop: list[Annotated[str, Field(min_length=1)]] = field(default_factory=list)
     """Strings that end a continuation and are not shown, for instance 'stop=["\\n"]'."""
-    seed: Natural = 0
+    seed: NonNegativeInt = 0
     """Seed of the draws."""
 
 
@@ -782,9 +774,9 @@ class ExportRequest:
     """A run directory or a checkpoint."""
     to: str = MISSING
     """Directory to write, new or empty."""
-    tolerance: NotNegative = 1e-4
+    tolerance: NonNegativeFloat = 1e-4
     """How far logits may differ in float32, as a share of the largest."""
-    logit_scale: Positive = 1.0
+    logit_scale: PositiveFloat = 1.0
     """Factor on the attention logits of the layers that see more than the training length."""
 
 
@@ -792,7 +784,7 @@ class ExportRequest:
 class PlanKeys:
     """Keys of ``plan`` beside those of a run."""
 
-    gpus: Count = 8
+    gpus: PositiveInt = 8
     """Number of GPUs, among which the batch is divided."""
     mfu: Share = 0.4
     """Share of a GPU's dense peak that training reaches."""
@@ -804,7 +796,7 @@ class RecalibrateKeys:
 
     checkpoint: str = MISSING
     """Model: a directory or hub id of published weights, or a run."""
-    minutes: Positive = 20.0
+    minutes: PositiveFloat = 20.0
     """Minutes until the export is written, a deadline for training and evaluation."""
     text: str | list[str] | None = None
     """Text files, directories or globs to recalibrate on, as data.files; null: another data group,

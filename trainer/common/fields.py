@@ -1,4 +1,4 @@
-"""Configuration groups as dataclasses, and the types of their fields, which pydantic checks."""
+"""Configuration groups as dataclasses, which pydantic checks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,6 @@ def configuration(cls: type[T]) -> type[T]:
     return dataclass(frozen=True)(cls)
 
 
-Count = Annotated[int, Field(ge=1)]
-"""A whole number, at least 1."""
-Natural = Annotated[int, Field(ge=0)]
-"""A whole number, at least 0, such as a seed."""
-Positive = Annotated[float, Field(gt=0)]
-"""A number, more than 0."""
-NotNegative = Annotated[float, Field(ge=0)]
-"""A number, at least 0."""
 Share = Annotated[float, Field(ge=0, le=1)]
 """A number, at least 0 and at most 1."""
 

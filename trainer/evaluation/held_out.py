@@ -14,7 +14,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.common.errors import UserError
 from trainer.config import PERPLEXITY, STATEMENTS, NeedleTaskSettings
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
@@ -68,10 +67,8 @@ def perplexity(text: HeldOut, lengths: Sequence[int], count: int, last: int) -> 
     are paired.
 
     Raises:
-        UserError: a length is below ``last``, or the text is shorter than the longest length.
+        UserError: the text is shorter than the longest length.
     """
-    if last > min(lengths):
-        raise UserError(f"evaluation.last: expected at most {min(lengths)}, got {last}")
     longest = held_out_windows(text.split, count, max(lengths), apart=last)
     first_token, tasks = text.corpus.first_token, []
     for length in lengths:

@@ -63,7 +63,7 @@ def make_tasks(
     for name in config.tasks:
         asked: Sequence[PromptTask] = ()
         if name == PERPLEXITY:
-            last = config.last or min(C, *lengths)
+            last = min(C, *lengths)
             made = perplexity(text, lengths, config.windows, last)
             tasks += made
             if (count := len(made[0].trials)) < config.windows:

@@ -29,7 +29,7 @@ def benchmark_tasks(config: RunConfig, corpus: Corpus) -> list[Task]:
     lengths = sorted({round(C * factor) for factor in asked.lengths})
     text = HeldOut(corpus, corpus.validation, (corpus.first_token,), config.data.needles.share)
     evaluation = replace(
-        config.evaluation, tasks=asked.tasks, windows=asked.limit, limit=asked.limit, last=None
+        config.evaluation, tasks=asked.tasks, windows=asked.limit, limit=asked.limit
     )
     return make_tasks(text, evaluation, lengths, C)[0]
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Literal
 
+from pydantic import PositiveFloat, PositiveInt
+
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, Positive, configuration
+from trainer.common.fields import configuration
 
 
 @configuration
@@ -26,22 +28,22 @@ class QKNormConfig:
 class ModelConfig:
     """Shape of a pre-norm decoder with grouped-query attention and SwiGLU."""
 
-    hidden_size: Count = 576
+    hidden_size: PositiveInt = 576
     """Channels of the residual stream."""
-    intermediate_size: Count = 1536
+    intermediate_size: PositiveInt = 1536
     """Channels of the MLPs."""
-    num_hidden_layers: Count = 30
+    num_hidden_layers: PositiveInt = 30
     """Number of decoder layers."""
-    num_attention_heads: Count = 9
+    num_attention_heads: PositiveInt = 9
     """Query heads of each layer."""
-    num_key_value_heads: Count = 3
+    num_key_value_heads: PositiveInt = 3
     """Key-value heads of each layer; divides the query heads, and fewer is grouped-query
     attention."""
-    head_dim: Count | None = None
+    head_dim: PositiveInt | None = None
     """Channels of each head; null: hidden_size / num_attention_heads."""
-    vocab_size: Count | None = None
+    vocab_size: PositiveInt | None = None
     """Rows of the embedding; null: as many as the tokenizer has tokens."""
-    rms_norm_eps: Positive = 1e-5
+    rms_norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in every RMS norm."""
     tie_word_embeddings: bool = True
     """Use the embedding as the head."""

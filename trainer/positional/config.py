@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, field, replace
 from typing import Any, Literal
 
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
 from trainer.common.errors import UserError
-from trainer.common.fields import Count, NotNegative, Positive, Share, configuration
+from trainer.common.fields import Share, configuration
 from trainer.positional.encodings import ENCODINGS, by_name
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
@@ -16,16 +18,16 @@ from trainer.positional.spectrum import Spectrum, Temperature
 class TemperatureConfig:
     """Softmax temperature by length: logits times scale (1 + coefficient ln s)^exponent."""
 
-    coefficient: NotNegative = 0.0
+    coefficient: NonNegativeFloat = 0.0
     """c of the factor scale (1 + c ln s)^exponent on the logits, from the first step on."""
-    exponent: NotNegative = 1.0
+    exponent: NonNegativeFloat = 1.0
     """Exponent of the factor."""
-    scale: Positive = 1.0
+    scale: PositiveFloat = 1.0
     """Constant part of the factor."""
     per: Literal["sequence", "query"] = "query"
     """Length n that counts: query (keys that a query sees), or sequence (tokens of its
     sequence)."""
-    reference: Count | None = None
+    reference: PositiveInt | None = None
     """R of s = max(n, R) / R, in tokens; null: the training length."""
     steps: bool = False
     """Use s = 1 + floor(n / R) instead, as Llama 4 does."""
@@ -39,7 +41,7 @@ class PositionalConfig:
 
     layers: list[str] = field(default_factory=lambda: ["rope"])
     """Encodings by name, repeated over the depth: [rope, rope, rope, nope] is iRoPE."""
-    windows: list[Count | None] = field(default_factory=lambda: [None])
+    windows: list[PositiveInt | None] = field(default_factory=lambda: [None])
     """Sliding windows in tokens, repeated likewise; null: full attention."""
     heads: dict[str, Share] = field(default_factory=dict)
     """Share of every layer's key-value heads, the last ones, that get another encoding: {nope:

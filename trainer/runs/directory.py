@@ -234,12 +234,9 @@ COLUMNS = (
 )
 """Columns of ``metrics.csv``, which docs/cluster.md explains.
 
-There is one row a logged step, without gap or duplicate, however often a run resumes. ``phase`` is
-the index of the step's phase, from 0. ``loss`` (nats per token, weighted as trained) is the mean
-since the previous row. ``memory`` is the peak on the GPU in GiB, ``mfu`` the share of its dense
-peak. The ``drop/`` columns are filled in the first row after the drop and in the last of its phase.
-More columns hold what is measured on the way (``epochs/``, ``benchmark/``), in the first row after
-each measurement.
+There is one row a logged step, without gap or duplicate, however often a run resumes. The ``drop/``
+columns are filled in the first row after the drop and in the last of its phase. More columns hold
+what is measured on the way (``epochs/``, ``benchmark/``), in the first row after each measurement.
 """
 
 

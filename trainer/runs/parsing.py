@@ -7,12 +7,12 @@ training.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
-from trainer.config import MAIN, RunConfig, SourceConfig
+from trainer.config import MAIN, DataConfig, NeedlesConfig, RunConfig
 from trainer.model.config import check_shape
 from trainer.positional.layout import Layout
 from trainer.runs.directory import plain
@@ -153,11 +153,15 @@ def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) ->
         )
 
 
-def _texts_of(config: RunConfig) -> dict[str, list[Any]]:
-    """Return the values that decide on each text of a run, by the name of the text."""
-    keys = [key.name for key in fields(SourceConfig) if key.name != "weight"]
-    texts = config.data.texts.items()
-    return {name: [getattr(text, key) for key in keys] for name, text in texts}
+def _texts_of(config: RunConfig) -> dict[str, DataConfig]:
+    """Return the texts of a run by name, whatever sequences they become."""
+    free: dict[str, Any] = {
+        "sequence_length": 2,
+        "document_mask": False,
+        "needles": NeedlesConfig(),
+    }
+    free |= {"weight": 1.0, "num_workers": 0, "cache_dir": None}
+    return {name: replace(text, **free) for name, text in config.data.texts.items()}
 
 
 def _before(config: RunConfig, step: int) -> tuple[object, ...]:
