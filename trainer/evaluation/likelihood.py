@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations; a context that requests share is read once.
 
 Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model. Contexts of one
-length are read together. Only states that predict a continuation pass through the head, in chunks.
+length are read together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
@@ -121,22 +120,16 @@ def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float
         cache = model.empty_cache(len(rows), ids.shape[1])
         cache.copy_from(trunk, begin, [contexts[context] for context, _ in requests])
     states = model.prefilled(ids[:, begin:], cache=cache, length=ids.shape[1], last=last)
-    predicting = [row[: len(tokens)] for row, tokens in zip(states, wanted, strict=True)]
-    return _likelihoods(model, torch.cat(predicting), wanted)
-
-
-def _likelihoods(
-    model: LanguageModel, states: Tensor, wanted: Sequence[Tokens]
-) -> list[tuple[float, bool]]:
-    """Return the likelihoods of sequences of tokens, which states ``[tokens, hidden]`` predict."""
+    # Only states that predict a token of a continuation go through the head.
+    predicting = torch.cat([row[: len(new)] for row, new in zip(states, wanted, strict=True)])
+    targets = torch.tensor([*chain.from_iterable(wanted)], device=model.device)[:, None]
     likelihoods, is_likeliest = [], []
-    targets = torch.tensor(list(chain.from_iterable(wanted)), device=model.device)[:, None]
     size = chunk_size(model.vocab_size, model.device)
-    for x, y in zip(states.split(size), targets.split(size), strict=True):
+    for x, y in zip(predicting.split(size), targets.split(size), strict=True):
         logits = model.logits(x).float()
         likelihoods.append(logits.gather(-1, y) - logits.logsumexp(dim=-1, keepdim=True))
         is_likeliest.append(logits.argmax(dim=-1, keepdim=True) == y)
-    sizes = [len(tokens) for tokens in wanted]
+    sizes = [len(new) for new in wanted]
     by_token = torch.cat(likelihoods)[:, 0].double().cpu().split(sizes)
     greedy = torch.cat(is_likeliest)[:, 0].cpu().split(sizes)
     return [(float(a.sum()), bool(b.all())) for a, b in zip(by_token, greedy, strict=True)]

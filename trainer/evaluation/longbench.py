@@ -113,9 +113,7 @@ def classification(prediction: str, answer: str, classes: Sequence[str]) -> floa
 def code_similarity(prediction: str, answer: str) -> float:
     """Return the similarity of the first line of code to the right line, in whole percents."""
     lines = prediction.lstrip("\n").split("\n")
-    line = next((line for line in lines if is_code(line)), "")
-    if line == answer or not line or not answer:
-        return float(line == answer)
+    line = next(filter(is_code, lines), "")
     return round(100 * SequenceMatcher(None, line, answer).ratio()) / 100
 
 
@@ -132,8 +130,7 @@ def count(prediction: str, answer: str) -> float:
 
 def retrieval(prediction: str, answer: str) -> float:
     """Return :func:`count` for an answer ``Paragraph 7``."""
-    number = re.search(r"Paragraph (\d+)", answer)
-    return count(prediction, number[1]) if number else 0.0
+    return count(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
 
 
 METRICS: dict[str, Callable[..., float]] = {

@@ -324,11 +324,9 @@ def document_questions(items: Sequence[Item]) -> Ask:
         chosen = list(item.paragraphs)
         wanted = max(units, len(chosen))
         chosen += rng.sample(item.related, min(wanted - len(chosen), len(item.related)))
-        if (missing := wanted - len(chosen)) > 0:
-            taken = set(chosen)
-            drawn = rng.sample(texts, min(wanted, len(texts)))
-            chosen += [text for text in drawn if text not in taken][:missing]
-        chosen = list(islice(cycle(chosen), wanted))
+        if len(chosen) < wanted:
+            chosen += rng.sample(texts, min(wanted, len(texts)))
+        chosen = list(islice(cycle(dict.fromkeys(chosen)), wanted))
         rng.shuffle(chosen)
         context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
         return DOCUMENTS_TEMPLATE.format(context=context, query=item.query), item.answers
