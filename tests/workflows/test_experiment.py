@@ -106,7 +106,7 @@ EVALUATION = {
     "windows": 2,
     "fit_windows": 2,
     "needles": {"trials": 4, "needles": 2},
-    "temperature": {"grid": [0.3, 0.4]},
+    "temperature": {"coefficient": 0.3},
 }
 
 

@@ -14,8 +14,6 @@ import torch
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
 from trainer.data.tokenizer import SpecialTokens
-from trainer.evaluation.store import fingerprint
-from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -40,12 +38,12 @@ class SavedModel:
 
     ``name``: its name in tables, distinct after :func:`distinct`. ``reference``: the user's name
     for it. ``path``: the checkpoint, or the directory of published weights. ``tokens``: tokenizer
-    and special tokens. ``config``: shape. ``layout``: encodings of its layers, and C. ``read``:
-    loads it onto a device and in a dtype. ``hash``: of its weights. ``longest_context``: the
-    longest context, in tokens, that it was trained with, that its own rescaling reaches, or that
-    the user names. ``run``: configuration of the run that trained it (None:
-    published weights). ``role``: its role in comparisons, such as ``drope``. ``computed_by``: the
-    program that computes it, if not this one.
+    and special tokens. ``layout``: encodings of its layers, and C. ``read``: loads it onto a device
+    and in a dtype. ``fingerprint``: hash that changes with the weights, C and the tokens that end
+    answers. ``parameters``: their number. ``longest_context``: the longest context, in tokens, that
+    it was trained with, that its own rescaling reaches, or that the user names. ``run``:
+    configuration of the run that trained it (None: published weights). ``role``: its role in
+    comparisons, such as ``drope``. ``computed_by``: the program that computes it, if not this one.
 
     ``state``: ``state.json`` of a run's checkpoint; empty for published weights. Keys read from it:
     ``step``, number of steps trained; ``end_of_text`` and ``token_files``, for an export;
@@ -57,10 +55,10 @@ class SavedModel:
     reference: str
     path: Path
     tokens: SpecialTokens
-    config: ModelConfig
     layout: Layout
     read: Callable[[str, torch.dtype], LanguageModel]
-    hash: str
+    fingerprint: str
+    parameters: int
     longest_context: int
     run: RunConfig | None = None
     role: str | None = None
@@ -99,21 +97,9 @@ class SavedModel:
         return model
 
     @property
-    def fingerprint(self) -> str:
-        """Hash that changes with the weights, C and the tokens that end answers."""
-        return fingerprint(self.hash, self.training_length, sorted(self.tokens.stops))
-
-    @property
     def home(self) -> Path:
         """The run directory; for published weights a directory of their name among the runs."""
         return self.path.parent.parent if self.run is not None else Path("runs", self.name)
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, computed from the shape without reading weights."""
-        with torch.device("meta"):
-            model = Decoder(self.config, self.layout)
-        return sum(parameter.numel() for parameter in model.parameters())
 
 
 def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:

@@ -27,6 +27,7 @@ from trainer.config import SAME, RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.tokenizer import same_tokens, special_tokens
 from trainer.evaluation.saved_model import SavedModel, distinct
+from trainer.evaluation.store import fingerprint
 from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
 from trainer.interchange.published import find_pretrained, read_token_files, read_tokenizer
 from trainer.model.config import ModelConfig
@@ -67,42 +68,45 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         model, program = read_adapted(path), f"transformers {version('transformers')}"
         shape = model.config, model.layout
         weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
+        key = f"{program} {_files_fingerprint(path)}"
         details = {
             "name": f"{path.resolve().name}-hf",
-            "hash": f"{program} {_files_fingerprint(path)}",
             "read": lambda device, dtype: read_adapted(path, dtype).to(device),
             "computed_by": program,
         }
     elif is_published(reference):
         path, weights = find_pretrained(reference), read_pretrained(reference)
-        details = {"name": Path(reference).name, "hash": _files_fingerprint(path)}
+        details, key = {"name": Path(reference).name}, _files_fingerprint(path)
     else:
         path = check_sound(find_checkpoint(reference))
         state, weights = read_state(path), read_run(path)
         run, step = saved_config(state["config"]), state["step"]
+        key = checksum(path / MANIFEST)
         title, role = name_and_role(run, step)
         details = {
             "name": title if step == run.trainer.max_steps else f"{title} ({path.name})",
-            "hash": checksum(path / MANIFEST),
             "run": run,
             "role": role,
             "state": state,
         }
         if step:
             trained = phase_at(phases_of(run), step - 1).config.data.sequence_length
-    tokens = weights.require_tokenizer(), weights.token_files, weights.end_of_text
+    tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
     for length in (trained, training_length):
         if length is not None:
             layout = layout.with_training_length(length)
             longest = max(longest, layout.longest)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Decoder(weights.config, layout).parameters())
     return SavedModel(
         reference=reference,
         path=path,
-        tokens=special_tokens(*tokens),
-        config=weights.config,
+        tokens=tokens,
         layout=layout,
+        fingerprint=fingerprint(key, layout.training_length, sorted(tokens.stops)),
+        parameters=parameters,
         longest_context=longest,
         **{"read": weights.decoder} | details,
     )
