@@ -67,28 +67,19 @@ def _numbers(trials: pd.DataFrame) -> dict[str, Any]:
     """Return the mean over trials of one metric, its interval, and how many texts it is over; the
     unweighted mean over tasks of scores in several."""
     if (trials.metric == "loss").all():
-        value = mean_estimate(trials.value)
-        n = len(trials)
+        value, n = mean_estimate(trials.value), len(trials)
     else:
         texts = by_text(trials)
         samples = [sample for _, sample in texts.groupby("texts", sort=False)]
         means = [estimate(sample.value.tolist(), int(sample.trials.sum())) for sample in samples]
-        weights = [int(sample.tasks.iloc[0]) for sample in samples]
-        value = means[0] if len(means) == 1 else average(means, weights)
-        n = len(texts)
+        value, n = average(means, [int(sample.tasks.iloc[0]) for sample in samples]), len(texts)
     return {"value": value.mean, "low": value.low, "high": value.high, "n": n}
 
 
 def averaged(trials: pd.DataFrame) -> list[str]:
-    """Return the largest set of tasks with scores at the same lengths; empty for fewer than two.
-
-    A mean over them covers the same tasks at every length.
-    """
-    alike: dict[frozenset[int], list[str]] = {}
-    for task, lengths in trials[trials.metric == "score"].groupby("task", sort=False).length:
-        alike.setdefault(frozenset(lengths), []).append(task)
-    most = max(alike.values(), key=len, default=[])
-    return most if len(most) > 1 else []
+    """Return the tasks with scores, over which a mean is taken; empty for fewer than two."""
+    tasks = [*trials.task[trials.metric == "score"].unique()]
+    return tasks if len(tasks) > 1 else []
 
 
 def by_text(scores: pd.DataFrame) -> pd.DataFrame:

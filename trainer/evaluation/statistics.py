@@ -31,26 +31,36 @@ class Estimate(NamedTuple):
 
 
 def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
-    """Return the mean of G scores and Wilson's interval of n trials of 0 or 1 that are as
-    informative.
+    """Return the mean p of G scores and Wilson's interval, with z of :data:`Z`:
 
-        n = min(trials, G p (1 - p) / s²)
+        (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
+
+    Unlike p ± z sqrt(p (1 - p) / n) it keeps its coverage near 0 and 1, where many cells lie (E. B.
+    Wilson, Probable Inference, the Law of Succession, and Statistical Inference, JASA 22, 1927).
+    n is the number of trials of 0 or 1 that are as informative as the scores:
+
+        n = min(trials, G q (1 - q) / s²)
 
     ``trials``: number of trials behind the scores, if there are several for each of them. With the
-    mean p and variance s² of the scores, n is the number of trials divided by the design effect
+    mean q and variance s² of the scores, n is the number of trials divided by the design effect
     (Kish, Survey Sampling, 1965), and G if the scores are 0 and 1. A rate near 0 or 1 leaves few
     scores to estimate s² from. In simulations of 64 and 256 groups of trials Wilson's interval with
-    it covered as little as 75% of the rates there, and a bootstrap of groups 57%. Therefore p and
+    it covered as little as 75% of the rates there, and a bootstrap of groups 57%. Therefore q and
     s² include one more score, half of it at 0 and half at 1. That covered at least 93%, and n is G
     if all scores are 0 or all are 1.
     """
     weights = np.array([1.0] * len(scores) + [0.5, 0.5])
     values = np.array([*scores, 0.0, 1.0])
-    p = np.average(values, weights=weights)
-    variance = np.average((values - p) ** 2, weights=weights)
-    n = min(trials, len(scores) * float(p * (1 - p) / variance))
-    mean = float(np.mean(scores))
-    return Estimate(mean, *wilson_interval(mean * n, n))
+    q = np.average(values, weights=weights)
+    variance = np.average((values - q) ** 2, weights=weights)
+    n = min(trials, len(scores) * float(q * (1 - q) / variance))
+    p, square = float(np.mean(scores)), Z * Z / n
+    middle = p + square / 2
+    half = math.sqrt(square * p * (1 - p) + square * square / 4)
+    # At 0 and at 1 one bound is p itself; rounding can leave it 1e-17 beyond p.
+    low = 0.0 if p == 0 else (middle - half) / (1 + square)
+    high = 1.0 if p == 1 else (middle + half) / (1 + square)
+    return Estimate(p, low, high)
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:
@@ -72,24 +82,6 @@ def change(values: Sequence[float], reference: Sequence[float]) -> Estimate:
     ratio = float(a.mean() / b.mean())
     half = mean_estimate((a - ratio * b) / b.mean()).high if len(a) > 1 else 0.0
     return Estimate(ratio - 1, ratio - 1 - half, ratio - 1 + half)
-
-
-def wilson_interval(successes: float, trials: float) -> tuple[float, float]:
-    """Return Wilson's 95% score interval of a success rate, with z of :data:`Z`:
-
-        (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n),   p = successes / n, n = trials
-
-    Unlike p ± z sqrt(p (1 - p) / n) it keeps its coverage near 0 and 1, where many cells lie.
-    Source: E. B. Wilson, Probable Inference, the Law of Succession, and Statistical Inference, JASA
-    22 (1927).
-    """
-    p, square = successes / trials, Z * Z / trials
-    middle = p + square / 2
-    half = math.sqrt(square * p * (1 - p) + square * square / 4)
-    # At 0 and at n successes one bound is p itself; rounding can leave it 1e-17 beyond p.
-    low = 0.0 if successes == 0 else (middle - half) / (1 + square)
-    high = 1.0 if successes == trials else (middle + half) / (1 + square)
-    return low, high
 
 
 def average(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -33,7 +34,8 @@ def fingerprint(*parts: Any) -> str:
 
 def _as_json(value: Any) -> Any:
     """Return a dataclass or an array as values that ``json`` knows."""
-    if isinstance(value, np.ndarray):
+    if isinstance(value, array | np.ndarray):
+        value = np.asarray(value)
         content = hashlib.sha256(value.tobytes()).hexdigest()
         return ["array", value.dtype.str, value.shape, content]
     if is_dataclass(value) and not isinstance(value, type):

@@ -81,10 +81,6 @@ class PromptTask:
             prompts = [prompts[place] for place in places]
         # Four bytes for a token, because the prompts of all tasks are kept in memory together.
         prompts = [replace(p, tokens=array("i", p.tokens)) for p in prompts]
-        inputs = [
-            (np.array(p.tokens, np.int64), p.answers, p.new_tokens, p.depth, p.label)
-            for p in prompts
-        ]
         # A prompt without a group has its own text; groups are numbered from 0.
         groups = [-1 - i if p.group is None else p.group for i, p in enumerate(prompts)]
         texts = pd.factorize(np.array(groups, int))[0]
@@ -96,7 +92,7 @@ class PromptTask:
         return Task(
             {self.name: self.name},
             length,
-            fingerprint(inputs, self.never_first, code),
+            fingerprint(prompts, self.never_first, code),
             pd.DataFrame(columns),
             partial(self._batches, prompts),
         )
@@ -105,9 +101,7 @@ class PromptTask:
         self, prompts: Sequence[Prompt], model: LanguageModel, batch_tokens: int
     ) -> list[Batch]:
         """Return batches of prompts, whose values are the scores of answers."""
-        asked = prompts
-        if model.context is not None:
-            asked = [_cropped(prompt, model.context) for prompt in prompts]
+        asked = [_cropped(prompt, model.context) for prompt in prompts]
 
         def read(indices: Sequence[int]) -> list[Value]:
             batch = [asked[index] for index in indices]
@@ -123,10 +117,10 @@ class PromptTask:
         ]
 
 
-def _cropped(prompt: Prompt, context: int) -> Prompt:
-    """Return the prompt's first token and as many of its last ones as leave room for the answer."""
-    room = max(1, context - prompt.new_tokens)
-    if len(prompt.tokens) <= room:
+def _cropped(prompt: Prompt, context: int | None) -> Prompt:
+    """Return the prompt's first token and as many of its last ones as leave room for the answer in
+    ``context`` tokens (None: all)."""
+    if context is None or len(prompt.tokens) <= (room := max(1, context - prompt.new_tokens)):
         return prompt
     tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
     return replace(prompt, tokens=tokens, group=None)
