@@ -654,10 +654,15 @@ class AttenuationSettings:
 
     alphas: list[Share] = field(default_factory=lambda: [0.0, 0.5, 0.9])
     """Factors; []: leave it out."""
-    gates: list[str] = field(
-        default_factory=lambda: ["spectrum<0.2", "spectrum>0.4", "sequence<0.6"]
+    gates: list[list[WeightedRopeSettings]] = field(
+        default_factory=lambda: [
+            [WeightedRopeSettings("spectrum", "below", 0.2)],
+            [WeightedRopeSettings("spectrum", "above", 0.4)],
+            [WeightedRopeSettings("sequence", "below", 0.6)],
+        ]
     )
-    """Which pairs, by entropy and threshold; + joins several rules: spectrum>0.4+sequence<0.6."""
+    """Lists of rules, written as in evaluation.weighted_rope; a gate is the pairs that any of its
+    rules chooses, times each of alphas."""
     choice: Literal["page", "validation"] = "page"
     """Text whose entropies choose: page (perplexity is measured on it too), validation."""
     tokens: list[PositiveInt] | None = field(default_factory=lambda: [1024])

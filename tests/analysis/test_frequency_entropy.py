@@ -24,9 +24,9 @@ from trainer.analysis.frequency_entropy import (
     spectrum_fe,
 )
 from trainer.analysis.target import NotApplicableError, Target
-from trainer.analysis.weighted_rope import apply, rules_of
+from trainer.analysis.weighted_rope import apply
 from trainer.common.errors import UserError
-from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime
+from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime, WeightedRopeSettings
 from trainer.positional.intervention import Intervention
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
@@ -172,17 +172,19 @@ def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder)
     sides = ("query", "key")
     entropies = {(m, s): expected(model, other, m, s) for m in MEASURES for s in sides}
     high, low = (round(np.median(entropies[m, "query"]), 4) for m in MEASURES)
-    gates = {
-        f"spectrum>{high}": {s: entropies["spectrum", s] > high for s in sides},
-        f"sequence<{low}": {s: entropies["sequence", s] < low for s in sides},
-    }
-    first_gate, second_gate = gates.values()
-    gates["+".join(gates)] = {s: first_gate[s] | second_gate[s] for s in sides}
+    above, below = (
+        WeightedRopeSettings("spectrum", "above", high),
+        WeightedRopeSettings("sequence", "below", low),
+    )
+    chosen_above = {s: entropies["spectrum", s] > high for s in sides}
+    chosen_below = {s: entropies["sequence", s] < low for s in sides}
+    either = {s: chosen_above[s] | chosen_below[s] for s in sides}
+    gates = ([above], chosen_above), ([below], chosen_below), ([above, below], either)
     alphas = [0.0, 0.9]
     rows = rows_with(
         Target("tiny", model, ids, choice=other),
         alphas=alphas,
-        gates=list(gates),
+        gates=[rules for rules, _ in gates],
         choice="validation",
         tokens=[40, 80],
     )
@@ -199,8 +201,8 @@ def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder)
         )
         return float(losses.exp())
 
-    for (name, pairs), n in itertools.product(gates.items(), (40, 80)):
-        variant = in_words(rules_of(name))
+    for (rules, pairs), n in itertools.product(gates, (40, 80)):
+        variant = in_words(rules)
         count = cells(rows, "attenuated_pairs", variant=variant, length=n).item()
         assert count == pairs["query"].sum() + pairs["key"].sum()
         for alpha in (*alphas, 1.0):

@@ -15,7 +15,13 @@ from tests.golden.files import GOLDEN
 from trainer.analysis.attention import NeedlePrompt, capture
 from trainer.analysis.results import COLUMNS, summary, tidy
 from trainer.analysis.target import Target, bucket_means, position_edges, read
-from trainer.config import AnalysisConfig, AttenuationSettings, NeedleSettings, ShortTime
+from trainer.config import (
+    AnalysisConfig,
+    AttenuationSettings,
+    NeedleSettings,
+    ShortTime,
+    WeightedRopeSettings,
+)
 from trainer.workflows.analyze import TOPICS, analyses_of
 
 C, T = 32, 80
@@ -51,7 +57,10 @@ def mixed(tiny_decoder):
             frequency_entropy=ShortTime("hamming", 16, 4),
             attenuation=AttenuationSettings(
                 alphas=[0.0, 0.25, 1.0],
-                gates=["spectrum>0.4+sequence<0.9", "sequence>0.1"],
+                gates=[
+                    [WeightedRopeSettings("spectrum", "above", 0.4), WeightedRopeSettings(tau=0.9)],
+                    [WeightedRopeSettings("sequence", "above", 0.1)],
+                ],
                 tokens=[30, 70],
             ),
             needle=NeedleSettings(kind="question", by="key", ranked_on="prompt"),

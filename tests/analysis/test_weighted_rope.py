@@ -1,6 +1,5 @@
 """Weighted RoPE: which pairs are chosen by their frequency entropy, and that they alone change."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -8,14 +7,11 @@ import torch
 
 from trainer.analysis.attention import capture
 from trainer.analysis.frequency_entropy import choose_factors, frequency_entropies
-from trainer.analysis.weighted_rope import apply, rules_of
+from trainer.analysis.weighted_rope import apply
 from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings
 from trainer.model.generate import generate
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import RESCALINGS
-from trainer.positional.spectrum import Spectrum
 
 IDS = torch.randint(50, (1, 1100), generator=torch.Generator().manual_seed(8))
 SHORT = IDS[:, :48]
@@ -55,7 +51,7 @@ def test_nothing_chosen_is_the_very_same_model(tiny_decoder):
     for settings in (WeightedRopeSettings(tau=0.0), WeightedRopeSettings(tau=1.0, alpha=1.0)):
         weights = choose_factors(model, SHORT, [settings])
         assert all(not w.query and not w.key for w in weights)
-        assert apply(model.layout, weights) is model.layout
+        assert apply(model.layout, weights) == model.layout
 
 
 @pytest.mark.parametrize("rescaling", RESCALINGS)
@@ -108,21 +104,3 @@ def test_a_pair_of_frequency_zero_does_not_rotate(tiny_decoder):
 def test_spectra_need_a_whole_frame(tiny_decoder):
     with pytest.raises(UserError, match="1024 tokens"):
         choose_factors(tiny_decoder(), SHORT, [WeightedRopeSettings(entropy="spectrum")])
-
-
-def test_copies_of_a_key_have_its_factors():
-    copied = Layout(8, (LayerEncoding((Spectrum((1.0,)),) * 4),))
-    a, b = (1.0, 1.0), (0.5, 0.5)
-    (layer,) = apply(copied, (Intervention(key=(a, b)),)).layers
-    assert layer.intervention.key == (a, a, b, b)
-
-
-def test_a_gate_has_one_rule_or_several():
-    assert rules_of("spectrum<0.2") == [WeightedRopeSettings("spectrum", "below", 0.2)]
-    assert rules_of("spectrum > 0.4 + sequence<.6") == [
-        WeightedRopeSettings("spectrum", "above", 0.4),
-        WeightedRopeSettings("sequence", "below", 0.6),
-    ]
-    for wrong in ("spectrum=0.2", "fe<0.2", "spectrum<2", "sequence<0.6+"):
-        with pytest.raises(ValueError, match=re.escape(wrong)):
-            rules_of(wrong)

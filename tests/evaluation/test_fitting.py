@@ -26,18 +26,6 @@ BOS = 0
 CONFIG = EvaluationConfig()
 
 
-def test_the_key_of_fits_follows_the_text_and_its_windows():
-    text = fit_text(range(50), count=2, longest=8)
-    others = [
-        fit_text(range(1, 51), count=2, longest=8),
-        replace(text, count=3),
-        replace(text, longest=9),
-        replace(text, held_out=replace(text.held_out, bos=(1,))),
-    ]
-    assert len({text.key, *(other.key for other in others)}) == 5
-    assert replace(text).key == text.key
-
-
 def test_windows_of_all_lengths_end_at_the_same_places():
     text = fit_text(range(100), count=3, longest=40)
     for length in (5, 40):

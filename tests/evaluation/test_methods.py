@@ -27,12 +27,13 @@ from trainer.evaluation import dope
 from trainer.evaluation.methods import (
     TITLES,
     applicable,
-    layout_settings,
+    layout_inputs,
     layouts_for,
     longest_fit,
     tempered,
     why_idle,
 )
+from trainer.evaluation.store import fingerprint
 from trainer.evaluation.temperature import GRID
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS
@@ -43,6 +44,7 @@ CONFIG = EvaluationConfig(
     longrope=LongRopeSettings(evaluations=9, windows=1),
     temperature=TemperatureSettings(coefficient=0.5, models="all"),
 )
+TEXT = fit_text(range(50), count=2, longest=8)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def fitting(tiny_decoder):
     def make(**positional):
         ids = np.random.default_rng(0).integers(1, 50, 300)
         model = tiny_decoder(**positional)
-        return SimpleNamespace(model=model, text=fit_text(ids, count=2, longest=64), notes=[])
+        return SimpleNamespace(model=model, text=fit_text(ids, count=2, longest=64))
 
     return make
 
@@ -65,12 +67,13 @@ def layout(**positional):
     )
 
 
-def layouts_of(name, have, config=CONFIG):
-    return layouts_for(name, have.model.layout, config, lambda: have.model, have.text, have.notes)
+def layouts_of(name, have, factors, config=CONFIG):
+    return layouts_for(name, have.model.layout, factors, config, lambda: have.model, have.text)
 
 
 def layout_of(name, have, factor, config=CONFIG):
-    return layouts_of(name, have, config)(factor)
+    ((layout,), _) = layouts_of(name, have, [factor], config)
+    return layout
 
 
 @pytest.mark.parametrize("name", [*RESCALINGS, "longrope", "temperature"])
@@ -237,11 +240,10 @@ def test_heads_chosen_at_another_length_serve_the_evaluated_one(fitting):
     rescaled = have.model.layout.dynamically_rescaled(RESCALINGS["ntk"])
     config = replace(CONFIG, dope=DopeSettings(heads=3, r=4), choice=ChoiceSettings(length=2))
     chosen = dope.select(have.model, torch.from_numpy(ids), config.dope, rescaled)
-    assert layout_of("dynamic_ntk+dope", have, 1.0, config) == dope.apply(
-        rescaled, chosen, config.dope, have.model
-    )
+    (layout,), notes = layouts_of("dynamic_ntk+dope", have, [1.0], config)
+    assert layout == dope.apply(rescaled, chosen, config.dope, have.model)
     names = ", ".join(f"L{layer}H{head}" for layer, head in chosen)
-    assert have.notes == [f"{names}, chosen on {len(ids)} texts of 64 tokens (validation)"]
+    assert notes == [f"{names}, chosen on {len(ids)} texts of 64 tokens (validation)"]
 
 
 def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
@@ -250,11 +252,11 @@ def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
     config = replace(CONFIG, weighted_rope=rules, choice=ChoiceSettings(length=2))
     ids = torch.from_numpy(have.text.windows(64))
     expected = choose_factors(have.model, ids, rules)
-    layout = layout_of("weighted_rope", have, 1.0, config)
+    (layout,), (note,) = layouts_of("weighted_rope", have, [1.0], config)
     assert layout == weighted_rope.apply(have.model.layout, expected)
     assert layout != layout_of("weighted_rope", have, 1.0, replace(config, choice=CONFIG.choice))
     count = weighted_rope.count_pairs(expected)
-    assert have.notes[0] == (
+    assert note == (
         f"{count} pairs of queries and keys, chosen on 2 texts of 64 tokens (validation)"
     )
 
@@ -283,8 +285,8 @@ def test_a_choice_is_made_once_for_all_tasks(fitting, monkeypatch):
     have, chosen = fitting(), []
     select = dope.select
     monkeypatch.setattr(dope, "select", lambda *a: chosen.append(a) or select(*a))
-    layout_at = layouts_of("dope", have)
-    assert layout_at(2.0) == layout_at(2.0)
+    (first, second), _ = layouts_of("dope", have, [2.0, 2.0])
+    assert first == second
     assert len(chosen) == 1
 
 
@@ -325,17 +327,27 @@ def test_the_longest_text_that_fits_read_is_known_before_them():
     assert longest_fit(["dope+temperature"], once) == 2
 
 
-def test_settings_have_the_prompts_that_heads_are_chosen_on(tmp_path):
+def test_the_key_of_fits_follows_the_text_and_its_windows():
+    others = [
+        fit_text(range(1, 51), count=2, longest=8),
+        replace(TEXT, count=3),
+        replace(TEXT, longest=9),
+        replace(TEXT, held_out=replace(TEXT.held_out, bos=(1,))),
+    ]
+    assert len({fingerprint(layout_inputs(text, CONFIG)) for text in (TEXT, *others)}) == 5
+
+
+def test_the_key_of_fits_has_the_prompts_that_heads_are_chosen_on(tmp_path):
     file = tmp_path / "math.jsonl"
     config = replace(CONFIG, choice=ChoiceSettings(text="many_shot_skip"))
     config = replace(config, many_shot=replace(config.many_shot, file=str(file)))
     settings = []
     for content in ("{}", "{} "):
         file.write_text(content)
-        settings.append(layout_settings(config))
+        settings.append(layout_inputs(TEXT, config))
     for choice in (ChoiceSettings(length=2.0), ChoiceSettings(texts=1), config.choice):
         changed = replace(CONFIG, choice=choice)
-        settings.append(layout_settings(changed))
+        settings.append(layout_inputs(TEXT, changed))
     assert len({str(each) for each in settings}) == 5
     assert config.needles in settings[0]
 

@@ -33,8 +33,8 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
     )
     longest = round(32 * longest_fit([name], config))
     text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 2, longest)
-    notes = []
-    assert layouts_for(name, model.layout, config, lambda: model, text, notes)(10.0) != model.layout
+    (layout,), notes = layouts_for(name, model.layout, [10.0], config, lambda: model, text)
+    assert layout != model.layout
     assert any("logits times" in note for note in notes)
 
 
@@ -59,7 +59,7 @@ def summed_loss(model, layout):
 def test_no_other_coefficient_is_better(tiny_decoder, layers):
     model = tiny_decoder(training_length=C, layers=layers)
     layout = model.layout
-    best = layouts_for("temperature", layout, CONFIG, lambda: model, TEXT, [])(4.0)
+    (best,), _ = layouts_for("temperature", layout, [4.0], CONFIG, lambda: model, TEXT)
     assert model.layout is layout
     losses = [summed_loss(model, tempered(layout, c)) for c in GRID]
     assert summed_loss(model, best) <= min(losses) + 1e-6
@@ -71,9 +71,9 @@ def test_a_parabola_is_fitted_exactly(tiny_decoder, monkeypatch, lowest):
         return 3 + 2 * (model.layout.spectra[0].temperature.coefficient - lowest) ** 2
 
     monkeypatch.setattr(FitText, "loss", loss)
-    model, notes = tiny_decoder(training_length=C), []
-    layout_at = layouts_for("temperature", model.layout, CONFIG, lambda: model, TEXT, notes)
-    (spectrum,) = layout_at(2.0).spectra
+    model = tiny_decoder(training_length=C)
+    (layout,), _ = layouts_for("temperature", model.layout, [2.0], CONFIG, lambda: model, TEXT)
+    (spectrum,) = layout.spectra
     assert spectrum.temperature.coefficient == pytest.approx(min(max(lowest, 0), 2))
 
 
@@ -81,5 +81,5 @@ def test_a_given_coefficient_is_not_fitted(tiny_decoder, monkeypatch):
     monkeypatch.setattr(FitText, "loss", None)
     model = tiny_decoder(training_length=C)
     config = replace(CONFIG, temperature=TemperatureSettings(coefficient=0.412, models="all"))
-    layout_at = layouts_for("temperature", model.layout, config, lambda: model, TEXT, [])
-    assert layout_at(2.0) == tempered(model.layout, 0.412)
+    (layout,), _ = layouts_for("temperature", model.layout, [2.0], config, lambda: model, TEXT)
+    assert layout == tempered(model.layout, 0.412)

@@ -38,7 +38,7 @@ from trainer.analysis.attention import (
 )
 from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target
-from trainer.analysis.weighted_rope import apply, count_pairs, factors_of, rules_of
+from trainer.analysis.weighted_rope import apply, count_pairs, factors_of
 from trainer.common.errors import UserError
 from trainer.config import USUAL, ShortTime, WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
@@ -311,8 +311,7 @@ def attenuated_perplexity(
     intervention, is not measured.
     """
     settings, model, layout = target.config.attenuation, target.model, target.model.layout
-    gates = [rules_of(gate) for gate in settings.gates]
-    gates = [rules for rules in gates if {rule.entropy for rule in rules} <= {*measures}]
+    gates = [rules for rules in settings.gates if {rule.entropy for rule in rules} <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
         return [], []

@@ -7,39 +7,16 @@ them, on top of any rescaling. Pairs that do not rotate stay unchanged.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from trainer.analysis.attention import SIDES, Side
-from trainer.common.errors import UserError
 from trainer.config import WeightedRopeSettings
 from trainer.positional.intervention import Factors, Intervention
 from trainer.positional.layout import LayerEncoding, Layout
-
-GATE = re.compile(r"(spectrum|sequence)\s*([<>])\s*(0?\.\d+|[01](?:\.\d*)?)")
-
-
-def rules_of(gate: str) -> list[WeightedRopeSettings]:
-    """Parse a gate such as ``spectrum>0.4+sequence<0.6``, which selects the pairs of all its rules.
-
-    Raises:
-        UserError: the gate is malformed.
-    """
-    rules = []
-    for part in gate.split("+"):
-        if not (match := GATE.fullmatch(part.strip())):
-            raise UserError(
-                f"analysis.attenuation.gates: expected rules as in spectrum<0.2, got {gate!r}"
-            )
-        entropy: Any = match[1]
-        side: Literal["below", "above"] = "below" if match[2] == "<" else "above"
-        rules.append(WeightedRopeSettings(entropy, side, float(match[3])))
-    return rules
 
 
 def factors_of(
@@ -93,21 +70,8 @@ def apply(layout: Layout, chosen: Sequence[Intervention]) -> Layout:
     Raises:
         ValueError: a layer already has an intervention.
     """
-    none = Intervention()
-    if all(factors == none for factors in chosen):
-        return layout
-    changed = (
-        encoding if factors == none else encoding.with_intervention(_fitted(factors, encoding))
+    layers = (
+        encoding.with_intervention(factors) if factors != Intervention() else encoding
         for encoding, factors in zip(layout.layers, chosen, strict=True)
     )
-    return replace(layout, layers=tuple(changed))
-
-
-def _fitted(factors: Intervention, encoding: LayerEncoding) -> Intervention:
-    """Return the factors with a row of keys for every spectrum of the layer.
-
-    DoPE gives the query heads of a layer copies of their keys. After it, a choice at one length may
-    have more or fewer rows than the layer at another one, and all copies have equal rows.
-    """
-    rows, keys = factors.key, len(encoding.spectra)
-    return replace(factors, key=tuple(rows[i * len(rows) // keys] for i in range(keys) if rows))
+    return replace(layout, layers=tuple(layers))

@@ -21,7 +21,7 @@ from trainer.common.progress import Progress
 from trainer.common.ranks import best_precision
 from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.methods import layout_settings, layouts_for, title_of, tokens_read
+from trainer.evaluation.methods import layout_inputs, layouts_for, title_of, tokens_read
 from trainer.evaluation.results import TRIAL_COLUMNS
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store, fingerprint
@@ -97,17 +97,16 @@ def _plan(
     """
     lengths = [*dict.fromkeys(task.length for task in tasks)]
     inputs = {"model": model.fingerprint, "settings": computation}
+    factors = [length / model.training_length for length in lengths]
     layout_list = adapter(list[Layout])
     keys = {}
     for method in methods:
-        of_method = {"method": [method, layout_settings(config), text.key], "lengths": lengths}
+        of_method = {"method": [method, layout_inputs(text, config)], "lengths": lengths}
         keys[method] = f"fit-{fingerprint(inputs | of_method)}"
     for method in [*keys][store.rank :: store.ranks]:
         if not store.values(keys[method]):
-            notes: list[str] = []
-            layout_at = layouts_for(method, model.layout, config, load, text, notes)
-            made = [layout_at(length / model.training_length) for length in lengths]
-            values = {"layouts": layout_list.dump_python(made), "notes": [*dict.fromkeys(notes)]}
+            layouts, notes = layouts_for(method, model.layout, factors, config, load, text)
+            values = {"layouts": layout_list.dump_python(layouts), "notes": notes}
             store.add(keys[method], values)
     cells: list[Cell] = []
     sentences: list[str] = []

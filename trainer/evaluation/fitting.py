@@ -15,7 +15,6 @@ from trainer.data.order import Integers
 from trainer.evaluation.held_out import HeldOut, token_losses
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
@@ -49,12 +48,13 @@ class FitText:
         Neighbouring windows overlap, so that the first ones are nearly one text.
         """
         text_of = parts_of_windows(self.held_out.split, self.count, self.longest)
-        rows_of = [np.flatnonzero(text_of == text) for text in np.unique(text_of)]
-        sizes = [*map(len, rows_of)]
+        texts, sizes = (x.tolist() for x in np.unique(text_of, return_counts=True))
         shares = divided(min(count, len(text_of)), sizes, sizes)
-        pairs = zip(rows_of, shares, strict=True)
-        rows = np.concatenate([rows[_spread_evenly(share, len(rows))] for rows, share in pairs])
-        return self.windows(length)[np.sort(rows)]
+        rows = [
+            np.flatnonzero(text_of == text)[_spread_evenly(share, size)]
+            for text, size, share in zip(texts, sizes, shares, strict=True)
+        ]
+        return self.windows(length)[np.sort(np.concatenate(rows))]
 
     def choice(self, config: EvaluationConfig, length: int) -> Tensor:
         """Return the ``[texts, tokens]`` on which heads and pairs are chosen (DoPE, Sec. 5.1,
@@ -85,12 +85,6 @@ class FitText:
         """Return the mean loss over windows and positions, in nats."""
         first_token = self.held_out.corpus.first_token
         return token_losses(model, windows, first_token, batch_tokens).double().mean().item()
-
-    @property
-    def key(self) -> str:
-        """Hash of the text and its windows."""
-        text = self.held_out
-        return fingerprint(text.corpus.fingerprint, text.bos, self.count, self.longest)
 
 
 def _spread_evenly(count: int, total: int) -> Integers:

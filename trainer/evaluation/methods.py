@@ -13,8 +13,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from trainer.analysis import weighted_rope
 from trainer.analysis.frequency_entropy import choose_factors
 from trainer.common.errors import UserError
@@ -53,8 +51,6 @@ TITLES = {
 }
 """Titles of all parts in tables, by the names of ``evaluation.methods``."""
 TITLES |= {f"dynamic_{name}": f"dynamic {TITLES[name]}" for name in RESCALINGS}
-DYNAMIC = {f"dynamic_{name}": rescaling for name, rescaling in RESCALINGS.items()}
-"""Rescalings that follow the length of each sequence."""
 
 
 def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) -> Layout:
@@ -63,11 +59,12 @@ def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) 
     s, layers = max(factor, 1.0), config.layers
     if part in RESCALINGS:
         layout = layout.rescaled(RESCALINGS[part], s, layers)
-    elif part in DYNAMIC:
-        layout = layout.dynamically_rescaled(DYNAMIC[part], layers=layers)
     elif part == "dynamic_ntk_alpha":  # s = alpha n / C - (alpha - 1) (DoPE, App. A.2)
         alpha = s if config.dynamic_ntk_alpha is None else config.dynamic_ntk_alpha
         layout = layout.dynamically_rescaled(ntk_aware, alpha, layers)
+    elif part.startswith("dynamic_"):  # with the length of each sequence
+        rescaling = RESCALINGS[part.removeprefix("dynamic_")]
+        layout = layout.dynamically_rescaled(rescaling, layers=layers)
     elif part == "temperature_rope_id":  # (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or another exponent
         layout = tempered(layout, 0.1, config.temperature.rope_id_exponent, layers)
     elif part == "window":  # no wider than C
@@ -81,46 +78,33 @@ def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) 
     return layout
 
 
-Change = Callable[[Layout], Layout]
-Choice = Callable[[LanguageModel, Tensor, Layout, EvaluationConfig], tuple[str, Change]]
-"""Chooses heads or pairs on texts ``[B, T]``, for a model as trained and its layout so far; returns
-them in words, and the change of any layout."""
-
-
-def choose_heads(
-    model: LanguageModel, ids: Tensor, layout: Layout, config: EvaluationConfig
-) -> tuple[str, Change]:
-    """Choose the heads of extreme matrix entropy that lose their encoding, or parts of it."""
-    heads = dope.select(model, ids, config.dope, layout)
-    words = ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
-    return words, lambda layout: dope.apply(layout, heads, config.dope, model)
-
-
-def choose_pairs(
-    model: LanguageModel, ids: Tensor, layout: Layout, config: EvaluationConfig
-) -> tuple[str, Change]:
-    """Choose the pairs of extreme frequency entropy that are multiplied by a factor."""
-    factors = choose_factors(model, ids, config.weighted_rope, layout)
-    pairs = counted(weighted_rope.count_pairs(factors), "pair")
-    return f"{pairs} of queries and keys", lambda layout: weighted_rope.apply(layout, factors)
-
-
 def fit_choice(
-    choose: Choice,
+    part: str,
     before: LayoutAt,
     model: LanguageModel,
     text: FitText,
     config: EvaluationConfig,
     notes: Notes,
 ) -> LayoutAt:
-    """Change heads or pairs that are chosen at each length, or at ``choice.length`` for all."""
+    """Change heads (dope) or pairs (weighted_rope) of extreme entropy, chosen at each length, or at
+    ``choice.length`` for all."""
 
     @cache
-    def change(factor: float) -> Change:
-        ids = text.choice(config, round(factor * model.layout.training_length))
-        words, change = choose(model, ids, before(factor), config)
+    def change(factor: float) -> Callable[[Layout], Layout]:
+        ids, layout = (
+            text.choice(config, round(factor * model.layout.training_length)),
+            before(factor),
+        )
+        if part == "dope":
+            heads = dope.select(model, ids, config.dope, layout)
+            chosen = ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
+            change = partial(dope.apply, chosen=heads, settings=config.dope, model=model)
+        else:
+            factors = choose_factors(model, ids, config.weighted_rope, layout)
+            chosen = f"{counted(weighted_rope.count_pairs(factors), 'pair')} of queries and keys"
+            change = partial(weighted_rope.apply, chosen=factors)
         texts, tokens = counted(len(ids), "text"), f"{ids.shape[1]:,} tokens"
-        notes.append(f"{words}, chosen on {texts} of {tokens} ({config.choice.text})")
+        notes.append(f"{chosen}, chosen on {texts} of {tokens} ({config.choice.text})")
         return change
 
     return lambda factor: change(config.choice.length or factor)(before(factor))
@@ -131,8 +115,8 @@ Fit = Callable[[LayoutAt, LanguageModel, FitText, EvaluationConfig, Notes], Layo
 FITS: dict[str, Fit] = {
     "longrope": fit_longrope,
     "temperature": fit_temperature,
-    "dope": partial(fit_choice, choose_heads),
-    "weighted_rope": partial(fit_choice, choose_pairs),
+    "dope": partial(fit_choice, "dope"),
+    "weighted_rope": partial(fit_choice, "weighted_rope"),
 }
 
 
@@ -149,43 +133,42 @@ def tokens_read(method: str, layout: Layout) -> int | None:
 def longest_fit(methods: Collection[str], config: EvaluationConfig) -> float:
     """Return the length of the longest text that methods are fitted on, in training lengths; 0 if
     none is fitted."""
-    lengths, choice = config.lengths, config.choice.length
-    chosen = lengths if choice is None else [choice]
-    read = {
-        "longrope": lengths,
-        "temperature": config.temperature.lengths or lengths,
-        "dope": chosen,
-        "weighted_rope": chosen,
-    }
+    read = dict.fromkeys(FITS, config.lengths)
+    if config.temperature.lengths:
+        read["temperature"] = config.temperature.lengths
+    if config.choice.length is not None:
+        read["dope"] = read["weighted_rope"] = [config.choice.length]
     parts = {part for method in methods for part in method.split("+")}
-    return max((length for part in parts & read.keys() for length in read[part]), default=0)
+    return max((length for part in parts & FITS.keys() for length in read[part]), default=0)
 
 
-def layout_settings(config: EvaluationConfig) -> list[Any]:
-    """Return all settings that layouts depend on, for their key."""
-    used: list[Any] = [config.lengths, config.layers, config.dynamic_ntk_alpha, config.temperature]
-    used += [config.longrope, config.choice, config.dope, config.weighted_rope]
+def layout_inputs(text: FitText, config: EvaluationConfig) -> list[Any]:
+    """Return all inputs of a method's layouts besides the model and the lengths, for their key."""
+    held_out = text.held_out
+    inputs: list[Any] = [held_out.corpus.fingerprint, held_out.bos, text.count, text.longest]
+    inputs += [config.lengths, config.layers, config.dynamic_ntk_alpha, config.temperature]
+    inputs += [config.longrope, config.choice, config.dope, config.weighted_rope]
     if config.choice.text != "validation":  # a task's prompts
-        file = config.many_shot.file
-        content = None if file is None else Path(file).read_text(encoding="utf-8")
-        used += [config.needles, config.many_shot, content]
-    return used
+        inputs += [config.needles, config.many_shot]
+        if file := config.many_shot.file:
+            inputs.append(Path(file).read_text(encoding="utf-8"))
+    return inputs
 
 
 def layouts_for(
     method: str,
     layout: Layout,
+    factors: Sequence[float],
     config: EvaluationConfig,
     load: Callable[[], LanguageModel],
     text: FitText,
-    notes: Notes,
-) -> LayoutAt:
-    """Return a model's layout for every extension factor; the calls fit what is fitted.
+) -> tuple[list[Layout], list[str]]:
+    """Return a model's layout for every extension factor, and sentences about what was fitted.
 
-    ``layout``: the model's own. ``load``: reads the model, if a part is fitted. ``notes``: gets
-    descriptions of what was fitted.
+    ``layout``: the model's own. ``load``: reads the model, if a part is fitted.
     """
     config = replace(config, layers=layout.chosen(config.layers))
+    notes: Notes = []
 
     def after(part: str, before: LayoutAt) -> LayoutAt:
         if part in FITS:
@@ -195,7 +178,7 @@ def layouts_for(
     layout_at: LayoutAt = lambda factor: layout  # noqa: E731
     for part in method.split("+"):
         layout_at = cache(after(part, layout_at))
-    return layout_at
+    return [*map(layout_at, factors)], [*dict.fromkeys(notes)]
 
 
 def applicable(
@@ -226,10 +209,11 @@ def why_idle(method: str, model: SavedModel, config: EvaluationConfig) -> str:
     """Return why a method cannot change a model; empty if it can."""
     parts, layout = {*method.split("+")}, model.layout
     chosen = layout.of_layers(config.layers)
-    slowing = parts & {*RESCALINGS, *DYNAMIC, "dynamic_ntk_alpha", "longrope"}
+    dynamic = {part for part in parts if part.startswith("dynamic_")}
+    slowing = parts & {*RESCALINGS, "longrope"} | dynamic
     tempering = parts & {"temperature", "temperature_rope_id"}
     # transformers rotates all heads of a layer alike, the same at every length, in its own windows.
-    if model.computed_by and parts & {*DYNAMIC, "dynamic_ntk_alpha", "longrope", "dope", "window"}:
+    if model.computed_by and (dynamic or parts & {"longrope", "dope", "window"}):
         return "is computed by transformers, and this method needs the decoder of this program"
     if (slowing or parts & {"dope", "weighted_rope"}) and not layout.rotates:
         return "has no rotation"
