@@ -17,6 +17,7 @@ from trainer.commands import COMMANDS, compose_words, forget_absent_weights, run
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
 from trainer.runs.parsing import parse, runs_of
+from trainer.runs.phases import drop_step
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 PAPERS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["papers"]
@@ -76,7 +77,7 @@ def test_a_control_without_a_drop_has_the_norm_of_its_run_that_drops():
         "drop": {"at": 5},
         "controls": {"c": {"branch": "drop", "drop": {"at": None}}},
     }
-    assert runs_of(parse(values))["c"].drop_step is None
+    assert drop_step(runs_of(parse(values))["c"]) is None
 
 
 def test_defaults_of_the_schema_keep_its_rules():

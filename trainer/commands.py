@@ -171,6 +171,7 @@ def run_config(job: Job) -> schema.RunConfig:
         UserError: a key of the shape is among the words, but trained weights bring theirs.
     """
     from trainer.runs.parsing import parse
+    from trainer.runs.phases import drop_step
 
     model = job.values["model"]
     if model["from_pretrained"] or model["from_run"]:
@@ -179,7 +180,7 @@ def run_config(job: Job) -> schema.RunConfig:
                 key = word.partition("=")[0].lstrip("+")
                 raise UserError(f"{key}: the trained weights bring their shape")
     config = parse(job.values)
-    drops = config.drop_step is not None or config.controls  # which may drop
+    drops = drop_step(config) is not None or config.controls  # which may drop
     if config.model.qk_norm.when == "after_drop" and not drops:
         raise UserError("model.qk_norm.when: 'after_drop', but there is no drop")
     return config

@@ -615,15 +615,6 @@ class RunConfig:
         lengths = [phase.sequence_length for phase in self.phases.values()]
         return (lengths[-1] if lengths else None) or self.data.sequence_length
 
-    @property
-    def drop_step(self) -> int | None:
-        """Number of steps trained before the first drop, or None."""
-        if self.phases:
-            steps = [phase.steps for phase in self.phases.values()]
-            drops = [bool(phase.drop) for phase in self.phases.values()]
-            return sum(steps[: drops.index(True)]) if any(drops) else None
-        return None if self.drop.to == SAME else self.drop.step(self.trainer.max_steps)
-
 
 # ---- Analysis ----
 

@@ -20,6 +20,7 @@ from trainer.positional.rescaling import position_interpolation
 from trainer.runs.directory import read_metrics
 from trainer.runs.models import name_and_role, read_run
 from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import drop_step
 
 PHASES = {
     "first": {"steps": 4},
@@ -50,7 +51,7 @@ def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
     config, _ = whole
     rows = {row["step"]: row for row in rows_of(config)}
     assert config.trainer.max_steps == 12
-    assert config.drop_step == 7
+    assert drop_step(config) == 7
     tokens = {step: step * 128 for step in (2, 4, 6, 7, 8, 9, 10, 12)}
     assert {step: row["tokens"] for step, row in rows.items()} == tokens
     assert {step: row["phase"] for step, row in rows.items()} == {
@@ -214,5 +215,5 @@ def test_a_run_that_begins_with_a_dropped_model_goes_on_and_drops_nothing_again(
     assert (name_and_role(last)[0], last.positional.layers) == ("NoPE, continued", ["nope"])
     before = config(early, drop={"at": None}, norms="never")
     assert (name_and_role(before)[0], before.positional) == ("RoPE", whole.positional)
-    assert config(whole.run_dir).drop_step is None
+    assert drop_step(config(whole.run_dir)) is None
     assert name_and_role(config(early))[0] == "DroPE"

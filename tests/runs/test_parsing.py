@@ -7,6 +7,7 @@ import pytest
 from trainer.common.errors import UserError
 from trainer.config import TrainerConfig
 from trainer.runs.parsing import merged, parse, runs_of
+from trainer.runs.phases import drop_step
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_a_control_is_the_run_with_its_changes_and_without_controls():
     values = controlled(drop=5, a={"branch": 3, "drop": {"at": 7}}, b={"seed": 4})
     config, control, other = runs_of(parse(values)).values()
     assert (control.run_dir, control.seed) == ("runs/x/controls/a", 0)
-    assert (control.controls, control.drop_step, config.drop_step) == ({}, 7, 5)
+    assert (control.controls, drop_step(control), drop_step(config)) == ({}, 7, 5)
     assert other.seed == 4
 
 
@@ -48,13 +49,13 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
 def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     values = {"data": {"sequence_length": 64}, "trainer": {"batch_size": 3, "max_steps": 10}}
     config = parse({"run_dir": "x", **values, "drop": {"at": 2}})
-    assert (config.tokens_per_step, config.training_length, config.drop_step) == (192, 64, 2)
+    assert (config.tokens_per_step, config.training_length, drop_step(config)) == (192, 64, 2)
     phases = {
         "a": {"steps": 2, "sequence_length": 32}, "b": {"steps": 3, "sequence_length": 128},
         "c": {"steps": 4, "drop": {}}, "d": {"steps": 1, "drop": {"to": "alibi"}},
     }  # fmt: skip
     config = parse({"run_dir": "x", **values, "phases": phases})
-    assert (config.training_length, config.drop_step) == (64, 5)  # of the last phase
+    assert (config.training_length, drop_step(config)) == (64, 5)  # of the last phase
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from trainer.report.report import FACTS, RunSummary, troubles
 from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
 from trainer.runs.parsing import merged, parse, runs_of
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import drop_step, phases_of
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
     branch_checkpoint,
@@ -53,7 +53,7 @@ def test_an_encoding_without_rotation_has_nothing_to_drop():
     for name, step in (("rope", 850), ("alibi", 850), ("nope", None)):
         values = {"positional": {"layers": [name]}, "drop": {"at": 0.85}}
         config = parse(values)
-        assert config.drop_step == step
+        assert drop_step(config) == step
         assert len(phases_of(config)) == (1 if step is None else 2)
     assert name_and_role(config)[0] == "NoPE"
 

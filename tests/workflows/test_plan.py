@@ -15,6 +15,7 @@ from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
 from trainer.runs.parsing import parse, runs_of
+from trainer.runs.phases import drop_step
 from trainer.workflows.plan import activation_bytes, flops, parameters, plan
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -50,7 +51,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     a_step = 3 * 8 * forward_flops(model.config, model.layout, 64)
     rope = runs_of(config)["rope"]
     assert flops(config) == 100 * a_step
-    assert flops(rope, begin=config.drop_step) == 25 * a_step
+    assert flops(rope, begin=drop_step(config)) == 25 * a_step
     rows = plan(config, 1, 0.5)["Training"]
     assert float(rows["operations of rope"]) == pytest.approx(25 * a_step, rel=1e-2)
 

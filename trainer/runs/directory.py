@@ -21,6 +21,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import write_atomically
 from trainer.config import SAME, RunConfig
+from trainer.runs.phases import drop_step
 
 RECORD = "config.yaml"
 LOCK = ".lock"
@@ -97,7 +98,7 @@ def lacks_schedule_control(runs: Sequence[str]) -> bool:
     configs = [saved_config(values) for values in found]
     controls = [c.get("drop") or {} for config in configs for c in config.controls.values()]
     targets = [c.drop.to for c in configs] + [drop.get("to") for drop in controls]
-    return len({c.drop_step is None for c in configs}) == 2 and SAME not in targets
+    return len({drop_step(c) is None for c in configs}) == 2 and SAME not in targets
 
 
 def check_run_directory(config: RunConfig) -> None:

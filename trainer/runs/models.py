@@ -35,7 +35,7 @@ from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import saved_config
-from trainer.runs.phases import phase_at, phases_of
+from trainer.runs.phases import drop_step, phase_at, phases_of
 
 # Finding
 
@@ -215,7 +215,7 @@ def is_dropped(config: RunConfig, step: int) -> bool:
 
     A drop comes before the first batch of its phase: the checkpoint of that very step precedes it.
     """
-    return config.drop_step is not None and step > config.drop_step
+    return (dropped_at := drop_step(config)) is not None and step > dropped_at
 
 
 def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str | None]:

@@ -16,7 +16,7 @@ from trainer.config import MAIN, DataConfig, NeedlesConfig, RunConfig
 from trainer.model.config import check_shape
 from trainer.positional.layout import Layout
 from trainer.runs.directory import plain
-from trainer.runs.phases import configured_layout, layout_of_phase, phases_of
+from trainer.runs.phases import configured_layout, drop_step, layout_of_phase, phases_of
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose; null stands for none."""
@@ -143,7 +143,7 @@ def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) ->
         raise UserError(f"{key}.strategy: a control trains in the processes of its run")
     if branch is None:
         return
-    step = run.drop_step if branch == "drop" else branch
+    step = drop_step(run) if branch == "drop" else branch
     if not isinstance(step, int) or not 0 <= step <= run.trainer.max_steps:
         raise UserError(f"{key}.branch: expected 'drop' or a step of the run, got {branch!r}")
     if _before(run, step) != _before(control, step):

@@ -144,6 +144,11 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
     return next(phase for phase in reversed(phases) if step >= phase.start)
 
 
+def drop_step(config: RunConfig) -> int | None:
+    """Return the number of steps trained before the first drop, or None."""
+    return next((phase.start for phase in phases_of(config) if phase.settings.drop), None)
+
+
 def kept_steps(config: RunConfig) -> frozenset[int]:
     """Return the steps with permanent checkpoints: every ``keep_every``-th, ends of phases, and
     branches of controls."""

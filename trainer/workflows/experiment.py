@@ -33,7 +33,7 @@ from trainer.runs.directory import (
 )
 from trainer.runs.models import encodings, environment, find_models, reference_first, without_home
 from trainer.runs.parsing import runs_of
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import drop_step, phases_of
 from trainer.workflows.evaluate import held_out_of, measure_models, publish
 from trainer.workflows.text import check_vocabularies, open_corpus
 
@@ -183,7 +183,8 @@ def summary_of(model: SavedModel) -> RunSummary:
     assert config is not None
     last = rows[-1] if rows else {}
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    dropped = "" if config.drop_step is None else f", dropped at step {config.drop_step}"
+    step = drop_step(config)
+    dropped = "" if step is None else f", dropped at step {step}"
     return RunSummary(
         name=model.name,
         encoding=f"{encodings(config)}{dropped}",

@@ -14,7 +14,7 @@ from trainer.lightning.setup import make_decoder
 from trainer.model.config import ModelConfig
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.parsing import runs_of
-from trainer.runs.phases import Phase, phase_at, phases_of
+from trainer.runs.phases import Phase, drop_step, phase_at, phases_of
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
 """Names of GPUs as :func:`trainer.model.flops.dense_peak` has them."""
@@ -35,7 +35,7 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     trained = None if config.tokenizer.path else config.tokenizer.vocab_size
     shape = replace(config.model, vocab_size=config.model.vocab_size or trained)
     config = replace(config, model=shape)
-    steps, phases, drop = config.trainer.max_steps, phases_of(config), config.drop_step
+    steps, phases, drop = config.trainer.max_steps, phases_of(config), drop_step(config)
     training = {"steps": f"{steps:,} of {config.tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
