@@ -32,7 +32,6 @@ from typing import Any
 import yaml
 
 from trainer.config import LongBenchSettings
-from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt, check_room
 from trainer.evaluation.task import PromptTask
@@ -161,10 +160,8 @@ def longbench_task(
     new_tokens: int = kind["new_tokens"]
     if metric is classification:
         metric = partial(classification, classes=rows[0]["all_classes"])
-    never_first = tuple[int, ...]()
-    if kind.get("one_line", False):
-        line_break = encoder.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
-        never_first = (*line_break, *sorted(special_tokens(encoder.tokenizer).stops))
+    line_break = encoder.tokenizer.encode("\n", add_special_tokens=False).ids[-1:]
+    never_first = tuple(line_break) if kind.get("one_line", False) else ()
     texts = [kind["template"].format(**row) for row in rows]
     # Four bytes for a token: the texts of all tasks are kept in memory together.
     encoded = [array("i", tokens) for tokens in encoder.tokens(texts)]

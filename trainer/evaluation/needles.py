@@ -239,7 +239,8 @@ def hidden(
         text = haystack.tokens[begin : begin + room]
         asked = [any(answer in needle for answer in quiz.answers) for needle in quiz.needles]
         is_single = len(needles) == 1
-        for depths in zip(settings.depths) if is_single else [random.random(len(needles))]:
+        single = [(depth,) for depth in settings.depths]
+        for depths in single if is_single else [random.random(len(needles))]:
             places = [haystack.place(begin, room, depth) for depth in depths]
             at = np.repeat(places, [len(needle) for needle in needles])
             with_needles = np.insert(text, at, list(chain.from_iterable(needles))).tolist()

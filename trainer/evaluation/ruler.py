@@ -372,26 +372,25 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
     """
     new_tokens, least = TASKS[name]
 
-    def prompt_of(trial: int, units: int) -> Prompt:
+    def draw(trial: int, units: int) -> tuple[Prompt, int]:
+        """Return a prompt, and by how many tokens it is too long."""
         text, answers = ask(Random(f"{SEED} {name} {length} {trial}"), trial, units, length)
         (tokens,) = encoder.tokens([text])
-        return Prompt(tokens, answers, new_tokens)
+        return Prompt(tokens, answers, new_tokens), len(tokens) + new_tokens - length
 
-    def excess(prompt: Prompt) -> int:
-        return len(prompt.tokens) + new_tokens - length
+    def excess(units: int) -> int:
+        return draw(0, units)[1]
 
-    def of_first(units: int) -> int:
-        return excess(prompt_of(0, units))
-
-    shortest = of_first(least)
-    per_unit = (of_first(least + PROBE) - shortest) / PROBE
-    estimate = least + round(-shortest / per_unit)
-    most = max(least, least - 1 + bisect_right(range(least, 2 * estimate), 0, key=of_first))
+    per_unit = (excess(least + PROBE) - excess(least)) / PROBE
+    estimate = least + round(-excess(least) / per_unit)
+    most = max(least, least - 1 + bisect_right(range(least, 2 * estimate), 0, key=excess))
 
     def fitting(trial: int) -> Prompt:
         units = most
-        while (missing := excess(prompt := prompt_of(trial, units))) > 0 and units > least:
-            units = max(least, units - math.ceil(missing / per_unit))
+        prompt, too_long = draw(trial, units)
+        while too_long > 0 and units > least:
+            units = max(least, units - math.ceil(too_long / per_unit))
+            prompt, too_long = draw(trial, units)
         return prompt
 
     with ThreadPoolExecutor() as pool:  # tokenizers let other threads run
