@@ -147,7 +147,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     [
         ({"tasks": ["standard"]}, "tokens for needles and a question, got 32"),
         ({"lengths": [1, 500]}, "expected 16000 tokens of held-out text or more, got"),
-        ({"tasks": ["ruler"]}, "tokens for RULER"),
+        ({"tasks": ["ruler"]}, "tokens for niah_single_1, got 32"),
         (
             {"methods": ["weighted_rope"], "choice": ChoiceSettings(length=0.16)},
             "SequenceFE: expected a text of 6 tokens or more, got 5",
