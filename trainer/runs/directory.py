@@ -93,9 +93,8 @@ def lacks_schedule_control(runs: Sequence[str]) -> bool:
 
     ``runs``: directories; those without a configuration do not count.
     """
-    records = (Path(run, RECORD) for run in runs)
-    found = [yaml.safe_load(path.read_text("utf-8")) for path in records if path.is_file()]
-    configs = [saved_config(values) for values in found]
+    records = [path for run in runs if (path := Path(run, RECORD)).is_file()]
+    configs = [saved_config(yaml.safe_load(path.read_text("utf-8"))) for path in records]
     controls = [c.get("drop") or {} for config in configs for c in config.controls.values()]
     targets = [c.drop.to for c in configs] + [drop.get("to") for drop in controls]
     return len({drop_step(c) is None for c in configs}) == 2 and SAME not in targets
