@@ -21,8 +21,7 @@ from trainer.positional.layout import Layout
 log = logging.getLogger(__name__)
 
 Dtype = Literal["fp32", "bf16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Types of weights, as commands call them."""
+"""Type of weights, as commands call it."""
 PREFILL = 32768
 """Tokens of a long sequence that are read at once."""
 
@@ -72,7 +71,7 @@ class SavedModel:
 
     def load(self, device: str = "cpu", dtype: Dtype = "fp32") -> LanguageModel:
         """Load the model with its training length and the tokens that end its answers."""
-        model = self.read(device, DTYPES[dtype])
+        model = self.read(device, torch.bfloat16 if dtype == "bf16" else torch.float32)
         model.layout = self.layout
         model.end_tokens = self.tokens.stops
         return model

@@ -90,11 +90,10 @@ def average(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate
     The distance to each limit is the root of the sum of squares of the estimates' weighted
     distances (G. Y. Zou and A. Donner, Statistics in Medicine 27, 2008).
     """
-    total = sum(weights)
-    parts = [(e, weight / total) for e, weight in zip(estimates, weights, strict=True)]
-    mean = sum(share * e.mean for e, share in parts)
-    below = math.hypot(*(share * (e.mean - e.low) for e, share in parts))
-    above = math.hypot(*(share * (e.high - e.mean) for e, share in parts))
+    shares = np.asarray(weights) / sum(weights)
+    means, lows, highs = np.transpose(estimates)
+    mean = float(shares @ means)
+    below, above = (float(np.linalg.norm(shares * (means - x))) for x in (lows, highs))
     return Estimate(mean, mean - below, mean + above)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -39,11 +40,8 @@ def check_names(config: EvaluationConfig) -> None:
         ("tasks", config.tasks, [*groups, *NEEDLE_TASKS]),
         ("methods", parts, [*TITLES]),
     ):
-        for name in names:
-            if name not in known:
-                raise UserError(
-                    f"evaluation.{key}: expected some of {', '.join(known)}, got {name!r}"
-                )
+        if missing := [name for name in names if name not in known]:
+            raise UserError(f"evaluation.{key}: expected some of {', '.join(known)}, got {missing}")
 
 
 def make_tasks(
@@ -58,36 +56,39 @@ def make_tasks(
     tasks: list[Task] = []
     notes: list[str] = []
     C = training_length
-    config = limited(config)
-    limit = config.limit
+    limit = config.limit or sys.maxsize
+    windows = min(config.windows, limit)
+    needles = replace(config.needles, trials=min(config.needles.trials, limit))
+    ruler = replace(config.ruler, trials=min(config.ruler.trials, limit))
+    many_shot = replace(config.many_shot, trials=min(config.many_shot.trials, limit))
     for name in config.tasks:
         asked: Sequence[PromptTask] = ()
         if name == PERPLEXITY:
             last = min(C, *lengths)
-            made = perplexity(text, lengths, config.windows, last)
+            made = perplexity(text, lengths, windows, last)
             tasks += made
-            if (count := len(made[0].trials)) < config.windows:
+            if (count := len(made[0].trials)) < windows:
                 notes.append(
-                    f"Losses are over {counted(count, 'window')}, not {config.windows} "
+                    f"Losses are over {counted(count, 'window')}, not {windows} "
                     f"(evaluation.windows): the held-out text of {len(text.split):,} tokens has no "
                     f"more of {max(lengths):,} tokens whose last {last:,} do not overlap."
                 )
         elif name == STATEMENTS and text.training_share:
-            tasks += statements(text, lengths, config.needles)
+            tasks += statements(text, lengths, needles)
         elif name == STATEMENTS:
             notes.append(
                 "The task 'statements' was left out: the training text of the first model "
                 "carried none, or is not known (data.needles.share)."
             )
         elif name in NEEDLE_TASKS:
-            asked = [NEEDLE_TASKS[name](text.haystack, config.needles)]
+            asked = [NEEDLE_TASKS[name](text.haystack, needles)]
         elif name == RULER:
-            asked, missing = ruler_tasks(config.ruler, text.encoder, text.documents)
+            asked, missing = ruler_tasks(ruler, text.encoder, text.documents)
             notes += missing
         elif name == LONGBENCH:
             asked = longbench_tasks(config.longbench, text.encoder, C)
         elif name == MANY_SHOT:
-            asked = many_shot_tasks(config.many_shot, text.encoder)
+            asked = many_shot_tasks(many_shot, text.encoder)
         elif name == MULTIPLE_CHOICE:
             tasks += multiple_choice_tasks(config.multiple_choice, text.encoder, lengths, limit)
         elif name == HARNESS:
@@ -98,16 +99,3 @@ def make_tasks(
     if notes and not tasks:
         raise UserError(f"evaluation.tasks: {' '.join(notes)}")
     return tasks, notes
-
-
-def limited(config: EvaluationConfig) -> EvaluationConfig:
-    """Return the configuration with at most ``limit`` windows and trials of a task and length."""
-    if (limit := config.limit) is None:
-        return config
-    return replace(
-        config,
-        windows=min(config.windows, limit),
-        needles=replace(config.needles, trials=min(config.needles.trials, limit)),
-        ruler=replace(config.ruler, trials=min(config.ruler.trials, limit)),
-        many_shot=replace(config.many_shot, trials=min(config.many_shot.trials, limit)),
-    )
