@@ -90,18 +90,22 @@ def _read(
         # Every prompt must read at least one token after the trunk.
         return int(np.append(ids[trunk][:-1] != ids[index][:-1], True).argmax())
 
-    shares = sorted(
+    shares = [
         (shared(group[0], index), row, index) for row, group in enumerate(groups) for index in group
-    )
+    ]
+    shares.sort(reverse=True)
     most = max(1, 2 * batch_tokens // (length + count) - len(groups))
-    trunk = model.empty_cache(len(groups), length + count - 1)
-    copies = model.empty_cache(min(most, len(shares)), length + count - 1)
+    trunk = copies = model.empty_cache(len(groups), length + count - 1)
+    # A single row needs no copy: each prompt shares fewer tokens with it than the one before.
+    # If the layout changes while an answer grows, all its tokens are read again.
+    if len(groups) > 1 or most > 1 or model.layout.switches:
+        copies = model.empty_cache(min(most, len(shares)), length + count - 1)
     read_rows(model, tokens(trunks)[:, :-1], trunk, length=length)
     for first in range(0, len(shares), most):
         chunk = shares[first : first + most]
         cache, logits = copies.part(0, len(chunk)), []
         for begin in range(0, len(chunk), len(groups)):
-            (cut, *_), rows, indices = zip(*chunk[begin : begin + len(groups)], strict=True)
+            (*_, cut), rows, indices = zip(*chunk[begin : begin + len(groups)], strict=True)
             part = cache.part(begin, len(rows))
             part.copy_from(trunk, cut, rows)
             logits.append(read_rows(model, tokens(indices)[:, cut:], part, length=length))
