@@ -91,10 +91,8 @@ def fit_choice(
 
     @cache
     def change(factor: float) -> Callable[[Layout], Layout]:
-        ids, layout = (
-            text.choice(config, round(factor * model.layout.training_length)),
-            before(factor),
-        )
+        layout, length = before(factor), round(factor * model.layout.training_length)
+        ids = text.choice(config, length)
         if part == "dope":
             heads = dope.select(model, ids, config.dope, layout)
             chosen = ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
