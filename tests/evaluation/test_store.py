@@ -93,12 +93,12 @@ def test_values_are_kept_by_key(tmp_path, monkeypatch):
     assert store.values("b") == []
 
 
-def test_a_value_that_was_cut_short_is_no_value_and_spoils_none(tmp_path):
+def test_a_value_that_was_damaged_is_no_value_and_spoils_none(tmp_path):
     store = Store(tmp_path)
     for value in (1, 2):
         store.add("a", value)
     (path,) = tmp_path.glob("*/0.jsonl")
-    path.write_text(path.read_text()[:-3])
+    path.write_bytes(path.read_bytes()[:-3] + b'\n\x80\n{"a": NaN}')
     assert store.values("a") == [1]
     store.add("a", 3)
     assert store.values("a") == [1, 3]

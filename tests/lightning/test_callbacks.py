@@ -13,7 +13,7 @@ import torch
 
 from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
 from trainer.checkpoint import Writer, read_state, step_name
-from trainer.common.errors import DivergedError, PreemptedError
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.lightning import run as of_runs
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.run import check_divergence, flops_per_token
@@ -135,6 +135,13 @@ def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
     states = [read_state(checkpoint_of(c))["user_callbacks"] for c in (whole, stopped)]
     assert states[0] == states[1]
     assert states[0]["Shrink"]["steps"] == 12
+
+
+@pytest.mark.slow
+def test_a_run_drops_by_its_own_key(run):
+    drop = {"_target_": "trainer.lightning.DropPositions", "at": 3}
+    with pytest.raises(UserError, match=r"drop\.at"):
+        run("refused", callbacks={"mine": drop})
 
 
 @pytest.mark.slow

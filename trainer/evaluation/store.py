@@ -65,8 +65,8 @@ class Store:
         """Return the values of a key, with lists for tuples."""
         values = []
         for path in sorted(self.directory.glob(f"{key}/*.jsonl")):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError):  # empty, cut short, or being written
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, KeyError):  # empty, cut short, or being written
                     values.append(json.loads(line)["value"])
         return values
 

@@ -27,14 +27,14 @@ from trainer.checkpoint import (
     step_name,
     step_of,
 )
-from trainer.common.errors import DivergedError, PreemptedError
+from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.progress import Progress
 from trainer.common.ranks import any_rank, current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.data.dataset import TrainingSamples
 from trainer.lightning.benchmarks import benchmark_scores, benchmark_tasks
-from trainer.lightning.drop import apply_change, losses_of
+from trainer.lightning.drop import DropPositions, apply_change, losses_of
 from trainer.lightning.module import Batch, LanguageModule
 from trainer.lightning.optimizers import global_norm
 from trainer.lightning.setup import precision_of
@@ -95,6 +95,8 @@ class RunCallback(L.Callback):
             arguments = dict(values)
             target = ":".join(arguments.pop("_target_").rsplit(".", 1))
             self.user_callbacks.append(resolve_name(target)(**arguments))
+        if any(isinstance(callback, DropPositions) for callback in self.user_callbacks):
+            raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
         directory, keep = Path(config.run_dir) / "checkpoints", config.trainer.keep_checkpoints
         self.writer = Writer(directory, keep, kept_steps(config))
         self.saved_at = time.monotonic()
