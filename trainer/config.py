@@ -401,7 +401,7 @@ class NeedleTaskSettings:
 
     trials: PositiveInt = 256
     """Trials of a cell: at each depth in tasks with one needle, at each length in the others."""
-    depths: tuple[Share, ...] = tuple(step / 10 for step in range(11))
+    depths: Annotated[tuple[Share, ...], Field(min_length=1)] = tuple(x / 10 for x in range(11))
     """Places of the needle: 0 the beginning of the text, 1 its end."""
     needles: PositiveInt = 4
     """Needles in tasks that state several."""

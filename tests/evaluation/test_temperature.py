@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -75,6 +76,17 @@ def test_a_parabola_is_fitted_exactly(tiny_decoder, monkeypatch, lowest):
     (layout,), _ = layouts_for("temperature", model.layout, [2.0], CONFIG, lambda: model, TEXT)
     (spectrum,) = layout.spectra
     assert spectrum.temperature.coefficient == pytest.approx(min(max(lowest, 0), 2))
+
+
+def test_losses_that_are_not_finite_are_not_taken(tiny_decoder, monkeypatch):
+    def loss(text, model, windows, batch_tokens):
+        c = model.layout.spectra[0].temperature.coefficient
+        return {0.3: 2.0, 0.4: 1.0, 0.5: math.inf}.get(c, math.nan)
+
+    monkeypatch.setattr(FitText, "loss", loss)
+    model = tiny_decoder(training_length=C)
+    (layout,), _ = layouts_for("temperature", model.layout, [2.0], CONFIG, lambda: model, TEXT)
+    assert {spectrum.temperature.coefficient for spectrum in layout.spectra} == {0.4}
 
 
 def test_a_given_coefficient_is_not_fitted(tiny_decoder, monkeypatch):

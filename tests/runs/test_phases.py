@@ -75,8 +75,6 @@ def test_without_phases_a_drop_makes_two():
 def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
     config = configured({"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2}})
     assert kept_steps(config) == {2, 4, 7}
-    every = replace(config, trainer=replace(config.trainer, keep_every=3))
-    assert kept_steps(every) == {2, 3, 4, 6, 7}
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_a_branch_continues_with_the_model_optimizer_and_order_of_its_run(change
     control = {"branch": 32, **changes}
     with pytest.raises(UserError, match=r"differ from the run.s before step 32"):
         parse(merged(run, {"controls": {"x": control}}))
-    allowed = {"branch": 32, "model": {"attention_backend": "sdpa"}}
+    allowed = {"branch": 32, "model": {"attention_backend": "sdpa"}, "data": {"num_workers": 2}}
     parse(merged(run, {"controls": {"x": allowed}}))
 
 

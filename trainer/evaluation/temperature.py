@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from trainer.config import EvaluationConfig
@@ -50,15 +52,15 @@ def fit_temperature(
         for length, rows in windows.items():
             with model.using(tempered(before(length / C), coefficient, layers=config.layers)):
                 total += text.loss(model, rows, config.batch_tokens)
-        return total
+        return total if math.isfinite(total) else math.inf
 
     coefficient = settings.coefficient
     if coefficient is None:
         losses = [*map(loss, GRID)]
         best = int(np.argmin(losses))
         coefficient = GRID[best]
-        if 0 < best < len(GRID) - 1:
-            near = slice(best - 1, best + 2)
+        near = slice(best - 1, best + 2)
+        if 0 < best < len(GRID) - 1 and math.isfinite(sum(losses[near])):
             square, linear, _ = np.polyfit(GRID[near], losses[near], 2)
             lowest = float(-linear / (2 * square))
             if loss(lowest) < losses[best]:

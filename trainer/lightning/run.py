@@ -98,7 +98,10 @@ class RunCallback(L.Callback):
         if any(isinstance(callback, DropPositions) for callback in self.user_callbacks):
             raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
         directory, keep = Path(config.run_dir) / "checkpoints", config.trainer.keep_checkpoints
-        self.writer = Writer(directory, keep, kept_steps(config))
+        last, every = config.trainer.max_steps, config.trainer.keep_every
+        self.kept_steps = kept_steps(config)
+        regular = range(every, last + 1, every) if every else ()
+        self.writer = Writer(directory, keep, self.kept_steps.union(regular))
         self.saved_at = time.monotonic()
 
     # The start of a phase
@@ -182,7 +185,7 @@ class RunCallback(L.Callback):
         is_late, stops = any_rank(is_late, reason is not None and step < settings.max_steps)
         is_due = is_late or step % settings.checkpoint_every == 0
         # While updates are skipped, nothing is saved by schedule: the newest checkpoint is healthy.
-        saves = is_last or stops or step in self.writer.permanent
+        saves = is_last or stops or step in self.kept_steps
         if saves or (is_due and not module.tally.skipped_in_a_row()):
             self.save(trainer, module, step_name(step))
         if is_last or stops:

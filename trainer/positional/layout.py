@@ -268,5 +268,5 @@ def _indices(chosen: Collection[int] | None, count: int) -> list[int]:
     """Return indices counted from 0, each once and in order; all of them for None."""
     every = range(count)
     if chosen is not None and not {*chosen} <= {*range(-count, count)}:
-        raise IndexError(f"expected layers or heads of {count}, got {[*chosen]}")
+        raise IndexError(f"layers or heads: expected indices of {count}, got {[*chosen]}")
     return [*every] if chosen is None else sorted({every[index] for index in chosen})

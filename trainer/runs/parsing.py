@@ -166,8 +166,13 @@ def _texts_of(config: RunConfig) -> dict[str, DataConfig]:
 
 def _before(config: RunConfig, step: int) -> tuple[object, ...]:
     """Return what determines the state of a run after ``step`` steps, except learning rates."""
+
+    def samples(data: DataConfig) -> dict[str, DataConfig]:
+        free: dict[str, Any] = {"num_workers": 0, "cache_dir": None}
+        return {name: replace(text, **free) for name, text in data.texts.items()}
+
     phases = [
-        (part.start, part.change, part.config.trainer.batch_size, part.config.data.texts)
+        (part.start, part.change, part.config.trainer.batch_size, samples(part.config.data))
         for part in phases_of(config)
         if part.start < step
     ]

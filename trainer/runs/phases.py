@@ -150,13 +150,10 @@ def drop_step(config: RunConfig) -> int | None:
 
 
 def kept_steps(config: RunConfig) -> frozenset[int]:
-    """Return the steps with permanent checkpoints: every ``keep_every``-th, ends of phases, and
-    branches of controls."""
-    last, every = config.trainer.max_steps, config.trainer.keep_every
-    regular = range(every, last + 1, every) if every else ()
+    """Return the steps with a checkpoint that stays: ends of phases, and branches of controls."""
     ends = [phase.end for phase in phases_of(config)] if config.phases else ()
     branches = [changes.get("branch") for changes in config.controls.values()]
-    return frozenset([*regular, *ends, *(step for step in branches if isinstance(step, int))])
+    return frozenset([*ends, *(step for step in branches if isinstance(step, int))])
 
 
 # Layouts
