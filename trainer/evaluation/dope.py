@@ -128,7 +128,7 @@ def apply(layout: Layout, chosen: Chosen, settings: DopeSettings, model: Languag
                 pairs = len(encoding.spectra[h].inv_freq)
                 channels = [*bands, *(m + pairs for m in bands)]
                 rows[h, slice(None) if settings.variant == "by_all" else channels] = 0
-            # With zeros in the queries, bands add nothing to scores, whatever the keys.
+            # Channels that are 0 in the queries add nothing to scores, whatever the keys are.
             zeros = Intervention(query=tuple(map(tuple, rows.tolist())))
             layers[i] = layers[i].with_intervention(zeros)
         else:

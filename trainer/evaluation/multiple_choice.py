@@ -56,7 +56,7 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
         if max(label, choices[-1]["idx"]) >= len(choices):
             raise UserError(f"{path}: a choice of doc_id {number} is missing")
         texts = [(row["request"]["context"], row["request"]["continuation"]) for row in choices]
-        # As in lm-eval, the space before an answer does not count.
+        # The space before an answer does not count, as in lm-eval.
         sizes = tuple(max(1, len(answer.removeprefix(" "))) for _, answer in texts)
         questions.append(Question(tuple(encoder.requests(texts)), sizes, label))
     return questions

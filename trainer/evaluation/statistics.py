@@ -57,7 +57,7 @@ def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
     p, square = float(np.mean(scores)), Z * Z / n
     middle = p + square / 2
     half = math.sqrt(square * p * (1 - p) + square * square / 4)
-    # At 0 and at 1 one bound is p itself; rounding can leave it 1e-17 beyond p.
+    # One bound equals p where p is 0 or 1; rounding could put it 1e-17 beyond.
     low = 0.0 if p == 0 else (middle - half) / (1 + square)
     high = 1.0 if p == 1 else (middle + half) / (1 + square)
     return Estimate(p, low, high)

@@ -1,4 +1,4 @@
-"""What is measured at a length, and questions that are answered in words."""
+"""A task measures a model at one length; a task of prompts scores answers in words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Batch = Callable[[], list[Value]]
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is measured at one length, in trials of one sequence.
+    """A measurement at one length; each trial reads one sequence.
 
     ``titles``: titles of its results in tables, by the keys that name them in files. ``length``: of
     the sequences, in tokens. ``fingerprint``: hash of all that is read and expected. ``trials``: a
@@ -86,7 +86,7 @@ class PromptTask:
         texts = pd.factorize(np.array(groups, int))[0]
         depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
         columns = {"text": texts, "depth": pd.Series(depths, dtype=float), "label": labels}
-        # A score of one's own that is mended gives other values.
+        # Values depend on the code of scores, which users may write and mend.
         rules = [getattr(rule, "func", rule) for rule in (self.score, self.stop) if rule]
         code = [Path(inspect.getfile(rule)).read_text(encoding="utf-8") for rule in rules]
         return Task(

@@ -117,7 +117,7 @@ class RunCallback(L.Callback):
                 if callback.state_key in self.state["user_callbacks"]:
                     callback.load_state_dict(self.state["user_callbacks"][callback.state_key])
             self.checkpoint = None
-        # Lightning has no public way to begin at a step without a checkpoint of its own.
+        # Lightning begins at a later step only from its own checkpoints: the step is set here.
         progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step
         progress.total.ready = progress.total.completed = self.step
         if self.step == 0 and self.config.model.is_trained and not self.milestones:

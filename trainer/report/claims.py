@@ -181,8 +181,10 @@ def loss(
     rises: bool = False,
 ) -> Verdict | None:
     """Judge whether the loss of ``a`` is at most ``margin`` above that of ``b`` at its training
-    length, with the whole interval over the windows of text on which both were measured; ``rises``:
-    whether it is more than ``margin`` above."""
+    length. ``rises``: judge whether it is more than ``margin`` above.
+
+    The whole interval must show it, over the windows of text on which both were measured.
+    """
     both = pairs(evidence.rows(a, PERPLEXITY), evidence.rows(b, PERPLEXITY), place, "trained")
     if not both:
         return None

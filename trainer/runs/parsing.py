@@ -136,7 +136,9 @@ def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) ->
     lengths = control.training_length, run.training_length
     if lengths[0] != lengths[1]:
         raise UserError(f"{key}: trains on {lengths[0]} tokens, the run on {lengths[1]}")
-    is_read = _texts_of(control).items() <= _texts_of(run).items()
+    sequences: dict[str, Any] = {"sequence_length": 2, "document_mask": False}
+    sequences |= {"needles": NeedlesConfig(), "weight": 1.0}  # which may differ
+    is_read = _texts(control, **sequences).items() <= _texts(run, **sequences).items()
     if not is_read or control.tokenizer != run.tokenizer:
         raise UserError(f"{key}.data: a control reads the texts and tokens of its run")
     if (control.strategy.name == "single") != (run.strategy.name == "single"):
@@ -153,26 +155,16 @@ def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) ->
         )
 
 
-def _texts_of(config: RunConfig) -> dict[str, DataConfig]:
-    """Return the texts of a run by name, whatever sequences they become."""
-    free: dict[str, Any] = {
-        "sequence_length": 2,
-        "document_mask": False,
-        "needles": NeedlesConfig(),
-    }
-    free |= {"weight": 1.0, "num_workers": 0, "cache_dir": None}
-    return {name: replace(text, **free) for name, text in config.data.texts.items()}
+def _texts(config: RunConfig, **same: Any) -> dict[str, DataConfig]:
+    """Return the texts of a run by name. All have the values ``same``, and one way of reading."""
+    same |= {"num_workers": 0, "cache_dir": None}
+    return {name: replace(text, **same) for name, text in config.data.texts.items()}
 
 
 def _before(config: RunConfig, step: int) -> tuple[object, ...]:
     """Return what determines the state of a run after ``step`` steps, except learning rates."""
-
-    def samples(data: DataConfig) -> dict[str, DataConfig]:
-        free: dict[str, Any] = {"num_workers": 0, "cache_dir": None}
-        return {name: replace(text, **free) for name, text in data.texts.items()}
-
     phases = [
-        (part.start, part.change, part.config.trainer.batch_size, samples(part.config.data))
+        (part.start, part.change, part.config.trainer.batch_size, _texts(part.config))
         for part in phases_of(config)
         if part.start < step
     ]
