@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainer.lightning.dashboards import LENGTH
+from trainer.training.dashboards import LENGTH
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

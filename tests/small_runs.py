@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning.fit import train
 from trainer.runs.parsing import merged, parse
+from trainer.training.fit import train
 
 SHAPE = {
     "hidden_size": 32,
@@ -26,7 +26,7 @@ SMALLEST = {**SHAPE, "num_attention_heads": 2, "num_key_value_heads": 1}
 @pytest.fixture
 def graphs_as_they_are(monkeypatch):
     """Compiled blocks are captured as graphs, forward and backward, and run without code made for
-    them, which takes most of a minute; tests/lightning/test_run.py trains with that code too."""
+    them, which takes most of a minute; tests/training/test_run.py trains with that code too."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def make(out: Path) -> None:
     """Write ``losses.json``; print how far each curve moved from the stored one."""
     sys.path.insert(0, str(ROOT))
-    from tests.lightning.golden_runs import curves
+    from tests.training.golden_runs import curves
 
     torch.set_num_threads(1)
     path = out / "losses.json"

@@ -11,17 +11,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.lightning.test_run import assert_same_tensors, checkpoint_of, rows_of
+from tests.comparing import assert_same_tensors, checkpoint_of, rows_of
 from trainer.common.ranks import process_group
 from trainer.config import RunConfig, StrategyConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import strategy
-from trainer.lightning.fit import train
-from trainer.lightning.setup import make_decoder
 from trainer.lightning.strategy import parallelize, shard_like
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
+from trainer.training.fit import train
+from trainer.training.setup import make_decoder
 
 pytestmark = pytest.mark.slow
 

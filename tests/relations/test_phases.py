@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lightning.test_run import checkpoint_of, contents_of, rows_of
+from tests.comparing import checkpoint_of, contents_of, rows_of
 from tests.small_runs import trained_in
 from trainer.checkpoint import read_state
 from trainer.runs.parsing import merged

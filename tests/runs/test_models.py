@@ -13,8 +13,8 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from tests.comparing import checkpoint_of, contents_of
 from tests.interchange.families import made
-from tests.lightning.test_run import checkpoint_of, contents_of
 from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
 from trainer.config import DropConfig, RunConfig, TrainerConfig

@@ -11,11 +11,11 @@ import yaml
 from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.commands import compose_words, run_config
-from trainer.lightning.setup import make_decoder
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
 from trainer.runs.parsing import parse, runs_of
 from trainer.runs.phases import drop_step
+from trainer.training.setup import make_decoder
 from trainer.workflows.plan import activation_bytes, flops, parameters, plan
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))

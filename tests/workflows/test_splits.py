@@ -22,11 +22,11 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
 from trainer.data.tokenizer import SpecialTokens
-from trainer.lightning.benchmarks import benchmark_tasks
-from trainer.lightning.run import effect_probe
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
+from trainer.training.benchmarks import benchmark_tasks
+from trainer.training.run import effect_probe
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import measure_models

@@ -19,9 +19,6 @@ from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
-from trainer.lightning.dashboards import log_results
-from trainer.lightning.fit import train
-from trainer.lightning.setup import check_device, set_environment, set_threads
 from trainer.report.report import FACTS, Report, RunSummary, troubles
 from trainer.runs.directory import (
     check_run_directory,
@@ -34,6 +31,9 @@ from trainer.runs.directory import (
 from trainer.runs.models import encodings, environment, find_models, reference_first, without_home
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import drop_step, phases_of
+from trainer.training.dashboards import log_results
+from trainer.training.fit import train
+from trainer.training.setup import check_device, set_environment, set_threads
 from trainer.workflows.evaluate import held_out_of, measure_models, publish
 from trainer.workflows.text import check_vocabularies, open_corpus
 

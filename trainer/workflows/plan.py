@@ -10,11 +10,11 @@ from dataclasses import replace
 from torch import nn
 
 from trainer.config import MAIN, RunConfig
-from trainer.lightning.setup import make_decoder
 from trainer.model.config import ModelConfig
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import Phase, drop_step, phase_at, phases_of
+from trainer.training.setup import make_decoder
 
 GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
 """Names of GPUs as :func:`trainer.model.flops.dense_peak` has them."""

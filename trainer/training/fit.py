@@ -24,21 +24,21 @@ from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.lightning.dashboards import dashboards
 from trainer.lightning.datamodule import TokenData
 from trainer.lightning.module import LanguageModule
-from trainer.lightning.run import RunCallback, check_divergence
-from trainer.lightning.setup import (
+from trainer.positional.layout import Layout
+from trainer.runs.directory import read_metrics, write_metrics
+from trainer.runs.models import name_and_role, starting_weights
+from trainer.runs.phases import phase_at
+from trainer.training.dashboards import dashboards
+from trainer.training.run import RunCallback, check_divergence
+from trainer.training.setup import (
     compiles,
     make_decoder,
     make_module,
     make_trainer,
     numerics,
 )
-from trainer.positional.layout import Layout
-from trainer.runs.directory import read_metrics, write_metrics
-from trainer.runs.models import name_and_role, starting_weights
-from trainer.runs.phases import phase_at
 
 log = logging.getLogger(__name__)
 

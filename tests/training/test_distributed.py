@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lightning.test_run import assert_same_state, checkpoint_of, contents_of, rows_of
+from tests.comparing import assert_same_state, checkpoint_of, contents_of, rows_of
 from tests.program import run_ranks
 from trainer.checkpoint import read_state
 from trainer.data.corpus import prepare_corpus
@@ -104,7 +104,7 @@ def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""
     changes = {
-        "callbacks": {"own": {"_target_": "tests.lightning.counting.Counting"}},
+        "callbacks": {"own": {"_target_": "tests.training.counting.Counting"}},
         "drop": {"qk_norm_gain": "matched"},  # which a sharded model must not lose
     }
     alone, _ = run("alone", trainer={"checkpoint_every": 4, "log_every": 1}, **changes)

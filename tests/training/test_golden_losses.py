@@ -13,7 +13,7 @@ import json
 import pytest
 
 from tests.golden.files import GOLDEN
-from tests.lightning import golden_runs
+from tests.training import golden_runs
 
 EXPECTED = json.loads((GOLDEN / "losses.json").read_text())
 RUNS = {**golden_runs.ALONE, **golden_runs.TOGETHER}

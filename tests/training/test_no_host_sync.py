@@ -14,10 +14,11 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning import drop, setup
-from trainer.lightning.fit import train
-from trainer.lightning.run import RunCallback
+from trainer.lightning import drop
 from trainer.runs.parsing import merged, parse
+from trainer.training import setup
+from trainer.training.fit import train
+from trainer.training.run import RunCallback
 
 pytestmark = pytest.mark.slow
 

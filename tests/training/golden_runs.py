@@ -15,9 +15,9 @@ from tests.program import run_ranks
 from tests.small_runs import SHAPE
 from trainer.common.ranks import process_group
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning.fit import train
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
+from trainer.training.fit import train
 
 STEPS = 20
 BASE = {

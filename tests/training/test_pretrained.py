@@ -10,16 +10,16 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.lightning.test_run import assert_same_state, checkpoint_of, rows_of
+from tests.comparing import assert_same_state, checkpoint_of, rows_of
 from trainer.checkpoint import BEFORE_DROP, read_state
 from trainer.common.errors import PreemptedError
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
-from trainer.lightning.fit import train
-from trainer.lightning.run import effect_probe
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
+from trainer.training.fit import train
+from trainer.training.run import effect_probe
 from trainer.workflows.text import open_corpus
 
 

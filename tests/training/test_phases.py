@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.lightning.test_run import assert_resumes, checkpoint_of, contents_of, rows_of
+from tests.comparing import assert_resumes, checkpoint_of, contents_of, rows_of
 from tests.small_runs import trained_in
 from trainer.checkpoint import read_state
 from trainer.data.corpus import prepare_corpus

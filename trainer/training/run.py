@@ -33,15 +33,15 @@ from trainer.common.ranks import any_rank, current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.data.dataset import TrainingSamples
-from trainer.lightning.benchmarks import benchmark_scores, benchmark_tasks
 from trainer.lightning.drop import DropPositions, apply_change, losses_of
 from trainer.lightning.module import Batch, LanguageModule
 from trainer.lightning.optimizers import global_norm
-from trainer.lightning.setup import precision_of
 from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.directory import COLUMNS, append_metrics
 from trainer.runs.phases import Phase, kept_steps, layout_of_phase, phase_at, phases_of
+from trainer.training.benchmarks import benchmark_scores, benchmark_tasks
+from trainer.training.setup import precision_of
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RunCallback(L.Callback):
         checkpoint, state: where it begins, as ``starting_point`` returns them.
         progress: the bar.
         asked: returns why this process is asked to stop, or None.
-        is_control: see :func:`~trainer.lightning.fit.train`.
+        is_control: see :func:`~trainer.training.fit.train`.
     """
 
     config: RunConfig

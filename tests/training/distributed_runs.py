@@ -20,8 +20,8 @@ from trainer.common.errors import PreemptedError
 from trainer.common.ranks import process_group
 from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning.fit import train
 from trainer.runs.parsing import parse
+from trainer.training.fit import train
 
 
 class TellRank1(L.Callback):

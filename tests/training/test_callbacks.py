@@ -11,14 +11,14 @@ import lightning as L
 import pytest
 import torch
 
-from tests.lightning.test_run import assert_same_state, checkpoint_of, during, rows_of
+from tests.comparing import assert_same_state, checkpoint_of, during, rows_of
 from trainer.checkpoint import Writer, read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError, UserError
-from trainer.lightning import run as of_runs
 from trainer.lightning.module import LanguageModule
-from trainer.lightning.run import check_divergence, flops_per_token
 from trainer.model.flops import training_flops
 from trainer.runs.directory import read_metrics
+from trainer.training import run as of_runs
+from trainer.training.run import check_divergence, flops_per_token
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeyp
         return loss * float("nan") if module.global_step >= 7 else loss
 
     monkeypatch.setattr(LanguageModule, "training_step", broken)
-    monkeypatch.setattr("trainer.lightning.run.MOST_SKIPPED", 4)
+    monkeypatch.setattr("trainer.training.run.MOST_SKIPPED", 4)
     message = r"not finite in steps 8 to 11; the last healthy checkpoint is \S+/step-000007"
     changes = {"log_every": 1, "checkpoint_every": 1, "keep_checkpoints": 1}
     with pytest.raises(DivergedError, match=message):

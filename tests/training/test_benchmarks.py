@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.evaluation.conftest import values_of
-from tests.lightning.test_distributed import launch, variant
-from tests.lightning.test_run import (
+from tests.comparing import (
     assert_same_tensors,
     checkpoint_of,
     rows_of,
 )
+from tests.evaluation.conftest import values_of
+from tests.training.test_distributed import launch, variant
 from trainer.checkpoint import read_state
 from trainer.config import MultipleChoiceSettings
 from trainer.data.corpus import prepare_corpus

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.lightning.test_run import checkpoint_of
+from tests.comparing import checkpoint_of
 from trainer.checkpoint import (
     read_state,
     regular_checkpoints,
@@ -18,11 +18,11 @@ from trainer.checkpoint import (
 from trainer.common.errors import UserError
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.lightning.fit import starting_point
-from trainer.lightning.run import epochs_read
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
+from trainer.training.fit import starting_point
+from trainer.training.run import epochs_read
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""What ``python -m trainer`` adds to Lightning: phases, their callback, dashboards, benchmarks."""
