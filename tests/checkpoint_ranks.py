@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from tests.test_checkpoint import decoder, train
-from trainer.checkpoint import Writer, restore, tensors_of
+from tests.test_checkpoint import decoder, tensors_of, train
+from trainer.checkpoint import Writer, restore
 
 what, directory, file = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 dist.init_process_group("gloo")
@@ -25,7 +25,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 if what == "train":
     train(model, optimizer)
     writer = Writer(directory, 1)
-    writer.save("step-000003", model, optimizer, {"step": 3})
+    writer.save(directory / "step-000003", tensors_of(model, optimizer), {"step": 3})
     writer.wait()
 else:
     for parameter in model.parameters():

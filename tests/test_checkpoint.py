@@ -20,10 +20,11 @@ from trainer.checkpoint import (
     Writer,
     find_checkpoint,
     newest_checkpoint,
+    optimizer_tensors,
     read_state,
     regular_checkpoints,
     restore,
-    tensors_of,
+    weights_of,
 )
 from trainer.common.errors import UserError
 from trainer.model.config import ModelConfig
@@ -62,6 +63,11 @@ def train(model, optimizer, steps=3):
         optimizer.zero_grad()
 
 
+def tensors_of(model, optimizer):
+    """What a checkpoint holds."""
+    return weights_of(model) | optimizer_tensors(model, optimizer)
+
+
 def describe(model, step):
     return {"step": step, "model": asdict(model.config), "layout": model.layout.to_dict()}
 
@@ -80,7 +86,7 @@ def write(directory, model, optimizer, *names_and_steps, keep=99, **kept):
     writer = Writer(directory, keep, **kept)
     pairs = zip(names_and_steps[::2], names_and_steps[1::2], strict=True)
     for name, step in pairs:
-        writer.save(name, model, optimizer, describe(model, step))
+        writer.save(directory / name, tensors_of(model, optimizer), describe(model, step))
     writer.wait()
 
 
@@ -160,7 +166,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(saved, harm, pat
 def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
     (tmp_path / STATE).write_text(json.dumps({"format": 2, "step": 3}))
     (tmp_path / MANIFEST).write_text("{}")
-    with pytest.raises(UserError, match="has format 2, expected 4"):
+    with pytest.raises(UserError, match="has format 2, expected 5"):
         read_state(tmp_path)
 
 
@@ -184,7 +190,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path, monkeypatch
     save = checkpoint.dcp.save
     monkeypatch.setattr(checkpoint.dcp, "save", lambda *a, **k: go_on.wait() and save(*a, **k))
     writer = Writer(tmp_path, 2)
-    writer.save("step-000003", model, optimizer, describe(model, 3))
+    writer.save(tmp_path / "step-000003", tensors_of(model, optimizer), describe(model, 3))
     train(model, optimizer)
     assert newest_checkpoint(tmp_path) is None
     go_on.set()
@@ -201,7 +207,7 @@ def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
         raise OSError("No space left")
 
     monkeypatch.setattr(checkpoint, "write_atomically", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"step-000006.*No space left"):
         write(directory, model, optimizer, "step-000006", 6)
     assert newest_checkpoint(directory) == directory / "step-000003"
     monkeypatch.undo()

@@ -2,12 +2,12 @@
 
 ``step-000800``, or ``before-drop`` for the state just before a drop, holds
 
-- one ``.safetensors`` file a rank, written by torch's distributed checkpoint (DCP), with weights
-  ``model.NAME`` and optimizer state ``optim.NAME.KEY``. A rank's shard of a tensor is a slice of
-  its first dimension. Names depend on neither strategy nor world size, so that any of them reads
-  what another wrote, and any tool reads the weights;
+- ``.safetensors`` files of each rank, written by torch's distributed checkpoint (DCP), with weights
+  ``model.NAME``, optimizer state ``optim.NAME.KEY`` and tensors of callbacks ``lightning.PATH``. A
+  rank's shard of a tensor is a slice of its first dimension. Names depend on neither strategy nor
+  world size, so that any of them reads what another wrote, and any tool reads the weights;
 - ``state.json``: what training resumes from, and what describes the model (configuration, layout,
-  tokenizer);
+  tokenizer); under ``lightning`` what Lightning keeps of callbacks;
 - ``manifest.json``: sizes and SHA-256 of the other files.
 
 Nothing is pickled. A checkpoint is written under another name and renamed at its end: it is
@@ -22,7 +22,7 @@ import re
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,15 +47,18 @@ from trainer.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-FORMAT = 4
-"""Number of the format, in ``state.json``."""
+FORMAT = 5
+"""Number of the format, in ``state.json``; 4 had no tensors of callbacks."""
 STATE = "state.json"
 MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
 SLOW_DISK = timedelta(hours=2)
 """Longest time that ranks wait for each other while they write a checkpoint."""
+FILE_BYTES = 2**28
+"""Bytes of a rank's tensors in one file: safetensors makes a copy of a file's contents."""
 
 Tensors = dict[str, Tensor]
+Readers = Mapping[str, Callable[[], Tensor]]
 
 
 # Tensors
@@ -66,15 +69,56 @@ def weights_of(model: Decoder) -> Tensors:
     return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def tensors_of(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return this rank's part of a checkpoint: its shards, and on rank 0 the unsharded tensors."""
-    tensors = weights_of(model)
+def optimizer_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Return the optimizer's state by its names in a checkpoint."""
+    tensors: Tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"optim.{name}.{key}"] = value
-    if dist.is_initialized() and dist.get_rank():
-        return {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     return tensors
+
+
+TENSOR, ITEMS, TUPLE = "__tensor__", "__items__", "__tuple__"
+
+
+def split_tensors(value: Any, path: str, tensors: Tensors) -> Any:
+    """Return ``value`` as JSON can hold it, and put its tensors into ``tensors`` by their paths.
+
+    Raises:
+        UserError: a part of it is not a number, string, list, tuple, dictionary or tensor.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        tensors[path] = value
+        return {TENSOR: path}
+    if isinstance(value, list | tuple):
+        parts = [split_tensors(x, f"{path}.{i}", tensors) for i, x in enumerate(value)]
+        return {TUPLE: parts} if isinstance(value, tuple) else parts
+    if isinstance(value, Mapping):
+        items = [[key, split_tensors(x, f"{path}.{key}", tensors)] for key, x in value.items()]
+        if all(isinstance(key, str) for key in value):
+            return dict(items)
+        return {ITEMS: items}
+    raise UserError(
+        f"checkpoint: {path} is a {type(value).__name__}; expected numbers, strings, lists, "
+        "tuples, dictionaries and tensors"
+    )
+
+
+def join_tensors(value: Any, read: Readers) -> Any:
+    """Undo :func:`split_tensors`; ``read`` has a function for each tensor."""
+    if isinstance(value, list):
+        return [join_tensors(x, read) for x in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {TENSOR}:
+        return read[value[TENSOR]]()
+    if value.keys() == {TUPLE}:
+        return tuple(join_tensors(x, read) for x in value[TUPLE])
+    if value.keys() == {ITEMS}:
+        return {key: join_tensors(x, read) for key, x in value[ITEMS]}
+    return {key: join_tensors(x, read) for key, x in value.items()}
 
 
 @contextmanager
@@ -88,7 +132,7 @@ def _own_errors() -> Iterator[None]:
             raise next(iter(error.failures.values()))[0] from None
 
 
-def readers(path: Path) -> dict[str, Callable[[], Tensor]]:
+def readers(path: Path) -> Readers:
     """Return a function for each tensor that reads it as a whole, on this rank alone."""
     shards: dict[str, list[tuple[list[int], Path]]] = defaultdict(list)
     for file in path.glob("*.safetensors"):
@@ -141,8 +185,8 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
 class Writer:
     """Writes checkpoints beside training, one at a time; all ranks call its methods together.
 
-    ``keep``: number of newest regular checkpoints that stay; those of ``permanent`` steps stay as
-    well.
+    ``keep``: number of newest regular checkpoints in ``directory`` that stay; those of
+    ``permanent`` steps stay as well.
     """
 
     def __init__(self, directory: Path, keep: int, permanent: Collection[int] = ()) -> None:
@@ -153,24 +197,35 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "checkpoint", at_begin)
         self._work: Future[None] | None = None
         # Both threads would mix their collectives in the group of training.
-        self._group = None
+        self._group, self._rank = None, 0
         if dist.is_initialized():
             self._group = dist.new_group(backend="gloo", timeout=SLOW_DISK)
+            self._rank = dist.get_rank()
 
-    def save(
-        self, name: str, model: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Any]
-    ) -> None:
-        """Copy the tensors, and let a thread write them, after :meth:`wait`.
+    def save(self, path: Path, tensors: Tensors, state: dict[str, Any]) -> None:
+        """Copy the tensors, and let a thread write them to ``path``, after :meth:`wait`.
 
+        ``tensors``: this rank's shards, and those that all ranks have, which rank 0 writes.
         ``state``: contents of ``state.json``, of rank 0.
         """
         self.wait()
-        copies = BlockingAsyncStager().stage(tensors_of(model, optimizer))
+        if self._rank:
+            tensors = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
+        copies = BlockingAsyncStager().stage(tensors)
         described = json.dumps(state | {"format": FORMAT}).encode()
-        self._work = self._thread.submit(self._write, name, copies, described)
+        self._work = self._thread.submit(self._write, path, copies, described)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the checkpoint that was being written could not be."""
+        return self._work is not None and self._work.done() and self._work.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written; raise the error of its thread."""
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            UserError: it could not be written.
+        """
         if self._work is not None:
             work, self._work = self._work, None
             work.result()
@@ -181,10 +236,21 @@ class Writer:
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
-    def _write(self, name: str, tensors: Tensors, described: bytes) -> None:
-        partly = self.directory / f".{name}.partial"
+    def _write(self, path: Path, tensors: Tensors, described: bytes) -> None:
+        partly = path.with_name(f".{path.name}.partial")
+        try:
+            self._write_files(partly, path, tensors, described)
+        except Exception as error:
+            # Without a collective: another rank may be elsewhere.
+            if self._rank == 0:
+                shutil.rmtree(partly, ignore_errors=True)
+            raise UserError(f"checkpoint: cannot write {str(path)!r}: {error}") from error
+
+    def _write_files(self, partly: Path, path: Path, tensors: Tensors, described: bytes) -> None:
         on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
-        storage = dcp.HuggingFaceStorageWriter(str(partly), save_distributed=True)
+        storage = dcp.HuggingFaceStorageWriter(
+            str(partly), fqn_to_index_mapping=files_of(tensors), save_distributed=True
+        )
         with _own_errors():
             dcp.save(
                 dict(tensors),
@@ -192,15 +258,12 @@ class Writer:
                 process_group=self._group,
                 no_dist=self._group is None,
             )
-        rank = dist.get_rank() if self._group else 0
-        mine = {f.name: _described(f) for f in partly.glob(f"shard-{rank + 1:05d}-*")}
+        mine = {f.name: _described(f) for f in partly.glob(f"shard-{self._rank + 1:05d}-*")}
         files = all_gather(mine, self._group)
-        on_rank_zero(
-            lambda: self._complete(partly, self.directory / name, files, described), self._group
-        )
+        on_rank_zero(lambda: self._complete(partly, path, files, described), self._group)
 
     def _complete(
-        self, partly: Path, final: Path, files: list[dict[str, list[Any]]], described: bytes
+        self, partly: Path, path: Path, files: list[dict[str, list[Any]]], described: bytes
     ) -> None:
         write_atomically(partly / STATE, described)
         manifest = {STATE: _described(partly / STATE)}
@@ -208,12 +271,28 @@ class Writer:
             manifest |= of_rank
         write_atomically(partly / MANIFEST, json.dumps(manifest, indent=1))
         synchronise(partly)
-        shutil.rmtree(final, ignore_errors=True)  # a rename replaces no directory that has files
-        partly.rename(final)
-        synchronise(final.parent)
-        for path in regular_checkpoints(self.directory)[: -self.keep]:
-            if step_of(path) not in self.permanent:
-                shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)  # a rename replaces no directory that has files
+        partly.rename(path)
+        synchronise(path.parent)
+        for old in regular_checkpoints(self.directory)[: -self.keep]:
+            if step_of(old) not in self.permanent:
+                shutil.rmtree(old)
+
+
+def files_of(tensors: Tensors) -> dict[str, int]:
+    """Return the number of the file, from 1, that holds each tensor: :data:`FILE_BYTES` in each.
+
+    DCP uses those of rank 0 on all ranks, which have shards of the same sizes.
+    """
+    files: dict[str, int] = {}
+    number, size = 1, 0
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if size and size + local.nbytes > FILE_BYTES:
+            number, size = number + 1, 0
+        files[name] = number
+        size += local.nbytes
+    return files
 
 
 def _described(file: Path) -> list[Any]:
@@ -256,42 +335,71 @@ def find_checkpoint(name: str) -> Path:
 
 
 def check_sound(path: Path) -> Path:
-    """Return the path of a checkpoint whose files match its manifest.
+    """Return the path of a checkpoint whose files match its manifest; all ranks call this together.
+
+    Each rank reads its share of the files.
 
     Raises:
-        UserError: they do not.
+        UserError: they do not match.
     """
-    try:
-        manifest: dict[str, list[Any]] = json.loads((path / MANIFEST).read_bytes())
-        with ThreadPoolExecutor() as pool:
-            files = [*pool.map(_described, [path / name for name in manifest])]
-    except (FileNotFoundError, ValueError):  # a file is missing, or the manifest was cut short
-        files = None
-    if files is None or files != [*manifest.values()]:
+    if not all(all_gather(_is_share_sound(path))):
         raise UserError(f"checkpoint: {str(path)!r} is damaged")
     return path
 
 
-def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest regular checkpoint whose files match its manifest; None if there is none.
+def _is_share_sound(path: Path) -> bool:
+    """Whether this rank's share of a checkpoint's files matches the manifest."""
+    rank, ranks = 0, 1
+    if dist.is_initialized():
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        if not isinstance(manifest, dict) or STATE not in manifest:
+            return False
+        names = sorted(manifest)[rank::ranks]
+        with ThreadPoolExecutor() as pool:
+            files = [*pool.map(_described, [path / name for name in names])]
+    except (OSError, ValueError):  # a file is missing or a directory, or the manifest is not JSON
+        return False
+    return files == [manifest[name] for name in names]
 
-    Damaged newer ones are renamed, so that they are not found again.
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest sound checkpoint, the one before the drop last; None if there is none.
+
+    Damaged ones are renamed, so that they are not found again. All ranks call this together.
 
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
-    paths = regular_checkpoints(directory)
-    for path in reversed(paths):
+    paths = on_rank_zero(lambda: _candidates(directory))
+    for path in paths:
         try:
-            return check_sound(path)
+            check_sound(path)
         except UserError as error:
             log.warning("%s; trying the one before it", error)
-        target = path.with_name(f"damaged-{path.name}")
-        shutil.rmtree(target, ignore_errors=True)
-        path.rename(target)
+            on_rank_zero(partial(_put_aside, path))
+            continue
+        if path.name == BEFORE_DROP:
+            log.warning("Only %s is left of the run's checkpoints", BEFORE_DROP)
+        return path
     if paths:
         raise UserError(f"checkpoint: all in {str(directory)!r} are damaged")
     return None
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """Return the checkpoints that a run can resume from, the preferred one first."""
+    paths = regular_checkpoints(directory)[::-1]
+    if (directory / BEFORE_DROP).exists():
+        paths.append(directory / BEFORE_DROP)
+    return paths
+
+
+def _put_aside(path: Path) -> None:
+    target = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
+    path.rename(target)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -301,8 +409,9 @@ def read_state(path: Path) -> dict[str, Any]:
         UserError: the checkpoint is of another version's format.
     """
     state = json.loads((path / STATE).read_bytes())
-    if state.get("format") != FORMAT:
-        raise UserError(
-            f"checkpoint: {str(path)!r} has format {state.get('format', 1)}, expected {FORMAT}"
-        )
+    found = state.get("format", 1)
+    if found == FORMAT - 1:
+        state["lightning"] = {"callbacks": state.pop("user_callbacks")}
+    elif found != FORMAT:
+        raise UserError(f"checkpoint: {str(path)!r} has format {found}, expected {FORMAT}")
     return state

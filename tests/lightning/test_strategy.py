@@ -15,11 +15,11 @@ from tests.comparing import assert_same_tensors, checkpoint_of, rows_of
 from trainer.common.ranks import process_group
 from trainer.config import RunConfig, StrategyConfig
 from trainer.data.corpus import prepare_corpus
-from trainer.lightning import strategy
 from trainer.lightning.strategy import parallelize, shard_like
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
+from trainer.training import strategies
 from trainer.training.fit import train
 from trainer.training.setup import make_decoder
 
@@ -125,8 +125,7 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     """torch would cut each where DDP's buckets end, here after every parameter or two."""
     counter = CompileCounterWithBackend("eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    buckets = partial(strategy.DDPStrategy, bucket_cap_mb=0.01)
-    monkeypatch.setattr(strategy, "DDPStrategy", buckets)
+    monkeypatch.setattr(strategies, "DDP", partial(strategies.DDP, bucket_cap_mb=0.01))
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
     changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
     steps = {"max_steps": 8, "compile": True}

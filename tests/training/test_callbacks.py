@@ -17,8 +17,9 @@ from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
 from trainer.runs.directory import read_metrics
-from trainer.training import run as of_runs
-from trainer.training.run import check_divergence, flops_per_token
+from trainer.training import rows as of_rows
+from trainer.training.rows import flops_per_token
+from trainer.training.run import check_divergence
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(run, monk
         return slow
 
     clock = SimpleNamespace(perf_counter=lambda: seconds[0], monotonic=lambda: seconds[0])
-    monkeypatch.setattr(of_runs, "time", clock)
+    monkeypatch.setattr(of_rows, "time", clock)
     monkeypatch.setattr(LanguageModule, "training_step", taking(1, LanguageModule.training_step))
     monkeypatch.setattr(Writer, "save", taking(60, Writer.save))
     config, _ = run(trainer={"checkpoint_every": 4})
@@ -132,7 +133,7 @@ def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
             run("stopped", **MINE)
     stopped, _ = run("stopped", **MINE)
     assert_same_state(checkpoint_of(stopped), checkpoint_of(whole))
-    states = [read_state(checkpoint_of(c))["user_callbacks"] for c in (whole, stopped)]
+    states = [read_state(checkpoint_of(c))["lightning"]["callbacks"] for c in (whole, stopped)]
     assert states[0] == states[1]
     assert states[0]["Shrink"]["steps"] == 12
 

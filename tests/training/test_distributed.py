@@ -135,10 +135,10 @@ def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
                     assert row[key] == pytest.approx(other[key], rel=1e-4), (
                         *(config.run_dir, row["step"], key),
                     )
-    counted = read_state(checkpoint_of(alone))["user_callbacks"]["Counting"]
+    counted = read_state(checkpoint_of(alone))["lightning"]["callbacks"]["Counting"]
     assert counted["steps"] == 12
     for config in others:
-        saved = read_state(checkpoint_of(config))["user_callbacks"]["Counting"]
+        saved = read_state(checkpoint_of(config))["lightning"]["callbacks"]["Counting"]
         assert saved["steps"] == 12
         assert saved["sum"] == pytest.approx(counted["sum"], rel=1e-4)
         assert saved["norm"] == pytest.approx(counted["norm"], rel=1e-4)

@@ -11,19 +11,21 @@ import sys
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning import drop
+from trainer.lightning.module import Tally
 from trainer.runs.parsing import merged, parse
-from trainer.training import setup
+from trainer.training import fit
 from trainer.training.fit import train
+from trainer.training.rows import Rows
 from trainer.training.run import RunCallback
+from trainer.training.strategies import SingleDevice
 
 pytestmark = pytest.mark.slow
 
 
-class OnMeta(SingleDeviceStrategy):
+class OnMeta(SingleDevice):
     """One device, the meta device."""
 
     def setup_environment(self):
@@ -40,7 +42,7 @@ class OnMeta(SingleDeviceStrategy):
 @pytest.fixture(autouse=True)
 def on_meta(monkeypatch):
     """Runs train on the meta device, for which torch's fused AdamW is the same operator."""
-    monkeypatch.setattr(setup, "lightning_strategy", lambda *_: OnMeta("meta"))
+    monkeypatch.setattr(fit, "make_strategy", lambda *_: OnMeta("meta"))
     optimizer = sys.modules["torch.optim.optimizer"]
     monkeypatch.setattr(optimizer, "_get_fused_kernels_supported_devices", lambda: ["meta"])
 
@@ -79,7 +81,8 @@ def steps(base, tmp_path, monkeypatch, changes):
     monkeypatch.setattr(drop, "losses_of", lambda *_: [0.0])  # waits, twice a run
     # At the end of a phase a checkpoint is written and a row.
     monkeypatch.setattr(RunCallback, "save", lambda *_: None)
-    monkeypatch.setattr(RunCallback, "write_row", lambda *_: None)
+    monkeypatch.setattr(Rows, "write", lambda *_: None)
+    monkeypatch.setattr(Tally, "skipped_in_a_row", lambda _: 0)
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     stop = {"callbacks": {"stop": {"_target_": f"{__name__}.StopAfter", "step": 8}}}
     config = parse(merged(merged(merged(base, rare), stop), changes))

@@ -22,7 +22,7 @@ from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.training.fit import starting_point
-from trainer.training.run import epochs_read
+from trainer.training.rows import epochs_read
 
 
 @pytest.fixture(scope="module")

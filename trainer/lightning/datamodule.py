@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Batches(IterableDataset[Any]):
-    """Micro-batches of one rank, from step ``start`` on, without end.
+    """Micro-batches of one rank, from step ``start`` to before step ``end``; None: without end.
 
     Step s reads ``batch_size`` samples from number ``offset + s * batch_size`` on, on any number of
     ranks: the batch is split into ``micro_batches`` equal parts, and each part is split among the
@@ -31,6 +31,7 @@ class Batches(IterableDataset[Any]):
     samples: Any
     batch_size: int
     start: int = 0
+    end: int | None = None
     offset: int = 0
     micro_batches: int = 1
     rank: int = 0
@@ -45,7 +46,10 @@ class Batches(IterableDataset[Any]):
         worker = get_worker_info()
         begin, step_size = (worker.id, worker.num_workers) if worker else (0, 1)
         size = self.batch_size // (self.micro_batches * self.ranks)
-        for number in count(begin, step_size):
+        numbers: Iterable[int] = count(begin, step_size)
+        if self.end is not None:
+            numbers = range(begin, (self.end - self.start) * self.micro_batches, step_size)
+        for number in numbers:
             step, part = divmod(number, self.micro_batches)
             begin = self.offset + (self.start + step) * self.batch_size
             begin += (part * self.ranks + self.rank) * size
@@ -123,14 +127,7 @@ class TokenData(L.LightningDataModule):
             rank=self.trainer.global_rank,
             ranks=self.trainer.world_size,
         )
-        return DataLoader(
-            batches,
-            batch_size=None,
-            num_workers=self.workers,
-            pin_memory=self.trainer.strategy.root_device.type == "cuda",
-            worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # the default one is left to callbacks
-        )
+        return loader(batches, self.workers, self.trainer.strategy.root_device)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the held-out sequences, which Lightning shares among the ranks."""
@@ -139,6 +136,18 @@ class TokenData(L.LightningDataModule):
         data: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
         parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
         return DataLoader(data, batch_size=self.batch_size // parts)
+
+
+def loader(batches: Batches, workers: int, device: torch.device) -> DataLoader[Any]:
+    """Return a loader of these batches for a device, with ``workers`` processes that read."""
+    return DataLoader(
+        batches,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=_ignore_signals,
+        generator=torch.Generator(),  # the default one is left to callbacks
+    )
 
 
 def _ignore_signals(_: int) -> None:

@@ -1,4 +1,4 @@
-"""Distribution of a decoder over devices, applied from outside, and Lightning's strategies for it.
+"""Distribution of a decoder over devices, applied from outside.
 
 Order: activation checkpointing, compilation of each block, sharding.
 """
@@ -11,12 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -162,33 +156,3 @@ def _keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPol
     """Keep the results of matrix products and attention; recompute norms, rotations and SwiGLU."""
     is_expensive = any(part in str(operator) for part in EXPENSIVE)
     return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def lightning_strategy(name: StrategyName, device: torch.device, local_ranks: int) -> Strategy:
-    """Create Lightning's strategy of that name for this process's ``device``.
-
-    ``local_ranks``: processes on this machine.
-    """
-    strategy: Any  # two methods are replaced
-    if name == "single":
-        strategy = SingleDeviceStrategy(device)
-    elif name == "ddp":
-        strategy = DDPStrategy(gradient_as_bucket_view=True, broadcast_buffers=False)
-    else:
-        ranks = dist.get_world_size()
-        strategy = ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1)
-        # Join the process group without Lightning's mesh, whose groups nothing destroys.
-        strategy.setup_environment = strategy._setup_distributed
-    if name != "single":
-        # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of
-        # all processes of a machine.
-        strategy.parallel_devices = [device] * local_ranks
-    strategy.teardown = partial(_leave_in_place, strategy)
-    return strategy
-
-
-def _leave_in_place(strategy: Any) -> None:
-    """End a fit with weights and optimizer state on the device, where the next phase needs them;
-    Lightning would copy them to the host."""
-    strategy.model = strategy.lightning_module  # without DDP around it
-    strategy.accelerator.teardown()

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from trainer.common.files import write_atomically
 from trainer.config import RunConfig
 from trainer.runs.directory import read_metrics
+from trainer.training.internals import without_anonymous
 
 LENGTH = "evaluation/length"
 """Name of the length in tokens in dashboards, against which scores are drawn."""
@@ -57,7 +58,7 @@ def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
         save_dir=place,
         reinit="create_new",  # the run's own stays open while its controls train
     )
-    logger._wandb_init.pop("anonymous", None)  # wandb warns about it, whatever its value
+    without_anonymous(logger)
     for row in read_metrics(place / "metrics.csv") if offline else ():
         logger.log_metrics(row, step=row.pop("step"))
     return logger

@@ -1,4 +1,4 @@
-"""One training run from start or checkpoint to its last step, phase by phase."""
+"""One training run from start or checkpoint to its last step, as one ``Trainer.fit``."""
 
 from __future__ import annotations
 
@@ -10,37 +10,50 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any
 
+import lightning as L
 import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch.utils.data import DataLoader
 
-from trainer.checkpoint import check_sound, newest_checkpoint, read_state, step_name
+from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
 from trainer.common.errors import UserError
 from trainer.common.progress import Progress
-from trainer.common.ranks import current_ranks, on_rank_zero
-from trainer.config import RunConfig
+from trainer.common.ranks import current_ranks, device_of, on_rank_zero
+from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.lightning.datamodule import TokenData
-from trainer.lightning.module import LanguageModule
-from trainer.positional.layout import Layout
+from trainer.lightning.datamodule import Batches, loader
+from trainer.lightning.drop import DropPositions
 from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import name_and_role, starting_weights
-from trainer.runs.phases import phase_at
+from trainer.runs.phases import kept_steps, phase_at, phases_of
 from trainer.training.dashboards import dashboards
 from trainer.training.run import RunCallback, check_divergence
-from trainer.training.setup import (
-    compiles,
-    make_decoder,
-    make_module,
-    make_trainer,
-    numerics,
-)
+from trainer.training.setup import compiles, make_decoder, make_module, make_trainer, numerics
+from trainer.training.strategies import make_strategy
 
 log = logging.getLogger(__name__)
+
+SETS_SCHEDULES = (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
+"""Callbacks of Lightning that set learning rates or batches, which a run computes from its step."""
 
 
 def train(
@@ -70,33 +83,53 @@ def train(
     """
     last_step = config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
-    checkpoint, state = on_rank_zero(lambda: starting_point(directory.parent, corpus, branch))
+    checkpoint, state = starting_point(directory.parent, corpus, branch)
+    if not is_control and "tally" in state:
+        check_divergence(int(state["tally"]["skipped_in_a_row"]), state["step"], directory)
+    if state["step"] == last_step:
+        return directory / step_name(last_step)
     torch.manual_seed(config.seed + current_ranks().rank)
     weights = starting_weights(config.model) if checkpoint is None else None
-    model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
-    if checkpoint is not None:
-        model.layout = Layout.from_dict(state["layout"])
-        if not is_control:
-            check_divergence(state["tally"]["skipped_in_a_row"], state["step"], directory)
     # The published model's files about tokens, unless this run has another tokenizer.
     if weights is not None and (
         weights.tokenizer is None or same_tokens(weights.tokenizer, corpus.tokenizer)
     ):
         state["token_files"] = dict(weights.token_files)
-    if state["step"] < last_step:
-        module = make_module(config, model, weights, draws=checkpoint is None)
-        title = f"Training {name_and_role(config)[0]}"
-        count = sum(p.numel() for p in model.parameters())
-        log.info("%s: %s parameters", title, f"{count:,}")
-        with (
-            Progress(title, last_step, config.tokens_per_step) as progress,
-            numerics(config),
-            stop_requests(config.trainer.max_time, start_time or time.time()) as asked,
-        ):
-            run = RunCallback(config, corpus, checkpoint, state, progress, asked, is_control)
-            with closing(run.writer):
-                fit_phases(run, module)
-        module.to("meta")  # the checkpoint has its contents
+    model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
+    module = make_module(config, model, weights, draws=checkpoint is None)
+    title = f"Training {name_and_role(config)[0]}"
+    log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
+    ranks = current_ranks()
+    strategy = make_strategy(
+        config.strategy.name, device_of(config.trainer.accelerator), ranks.local_size
+    )
+    last, every = config.trainer.max_steps, config.trainer.keep_every
+    regular = range(every, last + 1, every) if every else ()
+    with (
+        Progress(title, last_step, config.tokens_per_step) as progress,
+        numerics(config),
+        stop_requests(config.trainer.max_time, start_time or time.time()) as stop_requested,
+        closing(
+            Writer(directory, config.trainer.keep_checkpoints, kept_steps(config).union(regular))
+        ) as writer,
+    ):
+        run = RunCallback(
+            config,
+            corpus,
+            state,
+            writer=writer,
+            progress=progress,
+            stop_requested=stop_requested,
+            is_control=is_control,
+        )
+        strategy.writer, strategy.describe = writer, partial(run.describe, module)
+        trainer = make_trainer(config, strategy, dashboards(config), [*user_callbacks(config), run])
+        trainer.fit(module, datamodule=PhaseData(config, corpus), ckpt_path=checkpoint)
+    if trainer.global_step < last_step:
+        raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
+    module.to("meta")  # the checkpoint has its contents
+    del trainer
+    gc.collect()  # a finished trainer is a reference cycle
     return directory / step_name(last_step)
 
 
@@ -106,53 +139,94 @@ def starting_point(
     """Return the checkpoint that a run resumes from and its ``state.json``: the newest sound one,
     else ``branch``, else None and step 0. Cut the metrics file to it.
 
-    Rank 0 calls this.
+    All ranks call this together.
 
     Raises:
         UserError: all checkpoints of the run are damaged, or it was trained on another text.
     """
     directory = run_dir / "checkpoints"
-    directory.mkdir(parents=True, exist_ok=True)
-    for partly in directory.glob(".*.partial"):  # of a killed process
-        shutil.rmtree(partly)
+    on_rank_zero(lambda: _remove_partial(directory))
     start = newest_checkpoint(directory) or (branch and check_sound(branch))
     state: dict[str, Any] = {"step": 0}
     if start is not None:
-        state = read_state(start)
+        state = on_rank_zero(lambda: read_state(start))
         if state["texts"] != corpus.fingerprints:
             raise UserError("data: the checkpoint was trained on another text than this run")
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    metrics = run_dir / "metrics.csv"
-    of_branch = branch is not None and not metrics.exists()
-    rows = read_metrics(branch.parent.parent / "metrics.csv" if branch and of_branch else metrics)
-    write_metrics(metrics, [row for row in rows if row["step"] <= state["step"]])
+    on_rank_zero(lambda: _cut_metrics(run_dir, branch, state["step"]))
     return start, state
 
 
-def fit_phases(run: RunCallback, module: LanguageModule) -> None:
-    """Train the phases that are left, each by a trainer of its own."""
-    loggers, last_shape = dashboards(run.config), None
-    for phase in run.phases[run.phases.index(phase_at(run.phases, run.step)) :]:
-        gc.collect()  # a finished trainer is a reference cycle; a previous DDP has hooks
-        run.phase, settings = phase, phase.config
-        shape = settings.trainer.batch_size, settings.data
-        if shape != last_shape and compiles(run.config):
+def _remove_partial(directory: Path) -> None:
+    """Create the directory of checkpoints, and remove what a killed process left in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for partly in directory.glob(".*.partial"):
+        shutil.rmtree(partly)
+
+
+def _cut_metrics(run_dir: Path, branch: Path | None, step: int) -> None:
+    """Keep the rows of a run up to ``step``; a branch begins with those of its run."""
+    metrics = run_dir / "metrics.csv"
+    source = metrics
+    if branch is not None and not metrics.exists():
+        source = branch.parent.parent / "metrics.csv"
+    write_metrics(metrics, [row for row in read_metrics(source) if row["step"] <= step])
+
+
+def user_callbacks(config: RunConfig) -> list[L.Callback]:
+    """Create the configured callbacks.
+
+    Raises:
+        UserError: one of them would do something else in a run than its name says.
+    """
+    callbacks: list[L.Callback] = []
+    for name, values in config.callbacks.items():
+        arguments = dict(values)
+        target = ":".join(arguments.pop("_target_").rsplit(".", 1))
+        callback = resolve_name(target)(**arguments)
+        if isinstance(callback, DropPositions):
+            raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
+        if isinstance(callback, SETS_SCHEDULES):
+            raise UserError(f"callbacks.{name}: learning rates and batches of a run are its own")
+        if isinstance(callback, WeightAveraging) and config.strategy.name in ("fsdp2", "hsdp"):
+            raise UserError(f"callbacks.{name}: averages need whole weights (single or ddp)")
+        callbacks.append(callback)
+    return callbacks
+
+
+class PhaseData(L.LightningDataModule):
+    """Batches of a run: Lightning asks for those of the present phase at the start of each epoch,
+    and when it resumes within one."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+        super().__init__()
+        self.config, self.corpus = config, corpus
+        self.phases = phases_of(config)
+        self.shape: tuple[int, DataConfig] | None = None
+        """Batch size and text of the last phase."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return this rank's micro-batches from the present step to the end of its phase."""
+        trainer = self.trainer
+        assert trainer is not None
+        phase = phase_at(self.phases, trainer.global_step)
+        settings, data = phase.config.trainer, phase.config.data
+        trainer.accumulate_grad_batches = settings.accumulation(trainer.world_size)
+        shape = settings.batch_size, data
+        if shape != self.shape and compiles(self.config):
             torch.compiler.reset()  # compile for this length; with others sizes become dynamic
-        last_shape = shape
-        data = TokenData(
-            run.corpus,
-            settings.data.sequence_length,
-            settings.trainer.batch_size,
-            workers=settings.data.num_workers,
-            samples=TrainingSamples(run.corpus.mixed(settings.data), settings.data, phase.seed),
+        self.shape = shape
+        batches = Batches(
+            TrainingSamples(self.corpus.mixed(data), data, phase.seed),
+            settings.batch_size,
+            start=trainer.global_step,
+            end=phase.end,
             offset=phase.first_sample(0),
+            micro_batches=trainer.accumulate_grad_batches,
+            rank=trainer.global_rank,
+            ranks=trainer.world_size,
         )
-        # ours last: rows and checkpoints have what the others did in a step
-        trainer = make_trainer(phase, loggers, [*run.user_callbacks, run])
-        trainer.fit(module, datamodule=data)
-        run.step = trainer.global_step
-        if run.step < phase.end:
-            raise UserError(f"callbacks: one stopped the run after step {run.step}")
+        return loader(batches, data.num_workers, trainer.strategy.root_device)
 
 
 @contextmanager

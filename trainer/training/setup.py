@@ -18,13 +18,15 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.processes import cores, use_cores
-from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
+from trainer.common.ranks import best_precision, current_ranks, device_type
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.module import LanguageModule
-from trainer.lightning.strategy import lightning_strategy, parallelize, shard_like
+from trainer.lightning.strategy import parallelize, shard_like
 from trainer.model.decoder import Decoder, initial_value
-from trainer.runs.phases import Phase, configured_layout, phase_at, phases_of
+from trainer.runs.phases import configured_layout, phase_at, phases_of
+from trainer.training.internals import leave_signals_alone
+from trainer.training.strategies import RunStrategy
 
 
 def check_device(config: RunConfig) -> None:
@@ -155,38 +157,32 @@ def make_module(
     )
 
 
-def make_trainer(phase: Phase, loggers: list[Logger], callbacks: list[L.Callback]) -> L.Trainer:
-    """Create Lightning's trainer of a phase, without its own checkpoints, bar and summary."""
+def make_trainer(
+    config: RunConfig, strategy: RunStrategy, loggers: list[Logger], callbacks: list[L.Callback]
+) -> L.Trainer:
+    """Create Lightning's trainer of a run, whose phases are epochs, without bar and summary."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module="lightning")
-    config, run = phase.config, phase.config.trainer
     ranks, single = current_ranks(), config.strategy.name == "single"
-    device = device_of(run.accelerator)
     trainer = L.Trainer(
-        max_steps=phase.end,
+        max_steps=config.trainer.max_steps,
         accelerator=device_type(config.trainer.accelerator),
         devices=1,
         num_nodes=ranks.world_size // ranks.local_size,
-        strategy=lightning_strategy(config.strategy.name, device, ranks.local_size),
+        strategy=strategy,
         # explicit, so that Lightning does not detect a SLURM job
         plugins=[LightningEnvironment() if single else TorchElasticEnvironment()],
         precision="32-true",  # of the weights; the decoder chooses the compute dtype
-        accumulate_grad_batches=run.accumulation(ranks.world_size),
+        reload_dataloaders_every_n_epochs=1,
         logger=loggers,
-        log_every_n_steps=0,  # RunCallback writes rows, including values from log()
+        log_every_n_steps=0,  # rows include the values of log()
         callbacks=callbacks,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
         default_root_dir=config.run_dir,
     )
-    # Lightning would act on signals within a step, and broadcast at every batch whether a rank got
-    # SIGTERM, which causes a host sync. `stop_requests` takes them instead.
-    signals: Any = trainer._signal_connector
-    signals.register_signal_handlers = lambda: None
-    loop: Any = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None
+    leave_signals_alone(trainer)
     return trainer

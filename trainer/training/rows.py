@@ -1,0 +1,135 @@
+"""Rows of ``metrics.csv`` and of dashboards: what a run shows of its updates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_only
+
+from trainer.common.progress import Progress
+from trainer.common.ranks import current_ranks
+from trainer.config import RunConfig
+from trainer.data.corpus import Corpus
+from trainer.data.dataset import TrainingSamples
+from trainer.lightning.module import Batch, LanguageModule
+from trainer.lightning.optimizers import global_norm
+from trainer.model.decoder import Decoder
+from trainer.model.flops import dense_peak, training_flops
+from trainer.runs.directory import COLUMNS, append_metrics
+from trainer.runs.phases import Phase
+from trainer.training.setup import precision_of
+
+
+class Rows:
+    """Writes a row of metrics after an update, with the speed of training since the last row.
+
+    Args:
+        config: the run.
+        corpus: its text.
+        phases: its phases.
+        progress: the bar that shows the last row.
+    """
+
+    def __init__(
+        self, config: RunConfig, corpus: Corpus, phases: Sequence[Phase], progress: Progress
+    ) -> None:
+        self.config, self.phases, self.progress = config, phases, progress
+        self.epochs = epochs_read(corpus, phases)
+        self.last_step = 0
+        self.last_time = 0.0
+        """Time of the last row, later by what was spent outside of training since."""
+
+    def start(self, step: int) -> None:
+        """Begin to count time and tokens after ``step`` updates."""
+        self.last_step, self.last_time = step, time.perf_counter()
+        self.progress.advance_to(step)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Leave the time of the block out of the speed of training."""
+        start = time.perf_counter()
+        yield
+        self.last_time += time.perf_counter() - start
+
+    def write(
+        self,
+        trainer: L.Trainer,
+        module: LanguageModule,
+        phase: Phase,
+        batch: Batch,
+        pending: dict[str, float],
+    ) -> None:
+        """Write a row with the values of this update, those that callbacks logged, and ``pending``
+        measurements."""
+        step = trainer.global_step
+        metrics: dict[str, float] = {"tokens": phase.tokens_at(step)}
+        for name, times in self.epochs(step).items():
+            metrics[f"epochs/{name}"] = round(times, 6)
+        metrics["phase"] = self.phases.index(phase)
+        metrics |= module.tally.read()
+        metrics["parameter_norm"] = global_norm(p.detach() for p in module.parameters()).item()
+        metrics["learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
+        metrics |= self.speed(module, phase, step, batch)
+        for name, value in trainer.logged_metrics.items():
+            is_taken = name in COLUMNS  # a user's callback may log under a name of the run
+            metrics[f"callback/{name}" if is_taken else name] = float(value)
+        metrics |= pending
+        path = Path(self.config.run_dir) / "metrics.csv"
+        rank_zero_only(append_metrics)(path, metrics | {"step": step})
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=step)
+        self.progress.advance_to(step, loss=metrics["loss"])
+
+    def speed(
+        self, module: LanguageModule, phase: Phase, step: int, batch: Batch
+    ) -> dict[str, float]:
+        """Return tokens per second since the last row; on a GPU also peak memory in GiB, and the
+        share of the dense peak of all ranks' GPUs if it is known."""
+        now = time.perf_counter()
+        tokens = (step - self.last_step) * phase.config.tokens_per_step
+        rate = tokens / (now - self.last_time)
+        self.last_step, self.last_time = step, now
+        speed = {"tokens_per_second": round(rate, 1)}
+        if module.device.type == "cuda":
+            speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
+            peak = dense_peak(torch.cuda.get_device_name(), precision_of(self.config))
+            if peak is not None:
+                flops = flops_per_token(module.model, batch)
+                speed["mfu"] = rate * flops / (peak * current_ranks().world_size)
+        return speed
+
+
+def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict[str, float]]:
+    """Return a function from step to the number of times each text has been read."""
+    samples = [
+        TrainingSamples(corpus.mixed(phase.config.data), phase.config.data, phase.seed)
+        for phase in phases
+    ]
+
+    def read(step: int) -> dict[str, float]:
+        total = {part.name: 0.0 for part in corpus.parts}
+        for phase, of_phase in zip(phases, samples, strict=True):
+            steps = max(min(step, phase.end) - phase.start, 0)
+            epochs = of_phase.epochs(steps * phase.config.trainer.batch_size)
+            for name, times in epochs.items():
+                total[name] += times
+        return total
+
+    return read
+
+
+def flops_per_token(model: Decoder, batch: Batch) -> float:
+    """Return the operations of a training step per token; document masks are those of ``batch``."""
+    rows, length = batch["input_ids"].shape
+    if "documents" not in batch:
+        return training_flops(model.config, model.layout, length) / length
+    total = 0.0
+    for row in batch["documents"]:
+        lengths = row.unique_consecutive(return_counts=True)[1].tolist()
+        total += training_flops(model.config, model.layout, length, lengths)
+    return total / (rows * length)
