@@ -54,7 +54,7 @@ MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
 SLOW_DISK = timedelta(hours=2)
 """Longest time that ranks wait for each other while they write a checkpoint."""
-FILE_BYTES = 2**28
+FILE_BYTES = 2**27
 """Bytes of a rank's tensors in one file: safetensors makes a copy of a file's contents."""
 
 Tensors = dict[str, Tensor]
