@@ -102,7 +102,8 @@ class Watch(TrainerCallback):
         self.seen: dict[int, tuple[float, bool, bool]] = {}
 
     def on_pre_optimizer_step(self, args, state, control, model, optimizer, **kwargs) -> None:
-        rotates = bool(model.model.rotary_emb.inv_freq.any())
+        _, sin = model.model.rotary_emb(torch.zeros(1), torch.arange(8)[None])
+        rotates = bool(sin.any())
         lr = optimizer.param_groups[0]["lr"]
         self.seen[state.global_step] = lr, bool(optimizer.state), rotates
 
@@ -162,4 +163,4 @@ def test_a_model_without_rotation_is_refused_before_the_first_update() -> None:
 def test_importing_it_loads_nothing_else_of_the_package() -> None:
     code = "import sys, trainer.hf; print(*sorted(m for m in sys.modules if m[:7] == 'trainer'))"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout.split() == ["trainer", "trainer.hf"]
+    assert all(name.startswith("trainer.hf") for name in found.stdout.split()[1:])

@@ -208,9 +208,9 @@ class DropPositions(L.Callback):
                 raise ValueError(
                     "DropPositions: to, layers, heads, gain, probe and reset_new need a Decoder"
                 )
-            from trainer.hf import rotating_modules
+            from trainer.hf import check_droppable
 
-            rotating_modules(pl_module)  # raises now rather than at the drop
+            check_droppable(pl_module)
         elif self.dropped_at is None:
             with model.using(self._dropped(model)):  # raises if it cannot take it
                 pass

@@ -1,0 +1,24 @@
+"""The drop for models of transformers, in anybody's training loop.
+
+:func:`drop_rotation` removes the rotary encoding of a model where it stands and
+:func:`restore_rotation` puts it back; :class:`DropPositions` does so at a step of
+``transformers.Trainer`` or a trainer derived from it. None needs anything else of this package.
+"""
+
+from trainer.hf.callback import DropPositions
+from trainer.hf.rotation import (
+    NO_ROTATION,
+    check_droppable,
+    drop_rotation,
+    is_dropped,
+    restore_rotation,
+)
+
+__all__ = [
+    "NO_ROTATION",
+    "DropPositions",
+    "check_droppable",
+    "drop_rotation",
+    "is_dropped",
+    "restore_rotation",
+]

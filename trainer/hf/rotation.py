@@ -1,0 +1,333 @@
+"""A model of transformers without its rotary encoding: a state that one can ask for and leave.
+
+While a model is dropped, the rotary modules of its text decoder return cosines of 1 and sines of 0.
+They belong to a subclass of their class, so no buffer changes: what averages, moves, copies or
+recomputes buffers brings no rotation back. The model's configurations, copies that it alone holds,
+describe the same natively, so transformers loads what ``save_pretrained`` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedConfig, PreTrainedModel
+
+Model = TypeVar("Model", bound=nn.Module)
+Parameters = dict[str, Any]
+
+FACTOR = 1e30
+ORIGINAL_LENGTH = "original_max_position_embeddings"
+# transformers has no rope_type for "no rotation". Llama 3's divides the frequencies of all
+# wavelengths above original length / low_freq_factor by its factor. Every wavelength is above it,
+# also for llama.cpp's converter, which takes 8192 for an original length that it does not find.
+NO_ROTATION: Parameters = {
+    "rope_type": "llama3",
+    "factor": FACTOR,
+    "low_freq_factor": 1e9,
+    "high_freq_factor": 2e9,
+    ORIGINAL_LENGTH: 2,
+}
+# Keys that say how fast heads rotate, or how that is scaled. All others stay.
+FREQUENCY_KEYS = {
+    "rope_type", "type", "factor", "low_freq_factor", "high_freq_factor", "short_factor",
+    "long_factor", "attention_factor", "beta_fast", "beta_slow", "truncate", "mscale",
+}  # fmt: skip
+
+
+def drop_rotation(model: Model) -> Model:
+    """Remove the rotary encoding of the text decoder in ``model``, in place, and return the model.
+
+    ``model`` may wrap the model of transformers: DDP, FSDP, a LightningModule, an adapter of peft,
+    ``torch.compile``. Frozen models beside the trained one keep their rotation.
+
+    Raises:
+        ValueError: there is no rotary encoding, or transformers would load another model than this.
+            Nothing is changed then.
+    """
+    parts = find_parts(model)
+    if not parts.is_dropped():
+        copies = _written_configs(parts)
+        original = deepcopy(parts.decoder.config)
+        for module, config in parts.configs():
+            module.config = copies[id(config)]
+        for module in parts.rotary:
+            module.config = original
+            module.__class__ = _unrotated(type(module))
+    return model
+
+
+def restore_rotation(model: Model) -> Model:
+    """Undo :func:`drop_rotation`, in place, and return the model.
+
+    Raises:
+        ValueError: the model was loaded without rotation.
+    """
+    parts = find_parts(model)
+    if parts.is_dropped():
+        if not all(isinstance(module, Unrotated) for module in parts.rotary):
+            name = type(parts.top).__name__
+            raise ValueError(f"{name} was loaded without rotation, so there is none to restore")
+        original = parts.rotary[0].config
+        for config in parts.text_configs():
+            config.rope_parameters = deepcopy(original.rope_parameters)
+            vars(config).pop(ORIGINAL_LENGTH, None)  # PhiMoE's sets it when it is validated
+            if ORIGINAL_LENGTH in vars(original):
+                setattr(config, ORIGINAL_LENGTH, getattr(original, ORIGINAL_LENGTH))
+        for module in parts.rotary:
+            module.config = parts.decoder.config
+            module.__class__ = type(module).__bases__[1]
+    return model
+
+
+def is_dropped(model: nn.Module) -> bool:
+    """Whether the text decoder in ``model`` has no rotation, by :func:`drop_rotation` or as loaded.
+
+    Raises:
+        ValueError: there is no rotary encoding.
+    """
+    return find_parts(model).is_dropped()
+
+
+def check_droppable(model: nn.Module) -> None:
+    """Raise what :func:`drop_rotation` would raise; change nothing."""
+    parts = find_parts(model)
+    if not parts.is_dropped():
+        _written_configs(parts)
+
+
+class Unrotated(nn.Module):
+    """A rotary module of transformers that rotates nothing; precedes the module's own class."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return cosines of 1 and sines of 0, or complex ones, in the shape of the own class."""
+        # Zeros as positions: dynamic types then do not grow their frequencies.
+        angles = super().forward(x, torch.zeros_like(position_ids), *args, **kwargs)
+        if isinstance(angles, Tensor):
+            return torch.ones_like(angles)
+        cos, sin = angles
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the own class: this one has no name that can be imported."""
+        return _new_unrotated, (type(self).__bases__[1],), self.__dict__
+
+
+@cache
+def _unrotated(kind: Any) -> type:
+    return type(kind.__name__, (Unrotated, kind), {"__module__": kind.__module__})
+
+
+def _new_unrotated(kind: type) -> Any:
+    return object.__new__(_unrotated(kind))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A model of transformers, its text decoder, and the decoder's rotary modules."""
+
+    top: Any
+    decoder: Any
+    rotary: list[Any]
+
+    def is_dropped(self) -> bool:
+        """Whether the rotary modules return no rotation."""
+        if all(isinstance(module, Unrotated) for module in self.rotary):
+            return True
+        return describes_no_rotation(self.decoder.config)
+
+    def configs(self) -> Iterator[tuple[Any, PreTrainedConfig]]:
+        """Yield the modules that hold a configuration, with it; rotary modules excepted."""
+        rotary = set(self.rotary)
+        for module in self.top.modules():
+            config = getattr(module, "config", None)
+            if isinstance(config, PreTrainedConfig) and module not in rotary:
+                yield module, config
+
+    def text_configs(self) -> list[Any]:
+        """Return the configurations that have the text decoder's rotary parameters."""
+        found = {id(self.decoder.config): self.decoder.config}
+        inner = set(self.decoder.modules())
+        for module, config in self.configs():
+            if module in inner and getattr(config, "rope_parameters", None):
+                found[id(config)] = config
+        text = self.top.config.get_text_config(decoder=True)
+        if getattr(text, "rope_parameters", None):
+            found[id(text)] = text
+        return list(found.values())
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """Return the parts of the one model of transformers in ``model`` that is trained.
+
+    Raises:
+        ValueError: there is no rotary encoding, or that of several models.
+    """
+    found: list[Parts] = []
+    seen: set[nn.Module] = set()
+    for module in model.modules():
+        if module in seen or not isinstance(module, PreTrainedModel):
+            continue
+        seen.update(module.modules())
+        decoder = module.get_decoder()
+        if not isinstance(decoder, PreTrainedModel):  # ModernBERT-decoder's is its output layer
+            decoder = module.base_model
+        rotary = [part for part in decoder.modules() if _has_frequencies(part)]
+        if rotary:
+            found.append(Parts(module, decoder, rotary))
+    name = type(model).__name__
+    if not found:
+        raise ValueError(f"{name} has no rotary frequencies (inv_freq) of transformers")
+    if len(found) > 1:
+        found = [parts for parts in found if _is_trained(parts.top)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{name} holds several models of transformers: expected one that is trained"
+        )
+    return found[0]
+
+
+def _has_frequencies(module: nn.Module) -> bool:
+    return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def describes_no_rotation(config: Any) -> bool:
+    """Whether transformers builds a decoder without rotation from its configuration."""
+    by_type: list[Parameters] = []
+    _each(by_type.append, getattr(config, "rope_parameters", None) or {})
+    if not by_type:
+        return False
+    for parameters in by_type:
+        factors = parameters.get("short_factor") or [parameters.get("factor")]
+        if any(factor != FACTOR for factor in factors):
+            return False
+    return True
+
+
+def _each(function: Callable[[Parameters], Any], parameters: Parameters) -> Any:
+    """Call ``function`` for rotary parameters, or for those of each layer type that rotates."""
+    is_by_type = all(value is None or isinstance(value, dict) for value in parameters.values())
+    if not is_by_type:
+        return function(parameters)
+    return {kind: value and function(value) for kind, value in parameters.items()}
+
+
+def _written_configs(parts: Parts) -> dict[int, Any]:
+    """Return copies of the model's configurations that describe no rotation, by the originals' id.
+
+    Tries the forms that some class of transformers takes against the model's own classes.
+
+    Raises:
+        ValueError: none fits.
+    """
+    problems = []
+    for form in _forms(parts):
+        copies: dict[int, Any] = {}
+        for _, config in parts.configs():
+            deepcopy(config, copies)  # one memo: what was one object stays one
+        for config in parts.text_configs():
+            copy = copies.get(id(config), config)
+            copy.rope_parameters = _each(lambda old: _changed(old, form), config.rope_parameters)  # noqa: B023
+        try:
+            _check_form(parts, copies[id(parts.decoder.config)])
+        except Exception as error:  # a configuration class raises any
+            problems.append(f"{form['rope_type']}: {error!r}")
+        else:
+            return copies
+    name = type(parts.top).__name__
+    raise ValueError(f"{name} cannot be described without rotation: " + "; ".join(problems))
+
+
+def _forms(parts: Parts) -> Iterator[Parameters]:
+    """Yield parameters without rotation: Phi-3 takes LongRoPE alone, PhiMoE wants its mscales."""
+    llama3 = {key: value for key, value in NO_ROTATION.items() if key != ORIGINAL_LENGTH}
+    buffers = dict(parts.rotary[0].named_buffers(recurse=False))
+    pairs = next(len(buffer) for name, buffer in buffers.items() if name.endswith("inv_freq"))
+    longrope = {
+        "rope_type": "longrope",
+        "short_factor": [FACTOR] * pairs,
+        "long_factor": [FACTOR] * pairs,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+    }
+    mscales = {"short_mscale": 1.0, "long_mscale": 1.0}
+    yield llama3
+    yield longrope
+    yield llama3 | mscales
+    yield longrope | mscales
+
+
+def _changed(old: Parameters, form: Parameters) -> Parameters:
+    """Return ``old`` with the frequencies of ``form``."""
+    kept = {key: deepcopy(value) for key, value in old.items() if key not in FREQUENCY_KEYS}
+    rope_type = old.get("rope_type", "default")
+    if rope_type == "proportional":  # its frequencies are as many as a whole head's
+        kept.pop("partial_rotary_factor", None)
+    # DeepSeek multiplies scores by (0.1 mscale_all_dim log(factor) + 1)^2, unless it is "default".
+    if kept.get("mscale_all_dim"):
+        factor = old.get("factor") or 1.0
+        log = 0.0 if rope_type == "default" else math.log(max(factor, 1.0))
+        kept["mscale_all_dim"] *= log / math.log(FACTOR)
+    scales = {key: 1.0 for key in ("short_mscale", "long_mscale") if key in old}
+    return {ORIGINAL_LENGTH: NO_ROTATION[ORIGINAL_LENGTH]} | kept | scales | form
+
+
+@torch.no_grad()
+def _check_form(parts: Parts, config: Any) -> None:
+    """Raise unless what transformers builds from ``config`` rotates nothing and differs in nothing
+    else from what it builds from the model's own configuration."""
+    old = _as_loaded(parts.decoder.config)
+    new = _as_loaded(config)
+    kinds = {_own_class(module) for module in parts.rotary}
+    for kind in kinds:
+        pairs = zip(_angles(kind(old), old), _angles(kind(new), new), strict=True)
+        for (old_cos, _), (cos, sin) in pairs:
+            if not (cos == 1).all() or sin.abs().max() > 1e-20:
+                raise ValueError(f"{kind.__name__} rotates or scales")
+            if cos.shape != old_cos.shape:
+                raise ValueError(f"{kind.__name__} rotates other channels")
+    with torch.device("meta"):
+        rebuilt = dict(_own_class(parts.decoder)(new).named_modules())
+        for name, module in _own_class(parts.decoder)(old).named_modules():
+            if type(module) in kinds:
+                continue
+            for key, value in vars(module).items():
+                other = vars(rebuilt[name])[key]
+                if isinstance(value, float) and not math.isclose(value, other, rel_tol=1e-12):
+                    raise ValueError(f"{name}.{key} becomes {other}, was {value}")
+
+
+def _as_loaded(config: Any) -> Any:
+    return type(config).from_dict(config.to_dict())
+
+
+def _own_class(module: nn.Module) -> Any:
+    """Return the class of transformers that FSDP2 or the drop derived a class from."""
+    classes = type(module).__mro__
+    return next(kind for kind in classes if not issubclass(kind, FSDPModule | Unrotated))
+
+
+def _angles(rotary: Any, config: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield cosines and sines at near and far positions, for each layer type."""
+    positions = torch.tensor([[0, 1, 1000, 100_000]])
+    if "mrope_section" in config.rope_parameters:  # time, height and width of images
+        positions = positions.expand(3, 1, 4)
+    kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else [None]
+    for kind in kinds:
+        layer_type = {} if kind is None else {"layer_type": kind}
+        angles = rotary(torch.zeros(1), positions, **layer_type)
+        if isinstance(angles, Tensor):
+            yield angles.real, angles.imag
+        else:
+            yield angles
