@@ -59,8 +59,9 @@ def drop_rotation(model: Model) -> Model:
         for module, config in parts.configs():
             module.config = copies[id(config)]
         for module in parts.rotary:
+            kind: Any = type(module)
             module.config = original
-            module.__class__ = _unrotated(type(module))
+            module.__class__ = _unrotated(kind)
     return model
 
 
