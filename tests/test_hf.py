@@ -146,7 +146,7 @@ def test_a_run_of_transformers_drops_once_and_resumes_on_either_side(tmp_path: P
 def test_only_checkpoints_behind_the_drop_are_the_best() -> None:
     best = {"best_metric": 1.0, "best_model_checkpoint": "a", "best_global_step": 1}
     state = TrainerState(global_step=2, max_steps=4, **best)
-    drop, optimizer = DropPositions(2.0), torch.optim.SGD([torch.zeros(1)])
+    drop, optimizer = DropPositions(2), torch.optim.SGD([torch.zeros(1)])
     drop.on_train_begin(None, state, None, model=tiny("llama"))
     drop.on_step_begin(None, state, None, model=tiny("llama"), optimizer=optimizer)
     assert [getattr(state, name) for name in best] == [None] * 3

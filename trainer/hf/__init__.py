@@ -2,9 +2,11 @@
 
 :func:`drop_rotation` removes the rotary encoding of a model where it stands and
 :func:`restore_rotation` puts it back; :class:`DropPositions` does so at a step of
-``transformers.Trainer`` or a trainer derived from it. None needs anything else of this package.
+``transformers.Trainer`` or a trainer derived from it. :func:`save_dropped_base` writes what an
+adapter that was trained without rotation is loaded with. None needs anything else of this package.
 """
 
+from trainer.hf.adapters import save_dropped_base
 from trainer.hf.callback import DropPositions
 from trainer.hf.rotation import (
     NO_ROTATION,
@@ -21,4 +23,5 @@ __all__ = [
     "drop_rotation",
     "is_dropped",
     "restore_rotation",
+    "save_dropped_base",
 ]

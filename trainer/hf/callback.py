@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from numbers import Integral
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args
 
+from torch import nn
+from torch.optim import Optimizer
 from transformers import (
     TrainerCallback,
     TrainerControl,
@@ -12,91 +16,179 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from trainer.hf.rotation import check_droppable, drop_rotation, restore_rotation
+from trainer.hf.adapters import name_base, write_dropped_base
+from trainer.hf.rotation import (
+    adapters_in,
+    check_droppable,
+    drop_rotation,
+    is_dropped,
+    restore_rotation,
+)
 
 logger = logging.get_logger(__name__)
 
 DROPPED = "positions_dropped"
+BASE = "dropped_base"
+OptimizerState = Literal["keep", "reset"]
 
 
 class DropPositions(TrainerCallback):
     """Callback of ``transformers.Trainer`` that removes the rotary encoding in mid-run.
 
     The drop is an entry ``positions_dropped`` of the trainer's log history, which its checkpoints
-    hold: a run that resumes behind the drop begins without the encoding, whatever its ``at``. Only
-    later checkpoints compete for ``load_best_model_at_end``. Logged learning rates are those of the
-    schedule, without ``rewarm``.
+    hold: a run that resumes behind the drop begins without the encoding, whatever its ``at``, and
+    one that resumes before it begins with the encoding. Only later checkpoints compete for
+    ``load_best_model_at_end``. Logged learning rates are those of the schedule, without ``rewarm``.
+    Adapters of peft that are saved behind the drop name a base without rotation, in
+    ``output_dir/dropped_base``.
 
     Args:
-        at: updates before the drop; below 1 a share of ``max_steps``.
+        at: updates before the drop, or a share of all updates between 0 and 1.
         rewarm: updates after the drop over which the learning rate rises linearly to the
-            schedule's; below 1 a share of ``max_steps``.
+            schedule's, or a share of all updates.
         optimizer_state: "reset" forgets the optimizer's moments at the drop; "keep" does not.
 
     Raises:
-        ValueError: at once for a negative ``at`` or another policy.
+        ValueError: at once for another ``at``, ``rewarm`` or policy; before the first update for a
+            model that cannot be dropped, or a trainer that would compare or sample with a model
+            that rotates.
     """
 
     def __init__(
         self,
         at: int | float,
         rewarm: int | float = 0,
-        optimizer_state: Literal["keep", "reset"] = "keep",
+        optimizer_state: OptimizerState = "reset",
     ) -> None:
-        if min(at, rewarm) < 0 or optimizer_state not in ("keep", "reset"):
-            raise ValueError(f"DropPositions: {at=}, {rewarm=}, {optimizer_state=}")
+        for name, number in (("at", at), ("rewarm", rewarm)):
+            if not _is_updates(number) and not _is_share(number):
+                raise ValueError(
+                    f"DropPositions: {name}: expected a number of updates, such as 500, "
+                    f"or a share of them between 0 and 1, such as 0.85, got {number!r}"
+                )
+        if optimizer_state not in get_args(OptimizerState):
+            raise ValueError(
+                f"DropPositions: optimizer_state: expected keep or reset, got {optimizer_state!r}"
+            )
         self.at = at
         self.rewarm = rewarm
         self.optimizer_state = optimizer_state
         self.dropped_at: int | None = None
-        self._scheduled: list[float] = []
+        self._base: Path | None = None
+        self._scheduled: list[Any] = []
+        self._lowered: list[Any] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find the step; drop already in a run that resumes behind the drop."""
-        check_droppable(kwargs["model"])
-        self.step, self.rewarm_steps = (
-            round(number * state.max_steps if number < 1 else number)
-            for number in (self.at, self.rewarm)
-        )
-        drops = (int(row[DROPPED]) for row in state.log_history if DROPPED in row)
-        self.dropped_at = next(drops, None)
-        if self.dropped_at is not None:
-            drop_rotation(kwargs["model"])
-        else:
-            restore_rotation(kwargs["model"])
+        """Find the step, and bring the model into the state in which training left it."""
+        model = kwargs["model"]
+        self.step = _updates(self.at, state.max_steps)
+        self.rewarm_steps = _updates(self.rewarm, state.max_steps)
+        self.dropped_at = None
+        for row in state.log_history:
+            if DROPPED in row:
+                self.dropped_at = int(row[DROPPED])
         if self.dropped_at is None and self.step >= state.max_steps:
             logger.warning("Training ends at update %d, before the drop", state.max_steps)
+
+        if self.dropped_at is None and not (self.step == 0 and is_dropped(model)):
+            restore_rotation(model)
+        check_droppable(model)
+        _check_references(args, model)
+        self._base = None
+        if adapters_in(model):
+            self._base = write_dropped_base(model, Path(str(args.output_dir), BASE))
+        if self.dropped_at is not None:
+            self._drop(model)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Drop at the step."""
+        """Drop at the step; lower the learning rates of an update shortly after it.
+
+        DeepSpeed's engine updates within the backward pass, so the next hook is too late.
+        """
+        optimizer: Optimizer = kwargs["optimizer"]
         if self.dropped_at is None and state.global_step >= self.step:
             logger.warning("Dropping positional encodings after %d updates", state.global_step)
-            drop_rotation(kwargs["model"])
+            self._drop(kwargs["model"])
             self.dropped_at = state.global_step
             state.log_history.append({DROPPED: self.dropped_at, "step": self.dropped_at})
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
             if self.optimizer_state == "reset":
-                kwargs["optimizer"].state.clear()
+                _forget_moments(optimizer)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Lower the learning rate of an update shortly after the drop."""
-        groups = kwargs["optimizer"].param_groups
-        self._scheduled = [group["lr"] for group in groups]
-        if self.dropped_at is None:
+        self._scheduled = []
+        self._lowered = []
+        if self.dropped_at is None or state.global_step >= self.dropped_at + self.rewarm_steps:
             return
-        since = state.global_step - self.dropped_at
-        for group in groups if since < self.rewarm_steps else ():
-            group["lr"] *= (since + 1) / self.rewarm_steps
+        factor = (state.global_step - self.dropped_at + 1) / self.rewarm_steps
+        for group in optimizer.param_groups:
+            self._scheduled.append(group["lr"])
+            group["lr"] = group["lr"] * factor  # not in place: it may be a tensor
+            self._lowered.append(group["lr"])
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put back the schedule's learning rate, which some schedules multiply."""
-        for group, lr in zip(kwargs["optimizer"].param_groups, self._scheduled, strict=True):
-            group["lr"] = lr
+        """Put back the schedule's learning rates, which some schedules multiply."""
+        groups = kwargs["optimizer"].param_groups
+        for group, scheduled, lowered in zip(groups, self._scheduled, self._lowered, strict=False):
+            if group["lr"] is lowered:  # otherwise DeepSpeed's schedule has moved on
+                group["lr"] = scheduled
+
+    def _drop(self, model: nn.Module) -> None:
+        if self._base is not None:
+            name_base(model, self._base)
+        drop_rotation(model)
+
+    @property
+    def state_key(self) -> NoReturn:
+        """Tell Lightning's trainer, which asks every callback for this, that it wants another."""
+        raise TypeError(
+            "Lightning's trainer takes trainer.lightning.DropPositions, not trainer.hf's"
+        )
+
+
+def _is_updates(number: Any) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 0
+
+
+def _is_share(number: Any) -> bool:
+    return isinstance(number, float) and 0 < number < 1
+
+
+def _updates(number: int | float, max_steps: int) -> int:
+    if _is_share(number):
+        return round(number * max_steps)
+    return int(number)
+
+
+def _forget_moments(optimizer: Optimizer) -> None:
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        group.pop("step", None)  # where the fused Adam of DeepSpeed and apex counts updates
+
+
+def _check_references(args: TrainingArguments, model: nn.Module) -> None:
+    """Tell what becomes of the models that TRL's trainers compare or sample with.
+
+    Raises:
+        ValueError: weights trained without rotation would run in a model that rotates.
+    """
+    if is_dropped(model):
+        return
+    advice = "drop first: trainer.hf.drop_rotation(model).save_pretrained(directory), load that"
+    if getattr(args, "sync_ref_model", False):
+        raise ValueError(f"sync_ref_model: the reference rotates, its new weights do not; {advice}")
+    if getattr(args, "use_vllm", False):
+        raise ValueError(f"use_vllm: the engine rotates, its new weights do not; {advice}")
+    has_reference = bool(getattr(args, "beta", 0.0))  # the weight of the distance to it
+    is_precomputed = getattr(args, "precompute_ref_log_probs", False)
+    if adapters_in(model) and has_reference and not is_precomputed:
+        logger.warning(
+            "The reference is the model with its adapter off, so it loses its rotation, too. "
+            "precompute_ref_log_probs=True keeps one that rotates; or %s",
+            advice,
+        )

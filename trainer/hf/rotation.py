@@ -1,4 +1,4 @@
-"""A model of transformers without its rotary encoding: a state that one can ask for and leave.
+"""A model of transformers without its rotary encoding: a state that is set, asked for and undone.
 
 While a model is dropped, the rotary modules of its text decoder return cosines of 1 and sines of 0.
 They belong to a subclass of their class, so no buffer changes: what averages, moves, copies or
@@ -13,12 +13,16 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 Parameters = dict[str, Any]
@@ -62,6 +66,11 @@ def drop_rotation(model: Model) -> Model:
             kind: Any = type(module)
             module.config = original
             module.__class__ = _unrotated(kind)
+        if any(_names_rotating_base(adapter) for adapter in adapters_in(model)):
+            logger.warning(
+                "What this adapter saves names a base that rotates: "
+                "trainer.hf.save_dropped_base(model, directory) writes one that does not"
+            )
     return model
 
 
@@ -73,7 +82,7 @@ def restore_rotation(model: Model) -> Model:
     """
     parts = find_parts(model)
     if parts.is_dropped():
-        if not all(isinstance(module, Unrotated) for module in parts.rotary):
+        if not parts.can_be_restored():
             name = type(parts.top).__name__
             raise ValueError(f"{name} was loaded without rotation, so there is none to restore")
         original = parts.rotary[0].config
@@ -85,6 +94,8 @@ def restore_rotation(model: Model) -> Model:
         for module in parts.rotary:
             module.config = parts.decoder.config
             module.__class__ = type(module).__bases__[1]
+        for adapter in adapters_in(model):
+            adapter.base_model_name_or_path = parts.top.name_or_path or None
     return model
 
 
@@ -140,9 +151,11 @@ class Parts:
 
     def is_dropped(self) -> bool:
         """Whether the rotary modules return no rotation."""
-        if all(isinstance(module, Unrotated) for module in self.rotary):
-            return True
-        return describes_no_rotation(self.decoder.config)
+        return self.can_be_restored() or describes_no_rotation(self.decoder.config)
+
+    def can_be_restored(self) -> bool:
+        """Whether the model was dropped in this process, not before it was loaded."""
+        return all(isinstance(module, Unrotated) for module in self.rotary)
 
     def configs(self) -> Iterator[tuple[Any, PreTrainedConfig]]:
         """Yield the modules that hold a configuration, with it; rotary modules excepted."""
@@ -214,6 +227,36 @@ def describes_no_rotation(config: Any) -> bool:
         if any(factor != FACTOR for factor in factors):
             return False
     return True
+
+
+def adapters_in(model: nn.Module) -> list[Any]:
+    """Return the configurations of peft's adapters of the model of transformers in ``model``."""
+    top = find_parts(model).top
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        if isinstance(adapters, dict) and top in set(module.modules()):
+            found.update({id(adapter): adapter for adapter in adapters.values()})
+    return list(found.values())
+
+
+def _names_rotating_base(adapter: Any) -> bool:
+    name = adapter.base_model_name_or_path
+    if not name or not Path(name).is_dir():
+        return True
+    return not describes_no_rotation(AutoConfig.from_pretrained(name).get_text_config(decoder=True))
+
+
+def rope_parameters_written(parts: Parts) -> Parameters:
+    """Return the rotary parameters that describe the model without rotation.
+
+    Raises:
+        ValueError: there are none.
+    """
+    config = parts.decoder.config
+    if not parts.is_dropped():
+        config = _written_configs(parts)[id(config)]
+    return deepcopy(config.rope_parameters)
 
 
 def _each(function: Callable[[Parameters], Any], parameters: Parameters) -> Any:

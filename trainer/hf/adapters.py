@@ -1,0 +1,135 @@
+"""Adapters of peft on a base without rotation.
+
+An adapter's directory names its base, and whoever loads the adapter loads that base as it lies
+there. The base of an adapter that is trained without rotation is therefore written without
+rotation, and the adapter names it.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from torch import nn
+from transformers.utils import CONFIG_NAME
+
+from trainer.hf.rotation import adapters_in, drop_rotation, find_parts, rope_parameters_written
+
+WEIGHTS = "model*.safetensors", "pytorch_model*.bin"
+DESCRIPTIONS = "*.json", "*.jinja", "*.txt", "*.model"  # also of the tokenizer
+NOT_OF_THE_BASE = {CONFIG_NAME, "adapter_config.json", "trainer_state.json"}
+
+
+def save_dropped_base(model: nn.Module, directory: str | Path) -> Path:
+    """Write the base of an adapter without rotation, and name it in what the adapter saves.
+
+    Weights are linked from where the base was loaded, or copied to another file system. The first
+    rank writes; all ranks call this. :func:`restore_rotation` names the base with rotation again.
+
+    Args:
+        model: an adapter of peft, before or after :func:`drop_rotation`; may be wrapped.
+        directory: of the written base.
+
+    Returns:
+        The directory that the adapter names.
+
+    Raises:
+        ValueError: ``model`` has no adapter, or its base cannot be described without rotation.
+    """
+    if not adapters_in(model):
+        raise ValueError(f"{type(model).__name__} has no adapter: use save_pretrained")
+    written = write_dropped_base(model, Path(directory))
+    if written is None:
+        return Path(find_parts(model).top.name_or_path)
+    name_base(model, written)
+    return written
+
+
+def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
+    """Do the writing of :func:`save_dropped_base`; return the absolute path.
+
+    None: ``model`` has no adapter, or its base was loaded without rotation.
+    """
+    parts = find_parts(model)
+    if not adapters_in(model) or (parts.is_dropped() and not parts.can_be_restored()):
+        return None
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return directory.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    source = _directory_of(parts.top)
+    if source is None:
+        drop_rotation(_without_adapters(model)).save_pretrained(directory)
+        return directory.resolve()
+    weights = {file for pattern in WEIGHTS for file in source.glob(pattern)}
+    descriptions = {file for pattern in DESCRIPTIONS for file in source.glob(pattern)}
+    for pattern in WEIGHTS:
+        for stale in directory.glob(pattern):
+            if source / stale.name not in weights:
+                stale.unlink()
+    for file in weights | descriptions:
+        if file.name not in NOT_OF_THE_BASE:
+            _link(file, directory / file.name)
+    config = type(parts.top.config).from_pretrained(source)
+    text = config.get_text_config(decoder=True)
+    text.rope_parameters = rope_parameters_written(parts)
+    config.save_pretrained(directory)
+    return directory.resolve()
+
+
+def name_base(model: nn.Module, directory: Path) -> None:
+    """Name ``directory`` as the base of the adapters in ``model``."""
+    for adapter in adapters_in(model):
+        adapter.base_model_name_or_path = str(directory)
+
+
+def _directory_of(model: Any) -> Path | None:
+    """Return the directory that the model was loaded from, if it still has weights."""
+    name = model.name_or_path
+    if not name:
+        return None
+    directory = Path(name)
+    if not directory.is_dir():
+        revision = getattr(model.config, "_commit_hash", None)
+        try:
+            config = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
+        except HFValidationError:  # a path that is gone
+            return None
+        if not isinstance(config, str):
+            return None
+        directory = Path(config).parent
+    has_weights = any(file for pattern in WEIGHTS for file in directory.glob(pattern))
+    return directory if has_weights else None
+
+
+def _without_adapters(model: nn.Module) -> Any:
+    """Return a copy of the model that an adapter was put on.
+
+    Raises:
+        ValueError: it cannot be separated from its adapter.
+    """
+    adapter: Any
+    for adapter in model.modules():
+        if hasattr(adapter, "peft_config") and hasattr(adapter, "unload"):
+            return deepcopy(adapter).unload()
+    raise ValueError("the adapter's base is in no directory: save it and load it from there first")
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make ``target`` the file ``source``, by a hard link, or on another file system by a copy."""
+    source = source.resolve()  # the hub's cache has symbolic links
+    if target.exists() and filecmp.cmp(source, target):
+        return
+    partial = target.with_name(target.name + ".partial")
+    partial.unlink(missing_ok=True)
+    try:
+        os.link(source, partial)
+    except OSError:
+        shutil.copy2(source, partial)
+    partial.replace(target)
