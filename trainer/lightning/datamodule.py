@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from trainer.lightning.module import updates_done
+
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
 
@@ -63,7 +65,8 @@ class Batches(IterableDataset[Any]):
 class TokenData(L.LightningDataModule):
     """Batches of prepared text for a :class:`~trainer.lightning.LanguageModule`.
 
-    There is no state to save: a resumed run reads on from its step.
+    There is no state to save: a resumed run reads on from its step, whose first micro-batches it
+    repeats if it was stopped within the step. Each epoch (``limit_train_batches``) reads on, too.
 
     Args:
         corpus: prepared text, or the directory that ``python -m trainer prepare`` wrote.
@@ -73,7 +76,6 @@ class TokenData(L.LightningDataModule):
         workers: processes that read.
         held_out: sequences of validation text.
         samples: what is read in place of the corpus's training text, see :class:`Batches`.
-        offset: added to sample numbers, which begin with step times ``batch_size``.
     """
 
     def __init__(
@@ -86,11 +88,10 @@ class TokenData(L.LightningDataModule):
         workers: int = 2,
         held_out: int = 64,
         samples: Any = None,
-        offset: int = 0,
     ) -> None:
         super().__init__()
         self.corpus, self.length, self.batch_size, self.seed = corpus, length, batch_size, seed
-        self.workers, self.held_out, self.samples, self.offset = workers, held_out, samples, offset
+        self.workers, self.held_out, self.samples = workers, held_out, samples
 
     def setup(self, stage: str) -> None:
         """Open the text."""
@@ -118,16 +119,16 @@ class TokenData(L.LightningDataModule):
         """Return this rank's micro-batches from the trainer's step on."""
         assert self.trainer is not None
         assert self.samples is not None
+        repeat_interrupted_step(self.trainer)
         batches = Batches(
             self.samples,
             self.batch_size,
-            start=self.trainer.global_step,
-            offset=self.offset,
+            start=updates_done(self.trainer),
             micro_batches=self.trainer.accumulate_grad_batches,
             rank=self.trainer.global_rank,
             ranks=self.trainer.world_size,
         )
-        return loader(batches, self.workers, self.trainer.strategy.root_device)
+        return StepLoader(batches, self.workers, self.trainer)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the held-out sequences, which Lightning shares among the ranks."""
@@ -138,16 +139,49 @@ class TokenData(L.LightningDataModule):
         return DataLoader(data, batch_size=self.batch_size // parts)
 
 
-def loader(batches: Batches, workers: int, device: torch.device) -> DataLoader[Any]:
-    """Return a loader of these batches for a device, with ``workers`` processes that read."""
-    return DataLoader(
-        batches,
-        batch_size=None,
-        num_workers=workers,
-        pin_memory=device.type == "cuda",
-        worker_init_fn=_ignore_signals,
-        generator=torch.Generator(),  # the default one is left to callbacks
-    )
+class StepLoader(DataLoader[Any]):
+    """Loader of :class:`Batches` whose every epoch begins at the trainer's step.
+
+    ``workers``: processes that read.
+    """
+
+    dataset: Batches
+
+    def __init__(self, batches: Batches, workers: int, trainer: L.Trainer) -> None:
+        super().__init__(
+            batches,
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=trainer.strategy.root_device.type == "cuda",
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # the default one is left to callbacks
+        )
+        self.trainer = trainer
+
+    def __iter__(self) -> Any:
+        """Iterate over the micro-batches from the present step on."""
+        self.dataset.start = updates_done(self.trainer)
+        return super().__iter__()
+
+
+def repeat_interrupted_step(trainer: L.Trainer) -> None:
+    """Set a resumed trainer back to the first micro-batch of the step in which it was stopped.
+
+    The gradients of the micro-batches before are in no checkpoint.
+    """
+    epoch: Any = trainer.fit_loop.epoch_progress.current
+    if epoch.ready == epoch.processed:  # the next epoch has not begun
+        return
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    unfinished = batches.current.processed % trainer.accumulate_grad_batches
+    if unfinished == 0:
+        return
+    for progress in (batches.current, batches.total):
+        done = progress.processed - unfinished
+        progress.ready = done
+        progress.started = done
+        progress.processed = done
+        progress.completed = done
 
 
 def _ignore_signals(_: int) -> None:

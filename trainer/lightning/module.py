@@ -1,20 +1,31 @@
-"""Lightning module: a decoder, its loss, its optimizer and the learning rate of every step."""
+"""Lightning module: a decoder, its loss, its optimizer and the learning rate of every step.
+
+Lightning trains a step as it always does: ``training_step`` and ``backward`` for each micro-batch,
+callbacks' ``on_before_optimizer_step``, ``configure_gradient_clipping``, ``optimizer.step()``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.common.errors import UserError
 from trainer.common.schedule import Schedule
-from trainer.lightning.optimizers import global_norm, make_optimizer, scale_or_skip_next_step
+from trainer.lightning.optimizers import (
+    forget_scale,
+    global_norm,
+    make_optimizer,
+    scale_or_skip_next_step,
+    skips_on_device,
+)
 from trainer.lightning.strategy import mesh_of_ranks, shard
 from trainer.model.backends import cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
@@ -28,14 +39,17 @@ Batch = Mapping[str, Any]
 class LanguageModule(L.LightningModule):
     """Trainable :class:`Decoder`; ``model.layout`` is its present encoding.
 
+    A subclass may override :meth:`configure_optimizers`. For several optimizers it sets
+    ``automatic_optimization = False``, as always in Lightning; each update steps all of them.
+
     Args:
         model: the decoder, or one on the meta device for ``prepare``.
         lr: learning rate of AdamW.
         schedule: maps the number of updates done to a factor on the learning rates, such as
             :func:`~trainer.common.schedule.schedule`; None: constant.
         optimizer: adamw, or muon (for the matrices of blocks, AdamW for the rest).
-        gradient_clip: largest norm of a gradient; 0: no clipping. Steps whose loss or gradient is
-            not finite are skipped.
+        gradient_clip: largest norm of a gradient, unless ``Trainer(gradient_clip_val=...)`` says
+            another; 0: no clipping. Updates whose loss or gradient is not finite are skipped.
         attention: a backend, or auto.
         prepare: distributes a model of the meta device and sets its weights, given model and
             device.
@@ -59,10 +73,15 @@ class LanguageModule(L.LightningModule):
         self.model = model
         self.schedule = schedule
         self.optimizer_options: dict[str, Any] = {"name": optimizer, "lr": lr, **optimizer_options}
-        self.gradient_clip, self.attention = gradient_clip, attention
+        self.gradient_clip = gradient_clip
+        self.attention = attention
         self.prepare = prepare
         self.tally = Tally()
+        self.micro_batches: list[Tensor] = []
+        """Sum of weighted losses and sum of weights of each micro-batch of the present step."""
         self._optimizer: torch.optim.Optimizer | None = None
+        self._unit = torch.ones(())
+        self._uses_cudnn = False
 
     def configure_model(self) -> None:
         """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
@@ -70,6 +89,8 @@ class LanguageModule(L.LightningModule):
         if self._trainer is None:
             return
         strategy = self.trainer.strategy
+        if self.trainer.precision == "bf16-mixed":
+            self.model.compute_dtype = torch.bfloat16
         if self.prepare is not None:
             if self.model.norm.weight.is_meta:
                 self.prepare(self.model, strategy.root_device)
@@ -77,64 +98,71 @@ class LanguageModule(L.LightningModule):
             half = self.model.compute_dtype is not None
             shard(self.model, mesh_of_ranks(strategy.root_device), half)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Create the optimizer, or return the one of earlier phases; learning rates are set at
-        every step."""
+    def configure_optimizers(self) -> Any:
+        """Create the optimizer, or return the one of earlier fits."""
         if self._optimizer is None:
             self._optimizer = make_optimizer(self.model, **self.optimizer_options)
         return self._optimizer
 
-    def training_step(self, batch: Batch, index: int) -> Tensor:
-        """Return the loss of a micro-batch ``[B, T]``: the weighted sum over its tokens, divided by
-        B T.
+    def on_train_start(self) -> None:
+        """Begin a step.
 
-        Dividing by the sum of the weights happens once per step. A token thus counts equally
-        whatever micro-batch and rank it is read on.
+        Raises:
+            UserError: updates would be wrong with this trainer or these optimizers.
         """
-        if isinstance(self.model, FSDPModule):  # hsdp adds up the shards of all groups once a step
-            is_last = (index + 1) % self.trainer.accumulate_grad_batches == 0
-            self.model.set_requires_all_reduce(is_last)
-        weights = batch.get("weights")
-        if weights is None:
-            weights = torch.ones_like(batch["labels"], dtype=torch.float32)
-        losses = torch.empty_like(weights)
-        loss = weights.mean() * self.model.loss(
-            batch["input_ids"],
-            batch["labels"],
-            weights,
-            losses=losses,
-            **{key: batch[key] for key in ("documents", "bounds", "longest") if key in batch},
-        )
-        self.tally.add(losses, weights)
-        if getattr(self.trainer, "log_every_n_steps", 0):
-            self.log("loss", loss.detach(), prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: Batch, index: int) -> Tensor:
-        """Log ``val_loss``, the mean loss of a token in nats."""
-        losses = self.model.token_losses(batch["input_ids"], batch["labels"])
-        weights = batch.get("weights")
-        weights = torch.ones_like(losses) if weights is None else weights
-        loss = (losses * weights).sum() / weights.sum()
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
-        return loss
+        check_updates(self)
+        self.micro_batches.clear()  # of a fit that was interrupted
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
-        """Choose the attention kernel for batch and layout, and set this step's learning rates."""
-        device = self.trainer.strategy.root_device.type
-        name = self.model.use_backend(
+        """Set the learning rates of the step."""
+        if self.schedule is None:
+            return
+        factor = self.schedule(updates_done(self.trainer))
+        for optimizer in self.trainer.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
+
+    def training_step(self, batch: Batch, index: int) -> Tensor:
+        """Return the mean loss of a micro-batch ``[B, T]``, weighted by its tokens' weights."""
+        if isinstance(self.model, FSDPModule):  # hsdp adds up the shards of all groups once a step
+            is_last = (index + 1) % self.trainer.accumulate_grad_batches == 0
+            self.model.set_requires_all_reduce(is_last or self.trainer.is_last_batch)
+        backend = self.model.use_backend(
             self.attention,
-            device,
+            self.trainer.strategy.root_device.type,
             documents="documents" in batch,
             half=self.model.compute_dtype is not None or "16" in str(self.trainer.precision),
             length=batch["input_ids"].shape[1],
         )
-        if device == "cuda":  # cuDNN must see no mask, which a new layout may bring
-            torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
-        if self.schedule is not None and index % self.trainer.accumulate_grad_batches == 0:
-            factor = self.schedule(self.global_step)
-            for group in self.trainer.optimizers[0].param_groups:
-                group["lr"] = group["initial_lr"] * factor
+        self._uses_cudnn = backend == "cudnn"
+        weights = batch.get("weights")
+        if weights is None:
+            weights = torch.ones_like(batch["labels"], dtype=torch.float32)
+        options = {key: batch[key] for key in ("documents", "bounds", "longest") if key in batch}
+        with self._numerics(self._uses_cudnn):
+            loss = self.model.loss(batch["input_ids"], batch["labels"], weights, **options)
+        weight = weights.sum()
+        self.micro_batches.append(torch.stack([loss.detach() * weight, weight]))
+        if getattr(self.trainer, "log_every_n_steps", 0):
+            self.log("loss", loss.detach(), prog_bar=True)
+        if not self.automatic_optimization:
+            self._update_manually(loss)
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Accumulate the gradient of a micro-batch's loss times its weight.
+
+        The unit of weights is the weight of the step's first micro-batch, averaged over the ranks:
+        gradients have their usual size before :meth:`finish_gradients`, too.
+        """
+        weight = self.micro_batches[-1][1]
+        if len(self.micro_batches) == 1:
+            self._unit = mean_over_ranks(weight.clone()).clamp(min=1.0)
+        with self._numerics(self._uses_cudnn):  # recomputed activations need the same kernel
+            super().backward(loss * (weight / self._unit), *args, **kwargs)
 
     def configure_gradient_clipping(
         self,
@@ -142,15 +170,87 @@ class LanguageModule(L.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients by global norm and skip non-finite steps, without a host sync."""
-        loss, weight = self.tally.end_step()
-        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
-        norm = global_norm(gradients) / weight
-        limit = gradient_clip_val or self.gradient_clip or float("inf")
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0) / weight
+        """Finish the gradients of a step: Lightning updates the weights next."""
+        limit = self.gradient_clip if gradient_clip_val is None else gradient_clip_val
+        self.finish_gradients([optimizer], limit)
+
+    def finish_gradients(
+        self, optimizers: Sequence[torch.optim.Optimizer], gradient_clip: float
+    ) -> None:
+        """Make the accumulated gradients those of the step's mean loss, clip them by their global
+        norm, and skip the update that follows if loss or norm is not finite.
+
+        A token counts equally whatever micro-batch and rank it is read on. Fused optimizers cause
+        no host sync, others one.
+        """
+        # 1. Sums over the step, as means over the ranks, which is what DDP and FSDP2 make of
+        # gradients.
+        loss_sum, weight = mean_over_ranks(torch.stack(self.micro_batches).sum(dim=0))
+        loss = loss_sum / weight
+        self.micro_batches.clear()
+
+        # 2. Gradients are of losses times weight / unit. Lightning has divided each loss by the
+        # micro-batches of a whole step, also if the data ends within this one.
+        to_mean = self._unit * self.trainer.accumulate_grad_batches / weight
+
+        # 3. Clip.
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = global_norm(gradients) * to_mean
+        clip = ((gradient_clip or float("inf")) / (norm + 1e-6)).clamp(max=1.0)
+
+        # 4. Skip: the weights, their averages and Muon's momentum stay as they are.
         skip = ~(norm.isfinite() & loss.isfinite())
-        scale_or_skip_next_step(optimizer, torch.where(skip, 1.0, factor), skip)
-        self.tally.end_update(norm, skip)
+
+        # 5. The step.
+        if all(map(skips_on_device, optimizers)):
+            for optimizer in optimizers:
+                scale_or_skip_next_step(optimizer, clip * to_mean, skip)
+        elif bool(skip):
+            for parameter in parameters:
+                parameter.grad = None  # a parameter without gradient is not updated
+        else:
+            for gradient in gradients:
+                gradient.mul_(clip * to_mean)
+        self.tally.add(loss, norm, skip)
+
+    def _update_manually(self, loss: Tensor) -> None:
+        """Make an update as Lightning would, with several optimizers."""
+        optimizers: Any = self.optimizers()
+        if not isinstance(optimizers, list):
+            optimizers = [optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.finish_gradients([each.optimizer for each in optimizers], self.gradient_clip)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def on_train_end(self) -> None:
+        """Leave the optimizers as any other loop expects them."""
+        for optimizer in self.trainer.optimizers:
+            forget_scale(optimizer)
+
+    def validation_step(self, batch: Batch, index: int) -> Tensor:
+        """Log ``val_loss``, the mean loss of a token in nats."""
+        with self._numerics(uses_cudnn=False):  # it would make a plan for every new length
+            losses = self.model.token_losses(batch["input_ids"], batch["labels"])
+        weights = batch.get("weights")
+        if weights is None:
+            weights = torch.ones_like(losses)
+        loss = (losses * weights).sum() / weights.sum()
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
+        return loss
+
+    @contextmanager
+    def _numerics(self, uses_cudnn: bool) -> Iterator[None]:
+        """Allow cuDNN's attention or not, and compute in the decoder's dtype without autocast."""
+        with ExitStack() as stack:
+            stack.enter_context(cudnn_attention(uses_cudnn))
+            if self.trainer.precision == "bf16-mixed":
+                stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            yield
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the present encoding to a checkpoint of Lightning."""
@@ -159,6 +259,47 @@ class LanguageModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Take the encoding of a checkpoint of Lightning."""
         self.model.layout = Layout.from_dict(checkpoint["layout"])
+
+
+def updates_done(trainer: L.Trainer) -> int:
+    """Return the number of updates so far; Lightning counts the steps of all optimizers."""
+    return trainer.global_step // max(len(trainer.optimizers), 1)
+
+
+def check_updates(module: LanguageModule) -> None:
+    """Check that updates of a module can be what they promise.
+
+    Raises:
+        UserError: they cannot with this strategy, precision, clipping, optimizer or scheduler.
+    """
+    trainer = module.trainer
+    strategy, precision = trainer.strategy, str(trainer.precision)
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
+        name = type(strategy).__name__
+        raise UserError(f"strategy: expected one device, DDP or ModelParallelStrategy, got {name}")
+    if precision.startswith("16"):
+        # Gradients of single tokens vanish in float16 before a GradScaler can scale them.
+        raise UserError(f"precision: expected bf16-mixed, bf16-true or 32-true, got {precision}")
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise UserError("gradient_clip_algorithm: expected norm, got value")
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise UserError("configure_optimizers: expected one loss for each update, got LBFGS")
+    if trainer.lr_scheduler_configs and module.schedule is not None:
+        raise UserError("schedule: expected None beside the scheduler of configure_optimizers")
+    if trainer.lr_scheduler_configs and not module.automatic_optimization:
+        raise UserError(
+            "configure_optimizers: expected no scheduler without automatic optimization; "
+            "use LanguageModule(schedule=...)"
+        )
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    """Average a tensor over all ranks, in place; Lightning's version has a barrier, which causes a
+    host sync."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return x
 
 
 @contextmanager
@@ -190,7 +331,7 @@ def evaluating(model: Decoder) -> Iterator[None]:
 
 
 class Tally:
-    """Sums of losses, weights and skipped updates that stay on the device.
+    """Losses and skipped updates, counted on the device.
 
     Only :meth:`read`, :meth:`skipped_in_a_row` and :meth:`state` cause a host sync.
     """
@@ -198,33 +339,17 @@ class Tally:
     def __init__(self) -> None:
         names = "loss", "steps", "skipped", "skipped_in_a_row"
         self._counts: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
-        self._micro: list[Tensor] = []
         self._gradient_norm: Tensor | float = float("nan")
 
-    def add(self, losses: Tensor, weights: Tensor) -> None:
-        """Add a micro-batch: losses of its tokens and their weights, both ``[B, T]`` float32."""
-        self._micro.append(torch.stack([(losses * weights).mean(), weights.mean()]))
-
-    def end_step(self) -> tuple[Tensor, Tensor]:
-        """Return the mean loss of the step and the mean weight of its tokens, over all ranks."""
-        sums = torch.stack(self._micro).mean(dim=0)
-        # Lightning's version has a barrier, which causes a host sync.
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-            sums /= dist.get_world_size()
-        self._micro = []
-        loss, weight = sums[0] / sums[1], sums[1]
+    def add(self, loss: Tensor, gradient_norm: Tensor, skipped: Tensor) -> None:
+        """Count an update by scalars on the device; losses that are not finite do not count."""
         finite = loss.isfinite()
         self._counts["loss"] += torch.where(finite, loss, 0.0)
         self._counts["steps"] += finite.float()
-        return loss, weight
-
-    def end_update(self, gradient_norm: Tensor, skipped: Tensor) -> None:
-        """Add the update of a step."""
-        self._gradient_norm = gradient_norm
         self._counts["skipped"] += skipped.float()
         in_a_row = self._counts["skipped_in_a_row"] + 1.0
         self._counts["skipped_in_a_row"] = torch.where(skipped, in_a_row, 0.0)
+        self._gradient_norm = gradient_norm
 
     def read(self) -> dict[str, float]:
         """Return the values to log, and reset losses.

@@ -67,14 +67,25 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps read :func:`scale_or_skip_next_step`: torch's fused optimizers do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
 def scale_or_skip_next_step(optimizer: torch.optim.Optimizer, factor: Tensor, skip: Tensor) -> None:
-    """Make the next step multiply gradients by ``factor``, and do nothing if ``skip`` is 1.
+    """Make the next step multiply gradients by ``factor``, or do nothing if ``skip`` is true.
 
     Both are scalars on the device. torch's fused kernels read them as in gradient scaling, so that
     neither clipping nor skipping causes a host sync.
     """
-    optimizer.grad_scale = factor.reciprocal()  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
+    optimizer.grad_scale = torch.where(skip, 1.0, factor.reciprocal())  # type: ignore[attr-defined]  # torch's optimizers get it from GradScaler, untyped
     optimizer.found_inf = skip.float()  # type: ignore[attr-defined]  # as grad_scale
+
+
+def forget_scale(optimizer: torch.optim.Optimizer) -> None:
+    """Undo :func:`scale_or_skip_next_step`, which otherwise holds for later steps too."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -88,6 +99,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    _step_supports_amp_scaling = True  # torch's mark of optimizers that read both
 
     def __init__(self, matrices: dict[str, Any], adamw: torch.optim.AdamW) -> None:
         self._adamw: Any = adamw  # torch declares neither grad_scale nor found_inf

@@ -35,7 +35,7 @@ from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.lightning.datamodule import Batches, loader
+from trainer.lightning.datamodule import Batches, StepLoader
 from trainer.lightning.drop import DropPositions
 from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import name_and_role, starting_weights
@@ -226,7 +226,7 @@ class PhaseData(L.LightningDataModule):
             rank=trainer.global_rank,
             ranks=trainer.world_size,
         )
-        return loader(batches, data.num_workers, trainer.strategy.root_device)
+        return StepLoader(batches, data.num_workers, trainer)
 
 
 @contextmanager
