@@ -82,7 +82,7 @@ def steps(base, tmp_path, monkeypatch, changes):
     # At the end of a phase a checkpoint is written and a row.
     monkeypatch.setattr(RunCallback, "save", lambda *_: None)
     monkeypatch.setattr(Rows, "write", lambda *_: None)
-    monkeypatch.setattr(Tally, "skipped_in_a_row", lambda _: 0)
+    monkeypatch.setattr(Tally, "lately_skipped_in_a_row", lambda _: 0)
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     stop = {"callbacks": {"stop": {"_target_": f"{__name__}.StopAfter", "step": 8}}}
     config = parse(merged(merged(merged(base, rare), stop), changes))

@@ -340,6 +340,7 @@ class Tally:
         names = "loss", "steps", "skipped", "skipped_in_a_row"
         self._counts: dict[str, Tensor | float] = dict.fromkeys(names, 0.0)
         self._gradient_norm: Tensor | float = float("nan")
+        self._on_host: Tensor | None = None
 
     def add(self, loss: Tensor, gradient_norm: Tensor, skipped: Tensor) -> None:
         """Count an update by scalars on the device; losses that are not finite do not count."""
@@ -368,6 +369,18 @@ class Tally:
     def skipped_in_a_row(self) -> int:
         """Return the number of consecutive skipped updates, up to the last one."""
         return int(self._counts["skipped_in_a_row"])
+
+    def lately_skipped_in_a_row(self) -> int:
+        """Return :meth:`skipped_in_a_row` as of this update or one shortly before, without a host
+        sync."""
+        count = self._counts["skipped_in_a_row"]
+        if not isinstance(count, Tensor):
+            return int(count)
+        if self._on_host is None:
+            self._on_host = torch.zeros((), pin_memory=count.is_cuda)
+        # The number that is read is the last one that has arrived.
+        self._on_host.copy_(count, non_blocking=True)
+        return int(self._on_host)
 
     def state(self) -> dict[str, float]:
         """Return plain numbers for a checkpoint between two logged rows."""

@@ -186,8 +186,6 @@ class RunCallback(Checkpoint):
         if is_last or is_due(step, self.config.trainer.log_every):
             self.rows.write(trainer, module, phase, batch, self.pending)
             self.pending = {}
-            if not self.is_control:
-                check_divergence(module.tally.skipped_in_a_row(), step, self.writer.directory)
         if not is_last:
             self.save_or_stop(trainer, module)
 
@@ -202,13 +200,16 @@ class RunCallback(Checkpoint):
         step, settings = trainer.global_step, self.config.trainer
         reason = self.stop_requested()
         minutes = (time.monotonic() - self.saved_at) / 60
-        is_late, stops, has_failed = any_rank(
+        is_late, stops, has_failed, diverged = any_rank(
             minutes > (settings.checkpoint_minutes or math.inf),
             reason is not None and step < settings.max_steps,
             self.writer.has_failed,
+            module.tally.lately_skipped_in_a_row() >= MOST_SKIPPED,
         )
         if has_failed:
             self.writer.wait()  # raises its error
+        if diverged and not self.is_control:
+            check_divergence(module.tally.skipped_in_a_row(), step, self.writer.directory)
         must_save = step == self.phase.end or step in self.kept_steps or stops
         may_save = is_late or is_due(step, settings.checkpoint_every)
         # While updates are skipped, nothing is saved by schedule: the newest checkpoint is healthy.
