@@ -15,7 +15,7 @@ scripts/fetch_smollm2.py). The task ``statements`` is that of the demo; its answ
 
 from __future__ import annotations
 
-from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
+from trainer.common import spinning  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

@@ -13,7 +13,7 @@ MALLOC_MMAP_THRESHOLD_=1048576 to have them released.
 
 from __future__ import annotations
 
-from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
+from trainer.common import spinning  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

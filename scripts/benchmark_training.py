@@ -21,7 +21,7 @@ runs one variant alone.
 
 from __future__ import annotations
 
-from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
+from trainer.common import spinning  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import argparse

@@ -10,7 +10,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # of commands: processes are as many as cores
 
-from trainer import __version__  # noqa: F401 - before torch, which reads how threads wait
+from trainer.common import spinning  # noqa: F401 - before torch, which reads how threads wait
 
 # isort: split
 import logging

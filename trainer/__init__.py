@@ -1,12 +1,3 @@
 """Unrope: train decoders with any positional encoding, drop it, and see how far they reach."""
 
-import os
-
 __version__ = "0.3.0"
-
-# OpenMP's threads spin while they wait for each other. Beside another program that makes training 5
-# to 8 times slower; a short spin costs nothing on idle cores. The runtime reads these when torch
-# loads it: GNU's in loop counts, LLVM's and Intel's in milliseconds.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    os.environ.setdefault("KMP_BLOCKTIME", "1")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from trainer.common import spinning  # noqa: F401 - before anything that may load torch
+
+# isort: split
 import os
 import sys
 from difflib import get_close_matches

@@ -323,11 +323,21 @@ def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
     assert chosen(monkeypatch, "flash", has_flash=True) == "flash"
 
 
-def test_cudnns_attention_is_off_but_where_it_is_asked_for():
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    with backends.cudnn_attention(True):
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-        with backends.cudnn_attention(False):
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+@pytest.mark.parametrize("allowed", [False, True])
+@pytest.mark.parametrize("queries", [1, 4])
+def test_sdpa_forbids_cudnns_kernel_and_cudnn_leaves_it_to_the_caller(
+    monkeypatch, allowed, queries
+):
+    seen = []
+
+    def attention(q, *_, **__):
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    q, k = (torch.zeros(1, 2, length, 8, device="meta") for length in (queries, 4))
+    with backends.cudnn_attention(allowed):
+        for name in ("sdpa", "cudnn", "sdpa"):
+            BACKENDS[name](q, k, k, Mask())
+        assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
+    assert seen == [False, allowed, False]

@@ -32,10 +32,6 @@ CUDNN_GPUS, CUDNN = ((9, 0), (10, 0)), 91500
 """GPUs on which torch's SDPA prefers cuDNN's kernel, and the version above which it does
 (``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp)."""
 
-# torch prefers cuDNN's kernel on Hopper, which is wrong with some masks and makes a plan for every
-# new length. It is off in this process, except within cudnn_attention(True).
-torch.backends.cuda.enable_cudnn_sdp(False)
-
 
 @contextmanager
 def cudnn_attention(allowed: bool) -> Iterator[None]:
@@ -120,10 +116,22 @@ def bounds_of(documents: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Compute :func:`cudnn` without cuDNN's kernel.
+
+    torch prefers that kernel on Hopper. It is wrong with some masks and makes a plan for every new
+    length. What compiles this function must forbid it: a graph cannot switch a flag.
+    """
+    if q.device.type == "cpu" or torch.compiler.is_compiling():
+        return cudnn(q, k, v, mask)
+    with cudnn_attention(False):
+        return cudnn(q, k, v, mask)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Compute torch's scaled_dot_product_attention, in blocks of queries if it needs a mask.
 
-    With a window, each block reads only its window of the keys, so that time and memory are linear
-    in the length.
+    cuDNN's kernel is used where torch allows and prefers it. With a window, each block reads only
+    its window of the keys, so that time and memory are linear in the length.
     """
     Tq, Tk = q.shape[2], k.shape[2]
     if Tq == 1:
@@ -287,8 +295,8 @@ def prepared(
     return mask
 
 
-BACKENDS: dict[str, Attend] = {"sdpa": sdpa, "cudnn": sdpa, "flash": flash, "flex": flex}
-"""Backends by name; ``cudnn`` is ``sdpa`` within ``cudnn_attention(True)``."""
+BACKENDS: dict[str, Attend] = {"sdpa": sdpa, "cudnn": cudnn, "flash": flash, "flex": flex}
+"""Backends by name; ``cudnn`` is for training of unmasked sequences of one length."""
 
 
 def choose_backend(
