@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from itertools import islice
 from pathlib import Path
@@ -12,12 +10,16 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch.utils.data import DataLoader
 
 from tests.program import run_ranks
-from trainer.config import DataConfig, TokenizerConfig
+from trainer.common.errors import UserError
+from trainer.config import DataConfig, DropConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import vocabulary_size
+from trainer.hf import drop_rotation, is_dropped
 from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
 from trainer.lightning.datamodule import Batches
 from trainer.lightning.drop import match_gains
@@ -137,81 +139,353 @@ def test_accumulation_trains_as_whole_batches():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
-def test_rewarming_lowers_an_update_once_after_a_sanity_check_too():
-    """The second of four updates has half of the learning rate, which stays the schedule's; also
-    in another fit with the same optimizer."""
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    dropping = DropPositions(0, rewarm=4)
-    trainer = SimpleNamespace(optimizers=[optimizer], estimated_stepping_batches=4)
-    weight.grad = torch.ones(1)
-    for dropped_at, step, total in ((0, 1, -0.5), (0, 1, -1.0), (4, 0, -2.0)):
-        dropping.on_sanity_check_start(trainer, ours())
-        dropping.on_train_start(trainer, ours())
-        dropping.dropped_at, trainer.global_step = dropped_at, step
-        optimizer.step()
-        assert weight.item() == total
-        assert optimizer.param_groups[0]["lr"] == 1.0
-        dropping.on_train_end(trainer, ours())
-    optimizer.step()
-    assert weight.item() == -3.0
-
-
-def trainer_of(callback, **options):
+def trainer_of(*callbacks, **options):
+    options = {"limit_val_batches": 0, "logger": False, "devices": 1, **options}
     return L.Trainer(
         accelerator="cpu",
-        devices=1,
-        logger=False,
-        limit_val_batches=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback],
+        callbacks=[*callbacks],
         **options,
     )
 
 
+def batches(count=16):
+    """Batches of one sequence."""
+    samples = RandomSamples()
+    return DataLoader([samples.__getitems__([n]) for n in range(count)], batch_size=None)
+
+
+class Watched(Llama):
+    """Notes of each batch whether the model rotates."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotates = []
+
+    def training_step(self, batch, index):
+        self.rotates.append(not is_dropped(self.model))
+        return super().training_step(batch, index)
+
+    def validation_step(self, batch, index):
+        self.rotates_in_validation = not is_dropped(self.model)
+
+
+class SeveralOptimizers(Watched):
+    """``steps``: given the batch's index, the indices of the optimizers that step."""
+
+    automatic_optimization = False
+
+    def __init__(self, steps, count=2):
+        super().__init__()
+        self.steps, self.count, self.rates = steps, count, []
+
+    def configure_optimizers(self):
+        parameters = [*self.parameters()]
+        parts = [parameters[number :: self.count] for number in range(self.count)]
+        return [torch.optim.SGD(part, lr=0.01) for part in parts]
+
+    def training_step(self, batch, index):
+        self.manual_backward(super().training_step(batch, index))
+        optimizers = self.optimizers()
+        if self.count == 1:
+            optimizers = [optimizers]
+        for number in self.steps(index):
+            optimizers[number].step()
+            optimizers[number].zero_grad()
+
+
+@pytest.mark.parametrize("name", ["at", "rewarm"])
+@pytest.mark.parametrize("number", [1.5, 1.0, "85%", -1, -0.5, float("nan"), True, None])
+def test_other_numbers_than_updates_and_shares_are_refused(name, number):
+    with pytest.raises(UserError, match=f"DropPositions.{name}: expected an integer"):
+        DropPositions(**{"at": 3, name: number})
+
+
+@pytest.mark.parametrize(("name", "value"), [("optimizer_state", "forget"), ("gain", "two")])
+def test_unknown_policies_are_refused_with_those_there_are(name, value):
+    with pytest.raises(UserError, match=f"DropPositions.{name}: expected one of (keep|one), "):
+        DropPositions(3, **{name: value})
+
+
+def test_defaults_are_those_of_the_program():
+    assert DropPositions(3).optimizer_state == DropConfig().optimizer_state
+    assert DropPositions(3).to == DropConfig().to
+
+
+def test_a_trainer_of_transformers_is_told_its_callback():
+    from transformers import Trainer
+
+    with pytest.raises(TypeError, match=r"trainer\.hf\.DropPositions"):
+        Trainer(Llama().model, callbacks=[DropPositions(3)])
+
+
+class Rates(Llama):
+    """Notes the learning rate within each update; ``sets``: training_step sets it."""
+
+    def __init__(self, lr=1.0, gamma=0.5, sets=False):
+        super().__init__()
+        self.lr, self.gamma, self.sets, self.rates = lr, gamma, sets, []
+
+    def configure_optimizers(self):
+        rates = self.rates
+
+        class SGD(torch.optim.SGD):
+            def step(self, closure=None):
+                if closure is not None:
+                    closure()
+                rates.append(float(self.param_groups[0]["lr"]))
+
+        optimizer = SGD(self.parameters(), lr=self.lr)
+        if self.sets:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, self.gamma)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def training_step(self, batch, index):
+        if self.sets:
+            for group in self.trainer.optimizers[0].param_groups:
+                group["lr"] = 0.5**index
+        return super().training_step(batch, index)
+
+
+REWARMED = [1, 1 / 2, 1 / 4 * 1 / 4, 1 / 8 * 2 / 4, 1 / 16 * 3 / 4, 1 / 32, 1 / 64, 1 / 128]
+
+
+@pytest.mark.parametrize("sets", [False, True])
+@pytest.mark.parametrize("lr", [1.0, torch.tensor(1.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("rewarm", [4, 0.5])
+def test_rewarming_lowers_rates_in_the_step_alone(sets, lr, rewarm):
+    """Also rates that are tensors, that a schedule multiplies, and that the module sets."""
+    module = Rates(lr.clone() if isinstance(lr, torch.Tensor) else lr, sets=sets)
+    trainer_of(DropPositions(2, rewarm=rewarm), max_steps=8).fit(module, batches())
+    assert module.rates == REWARMED
+    group = module.trainer.optimizers[0].param_groups[0]
+    assert group["lr"] == (1 / 128 if sets else 1 / 256)
+    assert "scheduled_lr" not in group
+    if isinstance(lr, torch.Tensor) and not sets:
+        assert group["lr"] is module.lr
+
+
+def test_rewarming_is_right_after_updates_that_a_gradient_scaler_skips():
+    """The schedule goes on, and no lowered rate stays."""
+
+    class Overflowing(Rates):
+        def on_after_backward(self):
+            if self.trainer.global_step == 3 and not self.skipped:
+                self.skipped = True
+                next(self.parameters()).grad.fill_(torch.inf)
+
+    module = Overflowing()
+    module.skipped = False
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000)
+    precision = MixedPrecision("16-mixed", "cpu", scaler)
+    trainer_of(DropPositions(2, rewarm=4), max_steps=8, plugins=[precision]).fit(module, batches())
+    assert module.skipped
+    assert module.rates == REWARMED[:3] + REWARMED[4:]
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == 1 / 256
+
+
+def test_an_error_within_a_step_leaves_the_rate_of_the_schedule():
+    class Broken(Rates):
+        def on_before_optimizer_step(self, optimizer):
+            raise RuntimeError
+
+    module = Broken()
+    with pytest.raises(RuntimeError):
+        trainer_of(DropPositions(0, rewarm=4), max_steps=8).fit(module, batches())
+    optimizer = module.trainer.optimizers[0]
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_rewarming_is_refused_with_deepspeed():
+    """Its engine steps by itself."""
+    trainer = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy), optimizers=[])
+    with pytest.raises(UserError, match=r"DropPositions\.rewarm: expected 0"):
+        DropPositions(3, rewarm=2).on_fit_start(trainer, Llama())
+    DropPositions(3).on_fit_start(trainer, Llama())
+
+
 def test_a_share_counts_all_updates_of_the_epochs():
     dropping = DropPositions(0.5)
-    samples = [RandomSamples().__getitems__([n])["input_ids"][0] for n in range(16)]
-    batches = torch.utils.data.DataLoader([{"input_ids": ids} for ids in samples], batch_size=2)
-    trainer_of(dropping, max_epochs=2).fit(Llama(), batches)
+    trainer_of(dropping, max_epochs=2, accumulate_grad_batches=2).fit(Llama(), batches())
     assert dropping.dropped_at == 8
+
+
+BOTH = {"steps": lambda _: (0, 1)}
+TURNS = {"steps": lambda index: (index % 2,)}
+FIVE_TO_ONE = {"steps": lambda index: (0, 1) if index % 5 == 4 else (0,)}
+FOURTHS = {"steps": lambda index: (0,) if index % 4 == 3 else (), "count": 1}
+
+
+@pytest.mark.parametrize(
+    ("steps", "at", "options", "first"),
+    [
+        (BOTH, 0.75, {"max_epochs": 1}, 30),
+        (BOTH, 0.75, {"max_steps": 80}, 30),
+        (BOTH, 0.75, {"max_steps": 80, "max_epochs": 1}, 30),
+        (BOTH, 30, {"max_epochs": 1}, 30),
+        (TURNS, 0.75, {"max_epochs": 1}, 30),
+        (TURNS, 15, {"max_epochs": 1}, 30),
+        (TURNS, 0.75, {"max_steps": 40}, 30),
+        (FIVE_TO_ONE, 0.75, {"max_epochs": 1}, 30),
+        (FIVE_TO_ONE, 18, {"max_epochs": 1}, 30),
+        (FOURTHS, 0.8, {"max_epochs": 1}, 32),
+        (FOURTHS, 8, {"max_steps": 10}, 32),
+    ],
+)
+def test_a_share_is_a_share_and_an_update_a_step_of_each_optimizer(steps, at, options, first):
+    """With manual optimization, whichever optimizer steps when: 40 batches."""
+    module = SeveralOptimizers(**steps)
+    trainer_of(DropPositions(at), **options).fit(module, batches(40))
+    assert module.rotates == [True] * first + [False] * (40 - first)
+
+
+def test_all_optimizers_are_rewarmed_and_reset():
+    class Adams(SeveralOptimizers):
+        def configure_optimizers(self):
+            parameters = [*self.parameters()]
+            return [torch.optim.AdamW(parameters[part::2], lr=0.01) for part in (0, 1)]
+
+        def on_before_optimizer_step(self, optimizer):
+            self.rates.append(optimizer.param_groups[0]["lr"])
+
+    module = Adams(lambda _: (0, 1))
+    trainer_of(DropPositions(4, rewarm=2), max_steps=14).fit(module, batches())
+    assert module.rates == [0.01] * 8 + [0.005] * 2 + [0.01] * 4
+    for optimizer in module.trainer.optimizers:
+        assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
 def test_one_callback_serves_two_trainings():
     dropping = DropPositions(2)
-    for module in (Llama(), Llama()):
-        batches = TokenData("", 32, 8, samples=RandomSamples())
-        trainer_of(dropping, max_steps=1).fit(module, batches)
-        assert module.model.model.rotary_emb.inv_freq.any()
-        trainer_of(dropping, max_steps=3).fit(module, batches)
-        assert not module.model.model.rotary_emb.inv_freq.any()
+    for module in (Watched(), Watched()):
+        trainer_of(dropping, max_steps=1).fit(module, batches())
+        trainer_of(dropping, max_steps=3).fit(module, batches())
+        assert module.rotates == [True, True, True, False]
+
+
+def test_one_trainer_drops_in_another_module_too():
+    dropping = DropPositions(2)
+    trainer = trainer_of(dropping, max_epochs=1)
+    trainer.fit(Watched(), batches(3))
+    trainer.fit_loop.max_epochs = 2
+    module = Watched()
+    trainer.fit(module, batches(3))
+    assert module.rotates == [False] * 3
+
+
+class Own(L.LightningModule):
+    """Somebody's module with a Decoder: nothing but the callback knows of its layout."""
+
+    def __init__(self, when="after_drop"):
+        super().__init__()
+        config = ModelConfig(32, 48, 2, 4, 2, None, 64, qk_norm=QKNormConfig(when=when))
+        self.model = Decoder(config, uniform(rope(8), layers=2, heads=2, training_length=32))
+        self.layouts = []
+
+    def training_step(self, batch, _):
+        self.layouts.append(self.model.layout)
+        return self.model.loss(batch["input_ids"], batch["labels"])
+
+    def validation_step(self, batch, _):
+        self.validated = self.model.layout
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def dropped_layers(module):
+    return [
+        "".join(str(int(layer.spectra[0].rotates)) for layer in layout.layers)
+        for layout in module.layouts
+    ]
+
+
+@pytest.mark.parametrize(("when", "norms"), [("never", False), ("after_drop", True)])
+def test_norms_come_on_if_the_decoder_has_some_that_wait(when, norms):
+    module = Own(when)
+    trainer_of(DropPositions(1), max_steps=2).fit(module, batches())
+    assert [layout.layers[0].qk_norm for layout in module.layouts] == [False, norms]
+
+
+@pytest.mark.parametrize("at", [1, 3, 5])
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_two_callbacks_drop_in_steps_and_resume_between(tmp_path, at, is_reused):
+    def trainer(steps):
+        return trainer_of(
+            DropPositions(2, layers=[0]), DropPositions(4, layers=[1]), max_steps=steps
+        )
+
+    whole = Own()
+    trainer(6).fit(whole, batches())
+    assert dropped_layers(whole) == ["11"] * 2 + ["01"] * 2 + ["00"] * 2
+
+    first = Own()
+    half = trainer(at)
+    half.fit(first, batches())
+    half.save_checkpoint(tmp_path / "a.ckpt")
+    module = whole if is_reused else Own()
+    module.layouts = []
+    trainer(6).fit(module, batches(), ckpt_path=tmp_path / "a.ckpt")
+    assert dropped_layers(first) + dropped_layers(module) == ["11"] * 2 + ["01"] * 2 + ["00"] * 2
+
+
+@pytest.mark.parametrize("make", [Watched, Own])
+@pytest.mark.parametrize("is_reused", [False, True])
+def test_validation_and_resumes_take_the_state_of_the_checkpoint(tmp_path, make, is_reused):
+    """Whatever state the module has: it is dropped behind the drop alone."""
+
+    def rotates(module):
+        return module.rotates_in_validation if make is Watched else module.validated.rotates
+
+    module, dropping = make(), DropPositions(3)
+    for at in (2, 4):
+        trainer = trainer_of(dropping, max_steps=at)
+        trainer.fit(module if at == 4 else make(), batches())
+        trainer.save_checkpoint(tmp_path / f"{at}.ckpt")
+    for at in (4, 2, 4, 2):
+        if not is_reused:
+            module, dropping = make(), DropPositions(3)
+        validating = trainer_of(dropping, limit_val_batches=1)
+        validating.validate(module, batches(), ckpt_path=tmp_path / f"{at}.ckpt")
+        assert rotates(module) == (at < 3)
+        trainer_of(dropping, max_steps=at + 1, limit_val_batches=1, num_sanity_val_steps=1).fit(
+            module, batches(), batches(), ckpt_path=tmp_path / f"{at}.ckpt"
+        )
+        states = module.rotates if make is Watched else [x.rotates for x in module.layouts]
+        assert states[-1] == (at < 3)
+    trainer_of(dropping, limit_val_batches=1).validate(module, batches())
+    assert rotates(module)
 
 
 @pytest.mark.parametrize(
     ("module", "callback", "options"),
     [
-        (ours, DropPositions(0.5), {"max_steps": -1}),
+        (ours, DropPositions(0.5), {"max_steps": -1, "max_epochs": -1}),
+        (ours, DropPositions(3, layers=[2]), {"max_steps": 4}),
+        (lambda: Own("never"), DropPositions(3, to=rope(8)), {"max_steps": 4}),
         (Llama, DropPositions(3, layers=[0]), {"max_steps": 4}),
-        (
-            lambda: LanguageModule(
-                Decoder(
-                    ModelConfig(32, 48, 2, 4, 2, None, 64),
-                    uniform(rope(8), layers=2, heads=2, training_length=32),
-                )
-            ),
-            DropPositions(3),
-            {"max_steps": 4},
-        ),
+        (Llama, DropPositions(3, optimizer_state="reset_new"), {"max_steps": 4}),
+        (Llama, DropPositions(3, qk_norm=True), {"max_steps": 4}),
+        (lambda: Own("never"), DropPositions(3, qk_norm=True), {"max_steps": 4}),
     ],
-    ids=["share of nothing", "layers", "no norms"],
+    ids=["share of nothing", "no layer", "the same", "layers", "new", "norms", "no norms"],
 )
 def test_what_cannot_be_dropped_is_refused_before_the_first_update(module, callback, options):
     module = module()
-    with pytest.raises(ValueError, match=r"DropPositions|layout"):
+    with pytest.raises((ValueError, IndexError), match=r"DropPositions|layout|layers"):
         trainer_of(callback, **options).fit(module, TokenData("", 32, 8, samples=RandomSamples()))
     assert module.global_step == 0
+
+
+def test_a_model_that_was_dropped_before_may_be_rewarmed_from_the_start():
+    module = Watched()
+    drop_rotation(module)
+    trainer_of(DropPositions(0, rewarm=2), max_steps=2).fit(module, batches())
+    assert module.rotates == [False] * 2
 
 
 def test_a_module_is_loaded_from_lightnings_checkpoint_with_its_encoding(tmp_path):
@@ -262,19 +536,6 @@ def test_scripts_of_the_page_run_on_a_directory_of_prepared_text(number, base, t
         assert not variables["model"].layout.rotates
     else:
         assert variables["module"].model.config.rope_parameters["factor"] == 1e30
-
-
-@pytest.mark.slow
-def test_importing_it_loads_few_of_our_files():
-    """What somebody else's script takes along, beside model/, positional/ and what they import."""
-    script = (
-        "import sys, trainer.model.decoder, trainer.positional.encodings\n"
-        "before = set(sys.modules)\n"
-        "import trainer.lightning\n"
-        "print(*sorted(m for m in set(sys.modules) - before if m.startswith('trainer')))\n"
-    )
-    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert len(out.stdout.split()) <= 8, out.stdout
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (2, 2), (1, 4)])

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
+from numbers import Integral
 from statistics import fmean
 from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from trainer.common.errors import UserError
 from trainer.lightning.module import evaluating
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
@@ -25,6 +28,9 @@ from trainer.positional.spectrum import Spectrum
 
 OptimizerState = Literal["keep", "reset", "reset_new"]
 Gain = Literal["one", "matched"]
+
+SCHEDULED = "scheduled_lr"
+"""Key of a parameter group that holds the schedule's learning rate during a step."""
 
 
 def apply_change(
@@ -71,6 +77,8 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
     for optimizer in trainer.optimizers:
         if policy == "reset":
             optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group.pop("step", None)  # where DeepSpeed's and apex's fused Adam count updates
         elif policy == "reset_new":
             for name, submodule in trainer.lightning_module.named_modules():
                 if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
@@ -107,23 +115,67 @@ def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None
         norm.weight.fill_(torch.cat(means).mean().sqrt().item())
 
 
-def multiply_rates(
-    optimizer: torch.optim.Optimizer, factor: Callable[[], float]
-) -> tuple[RemovableHandle, ...]:
-    """Multiply the learning rates by ``factor()`` in every step alone: schedulers may multiply
-    them. Removing the handles ends it."""
-    rates: list[float] = []
+def updates_done(trainer: L.Trainer) -> int:
+    """Return the number of updates: steps of an optimizer, or passes of several."""
+    return trainer.global_step // len(trainer.optimizers)
 
-    def lower(*_: Any) -> None:
-        rates[:] = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] *= factor()
 
-    def restore(*_: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+def total_updates(trainer: L.Trainer) -> float:
+    """Return the number of updates in the whole training; inf if nothing limits it.
 
-    return optimizer.register_step_pre_hook(lower), optimizer.register_step_post_hook(restore)
+    With manual optimization a batch may have any number of updates: the mean until now counts, or
+    one before the first.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        total = trainer.estimated_stepping_batches
+        return total if total > 0 else math.inf
+    passes = trainer.global_step / len(trainer.optimizers)
+    batches = max(trainer.fit_loop.total_batch_idx, 1)
+    updates_per_batch = passes / batches if passes > 0 else 1.0
+    all_batches = trainer.num_training_batches * (trainer.max_epochs or 0)
+    limits = [trainer.max_steps / len(trainer.optimizers), all_batches * updates_per_batch]
+    return min((limit for limit in limits if limit > 0), default=math.inf)  # -1: no limit
+
+
+def in_updates(number: int | float, trainer: L.Trainer) -> int:
+    """Return a number of updates, or a share of all, as a number of updates."""
+    if not is_share(number):
+        return int(number)
+    updates = number * total_updates(trainer)
+    if trainer.lightning_module.automatic_optimization:
+        return round(updates)
+    return math.ceil(updates - 1e-6)  # the mean falls between two updates
+
+
+def is_share(number: int | float) -> bool:
+    """Whether a number is a share of all updates."""
+    return isinstance(number, float) and 0 < number < 1
+
+
+def check_number(name: str, number: Any) -> None:
+    """Raise unless ``number`` is a number of updates or a share.
+
+    Raises:
+        UserError: it is neither.
+    """
+    is_integer = isinstance(number, Integral) and not isinstance(number, bool)
+    is_count = is_integer and int(number) >= 0
+    if not is_count and not is_share(number):
+        raise UserError(
+            f"DropPositions.{name}: expected an integer number of updates or a share in (0, 1), "
+            f"got {number!r}"
+        )
+
+
+def check_choice(name: str, value: str, choices: Any) -> None:
+    """Raise unless ``value`` is one of a Literal's choices.
+
+    Raises:
+        UserError: it is not.
+    """
+    if value not in get_args(choices):
+        expected = ", ".join(get_args(choices))
+        raise UserError(f"DropPositions.{name}: expected one of {expected}, got {value!r}")
 
 
 @dataclass(eq=False, repr=False)
@@ -132,25 +184,32 @@ class DropPositions(L.Callback):
 
     A module that holds a :class:`Decoder` gets another layout. Any other module must hold a model
     of transformers, which loses the rotation of all layers, see :func:`trainer.hf.drop_rotation`;
-    ``to``, ``layers``, ``heads``, ``qk_norm``, ``gain`` and ``probe`` are for a decoder. Runs
-    resume from Lightning's checkpoints on either side of the drop, with the same callback.
+    ``to``, ``layers``, ``heads``, ``qk_norm``, ``gain`` and ``probe`` are for a decoder.
+
+    A checkpoint of Lightning holds the state of the drop. Resuming, validating or testing with it
+    brings the model into that state, whatever state it has. A trainer may have several of these
+    callbacks, which drop different layers or heads at different steps.
+
+    An update is a step of the optimizer, or with manual optimization one step of each: n optimizers
+    make an update in n steps, in whatever order.
 
     Args:
         at: updates before the drop; below 1 a share of all updates.
         to: what takes the encoding's place: a spectrum, or the name of one, such as "nope".
         layers: indices of the layers to drop; None: all.
         heads: indices of their key-value heads; None: all.
-        qk_norm: normalize queries and keys from the drop on, by the norms of a model built with
+        qk_norm: normalize queries and keys from the drop on; None: if the decoder was built with
             ``qk_norm.when="after_drop"``.
         gain: of these norms: one, or matched to the RMS of queries and keys on the probe.
-        rewarm: updates over which the learning rate rises again to the schedule's; below 1 a share
+        rewarm: updates over which all learning rates rise again to the schedule's; below 1 a share
             of all updates.
-        optimizer_state: keep, reset, or reset_new (of the QK-norms).
+        optimizer_state: keep, reset, or reset_new (of the QK-norms); of all optimizers.
         probe: held-out token ids ``[B, T + 1]`` whose loss is logged just before and just after.
 
     Raises:
-        ValueError: at once for a negative ``at`` or another policy; when training starts, for a
-            layout that the decoder cannot take, or what a model of transformers has not.
+        UserError: at once for another number or policy.
+        ValueError: when training starts, for a layout that the decoder cannot take, or what a model
+            of transformers has not.
     """
 
     at: int | float
@@ -158,97 +217,142 @@ class DropPositions(L.Callback):
     _: KW_ONLY
     layers: Collection[int] | None = None
     heads: Collection[int] | None = None
-    qk_norm: bool = True
+    qk_norm: bool | None = None
     gain: Gain = "one"
     rewarm: int | float = 0
-    optimizer_state: OptimizerState = "keep"
+    optimizer_state: OptimizerState = "reset"
     probe: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if min(self.at, self.rewarm) < 0 or self.optimizer_state not in get_args(OptimizerState):
-            raise ValueError(
-                f"DropPositions: at={self.at}, rewarm={self.rewarm}, "
-                f"optimizer_state={self.optimizer_state!r}"
-            )
+        check_number("at", self.at)
+        check_number("rewarm", self.rewarm)
+        check_choice("gain", self.gain, Gain)
+        check_choice("optimizer_state", self.optimizer_state, OptimizerState)
         self.dropped_at: int | None = None
+        self.rewarm_updates = 0
+        self._rate_factor = 1.0
         self._hooks: list[RemovableHandle] = []
 
+    # The state of the drop, in memory and in checkpoints
+
+    @property
+    def state_key(self) -> str:
+        """Name of the state in checkpoints, by what is dropped: ``at`` may differ in a resume."""
+        layers = None if self.layers is None else sorted(self.layers)
+        heads = None if self.heads is None else sorted(self.heads)
+        return self._generate_state_key(to=self.to, layers=layers, heads=heads)
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget the drop of an earlier training; a checkpoint is restored after this."""
+        """Take the module, and forget the drop of an earlier training; a checkpoint is restored
+        after this, in all stages."""
+        self._module = pl_module
         if stage == "fit" and trainer.global_step == 0:
             self.dropped_at = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step of the drop."""
-        return {"dropped_at": self.dropped_at}
+        """Return the update of the drop, the length of rewarming, and a decoder's layout."""
+        decoder = _decoder_in(self._module)
+        return {
+            "dropped_at": self.dropped_at,
+            "rewarm_updates": self.rewarm_updates,
+            "layout": None if decoder is None else decoder.layout.to_dict(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the step of a drop that is done."""
+        """Bring the module into the state of a checkpoint."""
         self.dropped_at = state_dict["dropped_at"]
+        self.rewarm_updates = state_dict["rewarm_updates"]
+        decoder = _decoder_in(self._module)
+        if decoder is not None:
+            decoder.layout = Layout.from_dict(state_dict["layout"])
+            return
+        from trainer import hf
 
-    def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Repeat the drop in a resumed model of transformers."""
-        if self.dropped_at is not None and _decoder_in(pl_module) is None:
-            _drop_rotation(pl_module)
+        if self.dropped_at is None:
+            hf.restore_rotation(self._module)
+        else:
+            hf.drop_rotation(self._module)
+
+    # Before the first update
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Check that the drop will work, or repeat it in a module that has not seen it; prepare
+        rewarming."""
+        if self.dropped_at is None:
+            self._check(pl_module)
+        else:
+            self._change(pl_module)
+        if not self.rewarm:
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise UserError(f"DropPositions.rewarm: expected 0 with DeepSpeed, got {self.rewarm}")
+        for optimizer in trainer.optimizers:
+            if trainer.scaler is not None:
+                self._hooks.append(optimizer.register_step_pre_hook(self._lower_rates))
+            self._hooks.append(optimizer.register_step_post_hook(restore_rates))
+
+    def _check(self, module: L.LightningModule) -> None:
+        decoder = _decoder_in(module)
+        if decoder is not None:
+            dropped = self._dropped(decoder)
+            if dropped == decoder.layout and self.at != 0:
+                raise UserError("DropPositions: the decoder has no such encoding to drop")
+            with decoder.using(dropped):  # raises if it cannot take it
+                return
+        chosen = self.to, self.layers, self.heads, self.gain
+        if chosen != ("nope", None, None, "one") or self.probe is not None:
+            raise UserError("DropPositions: to, layers, heads, gain and probe need a Decoder")
+        if self.qk_norm or self.optimizer_state == "reset_new":
+            raise UserError("DropPositions: qk_norm and reset_new need a Decoder")
+        from trainer import hf
+
+        if self.at != 0 or not hf.is_dropped(module):
+            hf.restore_rotation(module)  # that an earlier training has dropped
+        hf.check_droppable(module)
+
+    def _change(self, module: L.LightningModule) -> None:
+        decoder = _decoder_in(module)
+        if decoder is not None:
+            decoder.layout = self._dropped(decoder)
+            return
+        from trainer import hf
+
+        hf.drop_rotation(module)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Find the step; repeat the drop in a resumed model of transformers; prepare rewarming."""
-        self.on_sanity_check_start(trainer, pl_module)
-        steps = trainer.estimated_stepping_batches
-        numbers = self.at, self.rewarm
-        if any(0 < number < 1 for number in numbers) and not 0 < steps < math.inf:
-            raise ValueError("DropPositions: a share of max_steps, which is not set")
-        self.step, rewarm = (round(n * steps) if 0 < n < 1 else round(n) for n in numbers)
-        if self.step >= steps > 0:
-            rank_zero_warn(f"DropPositions: training ends at update {steps}, before {self.step}")
-        if (model := _decoder_in(pl_module)) is None:
-            chosen = self.to, self.layers, self.heads, self.gain
-            is_default = chosen == ("nope", None, None, "one") and self.probe is None
-            if not is_default or self.optimizer_state == "reset_new":
-                raise ValueError(
-                    "DropPositions: to, layers, heads, gain, probe and reset_new need a Decoder"
-                )
-            from trainer.hf import check_droppable
+        """Check that shares have a whole, and warn of a drop behind the end."""
+        total = total_updates(trainer)
+        if math.isinf(total) and (is_share(self.at) or is_share(self.rewarm)):
+            raise UserError("DropPositions: a share needs the trainer's max_steps or max_epochs")
+        if self.dropped_at is None and not is_share(self.at) and self.at >= total:
+            rank_zero_warn(f"DropPositions: training ends at update {total:.0f}, before {self.at}")
 
-            check_droppable(pl_module)
-        elif self.dropped_at is None:
-            with model.using(self._dropped(model)):  # raises if it cannot take it
-                pass
-
-        def factor() -> float:
-            since = -1 if self.dropped_at is None else trainer.global_step - self.dropped_at
-            return (since + 1) / rewarm if 0 <= since < rewarm else 1.0
-
-        for optimizer in trainer.optimizers:
-            self._hooks += multiply_rates(optimizer, factor)
-
-    def on_train_end(self, *_: Any) -> None:
-        """End rewarming: the module may keep its optimizer for another fit."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def on_exception(self, *_: Any) -> None:
-        """End rewarming also with an error."""
-        self.on_train_end()
+    # Training
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Drop before the first micro-batch of the step."""
-        if self.dropped_at is not None or trainer.global_step < self.step:
-            return
-        self.dropped_at = trainer.global_step
-        rank_zero_info(f"Dropping positional encodings after {self.dropped_at} updates")
-        model = _decoder_in(pl_module)
-        if model is None:
-            _drop_rotation(pl_module)
+        """Drop before the first micro-batch of the update."""
+        updates = updates_done(trainer)
+        if self.dropped_at is None and updates >= in_updates(self.at, trainer):
+            rank_zero_info(f"Dropping positional encodings after {updates} updates")
+            self.dropped_at = updates
+            self.rewarm_updates = in_updates(self.rewarm, trainer)
+            self._drop(trainer, pl_module)
+        self._rate_factor = 1.0
+        if self.dropped_at is not None and updates < self.dropped_at + self.rewarm_updates:
+            self._rate_factor = (updates - self.dropped_at + 1) / self.rewarm_updates
+
+    def _drop(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        decoder = _decoder_in(module)
+        if decoder is None:
+            self._change(module)
             reset_optimizer(trainer, self.optimizer_state)
             return
         losses = apply_change(
             trainer,
-            model,
-            self._dropped(model),
+            decoder,
+            self._dropped(decoder),
             gain=self.gain,
             optimizer_state=self.optimizer_state,
             probe=() if self.probe is None else (self.probe,),
@@ -259,18 +363,65 @@ class DropPositions(L.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(effect, step=self.dropped_at)
 
-    def _dropped(self, model: Decoder) -> Layout:
-        layout, to = model.layout, self.to
+    def _dropped(self, decoder: Decoder) -> Layout:
+        layout, to, qk_norm = decoder.layout, self.to, self.qk_norm
         if isinstance(to, str):
-            to = by_name(to, model.config.head_size, layout.training_length)
-        return drop(layout, to, layers=self.layers, heads=self.heads, qk_norm=self.qk_norm)
+            to = by_name(to, decoder.config.head_size, layout.training_length)
+        if qk_norm is None:
+            qk_norm = decoder.config.qk_norm.when == "after_drop"
+        return drop(layout, to, layers=self.layers, heads=self.heads, qk_norm=qk_norm)
+
+    # Rewarming: the learning rate is lower in the step alone, so that schedules never see it
+
+    def on_before_optimizer_step(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        """Lower the learning rates of a step, within its closure, after the module may have set
+        them."""
+        if trainer.scaler is None:  # a scaler has no closure, and may skip the step
+            self._lower_rates(optimizer)
+
+    def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._rate_factor == 1:
+            return
+        for group in optimizer.param_groups:
+            scheduled = group.setdefault(SCHEDULED, group["lr"])
+            # Not in place: a rate may be a tensor. Of several callbacks the lowest rate counts.
+            group["lr"] = min(group["lr"], scheduled * self._rate_factor)
+
+    def on_train_end(self, *_: Any) -> None:
+        """End rewarming: the module may keep its optimizer for another fit."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+        """End rewarming also with an error, which may come from within a step."""
+        self.on_train_end()
+        for optimizer in trainer.optimizers:
+            restore_rates(optimizer)
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Refuse a trainer of transformers, which calls this first.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "trainer.lightning.DropPositions is for Lightning: "
+            "give a trainer of transformers trainer.hf.DropPositions"
+        )
+
+
+def restore_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Put back the learning rates of the schedule after a step."""
+    for group in optimizer.param_groups:
+        if SCHEDULED in group:
+            group["lr"] = group.pop(SCHEDULED)
 
 
 def _decoder_in(module: nn.Module) -> Decoder | None:
     return next((part for part in module.modules() if isinstance(part, Decoder)), None)
-
-
-def _drop_rotation(module: nn.Module) -> None:
-    from trainer.hf import drop_rotation
-
-    drop_rotation(module)
