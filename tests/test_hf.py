@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import Dataset
 from transformers import (
     AutoConfig,
@@ -20,8 +27,18 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.models.llama import modeling_llama
 
-from trainer.hf import DropPositions, drop_rotation
+from scripts import write_architectures
+from trainer.config import DropConfig
+from trainer.hf import (
+    DropPositions,
+    check_droppable,
+    drop_rotation,
+    is_dropped,
+    restore_rotation,
+    rotation,
+)
 
 KINDS = [
     "llama",
@@ -81,9 +98,224 @@ def test_scaled_rotation_is_dropped_with_its_attention_factor(rope_type: str) ->
         assert torch.equal(dropped(IDS).logits, drop_rotation(tiny("llama"))(IDS).logits)
 
 
-def test_a_model_without_rotary_frequencies_is_refused() -> None:
-    with pytest.raises(ValueError, match="no rotary frequencies"):
-        drop_rotation(nn.Linear(2, 2))
+@torch.no_grad()
+def logits(model: nn.Module) -> Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def without_rotation(model: nn.Module) -> Tensor:
+    """Return the logits of a Llama whose rotation function returns its inputs: nothing of ours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, *_, **__: (q, k))
+        return logits(model)
+
+
+def average(model: PreTrainedModel) -> PreTrainedModel:
+    averaged = AveragedModel(tiny("llama"), use_buffers=True)
+    averaged.update_parameters(tiny("llama"))
+    averaged.update_parameters(model)
+    for target, value in zip(model.buffers(), averaged.module.buffers(), strict=True):
+        target.copy_(value)
+    return model
+
+
+def make_buffers_again(model: PreTrainedModel) -> PreTrainedModel:
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            module.to_empty(device="cpu")
+            model._init_weights(module)
+    return model
+
+
+def overwrite_buffers(model: PreTrainedModel) -> PreTrainedModel:
+    for buffer in model.buffers():
+        buffer.fill_(torch.nan)
+    return model
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        average,
+        make_buffers_again,
+        overwrite_buffers,
+        copy.deepcopy,
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: model.to(torch.bfloat16).to(torch.float32),
+        lambda model: check_droppable(model) or model,
+        drop_rotation,
+    ],
+)
+def test_nothing_that_changes_buffers_or_copies_brings_rotation_back(
+    change: Callable[[PreTrainedModel], PreTrainedModel],
+) -> None:
+    model = change(drop_rotation(tiny("llama")))
+    assert is_dropped(model)
+    assert torch.equal(logits(model), without_rotation(model))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+        {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        | {"original_max_position_embeddings": 16},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+@pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy, make_buffers_again])
+def test_a_restored_model_is_what_it_was(
+    scaling: dict[str, object], change: Callable[[PreTrainedModel], PreTrainedModel]
+) -> None:
+    model = tiny(
+        "llama", rope_parameters={"rope_theta": 1e4, **scaling}, max_position_embeddings=16
+    )
+    before, config = logits(model), model.config.to_dict()
+    changed = change(drop_rotation(model))
+    logits(changed)
+    restored = restore_rotation(changed)
+    assert not is_dropped(restored)
+    assert torch.equal(logits(restored), before)
+    assert restored.config.to_dict() == config
+    assert all(module.config is restored.config for module in restored.model.modules()
+               if hasattr(module, "config"))  # fmt: skip
+    assert is_dropped(drop_rotation(restored))
+
+
+def test_the_drop_of_a_copy_and_of_models_that_share_a_configuration_is_its_own() -> None:
+    model = tiny("llama")
+    other, frozen = LlamaForCausalLM(model.config), LlamaForCausalLM(model.config)
+    frozen.requires_grad_(False)
+    beside = nn.ModuleList([frozen, model])
+    duplicate = copy.deepcopy(model)
+    drop_rotation(beside)
+    assert is_dropped(model)
+    assert not any(map(is_dropped, (other, frozen, duplicate)))
+    assert not is_dropped(LlamaForCausalLM(other.config))
+    drop_rotation(duplicate)
+    restore_rotation(model)
+    assert is_dropped(duplicate)
+
+
+@pytest.mark.parametrize("wrap", [lambda a, b: nn.ModuleList([a, b]), lambda a, b: nn.Linear(2, 2)])
+def test_several_trained_models_or_none_with_rotation_are_refused(
+    wrap: Callable[[nn.Module, nn.Module], nn.Module],
+) -> None:
+    models = tiny("llama"), tiny("qwen2")
+    for function in (drop_rotation, restore_rotation, is_dropped, check_droppable):
+        with pytest.raises(ValueError, match=r"rotary|several"):
+            function(wrap(*models))
+    assert not any(map(is_dropped, models))
+
+
+def test_a_check_and_a_refusal_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    config, kinds = model.config, [type(module) for module in model.modules()]
+    before, states = model.config.to_dict(), torch.get_rng_state()
+    check_droppable(model)
+    linear = {"rope_type": "linear", "factor": 8.0}
+    monkeypatch.setattr(rotation, "_forms", lambda parts: [linear])
+    for function in (check_droppable, drop_rotation):
+        with pytest.raises(ValueError, match="rotates or scales"):
+            function(model)
+    assert model.config is config
+    assert config.to_dict() == before
+    assert [type(module) for module in model.modules()] == kinds
+    assert torch.equal(torch.get_rng_state(), states)
+
+
+def test_a_model_loaded_without_rotation_is_recognized_and_not_restored(tmp_path: Path) -> None:
+    drop_rotation(tiny("llama")).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert is_dropped(loaded)
+    assert is_dropped(drop_rotation(loaded))
+    with pytest.raises(ValueError, match="loaded without rotation"):
+        restore_rotation(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3 yarn",
+        "gemma4_text",
+        "glm4_moe_lite yarn",
+        "llama4_text",
+        "ministral3 yarn",
+        "modernbert-decoder",
+        "phi3 longrope",
+        "phimoe longrope",
+        "qwen2_vl",
+    ],
+)
+def test_what_is_no_frequency_stays(name: str) -> None:
+    assert write_architectures.measure(name).is_right
+
+
+@pytest.mark.slow
+def test_a_vision_tower_keeps_its_rotation() -> None:
+    model = write_architectures.build("qwen2_vl")
+    tower = model.model.visual.rotary_pos_emb
+    before, kind = tower.inv_freq.clone(), type(tower)
+    drop_rotation(model)
+    assert torch.equal(tower.inv_freq, before)
+    assert type(tower) is kind
+
+
+@pytest.mark.weekly
+def test_every_decoder_of_transformers_that_is_built_is_dropped() -> None:
+    assert write_architectures.main(write_architectures.names()) == 0
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_dropped_before_and_after_it_is_compiled() -> None:
+    early, late = torch.compile(tiny("llama"), backend="eager"), tiny("llama")
+    before = logits(early)
+    drop_rotation(early)
+    reference = without_rotation(tiny("llama"))
+    assert torch.equal(logits(early), reference)
+    compiled = torch.compile(drop_rotation(late), backend="eager")
+    assert is_dropped(compiled)
+    assert torch.equal(logits(compiled), reference)
+    assert torch.equal(logits(restore_rotation(early)), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "both orders"])
+def test_the_model_in_a_wrapper_of_torch_is_dropped(wrapper: str) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        model = tiny("llama")
+        if wrapper == "both orders":
+            drop_rotation(model)
+        if wrapper == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            wrapped = fully_shard(model, mesh=mesh)
+        drop_rotation(wrapped)
+        assert is_dropped(wrapped)
+        assert torch.equal(logits(wrapped), without_rotation(tiny("llama")))
+        assert torch.equal(logits(restore_rotation(wrapped)), logits(tiny("llama")))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class DemoModule(L.LightningModule):
+    def configure_optimizers(self) -> None:
+        return None
+
+    def train_dataloader(self) -> list[int]:
+        return [1]
+
+    def training_step(self, batch: int, index: int) -> None:
+        return None
 
 
 class Counting(Dataset[dict[str, Tensor]]):
@@ -157,6 +389,141 @@ def test_a_model_without_rotation_is_refused_before_the_first_update() -> None:
         DropPositions(0.5).on_train_begin(
             None, TrainerState(max_steps=4), None, model=nn.Linear(1, 1)
         )
+
+
+@pytest.mark.parametrize(
+    ("at", "changes"),
+    [
+        (1.5, {}),
+        (1.0, {}),
+        ("85%", {}),
+        (-1, {}),
+        (-0.1, {}),
+        (float("nan"), {}),
+        (True, {}),
+        (None, {}),
+        (1, {"rewarm": 2.5}),
+        (1, {"rewarm": False}),
+        (1, {"optimizer_state": "reset_new"}),
+    ],
+)
+def test_what_is_no_number_of_updates_or_no_policy_is_refused(at: object, changes: dict) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        DropPositions(at, **changes)
+
+
+@pytest.mark.parametrize(("at", "step"), [(0, 0), (1, 1), (7, 7), (0.5, 5), (0.04, 0), (0.96, 10)])
+def test_a_share_is_one_of_all_updates(at: float, step: int) -> None:
+    drop = DropPositions(at)
+    drop.on_train_begin(None, TrainerState(max_steps=10), None, model=tiny("llama"))
+    assert drop.step == step
+
+
+def test_the_optimizer_is_reset_unless_told_otherwise_as_in_a_run() -> None:
+    assert DropPositions(1).optimizer_state == DropConfig().optimizer_state
+
+
+def test_lightnings_trainer_is_told_which_callback_it_wants() -> None:
+    with pytest.raises(AttributeError, match=r"trainer\.lightning\.DropPositions"):
+        L.Trainer(callbacks=[DropPositions(1)], accelerator="cpu", logger=False).fit(DemoModule())
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_rate_is_lowered_in_single_updates_and_its_schedule_multiplies_the_whole(
+    kind: Callable[[float], float | Tensor],
+) -> None:
+    lr = kind(0.5)
+    state = TrainerState(max_steps=6)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.5)
+    drop, model, used = DropPositions(2, rewarm=3), tiny("llama"), []
+    drop.on_train_begin(None, state, None, model=model)
+    for step in range(6):
+        state.global_step = step
+        drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
+        used.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        drop.on_optimizer_step(None, state, None, model=model, optimizer=optimizer)
+        schedule.step()
+    rates = [0.5 * 0.5**step for step in range(6)]
+    shares = [1, 1, 1 / 3, 2 / 3, 1, 1]
+    assert used == pytest.approx([rate * share for rate, share in zip(rates, shares, strict=True)])
+    if isinstance(lr, Tensor):
+        assert optimizer.param_groups[0]["lr"] is lr
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(rates[-1] / 2)
+
+
+def test_a_schedule_that_an_engine_steps_is_not_put_back() -> None:
+    state, optimizer = TrainerState(max_steps=6), torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    drop, model = DropPositions(0, rewarm=4), tiny("llama")
+    drop.on_train_begin(None, state, None, model=model)
+    drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25
+    drop.on_optimizer_step(None, state, None, model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("policy", ["reset", "keep"])
+def test_moments_and_counts_are_forgotten_or_kept(policy: str) -> None:
+    parameter = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["step"] = 7  # as DeepSpeed's fused Adam counts
+    drop, state, model = (
+        DropPositions(0, optimizer_state=policy),
+        TrainerState(max_steps=2),
+        tiny("llama"),
+    )
+    drop.on_train_begin(None, state, None, model=model)
+    drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
+    assert bool(optimizer.state) == ("step" in optimizer.param_groups[0]) == (policy == "keep")
+
+
+@pytest.mark.parametrize("option", ["sync_ref_model", "use_vllm"])
+def test_a_trainer_that_copies_weights_into_a_model_that_rotates_is_refused(
+    option: str, tmp_path: Path
+) -> None:
+    args = SimpleNamespace(**{option: True})
+    state, model = TrainerState(max_steps=2), tiny("llama")
+    with pytest.raises(ValueError, match=option):
+        DropPositions(0).on_train_begin(args, state, None, model=model)
+    drop_rotation(model).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    DropPositions(0).on_train_begin(args, state, None, model=loaded)
+
+
+def test_a_model_loaded_without_rotation_is_not_trained_with_it(tmp_path: Path) -> None:
+    drop_rotation(tiny("llama")).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="loaded without rotation"):
+        DropPositions(1).on_train_begin(None, TrainerState(max_steps=2), None, model=model)
+
+
+@pytest.mark.slow
+def test_one_trainer_trains_twice_and_resumes_on_either_side(tmp_path: Path) -> None:
+    args = TrainingArguments(
+        str(tmp_path), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2,
+        save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    watch = Watch()
+    trainer = Trainer(
+        tiny("llama"), args, train_dataset=Counting(), callbacks=[DropPositions(3), watch]
+    )
+    weights = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    first = copy.deepcopy(trainer.model.state_dict())
+    for resumed in (None, 2, 4, 2):
+        watch.seen.clear()
+        if resumed is None:
+            trainer.model.load_state_dict(weights)
+            trainer.optimizer = trainer.lr_scheduler = None
+            trainer.train()
+        else:
+            trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{resumed}"))
+        rotates = {step: rotates for step, (_, _, rotates) in watch.seen.items()}
+        assert rotates == {step: step < 3 for step in range(resumed or 0, 6)}
+        assert all(torch.equal(first[name], x) for name, x in trainer.model.state_dict().items())
 
 
 @pytest.mark.slow

@@ -143,11 +143,10 @@ class DropPositions(TrainerCallback):
             name_base(model, self._base)
         drop_rotation(model)
 
-    @property
-    def state_key(self) -> NoReturn:
-        """Tell Lightning's trainer, which asks every callback for this, that it wants another."""
-        raise TypeError(
-            "Lightning's trainer takes trainer.lightning.DropPositions, not trainer.hf's"
+    def __getattr__(self, name: str) -> NoReturn:
+        """Tell Lightning's trainer, which asks for hooks of its own, that it wants another."""
+        raise AttributeError(
+            f"trainer.hf.DropPositions has no {name}: Lightning takes trainer.lightning.DropPositions"
         )
 
 
