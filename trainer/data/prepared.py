@@ -33,8 +33,8 @@ from trainer.common.files import write_atomically
 from trainer.config import DataConfig
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
+from trainer.data.readers import LONGEST
 from trainer.data.sources import (
-    LONGEST,
     cache_directory,
     describe,
     digest,

@@ -15,7 +15,8 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import has_magic
-from pathlib import Path, PurePosixPath
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -23,26 +24,16 @@ from fsspec.core import url_to_fs
 
 from trainer.common.errors import UserError
 from trainer.config import DataConfig
+from trainer.data.readers import AT_ONCE, as_text, format_of, read_column
 
 BUILT_IN = ("stdlib_docs", "files", "hub")
 TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
 """Sources of the user's own, by name."""
 
-LONGEST = 1 << 20
-"""Characters of the longest document; longer ones are cut, since merging their tokens needs many
-times the memory of the text."""
-KINDS = {
-    **dict.fromkeys((".txt", ".md", ".rst"), "text"),
-    **dict.fromkeys((".jsonl", ".json"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **{".parquet": "parquet", ".arrow": "arrow"},
-}
-"""Readers by the suffix of a file."""
-COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 READ_WHOLE, END = 1 << 26, 1 << 16
 """Bytes of a file whose whole content tells two states apart, and of the ends of larger ones."""
-AT_ONCE = 64
-"""Rows that are read together: a row may be a book."""
+REREAD = (".csv", ".tsv")
+"""Formats that were once read otherwise: text that was prepared from them is prepared anew."""
 
 
 def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
@@ -85,7 +76,10 @@ def _imprint(path: str) -> list[str | int]:
         if size > READ_WHOLE:
             file.seek(-END, os.SEEK_END)
             content += file.read()
-    return [Path(path).name, size, hashlib.sha256(content).hexdigest()]
+    imprint: list[str | int] = [Path(path).name, size, hashlib.sha256(content).hexdigest()]
+    if format_of(path) in REREAD:
+        imprint.append("cells are text")
+    return imprint
 
 
 def is_remote(config: DataConfig) -> bool:
@@ -127,51 +121,34 @@ def documents(config: DataConfig, revision: str | None = None) -> Iterator[str]:
     if config.source == "stdlib_docs":
         rows: Iterable[str | None] = stdlib_docs()
     elif config.source == "files":
-        rows = _of_files(config)
+        files = find_files(config)
+        rows = chain.from_iterable(read_column(path, config.text_field) for path in files)
     elif config.source == "hub":
-        name, of_name = str(config.hub_name), config.hub_config
-        rows = _stream(config, name, of_name, revision=revision, split=config.hub_split)
+        rows = _of_hub(config, revision)
     else:
         rows = _function(config)(**config.arguments)
     return (row for row in rows if row and not row.isspace())
 
 
-def _of_files(config: DataConfig) -> Iterator[str | None]:
-    for path in find_files(config):
-        try:
-            yield from _of_file(config, path)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"data.files: {path}: {error}") from error
-
-
-def _of_file(config: DataConfig, path: str) -> Iterator[str | None]:
-    kind = kind_of(path)
-    if kind is None:
-        raise UserError(f"expected {', '.join(KINDS)}")
-    if kind != "text":
-        yield from _stream(config, kind, data_files=path, split="train")
-        return
-    # Not by `datasets`, which reads a file of text as a whole.
-    with fsspec.open(path, "rt", encoding="utf-8", compression="infer") as file:
-        while text := file.read(LONGEST - 1024):
-            yield text + file.readline(1024)
-
-
-def _stream(config: DataConfig, *names: str | None, **how: Any) -> Iterator[str]:
+def _of_hub(config: DataConfig, revision: str | None) -> Iterator[str | None]:
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a network request for every file
-    cache = str(cache_directory(config) / "datasets")
-    rows = datasets.load_dataset(*names, streaming=True, cache_dir=cache, **how)
+    rows = datasets.load_dataset(
+        str(config.hub_name),
+        config.hub_config,
+        revision=revision,
+        split=config.hub_split,
+        streaming=True,
+        cache_dir=str(cache_directory(config) / "datasets"),
+    )
     rows = rows.select_columns([config.text_field]).with_format("arrow")
     for table in rows.iter(AT_ONCE):
-        yield from table[config.text_field].to_pylist()
-
-
-def kind_of(path: str) -> str | None:
-    """Return the reader of a file, or None if it is none that can be read."""
-    suffixes = [s for s in PurePosixPath(path.lower()).suffixes if s not in COMPRESSED]
-    return KINDS.get(suffixes[-1]) if suffixes else None
+        for value in table[config.text_field].to_pylist():
+            try:
+                yield as_text(value, config.text_field)
+            except ValueError as error:
+                raise UserError(f"data.hub_name: {config.hub_name}: {error}") from error
 
 
 def find_files(config: DataConfig) -> list[str]:
@@ -188,7 +165,8 @@ def find_files(config: DataConfig) -> list[str]:
         is_directory = "http" not in system.protocol and system.isdir(path)
         if is_directory or has_magic(path):
             named = system.find(path) if is_directory else system.glob(path)
-            named = [name for name in named if kind_of(name) and not _is_hidden(name, path)]
+            named = [name for name in named if format_of(name) and not _is_hidden(name, path)]
+            named = _without_descriptions(named)
         else:
             named = [path]
         if "file" in system.protocol:
@@ -203,6 +181,19 @@ def find_files(config: DataConfig) -> list[str]:
 def _is_hidden(name: str, root: str) -> bool:
     parts = name.removeprefix(re.split(r"[*?\[]", root)[0]).split("/")
     return any(part.startswith(".") for part in parts)
+
+
+def _without_descriptions(names: list[str]) -> list[str]:
+    """Omit what `datasets` keeps beside its data: descriptions, and caches beside a saved one."""
+    files = [name.rpartition("/") for name in names]
+    described = {directory for directory, _, file in files if file == "dataset_info.json"}
+    saved = {directory for directory, _, file in files if file == "state.json"} & described
+    kept = []
+    for name, (directory, _, file) in zip(names, files, strict=True):
+        is_data = directory not in saved or fnmatchcase(file, "data*.arrow")
+        if is_data and file not in ("dataset_info.json", "dataset_dict.json"):
+            kept.append(name)
+    return kept
 
 
 def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
