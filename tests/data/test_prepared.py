@@ -203,6 +203,27 @@ def test_a_changed_source_is_another_text_and_the_old_one_is_found_by_its_finger
     assert open_prepared(prepare(config, BPE)).fingerprint != fingerprint
 
 
+@pytest.mark.parametrize(
+    "damage", [b"{", b"[]", b"{}", b'{"request": {}}', b'{"request": {"format": 3}}', b"\xff", None]
+)
+def test_a_damaged_manifest_of_another_text_stops_nothing(config, tmp_path, damage):
+    before = prepare(config, BPE)
+    fingerprint = open_prepared(before).fingerprint
+    other = before.with_name("a-text-of-somebody-else")
+    manifest = other / "manifest.json"
+    if damage is None:
+        manifest.mkdir(parents=True)
+    else:
+        other.mkdir()
+        manifest.write_bytes(damage)
+    write_texts(tmp_path / "texts", documents=41)
+    assert directory_of(config, BPE, wanted=fingerprint) == before
+    assert prepare(config, BPE) == directory_of(config, BPE, wanted="not there")
+    if damage is not None:
+        with pytest.raises(UserError, match="a-text-of-somebody-else"):
+            open_prepared(other)
+
+
 def test_text_of_another_size_than_its_manifest_says_is_refused(config):
     directory = prepare(config, BPE)
     with (directory / "train.bin").open("ab") as file:

@@ -23,7 +23,7 @@ from trainer.data.prepared import (
     prepare,
     windows_at,
 )
-from trainer.data.sources import describe, digest, is_remote
+from trainer.data.sources import cache_directory, describe, digest, is_remote
 from trainer.data.tokenizer import SpecialTokens, TokenizerChoice, load_tokenizer, same_tokens
 
 
@@ -211,23 +211,24 @@ def prepare_corpus(
                 )
             directory = prepare(text, tokenizer)
         directories.append(directory)
-        tokenizer = of_all_texts(tokenizer, directory)
+        tokenizer = of_all_texts(tokenizer, directory, cache_directory(config))
     return corpus_at(config, directories, tokens)
 
 
 def corpus_at(
     config: DataConfig, directories: Sequence[str | Path], tokens: SpecialTokens | None = None
 ) -> Corpus:
-    """Open the corpus whose texts lie in ``directories``, one per configured text.
+    """Open the corpus whose texts lie in ``directories``, one per configured text; check its bytes
+    if this machine has not.
 
     ``tokens``: of the model (None: those of the first text).
 
     Raises:
-        UserError: a split is shorter than one sequence, or a text has other tokens.
+        UserError: a split is shorter than one sequence, or a text is damaged or has other tokens.
     """
-    parts = []
+    parts, cache = [], cache_directory(config)
     for (name, source), directory in zip(config.texts.items(), directories, strict=True):
-        text = open_prepared(Path(directory), name, source.weight)
+        text = open_prepared(Path(directory), name, source.weight, cache)
         for split in SPLITS:
             if (count := len(getattr(text, split))) < config.sequence_length:
                 raise UserError(

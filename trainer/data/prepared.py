@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -31,6 +31,7 @@ from tqdm import tqdm
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
 from trainer.config import DataConfig
+from trainer.data.checksums import Checksums, check_once, checksums
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
 from trainer.data.readers import LONGEST
@@ -93,14 +94,28 @@ class Manifest:
     """Tokens of each split."""
     is_complete: bool = False
     """Whether the files hold the whole text."""
+    checksums: Checksums = field(default_factory=dict)
+    """Checksums of the complete files; older versions wrote none."""
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Read the manifest of a directory."""
-        plain = json.loads((directory / "manifest.json").read_bytes())
-        if plain.get("request", {}).get("format") != FORMAT:
+        """Read the manifest of a directory.
+
+        Raises:
+            UserError: it is damaged, or of another format.
+        """
+        path = directory / "manifest.json"
+        try:
+            manifest = cls(**json.loads(path.read_bytes()))
+            version = manifest.request["format"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{path}: expected the manifest of a prepared text, got {error}; "
+                f"remove {directory} and prepare the text again"
+            ) from error
+        if version != FORMAT:
             raise UserError(f"{directory}: expected prepared text of format {FORMAT}")
-        return cls(**plain)
+        return manifest
 
     @property
     def fingerprint(self) -> str:
@@ -139,16 +154,23 @@ def is_prepared(directory: Path) -> bool:
     return (directory / "manifest.json").is_file() and Manifest.load(directory).is_complete
 
 
-def open_prepared(directory: Path, name: str = "text", weight: float = 1.0) -> Prepared:
+def open_prepared(
+    directory: Path, name: str = "text", weight: float = 1.0, cache: Path | None = None
+) -> Prepared:
     """Open a text; its tokens are read on use.
 
+    ``cache``: directory that remembers which texts each machine has checked; this one is checked
+    unless it was before (None: it is not).
+
     Raises:
-        UserError: it is incomplete, or a file has another length.
+        UserError: it is incomplete or damaged, or a file has another length.
         FileNotFoundError: a file is missing.
     """
     manifest = Manifest.load(directory)
     if not manifest.is_complete:
         raise UserError(f"{directory}: expected complete prepared text, got {manifest.tokens}")
+    if cache is not None:
+        check_once(directory, manifest.checksums, cache)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def ids(split: Split) -> Ids:
@@ -196,8 +218,9 @@ def directory_of(config: DataConfig, tokenizer: TokenizerChoice, wanted: str | N
         return Path(config.prepared)
     root = cache_directory(config) / f"corpora-{FORMAT}"
     for path in sorted(root.glob("*/manifest.json")) if wanted else ():
-        if Manifest.load(path.parent).fingerprint == wanted:
-            return path.parent
+        with suppress(UserError, OSError):  # another text, damaged
+            if Manifest.load(path.parent).fingerprint == wanted:
+                return path.parent
     request = request_of(config, tokenizer)
     word = config.hub_name or Path((config.files or [config.source])[0]).stem
     readable = re.sub(r"[^\w.-]+", "-", word.rpartition("/")[2]).strip("-.")[:40].lower()
@@ -223,12 +246,12 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
     return directory
 
 
-def of_all_texts(tokenizer: TokenizerChoice, directory: Path) -> TokenizerChoice:
+def of_all_texts(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:
     """Return the tokenizer of a run's other texts: one that was trained on the first text, which is
-    prepared in ``directory``, is used for all."""
+    prepared in ``directory``, is used for all. ``cache``: as for :func:`open_prepared`."""
     if isinstance(tokenizer, SpecialTokens) or tokenizer.path:
         return tokenizer
-    return open_prepared(directory).special
+    return open_prepared(directory, cache=cache).special
 
 
 def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> None:
@@ -327,8 +350,11 @@ def _write(directory: Path, config: DataConfig) -> None:
             if unsaved > SAVED:
                 unsaved = 0
                 save()
-        manifest.is_complete = True
         save()
+    names = ["tokenizer.json", *(f"{split}.bin" for split in SPLITS)]
+    manifest.checksums = checksums(directory / name for name in names)
+    manifest.is_complete = True
+    manifest.save(directory)
 
 
 def _tokenized(

@@ -13,7 +13,7 @@ from trainer.common.ranks import current_ranks
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, of_all_texts, prepare
-from trainer.data.sources import describe
+from trainer.data.sources import cache_directory, describe
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
 from trainer.runs.models import starting_weights
 from trainer.runs.parsing import runs_of
@@ -36,7 +36,7 @@ def prepare_texts(config: RunConfig) -> Iterator[str]:
     tokenizer = tokens_of_weights(config) or config.tokenizer
     for text in config.data.texts.values():
         directory = prepare(text, tokenizer)
-        tokenizer = of_all_texts(tokenizer, directory)
+        tokenizer = of_all_texts(tokenizer, directory, cache_directory(text))
         manifest = Manifest.load(directory)
         counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
         yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
