@@ -132,6 +132,22 @@ def test_text_is_prepared_anew_if_published_settings_name_another_end(config, tm
     np.testing.assert_array_equal(after, np.where(before == 0, other.end_of_text, before))
 
 
+def test_a_tokenizer_that_appends_its_end_puts_it_between_documents_only(config, tmp_path):
+    plain = prepare_corpus(config, TokenizerConfig(vocab_size=280))
+    tokenizer = Tokenizer.from_str(plain.tokenizer.to_str())
+    tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, plain.end_of_text)]
+    )
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    corpus = prepare_corpus(config, TokenizerConfig(path=str(path)))
+    assert load_tokenizer(str(path)).first is None
+    assert corpus.first_token == corpus.end_of_text == plain.end_of_text
+    for split in ("train", "validation", "test"):
+        ids, others = (getattr(text.parts[0], split) for text in (corpus, plain))
+        np.testing.assert_array_equal(ids, others)
+
+
 def test_a_tokenizer_without_an_end_of_text_token_is_refused(config, tmp_path):
     path = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"<s>": 0, "a": 1}, unk_token="a")).save(str(path))
@@ -184,8 +200,12 @@ def test_the_first_token_is_the_tokenizers_own_or_that_of_training(tmp_path, con
     published, trained = special_tokens(tokenizer, files), special_tokens(tokenizer, files, 5)
     assert (published.first, published.named_bos, published.end) == (None, named, 1)
     assert (trained.first, trained.named_bos, trained.end) == (5, named, 5)
-    tokenizer.post_processor = TemplateProcessing(single="<s> $0", special_tokens=[("<s>", 4)])
-    assert [special_tokens(tokenizer, files, end).first for end in (None, 5)] == [4, 4]
+    for template, first in (("<s> $0", 4), ("<s> $0 </s>", 4), ("$0 </s>", None), ("$0", None)):
+        tokenizer.post_processor = TemplateProcessing(
+            single=template, special_tokens=[("<s>", 4), ("</s>", 1)]
+        )
+        assert special_tokens(tokenizer, files).first == first
+        assert special_tokens(tokenizer, files, 5).first == (5 if first is None else first)
 
 
 def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():

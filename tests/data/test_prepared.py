@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from dataclasses import replace
@@ -136,6 +137,49 @@ def test_few_files_of_text_are_cut_so_that_their_shares_are_held_out(files, tmp_
     path.write_text("x")
     with pytest.raises(UserError, match="expected three different documents or more, got 1"):
         prepare(replace(config, files=[str(path)]), BPE)
+
+
+def of_sizes(tmp_path, sizes, **shares):
+    """Text of documents of these sizes."""
+    (tmp_path / "texts").mkdir(exist_ok=True)
+    words = (f"{i:05d} " for i in itertools.count())
+    lines = [json.dumps({"text": "".join(itertools.islice(words, size))}) for size in sizes]
+    (tmp_path / "texts" / "a.jsonl").write_text("\n".join(lines))
+    files = [str(tmp_path / "texts")]
+    return DataConfig(source="files", files=files, cache_dir=str(tmp_path / "cache"), **shares)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shares", "problems"),
+    [
+        ([20] * 400, {}, []),
+        ([20] * 400, {"validation": 0.025}, []),  # ten documents
+        ([20] * 400, {"validation": 0.0225}, ["validation split has only 9 documents"]),
+        ([20] * 400, {"validation": 0.009}, ["validation split has only 3 documents"]),
+        ([20] * 160, {"validation": 0.3, "test": 0.5}, []),
+        # The longest document is in one of the splits.
+        ([2] * 200 + [2000], {"validation": 0.3, "test": 0.3}, ["expected 0.3 of the text, got 0"]),
+        ([20] * 100, {"validation": 0.001, "test": 0.3}, ["expected 0.001 of the text, got 0.0"]),
+        ([3000], {}, ["the validation split has only", "the test split has only"]),  # a book
+    ],
+)
+def test_shares_that_documents_make_impossible_are_said(tmp_path, caplog, sizes, shares, problems):
+    config = of_sizes(tmp_path, sizes, **shares)
+    prepare(config, BPE)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert bool(warnings) == bool(problems)
+    for problem in problems:
+        assert any(problem in warning for warning in warnings)
+    caplog.clear()
+    prepare(config, BPE)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.6, 0.9), (1, 0)])
+def test_shares_that_leave_nothing_to_train_on_are_refused(config, shares):
+    validation, test = shares
+    with pytest.raises(UserError, match=r"data\.validation, data\.test: expected shares of less"):
+        prepare(replace(config, validation=validation, test=test), BPE)
 
 
 def test_the_tokenizer_sees_no_held_out_document(config, monkeypatch):

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.interchange import export as module
-from trainer.interchange.export import TEXT, export_model
+from trainer.interchange.export import TEXT, export_model, prompting
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.published import read_token_files
 from trainer.model.config import QKNormConfig
@@ -215,6 +217,18 @@ def test_a_directory_that_holds_something_is_refused(decoder, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="expected a new or empty directory"):
         export_model(decoder(), TOKENIZER, 0, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "first"), [("$A </s>", 7), ("<s> $A </s>", 8), ("<s> $A", 8), ("$A", 7)]
+)
+def test_prompts_get_the_first_token_of_training_and_no_other(template, first):
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<s>", 8), ("</s>", 9)]
+    )
+    text = TOKENIZER.encode("some text").ids
+    assert prompting(tokenizer, 7).encode("some text").ids == [first, *text]
 
 
 def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):

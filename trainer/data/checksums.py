@@ -25,6 +25,8 @@ PIECE = 1 << 28
 """Bytes that one thread reads."""
 BLOCK = 1 << 20
 """Bytes that a thread holds."""
+NOTICEABLE = 1 << 30
+"""Bytes of a text that takes seconds to check."""
 
 
 def checksums(files: Iterable[Path]) -> Checksums:
@@ -60,16 +62,17 @@ def check_once(directory: Path, expected: Checksums, cache: Path) -> None:
     """
     directory = directory.resolve()
     stats = [(directory / name).stat() for name in expected]
+    size = sum(stat.st_size for stat in stats)
     state = digest([expected, [(stat.st_size, stat.st_mtime_ns) for stat in stats]])
     record = cache / "checked" / platform.node() / digest(str(directory))
     record.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(record.with_suffix(".lock")):
         if record.is_file() and record.read_text("utf-8") == state:
             return
-        if expected:
-            log.info("Checking the bytes of %s", directory)
-        else:
+        if not expected:
             log.warning("%s has no checksums: damage to it would pass unnoticed", directory)
+        if size > NOTICEABLE:
+            log.info("Checking %.1f GB of prepared text in %s", size / 1e9, directory)
         actual = checksums(directory / name for name in expected)
         for name in expected:
             if actual[name] != expected[name]:

@@ -66,6 +66,10 @@ MEASURED = 256 << 20
 """Characters up to which a text is read once more, to hold out exact shares of it."""
 PIECES = 100
 """Documents that a text of one or two documents is cut into."""
+FEW = 10
+"""Documents below which a held-out split is said to be small."""
+AT_FIRST = 1 << 24
+"""Tokens in which these are counted: more tokens are more documents than that."""
 BATCH = 1 << 20
 """Characters of the documents that are tokenized together."""
 SAVED = 1 << 26
@@ -231,8 +235,13 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
     """Prepare a text or the rest of it, unless it is complete; return its directory.
 
     Raises:
-        UserError: there are fewer than three different documents.
+        UserError: there are fewer than three different documents, or nothing would be trained on.
     """
+    if config.validation + config.test >= 1:
+        raise UserError(
+            "data.validation, data.test: expected shares of less than 1 together, "
+            f"got {config.validation:g} and {config.test:g}"
+        )
     directory = directory_of(config, tokenizer)
     if config.prepared or is_prepared(directory):
         return directory
@@ -243,7 +252,27 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
             if not (directory / "manifest.json").is_file():
                 _begin(directory, config, tokenizer)
             _write(directory, config)
+            for problem in held_out_problems(open_prepared(directory), config):
+                log.warning("%s", problem)
     return directory
+
+
+def held_out_problems(text: Prepared, config: DataConfig) -> Iterator[str]:
+    """Yield a sentence for each held-out split of few documents, or of another size than wanted."""
+    total = len(text.train) + len(text.validation) + len(text.test)
+    for name, ids, share in (
+        ("validation", text.validation, config.validation),
+        ("test", text.test, config.test),
+    ):
+        actual = len(ids) / total
+        if abs(actual - share) > share / 2:
+            yield (
+                f"data.{name}: expected {share:.2g} of the text, got {actual:.2g}: "
+                "a document is in one split as a whole"
+            )
+        documents = np.count_nonzero(ids[:AT_FIRST] == text.special.end)
+        if documents < FEW:
+            yield f"data.{name}: the {name} split has only {documents} documents"
 
 
 def of_all_texts(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:

@@ -17,6 +17,7 @@ from trainer.interchange.published import (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER_CONFIG,
+    own_first_token,
     read_token_files,
     settings,
     tokenizer_from_file,
@@ -174,9 +175,3 @@ def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """Return the largest id plus one; a published vocabulary may have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
-def own_first_token(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the token that the tokenizer puts before every text, such as ``<s>``, or
-    None."""
-    return next(iter(tokenizer.encode("").ids), None)

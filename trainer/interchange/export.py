@@ -38,6 +38,7 @@ from trainer.interchange.published import (
     OF_TOKENIZER,
     TOKEN_IDS,
     TOKENIZER_CONFIG,
+    own_first_token,
     settings,
 )
 from trainer.model.config import ModelConfig
@@ -113,17 +114,23 @@ def export_model(
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
-    """Return the tokenizer with the token before every prompt that began every training sequence.
+    """Return the tokenizer with just the token around every prompt that began every training
+    sequence.
 
-    It is the end-of-text token, unless the tokenizer adds one of its own.
+    It is the end-of-text token, unless the tokenizer puts one of its own before texts.
     """
-    if tokenizer.num_special_tokens_to_add(is_pair=False):
+    own, added = own_first_token(tokenizer), tokenizer.num_special_tokens_to_add(is_pair=False)
+    if own is not None and added == 1:
         return tokenizer
-    copy, token = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(end)
-    template = TemplateProcessing(single=[token, "$A"], special_tokens=[(token, end)])
+    first = end if own is None else own
+    copy, token = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(first)
     # The tokenizer's file has to hold it: transformers ignores add_bos_token beside it.
-    before = [tokenizer.post_processor] if tokenizer.post_processor else []
-    copy.post_processor = Sequence([*before, template])
+    processors: list[Any] = [
+        TemplateProcessing(single=[token, "$A"], special_tokens=[(token, first)])
+    ]
+    if tokenizer.post_processor is not None and not added:
+        processors.insert(0, tokenizer.post_processor)
+    copy.post_processor = Sequence(processors)
     return copy
 
 
@@ -223,7 +230,8 @@ def _write_settings(
     token_files: Mapping[str, str],
 ) -> None:
     """Write the configuration, the tokenizer and its settings; those of ``token_files`` count."""
-    bos = next(iter(tokenizer.encode("").ids), end)
+    own = own_first_token(tokenizer)
+    bos = end if own is None else own
     tokens: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": None}
     generation = tokens | {"pad_token_id": end}
     if token_files:

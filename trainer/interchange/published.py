@@ -62,6 +62,15 @@ def read_tokenizer(directory: Path) -> Tokenizer | None:
     return tokenizer_from_file(path) if path.is_file() else None
 
 
+def own_first_token(tokenizer: Tokenizer) -> int | None:
+    """Return the id of the token that the tokenizer puts before every text, such as ``<s>``, or
+    None. Embedding models only append one, their end of text."""
+    encoding = tokenizer.encode("a")
+    if 0 in encoding.sequence_ids and encoding.sequence_ids[0] is None:  # None: no part of the text
+        return encoding.ids[0]
+    return None
+
+
 def read_token_files(directory: Path) -> dict[str, str]:
     """Return the texts of a published model's files about its tokens, by their names.
 
