@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer.common.errors import UserError
-from trainer.lightning.module import evaluating
+from trainer.lightning.module import evaluating, updates_done
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import by_name
@@ -113,11 +113,6 @@ def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None
     # Parameters are resharded now; within the block gains were temporary copies.
     for norm, means in squares.items():
         norm.weight.fill_(torch.cat(means).mean().sqrt().item())
-
-
-def updates_done(trainer: L.Trainer) -> int:
-    """Return the number of updates: steps of an optimizer, or passes of several."""
-    return trainer.global_step // len(trainer.optimizers)
 
 
 def total_updates(trainer: L.Trainer) -> float:
