@@ -86,12 +86,20 @@ def test_a_prompt_needs_room(models):
         models[0].generate_until([asked("a", {"max_gen_toks": 40})])
 
 
+def tasks_in(directory):
+    return TaskManager(include_path=str(directory), include_defaults=False)
+
+
+def look_in(directory, monkeypatch):
+    monkeypatch.setattr(harness, "TaskManager", lambda: tasks_in(directory))
+
+
 @pytest.fixture
 def task(tmp_path, monkeypatch):
     """The directory of a multiple-choice task whose data is a file, where tasks are looked for."""
-    monkeypatch.setattr(harness, "TaskManager", lambda: TaskManager(include_path=str(tmp_path)))
+    look_in(tmp_path, monkeypatch)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [{"question": text[:20], "choices": [" 1", " 49"], "answer": 0} for text in TEXTS[:6]]
+    rows = [{"question": text[:24], "choices": [" 1", " 49"], "answer": 0} for text in TEXTS[:6]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(
         "task: sums\n"
@@ -119,7 +127,7 @@ def test_a_task_from_a_file(models, task):
     (found,) = harness_tasks(HarnessSettings(["sums"]), ours.encoder, [MAX_LENGTH], 4)
     assert {*found.titles} == {"sums_acc", "sums_acc_norm"}
     expected = lm_eval.simple_evaluate(
-        theirs, tasks=["sums"], limit=4, task_manager=TaskManager(include_path=str(task))
+        theirs, tasks=["sums"], limit=4, task_manager=tasks_in(task)
     )["results"]["sums"]
     for metric in ("acc", "acc_norm"):
         scores = values(found, ours.model, metric)
@@ -140,3 +148,61 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     assert [*values(both, model).values()] == 2 * [*whole.values()]
     assert both.trials.label.tolist() == ["sums"] * 4 + ["more"] * 4
     assert both.fingerprint != sums.fingerprint
+
+
+def fingerprint_of(models, name="sums"):
+    return harness_tasks(HarnessSettings([name]), models[0].encoder, [MAX_LENGTH], 4)[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("doc_to_text: question", "doc_to_text: 'Sum: {{question}}'"),
+        ("metric: acc}", "metric: acc, ignore_case: true}"),
+        ("doc_to_target: answer", "doc_to_target: answer\ntarget_delimiter: ''"),
+        ("doc_to_target: answer", "doc_to_target: answer\nnum_fewshot: 1\nfewshot_split: test"),
+    ],
+    ids=["question", "metric", "delimiter", "examples"],
+)
+def test_an_edited_task_is_another(models, task, before, after):
+    first = fingerprint_of(models)
+    assert fingerprint_of(models) == first
+    text = (task / "sums.yaml").read_text()
+    assert before in text
+    (task / "sums.yaml").write_text(text.replace(before, after))
+    assert fingerprint_of(models) != first
+
+
+def test_edited_code_of_a_task_makes_another(models, task):
+    """Also where only a helper of the named function has changed."""
+    code = "def helper(row):\n    return row\n\n\ndef process(rows):\n    return rows.map(helper)\n"
+    (task / "own.py").write_text(code)
+    with (task / "sums.yaml").open("a") as file:
+        file.write("process_docs: !function own.process\n")
+    first = fingerprint_of(models)
+    (task / "own.py").write_text(code.replace("return row\n", "return dict(row)\n"))
+    assert fingerprint_of(models) != first
+
+
+def test_a_task_is_the_same_wherever_its_file_lies(models, task, tmp_path_factory, monkeypatch):
+    first = fingerprint_of(models)
+    other = tmp_path_factory.mktemp("elsewhere")
+    (task / "sums.yaml").rename(other / "sums.yaml")
+    look_in(other, monkeypatch)
+    assert fingerprint_of(models) == first
+
+
+def test_every_model_reads_the_same_examples(models, task, monkeypatch):
+    with (task / "sums.yaml").open("a") as file:
+        file.write("num_fewshot: 2\nfewshot_split: test\n")
+    settings = HarnessSettings(["sums"])
+    read = []
+    monkeypatch.setattr(
+        HarnessModel,
+        "loglikelihood",
+        lambda model, requests: read.append([r.args for r in requests]) or [(0.0, True)] * 8,
+    )
+    for found in harness_tasks(settings, models[0].encoder, [MAX_LENGTH, MAX_LENGTH + 8], 4):
+        values(found, models[0].model)
+    assert len(read) == 2
+    assert read[0] == read[1]

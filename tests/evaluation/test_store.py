@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,8 @@ DIFFERENT = [
     ((12, 3),), ([],), ({},), ({"a": 1},), ({"a": 2},), ({"b": 1},), (("a", 1),), (A,),
     (A.reshape(2, 3),), (A.astype(np.int32),), (A + 1,), (A[:3], A[3:]), (A.tolist(),), (Asked(),),
     (Asked(2),), (Asked(second="b"),), (Asked(inner={"x": Asked()}),),
-    (Asked(inner={"x": Asked(2)}),),
+    (Asked(inner={"x": Asked(2)}),), (Asked,), (held_out,), (partial(held_out, 1),),
+    (partial(held_out, 2),), (partial(held_out, ids=2),),
 ]  # fmt: skip
 
 

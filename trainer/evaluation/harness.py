@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 
 import lm_eval
@@ -104,10 +105,26 @@ def harness_tasks(
         tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
         for task in tasks.values():
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
-            task.set_fewshot_seed(seed=FEWSHOT_SEED)
         questions = {key: list(task.eval_docs)[:limit] for key, task in tasks.items()}
-        made += [harness_task(name, tasks, questions, encoder, length) for length in lengths]
+        contents = [_contents(task, questions[key]) for key, task in tasks.items()]
+        key = fingerprint(lm_eval.__version__, encoder.bos, encoder.first_token, contents)
+        made += [harness_task(name, tasks, questions, encoder, length, key) for length in lengths]
     return made
+
+
+def _contents(task: HarnessTask, questions: Sequence[object]) -> list[object]:
+    """Return all that a task's values depend on, but for the model and lm-eval's own code.
+
+    These are the requests, in which few-shot examples stand, and the configuration, whose functions
+    and metrics turn answers into values.
+    """
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    task.build_all_requests(samples=[*range(len(questions))])
+    requests = [repr((request.request_type, request.args)) for request in task.instances]
+    configuration = asdict(task.config)
+    metadata = dict(configuration["metadata"] or {})
+    metadata.pop("config_source", None)  # where the YAML file lies on this machine
+    return [repr(questions), requests, configuration | {"metadata": metadata}, type(task)]
 
 
 def harness_task(
@@ -116,11 +133,12 @@ def harness_task(
     questions: Mapping[str, Sequence[object]],
     encoder: Encoder,
     length: int,
+    key: str,
 ) -> Task:
     """Return a task or group of lm-eval at a length, which limits what the model reads.
 
     Trials are the questions of all its tasks, labelled by their task if there are several.
-    ``tasks``, ``questions``: by the names of its tasks.
+    ``tasks``, ``questions``: by the names of its tasks. ``key``: its fingerprint.
     """
     first, *others = map(metrics_of, tasks.values())
     metrics = {key: label for key, label in first.items() if all(key in other for other in others)}
@@ -132,6 +150,8 @@ def harness_task(
     def read(model: LanguageModel, batch_tokens: int) -> list[Value]:
         """Return the value of every reported metric for each question."""
         longest = min(length, model.context or length)
+        for task in tasks.values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)  # the same examples for every model
         results = evaluate(
             HarnessModel(model, encoder, longest, batch_tokens),
             dict(tasks),
@@ -140,8 +160,8 @@ def harness_task(
         )
         values: list[Value] = []
         begin = 0  # number of the task's first trial
-        for task, of_task in questions.items():
-            for row in results["samples"][task]:
+        for subtask, of_task in questions.items():
+            for row in results["samples"][subtask]:
                 number = begin + row["doc_id"]
                 for (metric, each), label in metrics.items():
                     if metric in row and each == row["filter"]:
@@ -152,7 +172,7 @@ def harness_task(
     return Task(
         titles,
         length,
-        fingerprint(lm_eval.__version__, encoder.bos, encoder.first_token, repr(questions)),
+        key,
         pd.DataFrame({"label": labels if len(tasks) > 1 else ""}, range(len(labels))),
         lambda model, batch_tokens: [partial(read, model, batch_tokens)],
     )

@@ -7,12 +7,14 @@ input would return the wrong result.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ POLL = 0.2
 
 
 def fingerprint(*parts: Any) -> str:
-    """Return a hash of plain values, dataclasses and arrays, sixteen hexadecimal digits.
+    """Return a hash of plain values, dataclasses, arrays and code, sixteen hexadecimal digits.
+
+    A function or class counts with the text of its file, so that its helpers there count too.
 
     Raises:
         TypeError: a value has another type, whose text may not identify it.
@@ -33,7 +37,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Return a dataclass or an array as values that ``json`` knows."""
+    """Return a dataclass, an array, a function or a class as values that ``json`` knows."""
     if isinstance(value, array | np.ndarray):
         value = np.asarray(value)
         content = hashlib.sha256(value.tobytes()).hexdigest()
@@ -41,6 +45,11 @@ def _as_json(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         items = {field.name: getattr(value, field.name) for field in fields(value)}
         return [type(value).__name__, items]
+    if isinstance(value, partial):
+        return ["partial", value.func, value.args, value.keywords]
+    if inspect.isfunction(value) or inspect.isclass(value):
+        code = Path(inspect.getfile(value)).read_text(encoding="utf-8")
+        return ["code", value.__qualname__, code]
     raise TypeError(f"no key can be made of {value!r}")
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -86,13 +84,11 @@ class PromptTask:
         texts = pd.factorize(np.array(groups, int))[0]
         depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
         columns = {"text": texts, "depth": pd.Series(depths, dtype=float), "label": labels}
-        # Values depend on the code of scores, which users may write and mend.
-        rules = [getattr(rule, "func", rule) for rule in (self.score, self.stop) if rule]
-        code = [Path(inspect.getfile(rule)).read_text(encoding="utf-8") for rule in rules]
         return Task(
             {self.name: self.name},
             length,
-            fingerprint(prompts, self.never_first, code),
+            # Values depend on the code of scores, which users may write and mend.
+            fingerprint(prompts, self.never_first, self.score, self.stop),
             pd.DataFrame(columns),
             partial(self._batches, prompts),
         )
