@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import special_tokens, train_tokenizer
@@ -194,6 +194,57 @@ def test_what_no_architecture_computes_comes_with_its_code(decoder, tmp_path, na
     values, read = exported(model, tmp_path)
     assert values["architectures"] == ["UnropeForCausalLM"]
     assert read.layout == model.layout
+
+
+WINDOWED = {
+    "windows": {"windows": [7, 20]},
+    "ALiBi in a window": {"layers": ["alibi", "rope"], "windows": [9, 5]},
+}
+GENERATION = {
+    "static": {"cache_implementation": "static"},
+    "chunks": {"cache_implementation": "static", "prefill_chunk_size": 7},
+    "assisted": {"prompt_lookup_num_tokens": 3},
+    "beams": {"num_beams": 3},
+    "beams, static": {"num_beams": 3, "cache_implementation": "static"},
+}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("how", GENERATION)
+@pytest.mark.parametrize("shape", WINDOWED)
+def test_every_way_to_generate_reads_windows_alike(decoder, tmp_path, shape, how):
+    """Prompts are padded on the left, and one row reads beyond all windows."""
+    model = decoder(training_length=32, **WINDOWED[shape])
+    export_model(model, TOKENIZER, 0, tmp_path / "export")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
+    lengths = [25] if how == "assisted" else [25, 1, 12]
+    batch, mask = torch.zeros(len(lengths), 25, dtype=torch.long), torch.zeros(len(lengths), 25)
+    for row, length in enumerate(lengths):
+        batch[row, 25 - length :] = IDS[0, :length]
+        mask[row, 25 - length :] = 1
+    out = theirs.generate(
+        batch,
+        attention_mask=mask.long(),
+        do_sample=False,
+        max_new_tokens=9,
+        min_new_tokens=9,
+        pad_token_id=0,
+        length_penalty=0.0,
+        output_logits=True,
+        output_scores=True,
+        return_dict_in_generate=True,
+        **GENERATION[how],
+    )
+    for row, length in enumerate(lengths):
+        tokens = out.sequences[row, 25 - length :]
+        logits = model(tokens[None])[0, length - 1 : -1]
+        if "beams" in how:
+            chosen = logits.log_softmax(-1).gather(1, tokens[length:, None])
+            torch.testing.assert_close(out.sequences_scores[row], chosen.sum())
+        else:
+            theirs_logits = torch.stack([step[row] for step in out.logits])
+            torch.testing.assert_close(theirs_logits[:9], logits, rtol=1e-5, atol=1e-5)
 
 
 def test_the_code_follows_the_length_in_temperatures_and_not_in_frequencies(decoder, tmp_path):

@@ -294,9 +294,9 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
 
     It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass,
     beyond the training length if that is short. Then two prompts of different lengths are continued
-    as one padded batch with a cache. If frequencies depend on the length, transformers derives
-    those of a batch from its longest row, so then one prompt is continued within the training
-    length.
+    as one padded batch with a growing and a static cache. If frequencies depend on the length,
+    transformers derives those of a batch from its longest row, so then one prompt is continued
+    within the training length.
 
     ``model``: on the CPU.
 
@@ -331,21 +331,23 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
     mask = pad_sequence(
         [torch.ones_like(x) for x in prompts], batch_first=True, padding_side="left"
     )
-    out = theirs.generate(
-        batch,
-        attention_mask=mask,
-        do_sample=False,
-        max_new_tokens=DECODED,
-        min_new_tokens=DECODED,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    for row, prompt in enumerate(prompts):
-        read = torch.cat([prompt, out.sequences[row, batch.shape[1] : -1]])[None]
-        cache = model.empty_cache(1, read.shape[1])
-        ours = [model(read[:, : len(prompt)], cache=cache, last=1)]
-        ours += [model(token[None, None], cache=cache) for token in read[0, len(prompt) :]]
-        pairs.append((torch.stack([x[row] for x in out.logits]), torch.cat(ours, dim=1)[0]))
+    for kind in ("dynamic", "static"):
+        out = theirs.generate(
+            batch,
+            attention_mask=mask,
+            cache_implementation=kind,
+            do_sample=False,
+            max_new_tokens=DECODED,
+            min_new_tokens=DECODED,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        for row, prompt in enumerate(prompts):
+            read = torch.cat([prompt, out.sequences[row, batch.shape[1] : -1]])[None]
+            cache = model.empty_cache(1, read.shape[1])
+            ours = [model(read[:, : len(prompt)], cache=cache, last=1)]
+            ours += [model(token[None, None], cache=cache) for token in read[0, len(prompt) :]]
+            pairs.append((torch.stack([x[row] for x in out.logits]), torch.cat(ours, dim=1)[0]))
     differences = [(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
     return float(torch.stack(differences).max())  # NaN if any is

@@ -125,11 +125,9 @@ class UnropeAttention(nn.Module):
         k = self.heads(self.k_proj(hidden_states), self.k_norm)
         v = self.heads(self.v_proj(hidden_states), None)
         q, k = self.encode(q, k, position_embeddings)
-        past = 0
         if cache is not None:
-            past = cache.get_seq_length(self.index)
             k, v = cache.update(k, v, self.index)
-        mask = self.mask(q, k, past, attention_mask)
+        mask = self.mask(q, k, attention_mask)
         is_causal = mask is None and q.shape[2] > 1
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None
@@ -157,24 +155,34 @@ class UnropeAttention(nn.Module):
         queries, keys = zip(*turned, strict=True)
         return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
 
-    def mask(self, q: Tensor, k: Tensor, past: int, mask: Tensor | None) -> Tensor | None:
+    def mask(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return what a query may see: booleans, or with ALiBi a bias that falls with distance.
+
+        Distances are between places in the cache, whose kind and length only ``mask`` knows: a
+        query's own place is the last that it may see.
 
         ``mask``: of Llama, ``[B, 1, T, Tk]`` booleans or a bias; None: plain causal attention.
         """
         if self.window is None and not any(self.slopes):
             return mask
-        i = torch.arange(past, past + q.shape[2], device=q.device)[:, None]
-        j = torch.arange(k.shape[2], device=q.device)
-        allowed = j <= i
+        T, Tk = q.shape[2], k.shape[2]
+        keys = torch.arange(Tk, device=q.device)
+        if mask is None:
+            # As scaled_dot_product_attention: a single query sees all, several are the first ones.
+            first = Tk - 1 if T == 1 else 0
+            own = keys[first : first + T, None]
+            allowed = keys <= own
+        else:
+            allowed = mask if mask.dtype == torch.bool else mask == 0
+            unseen = allowed.flip(-1).to(torch.uint8).argmax(dim=-1, keepdim=True)
+            own = Tk - 1 - unseen
         if self.window is not None:
-            allowed = allowed & (j > i - self.window)
-        if mask is not None:
-            # A padded query sees itself: a softmax over nothing is NaN.
-            allowed = allowed & (mask if mask.dtype == torch.bool else mask == 0) | (i == j)
+            allowed = allowed & (keys > own - self.window)
+        # A padded query sees one key: a softmax over nothing is NaN.
+        allowed = allowed | (keys == own)
         if not any(self.slopes):
             return allowed
-        bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (j - i)
+        bias = torch.tensor(self.slopes, device=q.device)[:, None, None] * (keys - own)
         return bias.masked_fill(~allowed, -math.inf).to(q.dtype).expand(len(q), -1, -1, -1)
 
 
