@@ -689,6 +689,9 @@ class AnalysisConfig:
     """Pairs [layer, query head] to show as single heads; []: found by their measures."""
     pairs: list[NonNegativeInt] = field(default_factory=list)
     """Rotary pairs that offset_features shows one by one; []: all of a head, or found."""
+    context_length: PositiveInt | None = None
+    """Tokens C of the bounds of offset_features; null: what the model is configured for, including
+    its own YaRN, Llama 3 scaling or LongRoPE (its training length without)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the weights: fp32, bf16."""
     frequency_entropy: ShortTime = field(default_factory=ShortTime)

@@ -78,7 +78,7 @@ def test_the_bounds_are_definition_3_1(theta, phi, context_length):
 
 
 def contributions_of(heads):
-    features = offset_features(heads)
+    features = offset_features(heads, C)
     return contributions(features[features["head"] == 3], [0, 1, 17])
 
 
@@ -119,7 +119,7 @@ def layer(seed, texts=2):
 
 def test_every_moving_pair_against_a_loop():
     heads = layer(0)
-    result = offset_features(heads)
+    result = offset_features(heads, C)
     for row in result.itertuples():
         pairs = len((HALF, STILL)[row.head // 2].inv_freq)
         for side, x in (("query", heads.q[:, row.head]), ("key", heads.k[:, row.head // 2])):

@@ -11,7 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tests.analysis.attention_examples import cells
 from tests.interchange.families import made
 from trainer.analysis.target import Target
+from trainer.commands import compose_words
 from trainer.common.errors import UserError
+from trainer.common.fields import validated
 from trainer.config import (
     AnalysisConfig,
     AnalysisRequest,
@@ -96,6 +98,70 @@ def test_one_directory_by_both_programs_has_the_same_offset_features(llama, tmp_
         ours, theirs = (cells(changes.rows, name, model=m) for m in ("llama", "llama-hf"))
         assert len(ours)
         assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def rope_parameters(kind, base, **others):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": base, **others}}
+
+
+TABLE_2 = {
+    "Phi-1": (
+        "hf:Phi",
+        {"hidden_size": 256, "max_position_embeddings": 2048, "partial_rotary_factor": 0.5},
+        (0.31, 3.93),
+    ),
+    "Llama-3-8B": (
+        "Llama",
+        {"head_dim": 128, "max_position_embeddings": 8192} | rope_parameters("default", 5e5),
+        (0.45, 3.72),
+    ),
+    "DeepSeek-V2-Lite": (
+        "hf:DeepseekV2",
+        {"qk_rope_head_dim": 64, "max_position_embeddings": 163_840}
+        | rope_parameters("yarn", 1e4, factor=40.0, original_max_position_embeddings=4096),
+        (0.28, 4.26),
+    ),
+    # Pairs 39 to 63 are under the extended bound, the first with a low margin (App. C).
+    "Llama-3.1-8B": (
+        "Llama",
+        {"head_dim": 128, "max_position_embeddings": 131_072}
+        | rope_parameters(
+            "llama3",
+            5e5,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+        (0.39, None),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLE_2)
+def test_table_2_is_what_the_command_says(llama, tmp_path, monkeypatch, name):
+    """Shares and lower bounds of Rotary Offset Features, of models with the published rotation."""
+    family, shape, (share, lower_bound) = TABLE_2[name]
+    made(family.removeprefix("hf:"), vocab_size=300, **shape).save_pretrained(tmp_path / "model")
+    shutil.copy(llama[0] / "tokenizer.json", tmp_path / "model")
+    monkeypatch.setattr(analysis, "write_analysis", lambda output, *_, **__: output)
+
+    def measured(*words):
+        place = f"{'hf:' if 'hf:' in family else ''}{tmp_path / 'model'}"
+        usual = [f"checkpoint={place}", "+analysis=offset_features", "analysis.texts=1"]
+        values = compose_words([*usual, "analysis.length=64", *words], "analyze").values
+        request = replace(validated(AnalysisRequest, values), text=llama[1])
+        (found,), _ = analyze(request)
+        bounds = ("share_possible", "mean_lower_bound")
+        return [cells(found.rows, key, variant="all pairs").item() for key in bounds]
+
+    found = measured()
+    assert round(found[0], 2) == share
+    assert lower_bound in (None, round(found[1], 2))
+    if name == "DeepSeek-V2-Lite":
+        found = measured("analysis.context_length=4096")
+        assert found == pytest.approx([0.41, 3.60], abs=0.01)
 
 
 def test_tokenizers_that_differ_in_added_tokens_are_one_vocabulary(llama, tmp_path, monkeypatch):

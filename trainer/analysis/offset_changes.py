@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -30,7 +31,8 @@ def offset_changes(before: Target, after: Target) -> Results:
     length = min(before.length, before.training_length, after.training_length)
 
     def read(target: Target) -> pd.DataFrame:
-        layers = capture(target.model, target.ids[:, :length], offset_features)
+        features = partial(offset_features, context_length=target.context_length)
+        layers = capture(target.model, target.ids[:, :length], features)
         return pd.concat(layers, ignore_index=True)
 
     by_name = {target.name: read(target) for target in (before, after)}

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,9 +101,9 @@ def pair_means(x: Tensor, pairs: int) -> tuple[Array, Array]:
     return mean[0] + 1j * mean[1], 1 - np.hypot(*direction)
 
 
-def offset_features(heads: Heads) -> pd.DataFrame:
+def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
     """Return a row for every pair of every query head of a layer, from queries and keys before the
-    encoding.
+    encoding, and frequencies as in a text of ``context_length`` tokens.
 
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``query_circular_variance``,
@@ -111,15 +112,15 @@ def offset_features(heads: Heads) -> pd.DataFrame:
     product of a query and a key in the scores, times the encoding's factor (YaRN's attention
     factor, a temperature).
     """
-    C = heads.training_length
-    spectra = [spectrum.at(C, C) for spectrum in heads.encoding.spectra]
+    trained = heads.training_length
+    spectra = [spectrum.at(context_length, trained) for spectrum in heads.encoding.spectra]
     keys = [pair_means(heads.k[:, i], len(s.inv_freq)) for i, s in enumerate(spectra)]
     tables = []
     for head in range(heads.q.shape[1]):
         kv = head // heads.queries_per_key
         spectrum, (key, key_variance) = spectra[kv], keys[kv]
         inv_freq = np.array(spectrum.inv_freq)
-        possible, lower_bound = bounds(inv_freq, C)
+        possible, lower_bound = bounds(inv_freq, context_length)
         pairs = len(inv_freq)
         query, query_variance = pair_means(heads.q[:, head], pairs)
         turns = inv_freq > 0
@@ -283,14 +284,14 @@ def analyze_offset_features(target: Target) -> Results:
     target.require(2)
     if not target.rotates:
         raise NotApplicableError("analysis.kind: expected a model that rotates")
-    model, C, config = target.model, target.training_length, target.config
-    layers = capture(model, target.ids, offset_features)
+    model, C, config = target.model, target.context_length, target.config
+    layers = capture(model, target.ids, partial(offset_features, context_length=C))
     features = pd.concat(layers, ignore_index=True)
 
     def effects(heads: Heads) -> tuple[list[Row], list[Row]]:
         return sinks(heads, layers[heads.layer]), fastest_pairs(heads)
 
-    # Queries within C, in texts that do not change them.
+    # Queries within the training length, in texts that do not change them.
     measured = capture(model, target.ids if target.prefix is None else target.prefix, effects)
     on_first = pd.DataFrame([row for rows, _ in measured for row in rows])
     on_previous = pd.DataFrame([row for _, rows in measured for row in rows])

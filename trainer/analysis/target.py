@@ -58,6 +58,13 @@ class Target:
         return self.model.layout.training_length
 
     @property
+    def context_length(self) -> int:
+        """Tokens that the model is configured for, or that ``config`` says: the C of the bounds of
+        offset features, "the configured max position embeddings" (Rotary Offset Features, Sec. 4).
+        """
+        return self.config.context_length or self.model.layout.longest
+
+    @property
     def prefix(self) -> Tensor | None:
         """First C tokens of the texts if the model reads them differently without the later ones,
         because its temperatures or frequencies follow the length."""
