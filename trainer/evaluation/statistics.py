@@ -54,7 +54,12 @@ def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
     q = np.average(values, weights=weights)
     variance = np.average((values - q) ** 2, weights=weights)
     n = min(trials, len(scores) * float(q * (1 - q) / variance))
-    p, square = float(np.mean(scores)), Z * Z / n
+    return wilson(float(np.mean(scores)), n)
+
+
+def wilson(p: float, n: float) -> Estimate:
+    """Return the rate p of n independent trials with Wilson's interval."""
+    square = Z * Z / n
     middle = p + square / 2
     half = math.sqrt(square * p * (1 - p) + square * square / 4)
     # One bound equals p where p is 0 or 1; rounding could put it 1e-17 beyond.

@@ -1,11 +1,14 @@
-"""The papers' claims as data, judged by the rows of a run.
+"""The papers' claims as a table (claim, source, predicate), judged by the numbers of runs.
 
-A claim is *shown* if the numbers support it beyond the 95% interval of the difference and, for a
-loss, beyond a stated margin; otherwise it is *not shown*. It is *not judged* if the numbers cannot
-tell: the drop changed nothing, or a model has not learned its text or its task. Claims about
-methods that a run does not have are left out. "DroPE" is the paper "Extending the Context of
-Pretrained LLMs by Dropping Their Positional Embeddings", "RoPE-ID" is "Frayed RoPE and Long
-Inputs".
+A claim is *shown* if the whole 95% interval of a difference is on its side, and *not shown* if the
+whole interval is on the other side. Everything between is *not judged*: another processor, number
+of threads or seed might turn it. So is a claim about a model that has not learned its text or its
+task, and about a drop that changed nothing. Claims about absent methods are left out.
+
+Intervals cover the trials, and the training: two trainings of one configuration differ, by their
+seeds or by rounding alone. Models that differ in their seeds alone are judged together. "DroPE" is
+the paper "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings",
+"RoPE-ID" is "Frayed RoPE and Long Inputs".
 """
 
 from __future__ import annotations
@@ -13,15 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import AS_IS
-from trainer.evaluation.statistics import Estimate, change
+from trainer.evaluation.statistics import Estimate, change, wilson
 from trainer.report.report import Observation, Report, RunSummary
 from trainer.report.tables import rate
 
@@ -34,68 +36,479 @@ KEPT = 0.95
 HELD = 0.90
 """Share of a method's own retrieval at its training length."""
 SAME, NEAR, RISEN = 0.01, 0.02, 0.05
-"""Relative margins of losses. Two training seeds of a small model differ by about 1%; a longer
-context should lower the loss, so 5% above is far outside of noise."""
+"""Relative margins of losses. A longer context should lower the loss, so 5% above is far outside of
+noise."""
+TRAINING_LOSS = 0.01
+"""95% half-width of a loss over trainings, relative to it."""
+TRAINING_CORRELATION = 0.005
+"""Correlation of two trials that one training answers: the variance of its rate p over trainings,
+divided by p (1 - p). docs/results/README.md measures both over seeds and threads."""
+
+Place = Literal["the training length", "the longest length", "4× and more"]
+TRAINED: Place = "the training length"
+LONGEST: Place = "the longest length"
+FAR: Place = "4× and more"
+
+
+class Verdict(NamedTuple):
+    """Whether a claim is shown (None: not judged), and the numbers."""
+
+    shown: bool | None
+    numbers: str
 
 
 @dataclass(frozen=True)
 class Evidence:
     """Evidence of claims.
 
-    ``models``: names of models by role, such as ``rope`` or ``drope``. ``one_text``: whether all
-    trained on the same text. Otherwise a model's loss says more about its text than its encoding.
+    ``models``: names of models by role, such as ``rope`` or ``drope``; several names are models
+    that differ in their seeds alone. ``one_text``: whether all trained on the same text. Otherwise
+    a model's loss says more about its text than its encoding.
     """
 
     report: Report
-    models: Mapping[str, str]
+    models: Mapping[str, Sequence[str]]
     one_text: bool = True
 
     def rows(self, key: str, task: str = STATEMENTS) -> pd.DataFrame:
-        """Return the rows of results.csv of one model and method, by length.
+        """Return the rows of results.csv of a role and method, by length: the mean over models.
 
-        ``key``: ``rope`` for the model of this role as it is, ``rope+yarn`` with a method;
-        ``drope*`` with a temperature if that was measured, as the paper evaluates DroPE.
+        ``key``: ``rope`` for the models of this role as they are, ``rope+yarn`` with a method;
+        ``drope*`` with a temperature if that was measured, as the paper evaluates DroPE. The column
+        ``trainings`` counts models.
         """
         role, _, method = key.rstrip("*").partition("+")
-        model = self.models.get(role, "")
-        tempered = self.report.curve((model, "temperature"), task)
-        if key.endswith("*") and len(tempered):
-            return tempered
-        return self.report.curve((model, method or AS_IS), task)
+        names, rows = self.models.get(role, ()), self.report.rows
+        rows = rows[rows.model.isin(names) & (rows.task == task)].dropna(subset="value")
+        is_tempered = key.endswith("*") and "temperature" in set(rows.method)
+        rows = rows[rows.method == ("temperature" if is_tempered else method or AS_IS)]
+        means = rows.groupby("length", as_index=False).agg(
+            model=("model", "first"),
+            method=("method", "first"),
+            factor=("factor", "first"),
+            value=("value", "mean"),
+            n=("n", "min"),
+            trainings=("model", "size"),
+        )
+        limits = [_over_trainings(row) for row in means.itertuples()] if task == STATEMENTS else []
+        return means.assign(
+            low=pd.Series([limit.low for limit in limits], dtype=float),
+            high=pd.Series([limit.high for limit in limits], dtype=float),
+        )
+
+    def windows(self, key: str, row: Any) -> list[float]:
+        """Return the losses of a row, as :meth:`rows` returns it, by window of text."""
+        names = self.models[key.rstrip("*").partition("+")[0]]
+        trials = self.report.trials
+        is_wanted = (trials.task == PERPLEXITY) & (trials.length == row.length)
+        is_wanted &= trials.model.isin(names) & (trials.method == row.method)
+        losses: list[float] = trials[is_wanted].groupby("text").value.mean().tolist()
+        return losses
 
     def name(self, row: Any) -> str:
         """Return the name of a row in tables."""
-        return self.report.row_name((row.model, row.method))
+        name = self.report.row_name((row.model, row.method))
+        return name if row.trainings == 1 else f"{name} and {row.trainings - 1} other seeds"
 
     def run(self, role: str) -> RunSummary | None:
         """Return the training run of a role."""
-        return next((run for run in self.report.runs if run.name == self.models.get(role)), None)
+        names = self.models.get(role, ())
+        return next((run for run in self.report.runs if run.name in names), None)
 
 
-Verdict = tuple[bool | None, str]
-"""Whether a claim is shown (None: not judged), and the numbers."""
-Place = Literal["trained", "longest", "from 4x"]
-"""The training length, the longest length beyond it, or all from four times the training length."""
+def _over_trainings(row: Any) -> Estimate:
+    """Return the rate of a row with its interval over trials and trainings: n trials of one
+    training count as n / (1 + (n - 1) ρ), with ρ of :data:`TRAINING_CORRELATION` (Kish, Survey
+    Sampling, 1965)."""
+    independent = row.n / (1 + (row.n - 1) * TRAINING_CORRELATION)
+    return wilson(row.value, row.trainings * independent)
+
+
+def at(rows: pd.DataFrame, place: Place) -> pd.DataFrame:
+    """Return the rows at a place."""
+    if place == TRAINED:
+        return rows[rows.factor == 1]
+    return rows[rows.factor >= 4] if place == FAR else rows[rows.factor > 1][-1:]
+
+
+def pairs(a: pd.DataFrame, b: pd.DataFrame, place: Place, b_place: Place) -> list[tuple[Any, Any]]:
+    """Return the pairs of rows that a claim compares, among the lengths that both have."""
+    a, b = a[a.length.isin(b.length)], b[b.length.isin(a.length)]
+    return list(zip(at(a, place).itertuples(), at(b, b_place).itertuples(), strict=False))
+
+
+def exceeds(difference: Estimate, threshold: float = 0.0) -> bool | None:
+    """Return whether a difference is above the threshold; None if its interval holds both."""
+    if difference.low > threshold:
+        return True
+    return False if difference.high <= threshold else None
+
+
+def all_of(answers: Sequence[bool | None]) -> bool | None:
+    """Return whether all are true; None if that is open."""
+    if False in answers:
+        return False
+    return None if None in answers else True
+
+
+def any_of(answers: Sequence[bool | None]) -> bool | None:
+    """Return whether one is true; None if that is open."""
+    if True in answers:
+        return True
+    return None if None in answers else False
+
+
+def score_difference(p: Any, q: Any, times: float) -> Estimate:
+    """Return p − k q for the scores of two rows and k = ``times``, with its 95% interval.
+
+    The limits are p − k q ± sqrt(...) of the squared distances of p and k q from their own limits,
+    after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and Donner
+    (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which is
+    cautious if both were asked the same questions.
+    """
+    mean = p.value - times * q.value
+    below = math.hypot(p.value - p.low, times * (q.high - q.value))
+    above = math.hypot(p.high - p.value, times * (q.value - q.low))
+    return Estimate(mean, mean - below, mean + above)
+
+
+# Predicates: called with evidence, they return a verdict, or None without the numbers
+
+
+@dataclass(frozen=True)
+class Retrieves:
+    """Whether ``a`` at its place retrieves more than ``times`` ``b``.
+
+    ``learned``: keys that must have learned the task (None: both).
+    """
+
+    a: str
+    place: Place
+    times: float
+    b: str
+    b_place: Place
+    learned: tuple[str, ...] | None = None
+
+    def __call__(self, evidence: Evidence) -> Verdict | None:
+        """Judge the evidence."""
+        rows = evidence.rows(self.a), evidence.rows(self.b)
+        both = pairs(*rows, self.place, self.b_place)
+        if not both:
+            return None
+        for key in (self.a, self.b) if self.learned is None else self.learned:
+            problem = _unlearned(evidence, key)
+            if problem:
+                return Verdict(None, problem)
+        differences = [score_difference(p, q, self.times) for p, q in both]
+        times = "" if self.times == 1 else f"{self.times:g} × "
+        numbers = " ".join(
+            f"{_score(evidence, p)} − {times}{_score(evidence, q)} = "
+            f"{100 * difference.mean:.1f} ({100 * difference.low:.1f} to "
+            f"{100 * difference.high:.1f}) points."
+            for (p, q), difference in zip(both, differences, strict=True)
+        )
+        return Verdict(all_of([exceeds(difference) for difference in differences]), numbers)
+
+
+def _score(evidence: Evidence, row: Any) -> str:
+    return f"{evidence.name(row)} {rate(row)} at {row.length} tokens"
+
+
+def _unlearned(evidence: Evidence, key: str) -> str:
+    """Return why a model counts as one that has not learned the task; else empty."""
+    trained = [*at(evidence.rows(key), TRAINED).itertuples()]
+    if not trained:
+        return f"{key} was not measured at its training length."
+    if trained[0].low > LEARNED:
+        return ""
+    return f"{_score(evidence, trained[0])} may not have learned the task ({LEARNED:.0%})."
+
+
+@dataclass(frozen=True)
+class LossRises:
+    """Whether the loss of ``a`` at its place is over ``margin`` above that of ``b`` at the training
+    length, over the windows of text on which both were measured."""
+
+    a: str
+    place: Place
+    margin: float
+    b: str
+
+    def __call__(self, evidence: Evidence) -> Verdict | None:
+        """Judge the evidence."""
+        rows = evidence.rows(self.a, PERPLEXITY), evidence.rows(self.b, PERPLEXITY)
+        both = pairs(*rows, self.place, TRAINED)
+        if not both:
+            return None
+        ((p, q),) = both
+        ours, theirs = evidence.windows(self.a, p), evidence.windows(self.b, q)
+        if not len(ours) == len(theirs) > 1:
+            return Verdict(None, "Measured on fewer than two common windows.")
+        difference = widened(change(ours, theirs), TRAINING_LOSS / math.sqrt(p.trainings))
+        numbers = (
+            f"Text loss: {evidence.name(q)} {q.value:.3f} at {q.length} tokens, "
+            f"{evidence.name(p)} {p.value:.3f} at {p.length} tokens, {_signed(difference)}."
+        )
+        if self.a != self.b and not evidence.one_text:
+            return Verdict(None, f"The models trained on different text. {numbers}")
+        return Verdict(exceeds(difference, self.margin), numbers)
+
+
+@dataclass(frozen=True)
+class LossStays:
+    """Whether that loss is at most ``margin`` above: the contrary of :class:`LossRises`."""
+
+    a: str
+    place: Place
+    margin: float
+    b: str
+
+    def __call__(self, evidence: Evidence) -> Verdict | None:
+        """Judge the evidence."""
+        rises = LossRises(self.a, self.place, self.margin, self.b)(evidence)
+        if rises is None or rises.shown is None:
+            return rises
+        return Verdict(not rises.shown, rises.numbers)
+
+
+def widened(estimate: Estimate, half_width: float) -> Estimate:
+    """Return an estimate whose interval also covers an independent error."""
+    mean, low, high = estimate
+    below, above = math.hypot(mean - low, half_width), math.hypot(high - mean, half_width)
+    return Estimate(mean, mean - below, mean + above)
+
+
+def _signed(difference: Estimate) -> str:
+    return f"{difference.mean:+.1%} ({difference.low:+.1%} to {difference.high:+.1%})"
+
+
+@dataclass(frozen=True)
+class LearnsSlower:
+    """Whether the mean training loss of ``slow`` over the logged points is over ``margin`` above
+    that of ``fast``."""
+
+    slow: str
+    margin: float
+    fast: str
+
+    def __call__(self, evidence: Evidence) -> Verdict | None:
+        """Judge the evidence."""
+        fast, slow = evidence.run(self.fast), evidence.run(self.slow)
+        if fast is None or slow is None:
+            return None
+        curves = pd.DataFrame({"fast": dict(fast.curve), "slow": dict(slow.curve)}, dtype=float)
+        curves = curves[np.isfinite(curves).all(axis=1)]
+        if curves.empty:
+            return None
+        losses = change(curves.slow.tolist(), curves.fast.tolist())
+        difference = widened(losses, TRAINING_LOSS)
+        numbers = (
+            f"Mean training loss over {len(curves)} logged points: {slow.name} "
+            f"{curves.slow.mean():.3f}, {fast.name} {curves.fast.mean():.3f} nats/token, "
+            f"{_signed(difference)}."
+        )
+        return Verdict(exceeds(difference, self.margin), numbers)
+
+
+def is_won_back(evidence: Evidence) -> Verdict | None:
+    """Judge which share of the rise at the drop is gone at the end, over the sequences on which the
+    losses were measured."""
+    drop = evidence.report.drop
+    if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
+        return None  # the run itself comes first, and its drop may be another one
+    columns = ["before", "after", "end"]
+    losses = pd.DataFrame(drop["sequences"], dtype=float).reindex(columns=columns)
+    if losses.empty or losses.isna().any(axis=None):
+        return Verdict(None, "A loss before, after or at the end is missing.")
+    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses.mean())
+    numbers = f"{numbers} (step {drop['step']})."
+    if change(losses.after.tolist(), losses.before.tolist()).low <= SAME:
+        return Verdict(None, f"{numbers} The drop raises it by no more than {SAME:.0%}.")
+    won, lost = losses.after - losses.end, losses.after - losses.before
+    loss_error = TRAINING_LOSS * losses.end.mean() / lost.mean()
+    share = widened(change(won.tolist(), lost.tolist()), loss_error)
+    limits = f"{1 + share.mean:.0%} ({1 + share.low:.0%} to {1 + share.high:.0%})"
+    return Verdict(exceeds(share, KEPT - 1), f"{numbers} {limits} of the rise is won back.")
+
+
+def ends_behind(evidence: Evidence) -> Verdict | None:
+    """Judge whether NoPE is behind RoPE in retrieval or in text loss."""
+    retrieval = Retrieves("rope", TRAINED, 1, "nope", TRAINED, learned=())(evidence)
+    losses = LossRises("nope", TRAINED, SAME, "rope")(evidence)
+    known = [verdict for verdict in (retrieval, losses) if verdict is not None]
+    if not known:
+        return None
+    numbers = " ".join(verdict.numbers for verdict in known)
+    return Verdict(any_of([verdict.shown for verdict in known]), numbers)
+
+
+def keeps_only_loss(evidence: Evidence) -> Verdict | None:
+    """Judge whether YaRN keeps its text loss at the longest length and not its retrieval."""
+    retrieval = Retrieves("rope+yarn", TRAINED, 2, "rope+yarn", LONGEST)(evidence)
+    losses = LossStays("rope+yarn", LONGEST, RISEN, "rope+yarn")(evidence)
+    if retrieval is None or losses is None:
+        return None
+    shown = all_of([retrieval.shown, losses.shown])
+    return Verdict(shown, f"{retrieval.numbers} {losses.numbers}")
+
+
+class Claim(NamedTuple):
+    """A claim, its place in a paper, and its predicate."""
+
+    text: str
+    source: str
+    test: Callable[[Evidence], Verdict | None]
+
+
+CLAIMS = (
+    Claim(
+        "NoPE learns more slowly than RoPE: its training loss is over 1% higher",
+        "DroPE, Obs. 1",
+        LearnsSlower("nope", SAME, "rope"),
+    ),
+    Claim(
+        "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over 1% in text "
+        "loss",
+        "DroPE, Obs. 1 and Fig. 3",
+        ends_behind,
+    ),
+    Claim(
+        "RoPE loses more than half of its retrieval beyond its training length",
+        "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1",
+        Retrieves("rope", TRAINED, 2, "rope", LONGEST),
+    ),
+    Claim(
+        "RoPE's text loss rises beyond its training length too, by more than 5%",
+        "DroPE, Sec. 1",
+        LossRises("rope", LONGEST, RISEN, "rope"),
+    ),
+    Claim(
+        "YaRN keeps its text loss (within 5%) at the longest length, and yet loses more than half "
+        "of its retrieval",
+        "DroPE, Sec. 4 and Fig. 5",
+        keeps_only_loss,
+    ),
+    Claim(
+        "HalfRoPE loses more than half of its retrieval beyond its training length",
+        "RoPE-ID, Table 1",
+        Retrieves("half_rope", TRAINED, 2, "half_rope", LONGEST),
+    ),
+    Claim(
+        "YaRN retrieves at least twice as much as RoPE at the longest length",
+        "RoPE-ID, Table 1",
+        Retrieves("rope+yarn", LONGEST, 2, "rope", LONGEST),
+    ),
+    Claim(
+        "High-frequency RoPE retrieves less than RoPE already at the training length",
+        "RoPE-ID, Table 1",
+        Retrieves("rope", TRAINED, 1, "high_frequency", TRAINED, learned=("rope",)),
+    ),
+    Claim(
+        "RoPE-ID keeps at least 90% of its retrieval at the longest length",
+        "RoPE-ID, Table 1",
+        Retrieves("rope_id*", LONGEST, HELD, "rope_id*", TRAINED),
+    ),
+    Claim(
+        "RoPE-ID retrieves at least twice as much as RoPE at the longest length",
+        "RoPE-ID, Table 1",
+        Retrieves("rope_id*", LONGEST, 2, "rope", LONGEST),
+    ),
+    Claim(
+        "A softmax temperature helps RoPE-ID at the longest length",
+        "RoPE-ID, Table 1",
+        Retrieves("rope_id+temperature", LONGEST, 1, "rope_id", LONGEST),
+    ),
+)
+"""Claims about models that keep their encoding, or never had one."""
+DROP_CLAIMS = (
+    Claim(
+        "Recalibration wins back at least 95% of the loss that the drop costs",
+        "DroPE, Obs. 3 and Sec. 5.1",
+        is_won_back,
+    ),
+    Claim(
+        "DroPE keeps at least 95% of RoPE's retrieval at the training length",
+        "DroPE, Obs. 3 and Sec. 5.1",
+        Retrieves("drope", TRAINED, KEPT, "rope", TRAINED, learned=("rope",)),
+    ),
+    Claim(
+        "DroPE's text loss at the training length matches RoPE's, within 1%",
+        "DroPE, Fig. 2 and Table 7",
+        LossStays("drope", TRAINED, SAME, "rope"),
+    ),
+    Claim(
+        "DroPE's text loss is no worse than that of NoPE from scratch, within 2%",
+        "DroPE, Fig. 2 and Table 7",
+        LossStays("drope", TRAINED, NEAR, "nope"),
+    ),
+    Claim(
+        "DroPE retrieves at least twice as much as RoPE from 4× the training length on",
+        "DroPE, Obs. 3 and Table 3",
+        Retrieves("drope", FAR, 2, "rope", FAR),
+    ),
+    Claim(
+        "DroPE retrieves more than PI at the longest length",
+        "DroPE, Table 1",
+        Retrieves("drope*", LONGEST, 1, "rope+pi", LONGEST),
+    ),
+    Claim(
+        "DroPE retrieves more than NTK-aware scaling at the longest length",
+        "DroPE, Table 1",
+        Retrieves("drope*", LONGEST, 1, "rope+ntk", LONGEST),
+    ),
+    Claim(
+        "DroPE retrieves more than YaRN at the longest length",
+        "DroPE, Table 1",
+        Retrieves("drope*", LONGEST, 1, "rope+yarn", LONGEST),
+    ),
+    Claim(
+        "DroPE retrieves more than ALiBi at the longest length",
+        "DroPE, Table 1",
+        Retrieves("drope*", LONGEST, 1, "alibi*", LONGEST),
+    ),
+    Claim(
+        "DroPE retrieves more than NoPE from scratch at the longest length",
+        "DroPE, Table 1",
+        Retrieves("drope*", LONGEST, 1, "nope*", LONGEST),
+    ),
+    Claim(
+        "DroPE retrieves more than RNoPE-SWA at the longest length",
+        "DroPE, Table 1",
+        Retrieves("drope*", LONGEST, 1, "rope_nope_window*", LONGEST),
+    ),
+    Claim(
+        "A softmax temperature helps DroPE at the longest length",
+        "DroPE, App. C.2",
+        Retrieves("drope+temperature", LONGEST, 1, "drope", LONGEST),
+    ),
+)
+"""Claims about a model whose encoding was dropped."""
 
 
 def observe(evidence: Evidence) -> tuple[Observation, ...]:
     """Return the verdicts of all claims that the evidence has numbers for."""
     untrained = _untrained(evidence)
     undropped = untrained or _undropped(evidence.report.drop)
-    made = []
-    for reason, claims in ((untrained, CLAIMS), (undropped, DROP_CLAIMS)):
-        for source, of_source in claims.items():
-            for text, test in of_source.items():
-                if (verdict := test(evidence)) is not None:
-                    shown, numbers = (None, f"{reason} {verdict[1]}") if reason else verdict
-                    made.append(Observation(text, source, shown, numbers))
-    return tuple(made)
+    judged = [_judged(claim, evidence, untrained) for claim in CLAIMS]
+    judged += [_judged(claim, evidence, undropped) for claim in DROP_CLAIMS]
+    return tuple(observation for observation in judged if observation is not None)
+
+
+def _judged(claim: Claim, evidence: Evidence, problem: str) -> Observation | None:
+    """Return the verdict on a claim; None without the numbers. ``problem``: why nothing of its kind
+    can be judged, or empty."""
+    verdict = claim.test(evidence)
+    if verdict is None:
+        return None
+    if problem:
+        verdict = Verdict(None, f"{problem} {verdict.numbers}")
+    return Observation(claim.text, claim.source, verdict.shown, verdict.numbers)
 
 
 def _untrained(evidence: Evidence) -> str:
     """Return why nothing can be judged if no model has learned its text; else empty."""
     unigram = evidence.report.unigram_loss
-    trained = [at(evidence.rows(role, PERPLEXITY), "trained") for role in evidence.models]
+    trained = [at(evidence.rows(role, PERPLEXITY), TRAINED) for role in evidence.models]
     least = min((loss for rows in trained for loss in rows.value), default=0.0)
     if unigram is None or least <= LEARNED_TEXT * unigram:
         return ""
@@ -112,252 +525,3 @@ def _undropped(drop: Mapping[str, Any] | None) -> str:
     before, after = np.array([drop["loss_before"], drop["loss_after"]], float)
     is_small = after <= (1 + SAME) * before
     return f"The drop changed little: loss {before:.3f} to {after:.3f}." if is_small else ""
-
-
-def at(rows: pd.DataFrame, place: Place) -> pd.DataFrame:
-    """Return the rows at a place."""
-    beyond = rows[rows.factor > 1]
-    if place == "longest":
-        return beyond[-1:]
-    return beyond[beyond.factor >= 4] if place == "from 4x" else rows[rows.factor == 1]
-
-
-def pairs(a: pd.DataFrame, b: pd.DataFrame, place: Place, b_place: Place) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows that a claim compares, among the lengths that both have."""
-    lengths = {*a.length} & {*b.length}
-    a, b = (rows[rows.length.isin(lengths)] for rows in (a, b))
-    return list(zip(at(a, place).itertuples(), at(b, b_place).itertuples(), strict=False))
-
-
-def certainly_exceeds(p: Any, q: Any, times: float) -> bool:
-    """Whether the score of row ``p`` exceeds ``times`` that of row ``q`` with 95% confidence.
-
-    True if the lower limit of p − k q is positive. It is p − k q − sqrt((p − low p)² + k² (high q −
-    q)²), after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and
-    Donner (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which
-    is cautious if both were asked the same questions.
-    """
-    least = math.hypot(p.value - p.low, times * (q.high - q.value))
-    return p.value - times * q.value - least > 0
-
-
-def retrieves(
-    evidence: Evidence,
-    a: str,
-    b: str,
-    times: float,
-    place: Place = "longest",
-    b_place: Place | None = None,
-    learned: Sequence[str] | None = None,
-) -> Verdict | None:
-    """Judge whether ``a`` retrieves more than ``times`` ``b``, which may be at another place.
-
-    ``learned``: keys that must have learned the task (None: both).
-    """
-
-    def score(row: Any) -> str:
-        return f"{evidence.name(row)} {rate(row)} at {row.length} tokens"
-
-    both = pairs(evidence.rows(a), evidence.rows(b), place, b_place or place)
-    if not both:
-        return None
-    for key in (a, b) if learned is None else learned:
-        trained = [*at(evidence.rows(key), "trained").itertuples()]
-        if not trained:
-            return None, f"{evidence.name(both[0][0])} was not measured at its training length."
-        if trained[0].value < LEARNED:
-            return None, f"{score(trained[0])} has not learned the task (below {LEARNED:.0%})."
-    shown = all(certainly_exceeds(p, q, times) for p, q in both)
-    return shown, " ".join(f"{score(p)}, {score(q)}." for p, q in both)
-
-
-def loss(
-    evidence: Evidence,
-    a: str,
-    b: str,
-    margin: float,
-    place: Place = "trained",
-    *,
-    rises: bool = False,
-) -> Verdict | None:
-    """Judge whether the loss of ``a`` is at most ``margin`` above that of ``b`` at its training
-    length. ``rises``: judge whether it is more than ``margin`` above.
-
-    The whole interval must show it, over the windows of text on which both were measured.
-    """
-    both = pairs(evidence.rows(a, PERPLEXITY), evidence.rows(b, PERPLEXITY), place, "trained")
-    if not both:
-        return None
-    ((p, q),) = both
-    trials = evidence.report.trials[evidence.report.trials.task == PERPLEXITY]
-    windows = trials.groupby(["model", "method", "length"]).value
-    ours, theirs = (windows.get_group((row.model, row.method, row.length)) for row in (p, q))
-    if not len(ours) == len(theirs) > 1:
-        return None, "Measured on fewer than two common windows."
-    difference = change(ours.tolist(), theirs.tolist())
-    numbers = (
-        f"Text loss: {evidence.name(q)} {q.value:.3f} at {q.length} tokens, {evidence.name(p)} "
-        f"{p.value:.3f} at {p.length} tokens, {_signed(difference)}."
-    )
-    if a != b and not evidence.one_text:
-        return None, f"The models trained on different text. {numbers}"
-    return difference.low > margin if rises else difference.high <= margin, numbers
-
-
-def _signed(difference: Estimate) -> str:
-    return f"{difference.mean:+.1%} ({difference.low:+.1%} to {difference.high:+.1%})"
-
-
-def learns_slower(evidence: Evidence) -> Verdict | None:
-    """Judge whether the mean training loss of NoPE over the logged points is above RoPE's."""
-    fast, slow = evidence.run("rope"), evidence.run("nope")
-    if fast is None or slow is None:
-        return None
-    curves = pd.DataFrame({"fast": dict(fast.curve), "slow": dict(slow.curve)}, dtype=float)
-    curves = curves[np.isfinite(curves).all(axis=1)]
-    if curves.empty:
-        return None
-    difference = change(curves.slow.tolist(), curves.fast.tolist())
-    return difference.low > SAME, (
-        f"Mean training loss over {len(curves)} logged points: {slow.name} "
-        f"{curves.slow.mean():.3f}, {fast.name} {curves.fast.mean():.3f} nats/token, "
-        f"{_signed(difference)}."
-    )
-
-
-def is_won_back(evidence: Evidence) -> Verdict | None:
-    """Judge which share of the rise at the drop is gone at the end, over the sequences on which the
-    losses were measured."""
-    drop = evidence.report.drop
-    if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
-        return None  # the run itself comes first, and its drop may be another one
-    columns = ["before", "after", "end"]
-    losses = pd.DataFrame(drop["sequences"], dtype=float).reindex(columns=columns)
-    if losses.empty or losses.isna().any(axis=None):
-        return None, "A loss before, after or at the end is missing."
-    numbers = "Loss {:.3f} before, {:.3f} after, {:.3f} at the end".format(*losses.mean())
-    numbers = f"{numbers} (step {drop['step']})."
-    if change(losses.after.tolist(), losses.before.tolist()).low <= SAME:
-        return None, f"{numbers} The drop raises it by no more than {SAME:.0%}."
-    won, lost = losses.after - losses.end, losses.after - losses.before
-    share = change(won.tolist(), lost.tolist())
-    limits = f" ({1 + share.low:.0%} to {1 + share.high:.0%})" if len(losses) > 1 else ""
-    text = f"{numbers} {1 + share.mean:.0%}{limits} of the rise is won back."
-    return 1 + share.low >= KEPT, text
-
-
-def ends_behind(evidence: Evidence) -> Verdict | None:
-    """Judge whether NoPE is behind RoPE in retrieval or in text loss."""
-    both = (
-        retrieves(evidence, "rope", "nope", 1, "trained", learned=()),
-        loss(evidence, "nope", "rope", SAME, rises=True),
-    )
-    known = [verdict for verdict in both if verdict is not None]
-    shown = any(shown for shown, _ in known)
-    return (shown, " ".join(numbers for _, numbers in known)) if known else None
-
-
-def keeps_only_loss(evidence: Evidence) -> Verdict | None:
-    """Judge whether YaRN keeps its text loss at the longest length and not its retrieval."""
-    key = "rope+yarn"
-    retrieval, kept = falls(key)(evidence), loss(evidence, key, key, RISEN, "longest")
-    if retrieval is None or kept is None:
-        return None
-    numbers = f"{retrieval[1]} {kept[1]}"
-    return (None if retrieval[0] is None else retrieval[0] and kept[0]), numbers
-
-
-def falls(key: str) -> Callable[[Evidence], Verdict | None]:
-    """Return a test whether ``key`` loses over half of its retrieval at the longest length."""
-    return partial(retrieves, a=key, b=key, times=2, place="trained", b_place="longest")
-
-
-RIVALS = {
-    "rope+pi": "PI",
-    "rope+ntk": "NTK-aware scaling",
-    "rope+yarn": "YaRN",
-    "alibi*": "ALiBi",
-    "nope*": "NoPE from scratch",
-    "rope_nope_window*": "RNoPE-SWA",
-}
-"""Names in claims of what DroPE is compared with, by key."""
-Claims = dict[str, dict[str, Callable[[Evidence], Verdict | None]]]
-CLAIMS: Claims = {
-    "DroPE, Obs. 1": {
-        f"NoPE learns more slowly than RoPE: its training loss is over {SAME:.0%} higher": (
-            learns_slower
-        ),
-    },
-    "DroPE, Obs. 1 and Fig. 3": {
-        "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over "
-        f"{SAME:.0%} in text loss": ends_behind,
-    },
-    "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1": {
-        "RoPE loses more than half of its retrieval beyond its training length": falls("rope"),
-    },
-    "DroPE, Sec. 1": {
-        f"RoPE's text loss rises beyond its training length too, by more than {RISEN:.0%}": (
-            partial(loss, a="rope", b="rope", margin=RISEN, place="longest", rises=True)
-        ),
-    },
-    "DroPE, Sec. 4 and Fig. 5": {
-        f"YaRN keeps its text loss (within {RISEN:.0%}) at the longest length, and yet loses more "
-        "than half of its retrieval": keeps_only_loss,
-    },
-    "RoPE-ID, Table 1": {
-        "HalfRoPE loses more than half of its retrieval beyond its training length": (
-            falls("half_rope")
-        ),
-        "YaRN retrieves at least twice as much as RoPE at the longest length": (
-            partial(retrieves, a="rope+yarn", b="rope", times=2)
-        ),
-        "High-frequency RoPE retrieves less than RoPE already at the training length": partial(
-            retrieves, a="rope", b="high_frequency", times=1, place="trained", learned=["rope"]
-        ),
-        f"RoPE-ID keeps at least {HELD:.0%} of its retrieval at the longest length": (
-            partial(retrieves, a="rope_id*", b="rope_id*", times=HELD, b_place="trained")
-        ),
-        "RoPE-ID retrieves at least twice as much as RoPE at the longest length": (
-            partial(retrieves, a="rope_id*", b="rope", times=2)
-        ),
-        "A softmax temperature helps RoPE-ID at the longest length": (
-            partial(retrieves, a="rope_id+temperature", b="rope_id", times=1)
-        ),
-    },
-}
-"""Tests by the place in a paper and by the claim; they return None without the numbers."""
-DROP_CLAIMS: Claims = {
-    "DroPE, Obs. 3 and Sec. 5.1": {
-        f"Recalibration wins back at least {KEPT:.0%} of the loss that the drop costs": (
-            is_won_back
-        ),
-        f"DroPE keeps at least {KEPT:.0%} of RoPE's retrieval at the training length": (
-            partial(retrieves, a="drope", b="rope", times=KEPT, place="trained", learned=["rope"])
-        ),
-    },
-    "DroPE, Fig. 2 and Table 7": {
-        f"DroPE's text loss at the training length matches RoPE's, within {SAME:.0%}": (
-            partial(loss, a="drope", b="rope", margin=SAME)
-        ),
-        f"DroPE's text loss is no worse than that of NoPE from scratch, within {NEAR:.0%}": (
-            partial(loss, a="drope", b="nope", margin=NEAR)
-        ),
-    },
-    "DroPE, Obs. 3 and Table 3": {
-        "DroPE retrieves at least twice as much as RoPE from 4× the training length on": (
-            partial(retrieves, a="drope", b="rope", times=2, place="from 4x")
-        ),
-    },
-    "DroPE, Table 1": {
-        f"DroPE retrieves more than {name} at the longest length": (
-            partial(retrieves, a="drope*", b=rival, times=1)
-        )
-        for rival, name in RIVALS.items()
-    },
-    "DroPE, App. C.2": {
-        "A softmax temperature helps DroPE at the longest length": (
-            partial(retrieves, a="drope+temperature", b="drope", times=1)
-        ),
-    },
-}
-"""The same for claims about a model whose encoding was dropped."""
