@@ -92,7 +92,8 @@ class Report:
     ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
     ``training_share``: share of the training sequences with needle statements, if it is known.
     ``drop``: the change of the run that drops its encoding, as in ``RunSummary.changes``. ``made``:
-    date, command, program and inputs, as text by term.
+    date, command, program and inputs, as text by term. ``origins``: for each model that dropped its
+    encoding the name of the model that it came from.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
@@ -113,6 +114,7 @@ class Report:
     observations: tuple[Observation, ...] = ()
     training_share: float | None = None
     made: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
 
     @property
     def scored(self) -> list[str]:

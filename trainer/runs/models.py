@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 import trainer
-from trainer.checkpoint import MANIFEST, check_sound, find_checkpoint, read_state, readers
+from trainer.checkpoint import BEFORE_DROP, MANIFEST, check_sound, find_checkpoint, read_state, readers
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import checksum
@@ -83,8 +83,10 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         run, step = saved_config(state["config"]), state["step"]
         key = checksum(path / MANIFEST)
         title, role = name_and_role(run, step)
+        if step != run.trainer.max_steps:
+            title = f"{title} ({CHECKPOINTS.get(path.name, path.name)})"
         details = {
-            "name": title if step == run.trainer.max_steps else f"{title} ({path.name})",
+            "name": title,
             "run": run,
             "role": role,
             "state": state,
@@ -112,16 +114,27 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
     )
 
 
-def find_models(references: Sequence[str], training_length: int | None = None) -> list[SavedModel]:
-    """Find models to compare, and give them distinct names.
+def find_models(
+    references: Sequence[str],
+    training_length: int | None = None,
+    *,
+    with_origins: bool = False,
+) -> list[SavedModel]:
+    """Find models to compare, in their order, and give them distinct names.
 
-    ``training_length``: C of all of them (None: their own).
+    ``training_length``: C of all of them (None: their own). ``with_origins``: a model that dropped
+    its encoding comes after its state just before the drop, unless the model that it came from is
+    among them.
 
     Raises:
         UserError: there is no such model, one is named twice, or they have different tokenizers or
             training lengths.
     """
-    models = [find_model(reference, training_length) for reference in references]
+    models = distinct([find_model(reference, training_length) for reference in references])
+    for model in [*models] if with_origins else ():
+        before = before_drop(model)
+        if before is not None and model.name not in origins(models):
+            models.insert(models.index(model), find_model(str(before), training_length))
     first = models[0]
     for model in models:
         if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
@@ -197,6 +210,8 @@ def _files_fingerprint(path: Path) -> str:
 
 # Names
 
+CHECKPOINTS = {BEFORE_DROP: "before its drop"}
+"""Words for checkpoints that are not the last one, by their names."""
 ENCODING_TITLES = {
     "rope": "RoPE",
     "half_rope": "HalfRoPE",
@@ -221,21 +236,23 @@ def is_dropped(config: RunConfig, step: int) -> bool:
 def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str | None]:
     """Return the name of a run in tables and its role in the papers' claims.
 
-    The role is ``drope`` if the run has dropped all of its encodings, otherwise its encoding, with
-    ``_window`` if it has windows; None for variants, and if heads of a layer differ. ``step``:
-    number of steps trained; None: all.
+    The role is ``drope`` if the run has dropped RoPE from all layers and heads, otherwise its
+    encoding, with ``_window`` if it has windows; None for variants, and if heads of a layer differ.
+    ``step``: number of steps trained; None: all.
     """
     positional, depth, drops = config.positional, config.model.num_hidden_layers, []
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
     if is_dropped(config, config.trainer.max_steps if step is None else step):
         drops = [drop for phase in phases_of(config) if (drop := phase.settings.drop)]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
-    if drops and not partial:
-        return "DroPE", "drope"
     variants, encoding = [], None
     if not positional.heads:
         kinds = dict.fromkeys(str(types.get(name, name)) for name in positional.layers[:depth])
         encoding = "_".join(kinds) + ("_window" if any(positional.windows[:depth]) else "")
+    if drops and not partial:
+        if encoding == "rope":
+            return "DroPE", "drope"
+        variants.append("dropped")
     if config.model.from_run is not None and encoding == "nope":
         variants.append("continued")
     for change in partial:
@@ -247,14 +264,45 @@ def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str 
     return ", ".join([title, *variants]), None if variants else encoding
 
 
+def before_drop(model: SavedModel) -> Path | None:
+    """Return the checkpoint of a model from just before its drop; None without a drop, or if its
+    sequences grew longer since."""
+    run = model.run
+    if run is None or not is_dropped(run, model.state["step"]):
+        return None
+    path, step, phases = model.path.parent / BEFORE_DROP, drop_step(run), phases_of(run)
+    if not step or not path.is_dir():
+        return None
+    before, last = (phase_at(phases, n - 1).config for n in (step, model.state["step"]))
+    return path if before.data.sequence_length == last.data.sequence_length else None
+
+
+def origins(models: Sequence[SavedModel]) -> dict[str, str]:
+    """Return for each model that dropped its encoding the name of the model that it came from: one
+    of the same run, or else one with the same encoding that did not drop it."""
+    found = {}
+    for model in models:
+        run = model.run
+        if run is None or not is_dropped(run, model.state["step"]):
+            continue
+        others = [other for other in models if _keeps_encoding(other, run)]
+        others.sort(key=lambda other: other.path.parent != model.path.parent)
+        if others:
+            found[model.name] = others[0].name
+    return found
+
+
+def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
+    """Whether a model has the encoding with which ``run`` began."""
+    if model.run is None:
+        return run.model.from_pretrained == model.reference
+    is_same = model.run.positional == run.positional
+    return is_same and not is_dropped(model.run, model.state["step"])
+
+
 def encodings(config: RunConfig) -> str:
     """Describe the encodings that the layers of a run begin with."""
     return " + ".join(dict.fromkeys(config.positional.layers[: config.model.num_hidden_layers]))
-
-
-def reference_first(models: Sequence[SavedModel]) -> list[SavedModel]:
-    """Return models in the order of tables: RoPE, models derived from it, everything else."""
-    return sorted(models, key=lambda model: {"rope": 0, "drope": 1}.get(model.role or "", 2))
 
 
 # Pages

@@ -26,7 +26,8 @@ from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.report.report import Report
-from trainer.runs.models import environment, find_models, origin, reference_first, without_home
+from trainer.runs.directory import FREE_TO_CHANGE, differences, plain
+from trainer.runs.models import environment, find_models, origin, origins, without_home
 
 log = logging.getLogger(__name__)
 
@@ -53,13 +54,12 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     evaluation = request.evaluation
     check_names(evaluation)
     references = [request.checkpoint, *request.compare]
-    models = find_models(references, evaluation.training_length)
-    first = models[0]
+    C = evaluation.training_length
+    models = find_models(references, C, with_origins=not request.compare)
+    first = next(model for model in models if model.reference == request.checkpoint)
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
     text = held_out_of(held_out_corpus(request.text, first), first)
-    if name == DEFAULT:  # same order as a run's own table
-        models = reference_first(models)
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:
@@ -157,14 +157,35 @@ def measure_models(
     )
 
 
+def same_recipe(models: Sequence[SavedModel]) -> list[SavedModel]:
+    """Return the first model and those that differ from it in their seeds alone."""
+    first = models[0]
+    if first.run is None:
+        return [first]
+    free = {*FREE_TO_CHANGE, "seed", "controls"}
+    recipe = plain(first.run)
+    return [
+        model
+        for model in models
+        if model.run is not None
+        and model.state["step"] == first.state["step"]
+        and not differences(recipe, plain(model.run), free)
+    ]
+
+
 def publish(report: Report, models: Sequence[SavedModel], directory: Path) -> Report:
     """Judge the papers' claims, write page and results, and return the report."""
     known = [model for model in models if model.role]
-    by_role = {str(model.role): model.name for model in reversed(known)}
+    by_role: dict[str, list[SavedModel]] = {}
+    for model in known:
+        by_role.setdefault(str(model.role), []).append(model)
+    names = {role: [m.name for m in same_recipe(found)] for role, found in by_role.items()}
     texts = [model.run and model.run.data for model in known]
     one_text = all(text == texts[0] for text in texts)
-    observations = observe(Evidence(report, by_role, one_text))
-    report = replace(report, observations=observations, made=origin(models))
+    observations = observe(Evidence(report, names, one_text))
+    report = replace(
+        report, origins=origins(models), observations=observations, made=origin(models)
+    )
     write_renderings(report, directory)
     report.write(directory)
     return report

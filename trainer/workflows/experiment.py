@@ -28,7 +28,7 @@ from trainer.runs.directory import (
     plain,
     read_metrics,
 )
-from trainer.runs.models import encodings, environment, find_models, reference_first, without_home
+from trainer.runs.models import encodings, environment, find_models, without_home
 from trainer.runs.parsing import runs_of
 from trainer.runs.phases import drop_step, phases_of
 from trainer.training.dashboards import log_results
@@ -147,12 +147,13 @@ def make_report(
     of other models to measure.
     """
     references = [*map(str, checkpoints), *beside]
-    models = find_models(references, config.evaluation.training_length)
-    ordered = reference_first(models)
+    C, adds_origins = config.evaluation.training_length, config.evaluation.enabled and not beside
+    measured = find_models(references, C, with_origins=adds_origins)
+    models = [model for model in measured if model.path in checkpoints]
     if config.evaluation.enabled:
         report = measure_models(
             config.name,
-            ordered,
+            measured,
             config.evaluation,
             held_out_of(corpus, models[0]),
             Path(config.run_dir) / "evaluation" / "cells",
@@ -163,7 +164,7 @@ def make_report(
         report = Report(config.name, C, C, {}, environment(corpus))
     if report is None or current_ranks().rank:
         return None
-    runs = [summary_of(model) for model in models[: len(checkpoints)]]
+    runs = [summary_of(model) for model in models]
     for trouble in troubles(runs):
         log.warning("%s", trouble)
     effects = models[0].state["effects"]
@@ -174,7 +175,7 @@ def make_report(
         runs=tuple(runs),
         drop=effects[dropped[0]] if dropped else None,
     )
-    return publish(report, ordered, Path(config.run_dir))
+    return publish(report, measured, Path(config.run_dir))
 
 
 def summary_of(model: SavedModel) -> RunSummary:
