@@ -6,8 +6,11 @@ Drawn over matplotlib; knows no results.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from itertools import count
 from pathlib import Path
@@ -24,15 +27,15 @@ from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullLocator
 
 from trainer.common.files import write_atomically
 
-WIDTH = 6.75
-"""Width of a figure in inches: the text width of a two-column paper."""
+WIDTHS = {"single": 3.3, "double": 6.75}
+"""Widths of figures in inches: a column and the text width of a two-column paper."""
 
 # Okabe and Ito's palette for colour-blind readers, without its yellow, which fades on white.
 BLACK, BLUE, SKY, GREEN = "#000000", "#0072B2", "#56B4E9", "#009E73"
 ORANGE, AMBER, PINK = "#D55E00", "#E69F00", "#CC79A7"
-GREY = "#707070"
+GREY, PALE, GRID = "#707070", "#b8b8b8", "#e4e4e4"
 COLOURS = (BLACK, BLUE, SKY, GREEN, ORANGE, AMBER, PINK)
-"""Colours of styles 0 to 6; later styles repeat them with other dashes."""
+"""Colours of styles 0 to 6; later styles repeat all but black with other dashes."""
 GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
 """Perceptually uniform colours for a number, without the yellow that fades on white."""
 
@@ -44,30 +47,73 @@ _FIXED = (
 STYLE_NUMBERS = {name: number for number, name in enumerate(_FIXED)}
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
-_CLOUD_DPI = 200  # of the bitmaps in SVGs
+_CLOUD_DPI = 200  # of the bitmaps in SVGs and PDFs
 
-STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",  # ships with matplotlib, so it is the same everywhere
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.7,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.6,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 4,
-    "savefig.dpi": 300,
-    "svg.fonttype": "path",  # looks the same without the font
-    "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
-}
-"""Settings of matplotlib for figures."""
+
+@dataclass(frozen=True)
+class Style:
+    """Look of figures: their width in inches, ``sans`` or ``serif``, and the size of text in
+    points."""
+
+    width: float = WIDTHS["double"]
+    font: str = "sans"
+    size: float = 8.0
+
+    @property
+    def scale(self) -> float:
+        """Size of text relative to the default."""
+        return self.size / 8
+
+    def columns(self, columns: int) -> int:
+        """Return the number of panels beside each other where the default width has ``columns``."""
+        return max(1, round(columns * self.width / WIDTHS["double"]))
+
+    def settings(self) -> dict[Any, Any]:
+        """Return the settings of matplotlib."""
+        # Both fonts ship with matplotlib, so figures are the same everywhere.
+        fonts = {"sans": ["DejaVu Sans", "Verdana"], "serif": ["STIXGeneral", "Times New Roman"]}
+        family = {"sans": "sans-serif", "serif": "serif"}[self.font]
+        return {
+            "font.family": family,
+            f"font.{family}": fonts[self.font],
+            "font.size": self.size,
+            "axes.titlesize": self.size,
+            "axes.labelsize": self.size,
+            "xtick.labelsize": 7 * self.scale,
+            "ytick.labelsize": 7 * self.scale,
+            "legend.fontsize": 7.5 * self.scale,
+            "figure.titlesize": self.size,
+            "figure.labelsize": self.size,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.linewidth": 0.7,
+            "axes.grid": True,
+            "axes.grid.axis": "y",
+            "axes.axisbelow": True,
+            "grid.color": GRID,
+            "grid.linewidth": 0.6,
+            "lines.linewidth": 1.4,
+            "lines.markersize": 4,
+            "savefig.dpi": 300,
+            "svg.fonttype": "none",  # text as text
+            "pdf.fonttype": 42,
+            "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
+        }
+
+
+_style: ContextVar[Style] = ContextVar("style", default=Style())
+
+
+@contextmanager
+def figure_style(width: str = "double", font: str = "sans", size: float = 8.0) -> Iterator[None]:
+    """Draw and save figures in a style; ``width``: a key of :data:`WIDTHS`."""
+    token = _style.set(Style(WIDTHS[width], font, size))
+    try:
+        yield
+    finally:
+        _style.reset(token)
+
+
 Array = np.ndarray
 GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK)
 """Colours of groups of points, in their order; keys come first and queries after them."""
@@ -75,7 +121,7 @@ _MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _LEGEND = 120  # characters beside each other, with 6 for a line and its distance
-_UNKNOWN = "#e3e3e3"  # colour of cells without a number
+_UNKNOWN = "#e3e3e3"  # behind cells without a number
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
 
 
@@ -84,7 +130,8 @@ class Line:
     """A line ``y`` over ``x``, with NaN where nothing was measured.
 
     ``style``: its style number (:func:`~trainer.plotting.style_numbers`). ``low``, ``high``:
-    its interval at every x. ``raw``: unsmoothed values, drawn thin.
+    its interval at every x. ``raw``: unsmoothed values, drawn thin. ``is_context``: it is drawn
+    pale and without its label, marker and interval.
     """
 
     label: str
@@ -94,6 +141,14 @@ class Line:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     raw: Sequence[float] | None = None
+    is_context: bool = False
+
+    @property
+    def colour(self) -> str:
+        """Colour of its style."""
+        if self.is_context:
+            return PALE
+        return COLOURS[self.style and 1 + (self.style - 1) % (len(COLOURS) - 1)]
 
 
 @dataclass(frozen=True)
@@ -163,32 +218,43 @@ def draw(
     trained: int | None = None,
     index: str = "",
     share: bool = False,
+    label_ends: bool = False,
+    narrow: bool = False,
 ) -> Figure:
     """Draw panels in rows of ``columns``, with one legend and one colour bar.
 
     ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
     ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic.
-    ``index``: label of the colour bar. ``share``: all panels have the same axes.
+    ``index``: label of the colour bar. ``share``: all panels have the same axes. ``label_ends``:
+    labels stand at the ends of the lines of each panel, in place of a legend. ``narrow``: the
+    figure is one column wide in any style.
     """
-    columns = min(columns, len(panels))
+    style = _style.get()
+    if narrow:
+        style = replace(style, width=WIDTHS["single"])
+    columns = min(style.columns(columns), len(panels))
     small = columns > 3
     numbers = [panel.index for panel in panels if panel.index is not None]
     top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
     norm = Normalize(0, max(top, 1e-9))
     most = max(sum(map(len, panel.points.values())) for panel in panels)
     # Many points in a small panel are small, so that they cover each other less.
-    size = float(np.clip(420 * height * WIDTH / columns / max(most, 1), 1.5, 14))
-    with mpl.rc_context(STYLE):
-        figure, grid = _panels(len(panels), columns, height, x=x, y=y, share=share)
+    size = float(np.clip(420 * height * style.width / columns / max(most, 1), 1.5, 14))
+    with mpl.rc_context(style.settings()):
+        figure, grid = _panels(style, len(panels), columns, height, x=x, y=y, share=share)
         for axes, panel in zip(grid, panels, strict=True):
             _draw_points(axes, panel, norm, size)
             _draw_lines(axes, panel, trained)
-            axes.set_title(panel.title, pad=4, fontsize=6.5 if small else 8)
+            axes.set_title(panel.title, pad=4, fontsize=style.scale * (6.5 if small else 8))
             axes.set_ylabel(panel.y)
             if not x:
                 axes.set_xlabel(panel.x)
-            axes.tick_params(labelsize=6 if small else 7)
-        _legend(figure)
+            axes.tick_params(labelsize=style.scale * (6 if small else 7))
+        if label_ends:
+            for axes, panel in zip(grid, panels, strict=True):
+                _label_ends(axes, panel, height / style.scale)
+        else:
+            _legend(figure, style)
         if numbers:
             whole = all(np.issubdtype(n.dtype, np.integer) for n in numbers)
             ticks = MaxNLocator(5, integer=True) if whole else None
@@ -220,11 +286,12 @@ def heat_maps(
     ``height``: inches of a row of panels. ``names``: of the columns and of the rows, which all
     panels then share.
     """
-    columns = min(columns, len(panels))
+    style = _style.get()
+    columns = min(style.columns(columns), len(panels))
     norm = _norm(list(panels.values()), low, high, log)
-    colours = mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad=_UNKNOWN)
-    with mpl.rc_context(STYLE):
-        figure, grid = _panels(len(panels), columns, height, x=x, y=y, share=names is not None)
+    colours = mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad=(0, 0, 0, 0))
+    with mpl.rc_context(style.settings()):
+        figure, grid = _panels(style, len(panels), columns, height, x=x, y=y, share=names is not None)
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
             tall, wide = values.shape
             image = axes.imshow(
@@ -236,13 +303,14 @@ def heat_maps(
                 extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
                 rasterized=True,
             )
+            axes.set_facecolor(_UNKNOWN)
             axes.grid(visible=False)
             axes.set_title(title, pad=3)
             if names is None:
                 axes.locator_params(integer=True, nbins=6)
             else:
-                axes.set_xticks(range(len(names[0])), names[0], fontsize=6)
-                axes.set_yticks(range(len(names[1])), names[1], fontsize=6)
+                axes.set_xticks(range(len(names[0])), names[0], fontsize=6 * style.scale)
+                axes.set_yticks(range(len(names[1])), names[1], fontsize=6 * style.scale)
         look: dict[str, Any] = {"pad": 0.02, "aspect": 30, "format": "%g"}
         bar = figure.colorbar(image, ax=grid, label=label, **look)
         if log:
@@ -263,16 +331,16 @@ def _norm(maps: Sequence[Array], low: float | None, high: float | None, log: boo
 
 
 def _panels(
-    count: int, columns: int, height: float, *, x: str, y: str, share: bool
+    style: Style, count: int, columns: int, height: float, *, x: str, y: str, share: bool
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure :data:`WIDTH` wide without a window, and its ``count`` panels in rows of
+    """Return a figure as wide as the style, without a window, and its ``count`` panels in rows of
     ``columns``.
 
     ``height``: inches of a row. ``x``, ``y``: labels of the whole figure. ``share``: all panels
     have the same axes, with tick labels of x in the last row and above its gaps.
     """
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(WIDTH, height * rows + 0.3), layout="constrained")
+    figure = Figure(figsize=(style.width, height * rows + 0.3), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
     panels, unused = list(grid.flat)[:count], list(grid.flat)[count:]
     for axes in unused:
@@ -280,13 +348,40 @@ def _panels(
     for axes in panels[-columns:] if share else ():
         axes.tick_params(labelbottom=True)
     if x:
-        figure.supxlabel(x, fontsize=8)
+        figure.supxlabel(x)
     if y:
-        figure.supylabel(y, fontsize=8)
+        figure.supylabel(y)
     return figure, panels
 
 
-def _legend(figure: Figure) -> None:
+def _label_ends(axes: Axes, panel: Panel, height: float) -> None:
+    """Write labels beside the last points of lines, apart from each other, and names of references
+    into the panel. ``height``: of the panel in inches, in units of the default size of text."""
+    lines = [line for line in panel.lines if not line.is_context]
+    low, high = axes.get_ylim()
+    to_share = axes.transData + axes.transAxes.inverted()
+    ends = [float(to_share.transform((line.x[-1], line.y[-1]))[1]) for line in lines]
+    texts = [textwrap.fill(line.label, 14) for line in lines]
+    line_height = 0.16 / height
+    half = [(1 + text.count("\n")) * line_height / 2 for text in texts]
+    order = sorted(range(len(lines)), key=lambda n: -ends[n])
+    top = 1.0 + line_height
+    for n in order:
+        place = min(ends[n], top - half[n])
+        top = place - half[n]
+        axes.annotate(
+            texts[n],
+            (1.03, place),
+            xycoords="axes fraction",
+            va="center",
+            color=lines[n].colour,
+            fontweight="bold",
+            linespacing=1.0,
+        )
+    axes.set_ylim(low, high)
+
+
+def _legend(figure: Figure, style: Style) -> None:
     """Draw one legend of all panels above them, lines before references."""
     handles: dict[str, Any] = {}
     for axes in figure.axes:
@@ -296,7 +391,8 @@ def _legend(figure: Figure) -> None:
         return
     shown = sorted(handles.values(), key=lambda handle: -handle.get_zorder())
     look: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 2.6}
-    columns = min(4, max(1, _LEGEND // (6 + max(map(len, handles)))))
+    room = _LEGEND * style.width / WIDTHS["double"] / style.scale
+    columns = min(4, max(1, int(room // (6 + max(map(len, handles))))))
     figure.legend(handles=shown, ncols=columns, **look)
 
 
@@ -322,6 +418,8 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
         axes.add_collection(drawn)
     for line in panel.lines:
         _draw_line(axes, line)
+    if panel.lines and all(_are_integers(line.x) for line in panel.lines):
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if panel.prepare is not None:
         panel.prepare(axes)
     look: dict[str, Any] = {"color": GREY, "linewidth": 0.8, "zorder": 1}
@@ -337,7 +435,10 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
 
 def _draw_line(axes: Axes, line: Line) -> None:
     """Draw a line, its unsmoothed values, and its interval as a band."""
-    colour = COLOURS[line.style % len(COLOURS)]
+    colour = line.colour
+    if line.is_context:
+        axes.plot(line.x, line.y, color=colour, linewidth=0.8, zorder=1.2)
+        return
     if line.raw is not None:
         axes.plot(line.x, line.raw, color=colour, alpha=0.3, linewidth=0.6, zorder=2)
     if line.low is not None and line.high is not None:
@@ -347,11 +448,16 @@ def _draw_line(axes: Axes, line: Line) -> None:
         line.x,
         line.y,
         color=colour,
-        linestyle=_DASHES[line.style // len(COLOURS) % len(_DASHES)],
+        linestyle=_DASHES[max(0, line.style - 1) // (len(COLOURS) - 1) % len(_DASHES)],
         marker=_MARKERS[line.style % len(_MARKERS)] if len(line.x) <= _MARKED else None,
         label=line.label,
         zorder=3,
     )
+
+
+def _are_integers(values: Sequence[float]) -> bool:
+    """Whether values count something, such as layers."""
+    return np.issubdtype(np.asarray(values).dtype, np.integer)
 
 
 def log_if_wide(axes: Axes) -> None:
@@ -407,22 +513,21 @@ def style_numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 def save(figure: Figure, stem: Path) -> Path:
-    """Write ``stem.png`` (300 dpi) and ``stem.svg``, both on white and without dates; return the
-    SVG's path."""
-    path = stem.with_name(f"{stem.name}.svg")
+    """Write ``stem.png`` (300 dpi), ``stem.svg`` and ``stem.pdf``, all on white, with text as text
+    and without dates; return the SVG's path."""
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a name must not start a formula
-    with mpl.rc_context(STYLE):
-        png = _rendered(figure, "png", metadata={"Software": None})
-        figure.set_layout_engine(None)  # keep the layout: the SVG then matches the PNG
-        metadata = {"Date": None, "Creator": None}
-        svg = _rendered(figure, "svg", dpi=_CLOUD_DPI, metadata=metadata)
-    write_atomically(stem.with_name(f"{stem.name}.png"), png)
-    write_atomically(path, svg)
-    return path
+    with mpl.rc_context(_style.get().settings()):
+        _write(figure, stem, "png", metadata={"Software": None})
+        figure.set_layout_engine(None)  # keep the layout: the others then match the PNG
+        dates = {"Creator": None, "Producer": None, "CreationDate": None}
+        _write(figure, stem, "pdf", dpi=_CLOUD_DPI, metadata=dates)
+        dates = {"Date": None, "Creator": None}
+        return _write(figure, stem, "svg", dpi=_CLOUD_DPI, metadata=dates)
 
 
-def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
-    buffer = BytesIO()
+def _write(figure: Figure, stem: Path, suffix: str, **options: Any) -> Path:
+    buffer, path = BytesIO(), stem.with_name(f"{stem.name}.{suffix}")
     figure.savefig(buffer, format=suffix, **options)
-    return buffer.getvalue()
+    write_atomically(path, buffer.getvalue())
+    return path

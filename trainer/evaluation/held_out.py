@@ -159,7 +159,7 @@ def statements(text: HeldOut, lengths: Sequence[int], settings: NeedleTaskSettin
             windows, numbers, vocabulary, settings.needles, settings.seed, settings.changes
         )
         task = Task(
-            {STATEMENTS: "Trained statements (multi-key)"},
+            {STATEMENTS: "Stated numbers found"},
             length,
             fingerprint(trials, first_token),
             pd.DataFrame({"depth": np.round(1 - trials.depths / length, 4)}),

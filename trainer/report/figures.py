@@ -15,11 +15,12 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import AS_IS, MEAN
 from trainer.plotting import Line, Panel, Plot, draw, heat_maps, log_if_wide, style_numbers
+from trainer.report.answer import answer_of
 from trainer.report.report import Report, Row, RunSummary
-from trainer.report.tables import factor_label, percent, perplexity
+from trainer.report.tables import copies, factor_label, percent, perplexity
 
 CONTRASTED = (AS_IS, "crop", "yarn")
-"""Methods of the first model in the figure of perplexity and retrieval."""
+"""Methods of one model in the figure of perplexity and retrieval."""
 _MOST_LINES = 8  # in one panel; more become a panel for each model
 _MOST_DEPTHS = 11  # more are rounded to tenths
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points
@@ -29,6 +30,7 @@ _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional 
 
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
+    yield from _answer(report)
     for task in report.scored:
         if report.rows.length[report.rows.task == task].nunique() > 1:
             yield _success(report, task)
@@ -40,13 +42,46 @@ def plots(report: Report) -> Iterator[Plot]:
 
 
 def _rows(report: Report) -> list[Row]:
-    return list(dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True)))
+    """Return the rows of the tables."""
+    unchanged = copies(report)
+    rows = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
+    return [row for row in rows if row not in unchanged]
 
 
 def _styles(report: Report) -> dict[str, int]:
     """Return the style numbers of all rows and runs by name."""
     names = (*map(report.row_name, _rows(report)), *(run.name for run in report.runs))
     return style_numbers(names)
+
+
+def _answer(report: Report) -> Iterator[Plot]:
+    """Draw the rows of the page's answer among all others, which are grey."""
+    answer = answer_of(report)
+    if answer is None or len(report.curve(answer.subject, answer.task)) < 2:
+        return
+    title, rows = report.tasks[answer.task], _rows(report)
+    rows = [row for row in rows if len(report.curve(row, answer.task))]
+    if answer.task == PERPLEXITY:
+        panel = _perplexities(report, rows)
+    else:
+        panel = _successes(report, answer.task, rows)
+    shown = {report.row_name(row) for row in answer.rows}
+    lines = [replace(line, is_context=line.label not in shown) for line in panel.lines]
+    lines.sort(key=lambda line: line.is_context)
+    grey = f" Grey: the other {len(lines) - len(shown)}." if len(lines) > len(shown) else ""
+    yield Plot(
+        "answer",
+        draw(
+            [replace(panel, lines=lines)],
+            x=_LENGTHS,
+            trained=report.trained,
+            height=2.1,
+            label_ends=True,
+            narrow=True,
+        ),
+        f"{title} over the length of the sequence, with 95% intervals.{grey} Dashed: the training "
+        f"length, {report.trained:,} tokens.",
+    )
 
 
 def _success(report: Report, task: str) -> Plot:
@@ -87,21 +122,14 @@ def _successes(report: Report, task: str, rows: Sequence[Row]) -> Panel:
 
 
 def _contrast(report: Report) -> Iterator[Plot]:
-    """Draw perplexity beside retrieval of all models as is, and the first with some methods."""
+    """Draw perplexity beside retrieval of all models as is, and one that rotates with some methods."""
     losses = report.rows[report.rows.task == PERPLEXITY].dropna(subset="value")
     if losses.empty or not report.scored:
         return
-    task, first, styles = report.scored[0], losses.model.iloc[0], _styles(report)
+    first = next(iter(report.origins.values()), losses.model.iloc[0])
+    task = report.scored[0]
     rows = [r for r in _rows(report) if r[1] in (CONTRASTED if r[0] == first else (AS_IS,))]
-    lines = []
-    for row in rows:
-        name, curve = report.row_name(row), report.curve(row, PERPLEXITY)
-        y = curve.value.map(perplexity).tolist()
-        lines.append(Line(name, styles[name], curve.length.tolist(), y))
-    panels = [
-        Panel("", lines, y="perplexity", prepare=_perplexities),
-        _successes(report, task, rows),
-    ]
+    panels = [_perplexities(report, rows), _successes(report, task, rows)]
     yield Plot(
         "perplexity_and_retrieval",
         draw(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
@@ -111,12 +139,21 @@ def _contrast(report: Report) -> Iterator[Plot]:
     )
 
 
-def _perplexities(axes: Axes) -> None:
-    """Make the y axis logarithmic if it spans a large factor, or else begin it at 0: a narrower
-    axis makes a trend of noise."""
-    log_if_wide(axes)
-    if axes.get_yscale() == "linear":
-        axes.set_ylim(bottom=0)
+def _perplexities(report: Report, rows: Sequence[Row]) -> Panel:
+    """Return the perplexities of rows with their intervals."""
+    styles, lines = _styles(report), []
+    for row in rows:
+        name, curve = report.row_name(row), report.curve(row, PERPLEXITY)
+        y, low, high = (curve[key].map(perplexity).tolist() for key in ("value", "low", "high"))
+        lines.append(Line(name, styles[name], curve.length.tolist(), y, low, high))
+
+    def prepare(axes: Axes) -> None:
+        log_if_wide(axes)
+        if axes.get_yscale() == "linear":  # a narrower axis makes a trend of noise
+            low, high = axes.dataLim.intervaly
+            axes.set_ylim(min(low, 0.8 * high) - 0.02 * high, 1.02 * high)
+
+    return Panel("", lines, y="perplexity", prepare=prepare)
 
 
 def _by_depth(report: Report, task: str) -> Iterator[Plot]:
@@ -169,8 +206,10 @@ def training(report: Report) -> Iterator[Plot]:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
-    mark = (float(drop["step"]), f"encoding dropped at step {drop['step']}") if drop else None
-    drop_step = drop["step"] if drop else math.inf
+    mark, drop_step = None, math.inf
+    if drop:
+        drop_step = float(drop["step"])
+        mark = drop_step, f"encoding dropped after step {drop['step']:,} of {runs[0].steps:,}"
     lines = [_smoothed(run, drop_step, styles[run.name]) for run in runs]
     panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
     yield Plot(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from base64 import b64encode
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,29 +15,63 @@ from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
-from trainer.plotting import Plot, save
+from trainer.config import STATEMENTS
+from trainer.plotting import (
+    AMBER,
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    GRID,
+    ORANGE,
+    PALE,
+    PINK,
+    SKY,
+    Plot,
+    save,
+)
+from trainer.report.answer import answer_of, sentence
 from trainer.report.figures import plots
 from trainer.report.report import VERDICTS, Report, troubles
-from trainer.report.tables import LEGEND, TABLE, percent, rate, tables
+from trainer.report.tables import TABLE, legend, percent, tables, write_tables
 
 PAGE = "report.html"
+VARIABLES = {
+    "#ffffff": "paper",
+    BLACK: "ink",
+    BLUE: "blue",
+    SKY: "sky",
+    GREEN: "green",
+    ORANGE: "orange",
+    AMBER: "amber",
+    PINK: "pink",
+    GREY: "grey",
+    PALE: "pale",
+    GRID: "grid",
+}
+"""Variables of the style sheet that stand for the colours of figures."""
 
 
 def write_renderings(report: Report, directory: Path) -> None:
-    """Write ``figures/NAME.svg`` and ``.png``, and ``report.html`` with the figures in it."""
+    """Write ``figures/NAME.svg``, ``.pdf`` and ``.png``, ``tables/NAME.tex`` and ``.md``, and
+    ``report.html`` with all of them in it."""
+    shown = tables(report)
+    write_tables(shown, directory / "tables")
     counts = Counter(VERDICTS[observation.shown] for observation in report.observations)
     _write(
         "report.html.j2",
         directory,
         report=report,
-        lead=lead(report),
+        lead=sentence(report),
+        explains_yarn=_leads_by_yarn(report),
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
-        tables=tables(report),
-        legend=LEGEND,
+        tables=shown,
+        legend=legend(report, shown),
         figures=_saved(plots(report), directory / "figures"),
         verdicts=VERDICTS,
         made=report.made,
@@ -77,15 +111,27 @@ def write_analysis(
 
 
 def _saved(plots: Iterable[Plot], directory: Path) -> list[dict[str, str]]:
-    """Write the figures; return what the page shows of them, with the drawing for its URL."""
-    return [
-        {
-            "title": plot.name.replace("_", " "),
-            "caption": plot.caption,
-            "svg": b64encode(save(plot.figure, directory / plot.name).read_bytes()).decode(),
-        }
-        for plot in plots
-    ]
+    """Write the figures; return what the page shows of them."""
+    shown = []
+    for plot in plots:
+        svg = save(plot.figure, directory / plot.name).read_text("utf-8")
+        title = plot.name.replace("_", " ")
+        drawing = inline(svg, f"{directory.name}-{plot.name}", plot.caption)
+        shown.append({"title": title, "caption": plot.caption, "svg": drawing})
+    return shown
+
+
+def inline(svg: str, name: str, label: str) -> Markup:
+    """Return a drawing as a part of a page, whose style sheet chooses its colours.
+
+    ``name``: distinguishes its identifiers. ``label``: its text for screen readers.
+    """
+    drawing = svg[svg.index("<svg") :]
+    drawing = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawing, flags=re.DOTALL)
+    drawing = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", drawing)
+    for colour, variable in VARIABLES.items():
+        drawing = drawing.replace(colour.lower(), f"var(--{variable})")
+    return Markup(drawing.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1))
 
 
 def _write(template: str, directory: Path, **values: Any) -> None:
@@ -115,16 +161,8 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def lead(report: Report) -> str:
-    """Return the highest score at the longest length as a sentence; empty without scores."""
-    if not report.scored:
-        return ""
-    task = report.scored[0]
-    rows = report.rows[report.rows.task == task].dropna(subset="value")
-    far = rows[rows.length == rows.length.max()]
-    best = far.loc[far.value.idxmax()]
-    return (
-        f"Trained at {report.trained} tokens and tested at up to {best.length}, where "
-        f"{report.row_name((best.model, best.method))} scores highest in {report.tasks[task]}: "
-        f"{rate(best)}."
-    )
+def _leads_by_yarn(report: Report) -> bool:
+    """Whether YaRN is the best other method in a task that it does not find hard."""
+    answer = answer_of(report)
+    is_easy = answer is not None and answer.task == STATEMENTS
+    return is_easy and answer.rival is not None and answer.rival[1] == "yarn"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from trainer.common.errors import UserError
+from trainer.common.files import write_atomically
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import AS_IS, MEAN, averaged, by_text
 from trainer.evaluation.statistics import ROUNDING, sign_mark
@@ -18,15 +19,6 @@ from trainer.report.report import FACTS, Report, Row, read_csv
 
 MISSING = "·"
 TABLE = "results.csv"
-LEGEND = (
-    "Scores are in %, with their 95% intervals. ↑ ↓ better or worse than the same model as it is, "
-    "or as it is than the first model, on the same trials (exact sign test, p < 0.05, not "
-    "corrected for the number of tests). Bold: the best of a column. A method that leaves every "
-    f"loss beyond the training length as it is has no row. {MISSING} not measured."
-)
-"""Meaning of the cells of a report's tables."""
-
-
 class Cell(NamedTuple):
     """Content of a cell: a value such as ``97.3`` and what is shown with it.
 
@@ -56,7 +48,7 @@ class Table(NamedTuple):
 def tables(report: Report) -> list[Table]:
     """Return the mean over tasks if there are several, a table for each task, and perplexity."""
     rows = report.rows.dropna(subset="value")
-    for model, method in _copies(rows):
+    for model, method in copies(report):
         rows = rows[(rows.model != model) | (rows.method != method)]
     made = [_scores(report, task, rows[rows.task == task]) for task in report.scored]
     losses = rows[rows.task == PERPLEXITY]
@@ -124,9 +116,31 @@ def factor_label(factor: float) -> str:
     return f"{factor:.3g}×" if factor < 100 else f"{factor:g}×"
 
 
-def _copies(rows: pd.DataFrame) -> set[Row]:
+def legend(report: Report, shown: Sequence[Table]) -> str:
+    """Return the meaning of the marks in tables of a report."""
+    cells = [cell for table in shown for _, row in table.rows for cell in row]
+    known = [cell for cell in cells if cell is not None]
+    parts = []
+    if any(cell.interval for cell in known):
+        parts.append("Scores are in %, with their 95% intervals.")
+    if any(cell.mark for cell in known):
+        parts.append(
+            "↑ ↓ better or worse than the same model as it is, or as it is than the first model, "
+            "on the same trials (exact sign test, p < 0.05, not corrected for the number of tests)."
+        )
+    if any(cell.best for cell in known):
+        parts.append("Bold: the best of a column.")
+    if len(known) < len(cells):
+        parts.append(f"{MISSING} not measured.")
+    if unchanged := sorted(report.row_name(row) for row in copies(report)):
+        parts.append(f"Without a row, since no loss changes: {', '.join(unchanged)}.")
+    return " ".join(parts)
+
+
+def copies(report: Report) -> set[Row]:
     """Return the methods that change no loss of their model at lengths beyond the training length,
     such as a temperature whose fitted coefficient is 0."""
+    rows = report.rows.dropna(subset="value")
     beyond = rows[(rows.task == PERPLEXITY) & (rows.factor > 1)]
     rows_of = beyond.groupby(["model", "method"])
     losses = {row: dict(zip(of.length, of.value, strict=True)) for row, of in rows_of}
@@ -163,10 +177,7 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
 
     A row is compared with the same model as is or, for a model as is, with the first model as is.
     """
-    tasks = averaged(report.trials) if task == MEAN else [task]
-    scores = by_text(report.trials[report.trials.task.isin(tasks)]).pivot(
-        index=["length", "texts", "text"], columns=["model", "method"], values="value"
-    )
+    scores = values_by_text(report, task)
     first = next(iter(report.rows.model), "")
     marks = {}
     for row in scores:
@@ -176,6 +187,15 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
             for length, both in pairs.groupby("length"):
                 marks[row, length] = sign_mark(both[row], both[reference])
     return marks
+
+
+def values_by_text(report: Report, task: str) -> pd.DataFrame:
+    """Return the independent scores or losses of a task, or of the mean over tasks: a row for each
+    length and text, a column for each model and method."""
+    tasks = averaged(report.trials) if task == MEAN else [task]
+    return by_text(report.trials[report.trials.task.isin(tasks)]).pivot(
+        index=["length", "texts", "text"], columns=["model", "method"], values="value"
+    )
 
 
 def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
@@ -220,3 +240,40 @@ def _table(
         shown.append((name, tuple(cells.get((model, method, length)) for length in lengths)))
         before = model
     return Table(title, note, columns, tuple(shown))
+
+
+def write_tables(shown: Sequence[Table], directory: Path) -> None:
+    """Write each table as ``NUMBER.tex`` (for booktabs) and ``NUMBER.md``."""
+    for number, table in enumerate(shown, 1):
+        heads = ["", *(" ".join(column) for column in table.columns)]
+        rows = [[name, *map(_plain, cells)] for name, cells in table.rows]
+        grid = [heads, ["---", *["---:"] * len(table.columns)], *rows]
+        lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in grid]
+        text = f"{table.title}. {table.note}\n\n" + "\n".join(lines) + "\n"
+        write_atomically(directory / f"{number}.md", text)
+        frame = pd.DataFrame(rows, columns=[_latex(head) for head in heads]).map(_latex)
+        columns = "l" + "r" * len(table.columns)
+        caption = _latex(f"{table.title}. {table.note}")
+        latex = frame.to_latex(index=False, column_format=columns, caption=caption)
+        write_atomically(directory / f"{number}.tex", latex)
+
+
+def _plain(cell: Cell | None) -> str:
+    """Return a cell in one line: ``97.3↑ (92.4–99.1)``."""
+    if cell is None:
+        return MISSING
+    value = f"{cell.value}{cell.mark}"
+    return f"{value} ({cell.interval})" if cell.interval else value
+
+
+_LATEX = {
+    **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **{"↑": r"$\uparrow$", "↓": r"$\downarrow$", "×": r"$\times$", "–": "--", "·": r"$\cdot$"},
+    **{"<": "$<$", ">": "$>$"},
+}
+
+
+def _latex(text: str) -> str:
+    """Return text with the characters that mean something to LaTeX escaped."""
+    return "".join(_LATEX.get(character, character) for character in text)

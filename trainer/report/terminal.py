@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from trainer.report.report import VERDICTS, Report, troubles
-from trainer.report.tables import LEGEND, MISSING, Cell, Table, tables
+from trainer.report.tables import MISSING, Cell, Table, legend, tables
 
 WIDTH = 100
 _COLOURS = {True: "green", False: "red", None: "dim", "↑": "green", "↓": "red", "": ""}
@@ -64,13 +64,14 @@ def print_report(report: Report, run_dir: str) -> None:
     print_tables(shown := tables(report))
     out = _console()
     if shown:
-        out.print(Text(f"{LEGEND}\n", style="dim"))
+        out.print(Text(f"{legend(report, shown)}\n", style="dim"))
     for run in report.runs:
         for change in run.changes:
             losses = (change[f"loss_{when}"] for when in ("before", "after", "end"))
             before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
             out.print(
-                f"{run.name}, after step {change['step']}: {change['what']}; held-out loss at "
+                f"{run.name}, after step {change['step']:,} of {run.steps:,}: {change['what']}; "
+                f"held-out loss at "
                 f"{change['length']:,} tokens {before} before, {after} just after, {end} at the "
                 "end."
             )

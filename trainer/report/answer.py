@@ -1,0 +1,113 @@
+"""The answer on a page's first screen: one model against the one it came from and the best other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pandas as pd
+
+from trainer.config import PERPLEXITY
+from trainer.evaluation.results import AS_IS
+from trainer.evaluation.statistics import mean_estimate
+from trainer.report.report import Report, Row
+from trainer.report.tables import factor_label, perplexity, values_by_text
+
+_MOST_LENGTHS = 5  # in the sentence
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Rows that the first screen compares in ``task``.
+
+    ``subject``: the model that dropped its encoding, or else the first one, with its best method.
+    ``origin``: the model that it came from, as it is. ``rival``: the best of all other rows.
+    """
+
+    task: str
+    subject: Row
+    origin: Row | None
+    rival: Row | None
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its rows, the subject first."""
+        return [row for row in (self.subject, self.origin, self.rival) if row is not None]
+
+
+def answer_of(report: Report) -> Answer | None:
+    """Return what the first screen compares: scores, or else losses; None without either."""
+    tasks = [*report.scored, PERPLEXITY]
+    rows = report.rows.dropna(subset="value")
+    task = next((task for task in tasks if (rows.task == task).any()), None)
+    if task is None:
+        return None
+    rows = rows[rows.task == task]
+    far = rows[rows.length == rows.length.max()]
+    model = next((name for name in far.model if name in report.origins), far.model.iloc[0])
+    subject = _best(far[far.model == model], task)
+    origin = (report.origins[model], AS_IS) if model in report.origins else None
+    is_other = (far.model != model) & ((far.model != (origin or ("",))[0]) | (far.method != AS_IS))
+    rival = _best(far[is_other], task) if is_other.any() else None
+    if origin is not None and report.curve(origin, task).empty:
+        origin = None
+    return Answer(task, subject, origin, rival)
+
+
+def _best(rows: pd.DataFrame, task: str) -> Row:
+    """Return the model and method of the highest score, or of the lowest loss."""
+    best = rows.value.idxmin() if task == PERPLEXITY else rows.value.idxmax()
+    row = rows.loc[best]
+    return row.model, row.method
+
+
+def sentence(report: Report) -> str:
+    """Return the answer in words, with the values at each length; empty without numbers."""
+    answer = answer_of(report)
+    if answer is None:
+        return ""
+    curve = report.curve(answer.subject, answer.task)
+    last, lengths = curve.iloc[-1], [*curve.length]
+    if len(lengths) > _MOST_LENGTHS:
+        lengths = [*lengths[:1], *lengths[-3:]]
+    name = report.row_name
+    parts = [f"{name(answer.subject)} {_values(report, answer, answer.subject, lengths)}"]
+    standings = []
+    for row, what in ((answer.origin, "which it came from"), (answer.rival, "the best other")):
+        if row is not None:
+            standings.append(f"{_standing(report, answer, row)} {name(row)}, {what}")
+            parts.append(f"{name(row)} {_values(report, answer, row, lengths)}")
+    title = report.tasks[answer.task]
+    numbers = f"{title} at {_listed(lengths)} tokens: {'; '.join(parts)}."
+    if not standings:
+        return numbers
+    where = f"At {last.length:,} tokens"
+    if last.factor > 1:
+        where += f", {factor_label(last.factor)} the training length"
+    return f"{where}, {name(answer.subject)} is {', and '.join(standings)}. {numbers}"
+
+
+def _standing(report: Report, answer: Answer, row: Row) -> str:
+    """Return whether the subject is ahead of a row at the longest length, beyond the 95% interval
+    of the differences over texts."""
+    values = values_by_text(report, answer.task)
+    values = values.loc[values.index.get_level_values("length").max()]
+    differences = (values[answer.subject] - values[row]).dropna()
+    if answer.task == PERPLEXITY:
+        differences = -differences
+    difference = mean_estimate(differences)
+    if difference.low > 0:
+        return "ahead of"
+    return "behind" if difference.high < 0 else "level with"
+
+
+def _values(report: Report, answer: Answer, row: Row, lengths: list[int]) -> str:
+    curve = report.curve(row, answer.task).set_index("length").value.reindex(lengths)
+    if answer.task == PERPLEXITY:
+        return _listed([f"{perplexity(loss):.1f}" for loss in curve])
+    return f"{_listed([f'{100 * score:.0f}' for score in curve])}%"
+
+
+def _listed(values: list[int] | list[str]) -> str:
+    """Return ``64, 128 and 256``."""
+    words = [str(value) for value in values]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
