@@ -309,6 +309,18 @@ class BenchmarksConfig:
     """Questions, trials or windows of each task and length."""
 
 
+@configuration
+class PlotsConfig:
+    """Look of figures, which are written as PNG, SVG and PDF."""
+
+    width: Literal["double", "single"] = "double"
+    """The text of a two-column paper (6.75 inches), or one of its columns (3.3 inches)."""
+    font: Literal["sans", "serif"] = "sans"
+    """Font of their text, which SVG and PDF hold as text."""
+    size: PositiveFloat = 8.0
+    """Size of their text in points."""
+
+
 # ---- Evaluation ----
 
 
@@ -597,6 +609,7 @@ class RunConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     benchmarks: BenchmarksConfig = field(default_factory=BenchmarksConfig)
+    plots: PlotsConfig = field(default_factory=PlotsConfig)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Lightning callbacks of your own by name: {name: {_target_: module.Class, argument:
     value}}."""
@@ -723,6 +736,7 @@ class ModelsRequest:
     """Where held-out text comes from; null: the first checkpoint's own source."""
     plugins: list[str] = field(default_factory=list)
     """Python files that register needle tasks or analyses of your own."""
+    plots: PlotsConfig = field(default_factory=PlotsConfig)
 
 
 @configuration

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -101,17 +100,13 @@ class Style:
         }
 
 
-_style: ContextVar[Style] = ContextVar("style", default=Style())
+DEFAULT_STYLE = Style()
+_style: ContextVar[Style] = ContextVar("style", default=DEFAULT_STYLE)
 
 
-@contextmanager
-def figure_style(width: str = "double", font: str = "sans", size: float = 8.0) -> Iterator[None]:
-    """Draw and save figures in a style; ``width``: a key of :data:`WIDTHS`."""
-    token = _style.set(Style(WIDTHS[width], font, size))
-    try:
-        yield
-    finally:
-        _style.reset(token)
+def use_style(width: str = "double", font: str = "sans", size: float = 8.0) -> None:
+    """Draw and save all further figures in a style; ``width``: a key of :data:`WIDTHS`."""
+    _style.set(Style(WIDTHS[width], font, size))
 
 
 Array = np.ndarray
@@ -291,7 +286,9 @@ def heat_maps(
     norm = _norm(list(panels.values()), low, high, log)
     colours = mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad=(0, 0, 0, 0))
     with mpl.rc_context(style.settings()):
-        figure, grid = _panels(style, len(panels), columns, height, x=x, y=y, share=names is not None)
+        figure, grid = _panels(
+            style, len(panels), columns, height, x=x, y=y, share=names is not None
+        )
         for axes, (title, values) in zip(grid, panels.items(), strict=True):
             tall, wide = values.shape
             image = axes.imshow(

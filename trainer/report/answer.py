@@ -1,4 +1,4 @@
-"""The answer on a page's first screen: one model against the one it came from and the best other."""
+"""A page's answer: one model against the model that it came from and the best other."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _successes(report: Report, task: str, rows: Sequence[Row]) -> Panel:
 
 
 def _contrast(report: Report) -> Iterator[Plot]:
-    """Draw perplexity beside retrieval of all models as is, and one that rotates with some methods."""
+    """Draw perplexity beside retrieval of all models as is, and of one with some methods."""
     losses = report.rows[report.rows.task == PERPLEXITY].dropna(subset="value")
     if losses.empty or not report.scored:
         return

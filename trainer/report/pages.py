@@ -131,7 +131,9 @@ def inline(svg: str, name: str, label: str) -> Markup:
     drawing = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", drawing)
     for colour, variable in VARIABLES.items():
         drawing = drawing.replace(colour.lower(), f"var(--{variable})")
-    return Markup(drawing.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1))
+    return Markup(
+        drawing.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1)
+    )
 
 
 def _write(template: str, directory: Path, **values: Any) -> None:
@@ -162,7 +164,8 @@ def _cell(value: Any) -> str:
 
 
 def _leads_by_yarn(report: Report) -> bool:
-    """Whether YaRN is the best other method in a task that it does not find hard."""
+    """Whether YaRN is the best other method in the task of the training sequences."""
     answer = answer_of(report)
-    is_easy = answer is not None and answer.task == STATEMENTS
-    return is_easy and answer.rival is not None and answer.rival[1] == "yarn"
+    if answer is None or answer.rival is None:
+        return False
+    return answer.task == STATEMENTS and answer.rival[1] == "yarn"

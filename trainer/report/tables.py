@@ -19,6 +19,8 @@ from trainer.report.report import FACTS, Report, Row, read_csv
 
 MISSING = "·"
 TABLE = "results.csv"
+
+
 class Cell(NamedTuple):
     """Content of a cell: a value such as ``97.3`` and what is shown with it.
 

@@ -18,7 +18,14 @@ import torch
 from tokenizers import Tokenizer
 
 import trainer
-from trainer.checkpoint import BEFORE_DROP, MANIFEST, check_sound, find_checkpoint, read_state, readers
+from trainer.checkpoint import (
+    BEFORE_DROP,
+    MANIFEST,
+    check_sound,
+    find_checkpoint,
+    read_state,
+    readers,
+)
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import checksum

@@ -37,6 +37,7 @@ from trainer.evaluation.methods import FITS, changed, title_of, why_idle
 from trainer.evaluation.needles import Haystack, magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
+from trainer.plotting import use_style
 from trainer.report.pages import write_analysis
 from trainer.runs.models import environment, find_model, origin, without_home
 from trainer.workflows.evaluate import held_out_corpus
@@ -76,6 +77,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
             not apply to this model.
     """
     use_cores()
+    use_style(**asdict(request.plots))
     config, kind = request.analysis, request.analysis.kind
     kinds = ("all", "drop", *TOPICS)
     if kind not in kinds:

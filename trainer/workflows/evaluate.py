@@ -23,6 +23,7 @@ from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store
 from trainer.evaluation.tasks import check_names, make_tasks
+from trainer.plotting import use_style
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.report.report import Report
@@ -51,6 +52,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     use_cores(max(1, usual_threads() // current_ranks().local_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of("auto"))
+    use_style(**asdict(request.plots))
     evaluation = request.evaluation
     check_names(evaluation)
     references = [request.checkpoint, *request.compare]

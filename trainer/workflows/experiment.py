@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median_high
 
@@ -19,6 +19,7 @@ from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
+from trainer.plotting import use_style
 from trainer.report.report import FACTS, Report, RunSummary, troubles
 from trainer.runs.directory import (
     check_run_directory,
@@ -146,6 +147,7 @@ def make_report(
     ``checkpoints``: of the run itself, which is the first, and of its controls. ``beside``: names
     of other models to measure.
     """
+    use_style(**asdict(config.plots))
     references = [*map(str, checkpoints), *beside]
     C, adds_origins = config.evaluation.training_length, config.evaluation.enabled and not beside
     measured = find_models(references, C, with_origins=adds_origins)
