@@ -6,80 +6,112 @@ from trainer.common import spinning  # noqa: F401 - before anything that may loa
 
 # isort: split
 import os
+import signal
 import sys
-from difflib import get_close_matches
-
-from hydra.errors import HydraException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+import traceback
+from typing import TYPE_CHECKING
 
 import trainer
-from trainer.commands import COMMANDS, help_text, run_command
-from trainer.common.errors import UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
+from trainer.common.processes import is_alone, requeue, stop_on_signals
+from trainer.common.watch import End
+
+if TYPE_CHECKING:
+    from trainer.common.watch import Watch
+
+SHOWS_TRACEBACK = "HYDRA_FULL_ERROR"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command.
+    """Run a command; several ranks end together.
 
     An error of the command line, of files or of libraries is printed in a line and the exit code is
-    1; ``HYDRA_FULL_ERROR=1`` shows the traceback, as any other error does.
+    1; ``HYDRA_FULL_ERROR=1`` shows the traceback, as any other error does. A command that is asked
+    to stop exits with the code by which its job is requeued.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    name = words[0] if words and words[0].isalpha() else "train"
+    stop_on_signals()  # while training, its own handlers save first
+    watch: Watch | None = None
+    try:
+        if not is_alone():
+            from trainer.common.ranks import watch_ranks  # imports torch
+
+            watch = watch_ranks(requeue)
+        run(words)
+    except BaseException as error:
+        cause = error.__cause__ if isinstance(error, SystemExit) else None
+        end(cause or error, words, watch)
+    if watch is not None:
+        watch.leave(End(watch.rank, "done", 0))
+
+
+def run(words: list[str]) -> None:
+    """Run the command that the words name."""
+    # Slow imports; a signal may come during them.
+    from trainer.commands import COMMANDS, help_text, run_command
+
+    name = command_of(words)
     words = words[1:] if words[:1] == [name] else words
     if name not in COMMANDS:
-        print(f"error: expected a command of {', '.join(COMMANDS)}, got {name!r}", file=sys.stderr)
-        sys.exit(1)
+        raise UserError(f"expected a command of {', '.join(COMMANDS)}, got {name!r}")
     if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return
     if {"--help", "-h"} & {*words}:
         print(help_text(name))
         return
-    shows_traceback = os.environ.get("HYDRA_FULL_ERROR", "")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors
-    of_user = ValueError, OSError, LookupError, ImportError, HydraException, OmegaConfBaseException
+    before = os.environ.get(SHOWS_TRACEBACK, "")
+    os.environ[SHOWS_TRACEBACK] = "1"  # Hydra raises errors
     try:
         run_command(name, words)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BaseException as error:
-        if shows_traceback or not isinstance(error, of_user):
-            leave_ranks(error)
-            raise
-        print(explain(error), file=sys.stderr)
-        leave_ranks(SystemExit(1))
-        sys.exit(1)
     finally:
-        os.environ["HYDRA_FULL_ERROR"] = shows_traceback
+        os.environ[SHOWS_TRACEBACK] = before
 
 
-def explain(error: BaseException) -> str:
-    """Return an error's message as lines; the nearest key of one that is unknown follows."""
-    cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-    text = str(cause)
-    if isinstance(cause, HydraException | OmegaConfBaseException):
-        lines = text.partition("\nConfig search path")[0].splitlines()
-        text = ", ".join(line.strip() for line in lines if line and "object_type=" not in line)
-    elif not isinstance(cause, UserError):
-        text = f"{type(cause).__name__}: {text}"
-    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
-        known = [str(key) for key in cause.parent_node]
-        for near in get_close_matches(str(cause.key), known, 1):
-            text += f"; the nearest is {near!r}"
-    return "\n".join(f"error: {line}" for line in text.splitlines())
+def command_of(words: list[str]) -> str:
+    """Return the name of the command: the first word, or ``train``."""
+    return words[0] if words and words[0].isalpha() else "train"
 
 
-def leave_ranks(error: BaseException) -> None:
-    """End the process immediately if the error leaves its process group open: at an ordinary exit
-    threads may wait for other ranks forever."""
-    group = sys.modules.get("torch.distributed")  # not imported for every command
-    if group is None or not group.is_initialized():
-        return
-    if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
+def end(error: BaseException, words: list[str], watch: Watch | None) -> None:
+    """Print the error, unless another rank has ended first, and exit; without other ranks an
+    unexpected one is raised.
+
+    Ranks with an open process group exit immediately: its threads may wait for others.
+    """
+    from trainer.commands import KEPT, explain, is_of_user
+
+    rank = 0 if watch is None else watch.rank
+    if isinstance(error, KeyboardInterrupt):
+        error = PreemptedError("Stopped (SIGINT).", "SIGINT")
+    if isinstance(error, PreemptedError):
+        code = 130 if error.reason == "SIGINT" else REQUEUE_EXIT_CODE
+        ended = End(rank, "stopped", code, error.reason)
+        text = f"{error} {KEPT.get(command_of(words), '')}".rstrip()
+    elif isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        ended = End(rank, "failed" if code else "done", code)
+        text = ""
+    else:
+        ended = End(rank, "failed", 1)
+        text = explain(error)
+        if os.environ.get(SHOWS_TRACEBACK) or not is_of_user(error):
+            text = "".join(traceback.format_exception(error)).rstrip()
+            if watch is None:
+                raise error
+    if watch is None:
+        if text:
+            print(text, file=sys.stderr)
+        requeue(ended.reason)
+        sys.exit(ended.code)
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    code = watch.leave(ended, text)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+    if sys.modules["torch.distributed"].is_initialized():
+        os._exit(code)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,12 @@ import re
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
+from difflib import get_close_matches
 from functools import reduce
-from itertools import takewhile
+from itertools import product, takewhile
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,13 +28,16 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from trainer import config as schema
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.fields import validated
-from trainer.common.processes import is_first_process, requeue, stop_on_signals
+from trainer.common.processes import is_alone, is_first_process, requeue
 from trainer.common.progress import show_log
 
 log = logging.getLogger(__name__)
@@ -42,6 +47,15 @@ CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "co
 """``conf/``: inside the package where it is installed, beside it in a checkout."""
 WITHOUT_PATH = "train", "prepare", "plan"
 """Commands whose words are all keys. The words of the others begin with paths."""
+OF_A_MACHINE = "trainer.threads", "data.num_workers", "data.cache_dir", "data.prepared"
+"""Keys that may have another value on every rank."""
+KEPT = {
+    "train": "The same command resumes from checkpoints, prepared text and measured batches.",
+    "recalibrate": "The same command resumes from checkpoints and measured batches.",
+    "prepare": "The same command resumes after the documents that are tokenized.",
+    "evaluate": "The same command resumes after the batches that are measured.",
+}
+"""What a command that is stopped says of its work."""
 OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
 """The group whose options a command's help lists."""
 
@@ -119,10 +133,7 @@ def compose_words(words: Sequence[str], name: str = "train") -> Job:
 
 
 def run_command(name: str, words: Sequence[str]) -> None:
-    """Run a command with what Hydra composes of its words: once, or for each job of ``-m``.
-
-    A command that is asked to stop exits with the code by which its job is requeued.
-    """
+    """Run a command with what Hydra composes of its words: once, or for each job of ``-m``."""
     if name == "recalibrate" and "--cfg" in words:  # Hydra would show none of the chosen keys
         job = compose_words([word for word in words if word not in ("--cfg", "job")], name)
         choose_keys(job, time.time())
@@ -132,33 +143,136 @@ def run_command(name: str, words: Sequence[str]) -> None:
     prompts = [word for word in words if name == "generate" and word.startswith("prompt=")]
     words = overrides_of(name, [word for word in words if word not in prompts])
     errors: list[Exception] = []
+    sweep = Sweep(words)
 
     def run(config: DictConfig) -> None:
+        settings = HydraConfig.get()
         try:
             sys.argv = argv  # as a page about the results quotes it
-            job = job_of(config, HydraConfig.get())
+            job = job_of(config, settings)
+            if not is_alone():
+                check_alike(job.values)
             if prompts:
                 job.values["prompts"] += [prompt.removeprefix("prompt=") for prompt in prompts]
             show_log()
-            stop_on_signals()  # while training, its own handlers save first
             COMMANDS[name](job)
-        except PreemptedError as stop:
-            print(stop, file=sys.stderr)
-            if stop.reason != "SIGTERM" and is_first_process():  # sent by SLURM or a person
-                requeue()
-            sys.exit(REQUEUE_EXIT_CODE)
         except Exception as error:
-            if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise
+            if settings.mode == RunMode.MULTIRUN:
+                sweep.fail(settings, error)
             errors.append(error)  # if it were raised here, Hydra would print the words, too
+        except PreemptedError as stop:
+            if settings.mode == RunMode.MULTIRUN:
+                sweep.stop(settings, stop)
+            raise
+        else:
+            if settings.mode == RunMode.MULTIRUN:
+                sweep.outcomes[settings.job.num] = "ran"
 
     argv, sys.argv = sys.argv, ["unrope", *words]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(run)()
     finally:
         sys.argv = argv
+        sweep.show()
+    if sweep.outcomes and errors:
+        sys.exit(1)
     if errors:
         raise errors[0]
+
+
+class Sweep:
+    """The jobs of ``--multirun``, and what became of them.
+
+    ``outcomes``: by the number of a job; empty without ``--multirun``, and where a launcher runs
+    the jobs in processes of its own.
+    """
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = [word for word in words if "=" in word and not word.startswith("-")]
+        self.outcomes: dict[int, str] = {}
+
+    def names(self) -> list[str]:
+        """Return the words in which the jobs differ, in the order in which Hydra runs them."""
+        choices = []
+        for override in OverridesParser.create().parse_overrides(self.words):
+            if override.is_sweep_override():
+                key = override.get_key_element()
+                choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+        return [" ".join(job) for job in product(*choices)]
+
+    def fail(self, settings: Any, error: Exception) -> None:
+        """Say that a job failed, and note it; the next one follows unless other ranks run."""
+        if not _is_here(settings):
+            raise error
+        self.outcomes[settings.job.num] = "failed"
+        if not is_alone():
+            raise SystemExit(1) from error
+        print(f"Job {settings.job.num} of the sweep failed:", file=sys.stderr)
+        if is_of_user(error):
+            print(explain(error), file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+
+    def stop(self, settings: Any, stop: PreemptedError) -> None:
+        """Note that a job was stopped; one in a process of its own ends as a command does."""
+        if _is_here(settings):
+            self.outcomes[settings.job.num] = "stopped"
+            return
+        print(stop, file=sys.stderr)
+        requeue(stop.reason)
+        sys.exit(REQUEUE_EXIT_CODE)
+
+    def show(self) -> None:
+        """Print which jobs ran, failed, were stopped, or were skipped after a stop."""
+        if not self.outcomes or not is_first_process():
+            return
+        print("Jobs of the sweep:")
+        for number, name in enumerate(self.names()):
+            print(f"  {self.outcomes.get(number, 'skipped'):8} {number}  {name}")
+
+
+def _is_here(settings: Any) -> bool:
+    """Whether Hydra runs the jobs one after the other in this process."""
+    return settings.launcher._target_.endswith("BasicLauncher")
+
+
+def check_alike(values: dict[str, Any]) -> None:
+    """Check that this rank was started with the keys of rank 0.
+
+    Raises:
+        UserError: it was not, or its machine has another number of ranks.
+    """
+    from trainer.common.ranks import current_ranks, of_rank_zero
+    from trainer.runs.directory import differences
+
+    mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
+    if changed := differences(of_rank_zero(mine), mine, OF_A_MACHINE):
+        said = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
+        raise UserError(
+            f"rank {current_ranks().rank} was started with other keys than rank 0 ({said})"
+        )
+
+
+def is_of_user(error: BaseException) -> bool:
+    """Whether a line about an error is enough: of the command line, of files or of libraries."""
+    lines = ValueError, OSError, LookupError, ImportError, HydraException, OmegaConfBaseException
+    return isinstance(error, lines)
+
+
+def explain(error: BaseException) -> str:
+    """Return an error's message as lines; the nearest key of one that is unknown follows."""
+    cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+    text = str(cause)
+    if isinstance(cause, HydraException | OmegaConfBaseException):
+        lines = text.partition("\nConfig search path")[0].splitlines()
+        text = ", ".join(line.strip() for line in lines if line and "object_type=" not in line)
+    elif not isinstance(cause, UserError):
+        text = f"{type(cause).__name__}: {text}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        known = [str(key) for key in cause.parent_node]
+        for near in get_close_matches(str(cause.key), known, 1):
+            text += f"; the nearest is {near!r}"
+    return "\n".join(f"error: {line}" for line in text.splitlines())
 
 
 # ---- From a job to checked keys ----

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 REQUEUE_EXIT_CODE = 85
 """Exit code of a run that stopped to be resumed: SLURM's ``RequeueExit`` can name it."""
+STOP_REASONS = "SIGINT", "SIGTERM", "SIGUSR1", "time limit"
+"""Reasons of a stop; of several the first counts."""
+ANNOUNCED = "SIGUSR1", "time limit"
+"""Reasons after which a SLURM job is requeued: a person or SLURM decides about the others."""
 
 
 class UserError(ValueError):
@@ -14,10 +18,11 @@ class DivergedError(UserError):
     """A run diverged and ends; all ranks raise it together."""
 
 
-class PreemptedError(Exception):
+class PreemptedError(BaseException):
     """Work that stopped on request, which the same command resumes.
 
-    ``reason``: name of the signal, "time limit" or "another rank".
+    No ``Exception``, so that no library takes it for an error of its own, as some do while they are
+    imported. ``reason``: one of :data:`STOP_REASONS`.
     """
 
     def __init__(self, message: str, reason: str) -> None:

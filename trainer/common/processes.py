@@ -7,9 +7,10 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 from types import FrameType
 
-from trainer.common.errors import PreemptedError
+from trainer.common.errors import ANNOUNCED, PreemptedError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``, from malloc.h."""
@@ -50,22 +51,58 @@ def use_cores(threads: int | None = None) -> None:
             libc.mallopt(M_TRIM_THRESHOLD, KEPT_MEMORY)
 
 
+def is_alone() -> bool:
+    """Whether no launcher has started other ranks of this command."""
+    alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    return int(os.environ.get("WORLD_SIZE", alone)) == 1
+
+
+RECEIVED: list[str] = []
+"""Names of signals to stop, in the order in which they came."""
+
+
 def stop_on_signals() -> None:
     """Let the signals of a batch system end the program by a ``PreemptedError``, so that it removes
     its temporary files."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        # Where Python ignores errors, such as in callbacks of imports, this is what is left of it.
+        RECEIVED.append(name)
         raise PreemptedError(f"Stopped ({name}).", name)
 
+    RECEIVED.clear()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGUSR1, stop)
 
 
-def requeue() -> None:
-    """Requeue the SLURM job of this process, if it has one; called by one process, after saving."""
+def check_signals() -> None:
+    """Stop if a signal asked for it and its error was ignored, or came in a run's last step.
+
+    Raises:
+        PreemptedError: one did.
+    """
+    if RECEIVED:
+        raise PreemptedError(f"Stopped ({RECEIVED[0]}).", RECEIVED[0])
+
+
+def requeue(reason: str) -> None:
+    """Requeue the SLURM job of this process, if it has one and SLURM has announced its end; called
+    by one process, after saving."""
     job = os.environ.get("SLURM_JOB_ID")
-    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) is not None:
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
         job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    if job is not None:
-        subprocess.run(["scontrol", "requeue", job], check=True)
+    if job is None or reason not in ANNOUNCED:
+        return
+    command = ["scontrol", "requeue", job]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        refusal = f"{error.stdout} {error.stderr}"
+    except OSError as error:
+        refusal = str(error)
+    else:
+        return
+    words = " ".join(refusal.split())
+    print(f"error: {' '.join(command)}: {words}; submit the job again to resume", file=sys.stderr)

@@ -5,18 +5,22 @@ torchrun or srun starts the processes; a run of a single process needs neither.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
+from itertools import count
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from trainer.common.errors import DivergedError, PreemptedError, UserError
+from trainer.common.watch import START, Watch
 
 T = TypeVar("T")
 
@@ -41,8 +45,15 @@ def current_ranks() -> Ranks:
 
 
 def _translate_slurm() -> None:
-    """Set torchrun's environment variables from srun's; all nodes have as many tasks."""
+    """Set torchrun's environment variables from srun's.
+
+    Raises:
+        UserError: nodes have different numbers of tasks.
+    """
     slurm = os.environ
+    per_node = slurm.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as "8(x4)", or "2,1"
+    if "," in per_node:
+        raise UserError(f"srun: expected equal numbers of tasks on all nodes, got {per_node}")
     # "gpu[07-08,12],login1" begins with gpu07.
     hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
     tasks = slurm["SLURM_STEP_NUM_TASKS"]
@@ -79,6 +90,63 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cuda", current_ranks().local_rank if several else 0)
 
 
+def watch_ranks(on_stop: Callable[[str], None]) -> Watch:
+    """Watch the ranks of this command, all of which then end together.
+
+    ``on_stop``: called on rank 0 after a stop, with its reason.
+    """
+    ranks = current_ranks()
+    return Watch(ranks.rank, ranks.world_size, meeting_store(), on_stop)
+
+
+def of_rank_zero(value: T) -> T:
+    """Return the ``value`` of rank 0, plain values as JSON; needs no process group."""
+    key = f"value {next(VALUES)}"
+    if current_ranks().rank == 0:
+        meeting_store().set(key, json.dumps(value))
+        return value
+    return json.loads(meeting_store().get(key))
+
+
+VALUES = count()
+"""Numbers of the values that rank 0 has told."""
+GROUPS = count()
+"""Numbers of the process groups of this process, which must not read each other's addresses."""
+
+
+@cache
+def meeting_store() -> dist.Store:
+    """Return the store in which the ranks of this command meet.
+
+    Rank 0 serves it at MASTER_ADDR, or torchrun's agent, where a restart finds the keys of the
+    attempt before it.
+
+    Raises:
+        UserError: the ranks of nodes differ in number, or rank 0 does not start in time.
+    """
+    ranks = current_ranks()
+    if ranks.world_size % ranks.local_size:
+        raise UserError(
+            f"ranks: expected equal numbers on all nodes, got {ranks.world_size} in all and "
+            f"{ranks.local_size} here"
+        )
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(
+            *place,
+            is_master=ranks.rank == 0 and not is_served,
+            timeout=timedelta(seconds=START),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        host, port = place
+        raise UserError(f"ranks: no answer of rank 0 at {host}:{port} ({error})") from None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt {attempt}", store)
+
+
 @contextmanager
 def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
     """Provide the process group that a strategy other than ``single`` needs.
@@ -103,7 +171,13 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks.world_size > 1:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        dist.init_process_group(
+            backend,
+            timeout=timedelta(minutes=30),
+            store=dist.PrefixStore(f"group {next(GROUPS)}", meeting_store()),
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
     else:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from trainer.common.fields import adapter
+from trainer.common.processes import check_signals
 from trainer.common.progress import Progress
 from trainer.common.ranks import best_precision
 from trainer.config import EvaluationConfig
@@ -141,6 +142,7 @@ def _measure(
                 began = time.perf_counter()
                 value = {"batch": batch, "batches": len(batches), "values": read()}
                 store.add(cell.key, value | {"seconds": time.perf_counter() - began})
+                check_signals()
                 yield (batch + 1) / len(batches)
 
 

@@ -82,7 +82,7 @@ class Store:
     def wait(self, key: str, is_complete: Callable[[list[Any]], bool] = bool) -> list[Any]:
         """Return the values of a key as soon as they are complete, by default any.
 
-        There is no time limit: if another process fails, their launcher ends all of them.
+        There is no time limit: if another process ends, all of them do (`trainer.common.watch`).
         """
         while not is_complete(values := self.values(key)):
             time.sleep(POLL)

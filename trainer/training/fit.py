@@ -28,7 +28,8 @@ from lightning.pytorch.callbacks import (
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
-from trainer.common.errors import UserError
+from trainer.common.errors import PreemptedError, UserError
+from trainer.common.processes import RECEIVED
 from trainer.common.progress import Progress
 from trainer.common.ranks import current_ranks, device_of, on_rank_zero
 from trainer.config import DataConfig, RunConfig
@@ -237,7 +238,7 @@ def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[
     second Ctrl-C ends the process immediately. The block gets a function that returns the first
     signal's name, "time limit" or None.
     """
-    names: list[str] = []
+    names = RECEIVED
     deadline = math.inf
     if max_time is not None:
         hours, minutes, seconds = map(int, max_time.split(":"))
@@ -256,6 +257,9 @@ def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield asked
+    except PreemptedError:
+        names.clear()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -25,7 +25,7 @@ from trainer.checkpoint import (
     step_name,
     step_of,
 )
-from trainer.common.errors import DivergedError, PreemptedError
+from trainer.common.errors import STOP_REASONS, DivergedError, PreemptedError
 from trainer.common.progress import Progress
 from trainer.common.ranks import any_rank, current_ranks
 from trainer.config import RunConfig
@@ -200,12 +200,14 @@ class RunCallback(Checkpoint):
         step, settings = trainer.global_step, self.config.trainer
         reason = self.stop_requested()
         minutes = (time.monotonic() - self.saved_at) / 60
-        is_late, stops, has_failed, diverged = any_rank(
+        # Clocks of ranks differ, and signals: all save and stop after the same step, and say why.
+        is_late, has_failed, diverged, *reasons = any_rank(
             minutes > (settings.checkpoint_minutes or math.inf),
-            reason is not None and step < settings.max_steps,
             self.writer.has_failed,
             module.tally.lately_skipped_in_a_row() >= MOST_SKIPPED,
+            *(reason == known and step < settings.max_steps for known in STOP_REASONS),
         )
+        stops = any(reasons)
         if has_failed:
             self.writer.wait()  # raises its error
         if diverged and not self.is_control:
@@ -218,7 +220,7 @@ class RunCallback(Checkpoint):
         if stops or step == settings.max_steps:
             self.writer.wait()
         if stops:
-            reason = reason or "another rank"
+            reason = STOP_REASONS[reasons.index(True)]
             text = f"Stopped after step {step} ({reason}), checkpoint saved."
             raise PreemptedError(text, reason)
 

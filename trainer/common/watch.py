@@ -1,0 +1,299 @@
+"""Ranks that end together: when one fails, is stopped or dies, all of them end.
+
+Rank 0 listens, and every rank keeps a connection to it. The kernel closes the connections of a
+process that dies, whatever it was doing, and keepalive finds a lost machine. So nothing is polled,
+and a rank that computes for minutes without the interpreter does not count as dead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from queue import Empty, Queue
+from secrets import token_hex
+from threading import Event, Lock, Thread
+from typing import Any, Literal, Protocol
+
+from trainer.common.errors import STOP_REASONS
+
+START = 300.0
+"""Seconds within which all ranks must have started."""
+SETTLE = 1.0
+"""Seconds in which rank 0 hears how others end before it names the first, and after which ranks
+without an error of their own exit."""
+LATECOMERS = 15.0
+"""The same if some ranks have not started yet, which would wait for rank 0 otherwise."""
+FAREWELL = 20.0
+"""Longest time in seconds that a rank waits for the answer of rank 0, or for its end."""
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
+"""A lost machine is noticed after 10 + 3 * 4 seconds."""
+SILENT = "ended without an error of its own: killed, out of memory, or its machine is lost"
+
+
+class KeyStore(Protocol):
+    """A store of torch, in which ranks meet."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Set a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Wait for a value, and return it."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How a rank ends; as rank 0's answer, how all ranks end.
+
+    ``rank``: as an answer, the rank that tells the user. ``code``: exit code. ``reason``: of a
+    stop, one of :data:`STOP_REASONS`. ``text``: what no rank can say of itself.
+    """
+
+    rank: int
+    kind: Literal["done", "died", "failed", "stopped"]
+    code: int = 1
+    reason: str = ""
+    text: str = ""
+
+
+class Watch:
+    """A rank's connection to rank 0, which ends this process soon after another rank's early end.
+
+    Args:
+        rank, world_size: of this process.
+        store: in which rank 0 says where it listens.
+        on_stop: what rank 0 does after a stop, for the reason of it.
+        start: seconds within which all ranks must connect.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: KeyStore,
+        on_stop: Callable[[str], None],
+        start: float = START,
+    ) -> None:
+        self.rank, self.on_stop = rank, on_stop
+        self._hub = Hub(world_size, store, start) if rank == 0 else None
+        if self._hub is not None:
+            self._hub.start()
+        host, port, token = json.loads(store.get("watch"))
+        self._socket = socket.create_connection((host, port), timeout=start)
+        self._socket.settimeout(None)
+        _keep_alive(self._socket)
+        os.register_at_fork(after_in_child=self._socket.close)
+        process = f"{platform.node()}, process {os.getpid()}"
+        _send(self._socket, {"token": token, "rank": rank, "process": process})
+        self._lock, self._is_leaving = Lock(), False
+        self._answer: End | None = None
+        self._is_answered, self._is_dismissed = Event(), Event()
+        Thread(target=self._listen, name="watch", daemon=True).start()
+
+    def leave(self, end: End, text: str = "") -> int:
+        """Say how this rank ends, and return the exit code of all ranks.
+
+        ``text``: printed unless another rank ended first. A rank that is done ends alone, except
+        rank 0, after which nobody watches any more.
+        """
+        with self._lock:
+            self._is_leaving = True
+        with suppress(OSError):  # rank 0 has ended, which is then the answer
+            _send(self._socket, asdict(end))
+        if end.kind == "done" and self.rank:
+            return end.code
+        self._is_answered.wait(FAREWELL)
+        answer = self._answer or end
+        if answer.kind == "done":  # rank 0 did not wait for this rank
+            answer = end
+        self._finish(answer, text)
+        return answer.code
+
+    def _listen(self) -> None:
+        """Hear rank 0's answer; end this process unless its main thread does."""
+        with self._socket.makefile("rb") as lines:
+            answer = _received(lines)
+            with self._lock:
+                self._answer = End(**answer) if answer else End(1, "died", text=f"rank 0 {SILENT}")
+                is_leaving = self._is_leaving
+            self._is_answered.set()
+            if not is_leaving and self._answer.kind != "done":
+                Thread(target=self._end, args=(self._answer,), daemon=True).start()
+            _received(lines)
+            self._is_dismissed.set()
+
+    def _end(self, answer: End) -> None:
+        """End this process, whose main thread may wait for another rank."""
+        self._finish(answer)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(answer.code)
+
+    def _finish(self, answer: End, text: str = "") -> None:
+        """Print the error if it is this rank's to tell; let the ranks exit in a safe order.
+
+        A launcher that sees a rank end may kill the others: the one that tells comes first, and
+        before all others rank 0, which may have to requeue the job.
+        """
+        text = f"error: {answer.text}" if answer.text else text
+        if answer.rank == self.rank and text:
+            print(text, file=sys.stderr, flush=True)
+        if answer.kind != "stopped":
+            time.sleep(SETTLE if answer.rank != self.rank else 0)
+        elif self._hub is not None:
+            self.on_stop(answer.reason)
+            self._hub.dismiss()
+        else:
+            self._is_dismissed.wait(FAREWELL)
+
+
+class Hub(Thread):
+    """A thread of rank 0 that hears how each rank ends, and answers how all of them do."""
+
+    def __init__(self, world_size: int, store: KeyStore, start: float) -> None:
+        super().__init__(name="watch-hub", daemon=True)
+        self.world_size, self.start_time = world_size, start
+        self.token = token_hex(16)
+        self.server, host = _listening()
+        store.set("watch", json.dumps([host, self.server.getsockname()[1], self.token]))
+        self.connections: dict[int, socket.socket] = {}
+        self.events: Queue[int | End] = Queue()
+        """Ranks that have connected, and ends."""
+        os.register_at_fork(after_in_child=self._close)
+        Thread(target=self._accept, name="watch-accept", daemon=True).start()
+
+    def run(self) -> None:
+        """Answer all ranks as soon as it is known how they end."""
+        answer = self._first_end()
+        for connection in [*self.connections.values()]:
+            with suppress(OSError):
+                _send(connection, asdict(answer))
+
+    def _first_end(self) -> End:
+        """Wait for the first rank that ends early, for the end of rank 0, or for the time within
+        which all ranks must have connected."""
+        missing, left = {*range(self.world_size)}, {*range(self.world_size)}
+        early: list[End] = []
+        deadline = time.monotonic() + self.start_time
+        while left and not (early and time.monotonic() > deadline):
+            is_limited = bool(missing or early)
+            try:
+                event = self.events.get(
+                    timeout=max(deadline - time.monotonic(), 0) if is_limited else None
+                )
+            except Empty:
+                break
+            if isinstance(event, int):
+                missing.discard(event)
+                if early and not missing:
+                    deadline = time.monotonic() + SETTLE
+                continue
+            left.discard(event.rank)
+            if event.kind == "done":
+                if event.rank == 0 and not early:
+                    return event
+                continue
+            if not early:  # ranks that still start would wait for this one
+                deadline = time.monotonic() + (LATECOMERS if missing else SETTLE)
+            early.append(event)
+        if early:
+            return first_of(early, self.world_size)
+        names = ", ".join(map(str, sorted(missing)))
+        minutes = f"{self.start_time / 60:g} minutes"
+        text = f"ranks: of {self.world_size}, {names} did not start within {minutes}"
+        return End(0, "failed", text=text)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self.server.accept()
+                Thread(target=self._hear, args=(connection,), daemon=True).start()
+
+    def _hear(self, connection: socket.socket) -> None:
+        """Read who connects, and how it ends; strangers are ignored."""
+        _keep_alive(connection)
+        with connection.makefile("rb") as lines:
+            hello = _received(lines)
+            if hello is None or hello.get("token") != self.token:
+                connection.close()
+                return
+            rank = hello["rank"]
+            self.connections[rank] = connection
+            self.events.put(rank)
+            end = _received(lines)
+            if end is None:
+                text = f"rank {rank} ({hello['process']}) {SILENT}"
+                self.events.put(End(rank, "died", text=text))
+            else:
+                self.events.put(End(**end))
+
+    def dismiss(self) -> None:
+        """Let the other ranks exit."""
+        for connection in [*self.connections.values()]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+
+    def _close(self) -> None:
+        """Close this process's ends of the connections, which a fork would keep open."""
+        for connection in (self.server, *self.connections.values()):
+            connection.close()
+
+
+def first_of(early: list[End], world_size: int) -> End:
+    """Return the answer to early ends: a death counts before errors, which may follow from it, and
+    an error before stops.
+
+    Of several reasons of a stop the first in :data:`STOP_REASONS` counts. Ranks that died cannot
+    tell: the lowest one that lives does.
+    """
+    dead = [end for end in early if end.kind == "died"]
+    if dead:
+        living = {*range(world_size)} - {end.rank for end in dead}
+        return End(min(living, default=0), "died", text="; ".join(end.text for end in dead))
+    failed = [end for end in early if end.kind == "failed"]
+    if failed:
+        return failed[0]
+    return min(early, key=lambda end: (STOP_REASONS.index(end.reason), end.rank))
+
+
+def _listening() -> tuple[socket.socket, str]:
+    """Return a listening socket of rank 0, and this machine's address for the other ranks: that of
+    the interface towards MASTER_ADDR, or MASTER_ADDR itself if it is this machine."""
+    master = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
+    family, _, _, _, address = socket.getaddrinfo(master, port, type=socket.SOCK_DGRAM)[0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    server = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+        route.connect(address)  # sends nothing
+        host = route.getsockname()[0]
+    is_loopback = host == "::1" or host.startswith("127.")
+    return server, master if is_loopback else host
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    """Let the kernel find out when the other machine is lost."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        if hasattr(socket, name):  # macOS has other names
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _send(connection: socket.socket, values: dict[str, Any]) -> None:
+    """Send a line of JSON."""
+    connection.sendall(json.dumps(values).encode() + b"\n")
+
+
+def _received(lines: Any) -> dict[str, Any] | None:
+    """Return the values of a line of JSON; None if the other end has closed, or sent none."""
+    with suppress(OSError, ValueError):
+        values = json.loads(lines.readline())
+        if isinstance(values, dict):
+            return values
+    return None
