@@ -146,7 +146,7 @@ class DropPositions(TrainerCallback):
     def __getattr__(self, name: str) -> NoReturn:
         """Tell Lightning's trainer, which asks for hooks of its own, that it wants another."""
         raise AttributeError(
-            f"trainer.hf.DropPositions has no {name}: Lightning takes trainer.lightning.DropPositions"
+            f"trainer.hf.DropPositions: no {name}; Lightning takes trainer.lightning.DropPositions"
         )
 
 

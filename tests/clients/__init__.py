@@ -1,0 +1,1 @@
+"""Programs of others that run the drop, each against a reference that uses nothing of ours."""
