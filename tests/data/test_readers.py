@@ -176,6 +176,7 @@ BROKEN = [
     ("a.jsonl", ROW + '"text"\n', 2),
     ("a.jsonl", ROW + '{"text": 7}\n', 2),
     ("a.jsonl", ROW + '{"text": true}\n', 2),
+    ("a.jsonl", ROW + '{"text": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}\n", 2),
     ("a.jsonl", ROW + '{"text": {"a": "text"}}\n', 2),
     ("a.jsonl", ROW + '{"text": "half of \\ud83d a character"}\n', 2),
     ("a.jsonl", (ROW * 3).encode() + b'{"text": "\xff"}\n', 4),

@@ -24,7 +24,10 @@ AT_ONCE = 64
 """Rows of a table that are read together: a row may be a book."""
 LARGEST_CELL = (1 << 31) - 1
 """Characters of the largest cell of a csv file."""
-UNREADABLE = (OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError)
+UNREADABLE = (
+    *(OSError, EOFError, ValueError, RecursionError),
+    *(csv.Error, zlib.error, lzma.LZMAError),
+)
 """Errors of files that are damaged or hold something else."""
 
 Rows = Iterator[tuple[int, Any]]
@@ -72,10 +75,7 @@ def as_text(value: Any, column: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, list):
-        raise ValueError(
-            f"{column}: expected text, got a list (a chat?); write it as text, with "
-            "tokenizer.apply_chat_template(messages, tokenize=False) of transformers"
-        )
+        raise ValueError(f"{column}: expected text, got a list; write each chat as one text")
     if not isinstance(value, str):
         raise ValueError(f"{column}: expected text, got {value!r:.60}")
     value.encode()
