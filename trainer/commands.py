@@ -49,6 +49,15 @@ WITHOUT_PATH = "train", "prepare", "plan"
 """Commands whose words are all keys. The words of the others begin with paths."""
 OF_A_MACHINE = "trainer.threads", "data.num_workers", "data.cache_dir", "data.prepared"
 """Keys that may have another value on every rank."""
+EXTRAS = {
+    "lm_eval": "eval",
+    "tensorboard": "tensorboard",
+    "submitit": "slurm",
+    "s3fs": "cloud",
+    "gcsfs": "cloud",
+    "gguf": "gguf",
+}
+"""Extra of the package that brings what an error names."""
 KEPT = {
     "train": "The same command resumes from checkpoints, prepared text and measured batches.",
     "recalibrate": "The same command resumes from checkpoints and measured batches.",
@@ -272,6 +281,9 @@ def explain(error: BaseException) -> str:
         known = [str(key) for key in cause.parent_node]
         for near in get_close_matches(str(cause.key), known, 1):
             text += f"; the nearest is {near!r}"
+    if isinstance(cause, ImportError | HydraException):
+        extras = [extra for word, extra in EXTRAS.items() if word in text]
+        text += "".join(f"; pip install '.[{extra}]' brings it" for extra in extras[:1])
     return "\n".join(f"error: {line}" for line in text.splitlines())
 
 
@@ -392,7 +404,7 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
     begun = record if record.is_file() and values["overwrite"] is not True else None
     if begun is None:
         check_files(values["data"]["files"])  # before torch is imported
-    from trainer.runs.models import is_published
+    from trainer.runs.directory import is_published
     from trainer.workflows import recalibrate as workflow
 
     source = "from_pretrained" if is_published(keys.checkpoint) else "from_run"
@@ -425,8 +437,8 @@ def plan(job: Job) -> None:
     plan is for the configured shape.
     """
     keys = take_keys(job, schema.PlanKeys)
-    from trainer.report.terminal import print_plan
     from trainer.workflows.plan import plan as tables_of
+    from trainer.workflows.plan import print_plan
 
     forget_absent_weights(job.values)
     config = run_config(job)
@@ -441,7 +453,11 @@ def evaluate(job: Job) -> None:
 
     At multiples of the training length, with every method that extends the context.
     """
+    from trainer.runs.directory import check_model
+
     request = validated(schema.EvaluationRequest, job.values)
+    for reference in (request.checkpoint, *request.compare):
+        check_model(reference)  # before torch is imported
     name = job.choices["evaluation"]
     from trainer.report.terminal import print_report
     from trainer.workflows.evaluate import evaluate_lengths
@@ -496,7 +512,13 @@ def export(job: Job) -> None:
 
     python -m trainer export PATH to=DIRECTORY [KEY=VALUE ...]
     """
+    from trainer.runs.directory import check_model
+
     request = validated(schema.ExportRequest, job.values)
+    check_model(request.checkpoint)  # before torch is imported
+    to = Path(request.to)
+    if to.exists() and any(to.iterdir()):
+        raise UserError(f"to: expected a new or empty directory, got {request.to!r}")
     from trainer.interchange.hf_config import OWN
     from trainer.workflows.export import export_checkpoint
 

@@ -743,6 +743,9 @@ class ModelsRequest:
 class EvaluationRequest(ModelsRequest):
     """Request of the evaluate command."""
 
+    name: str | None = None
+    """Name of the evaluation beside others of the same model, in lengths/NAME of the run; null: the
+    option of the group."""
     compare: list[str] = field(default_factory=list)
     """More models, measured on the same trials."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import randbelow
 
+from trainer.common.errors import UserError
+
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write ``content`` (text as UTF-8) to ``path``, creating parent directories.
@@ -40,6 +42,21 @@ def synchronise(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def expecting(content: str, path: Path) -> Iterator[None]:
+    """Read a file within the block.
+
+    Raises:
+        UserError: it holds something else than ``content``.
+    """
+    try:
+        yield
+    except (OSError, UserError):  # they say what is wrong
+        raise
+    except Exception as error:  # whatever a parser makes of other bytes
+        raise UserError(f"{path}: expected {content} ({str(error).splitlines()[0]})") from error
 
 
 def checksum(path: Path) -> str:

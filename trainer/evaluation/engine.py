@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from trainer.common.fields import adapter
+from trainer.common.files import expecting
 from trainer.common.processes import check_signals
 from trainer.common.progress import Progress
 from trainer.common.ranks import best_precision
@@ -73,7 +74,9 @@ def measure(
             )
             notes += fitted
             for number, cell in enumerate(planned, len(cells)):
-                if not _is_complete(store.values(cell.key)):
+                with expecting("measured batches", store.directory / cell.key):
+                    is_complete = _is_complete(store.values(cell.key))
+                if not is_complete:
                     for share in _measure(cell, number, load(), config.batch_tokens, store):
                         progress.advance_to(done + share * sizes[cell.task])
                 done += sizes[cell.task]
@@ -113,8 +116,10 @@ def _plan(
     sentences: list[str] = []
     for method, key in keys.items():
         fitted = store.wait(key)[0]
-        sentences += [f"{model.name}, {title_of(method)}: {note}" for note in fitted["notes"]]
-        layouts = layout_list.validate_python(fitted["layouts"])
+        with expecting("layouts of a method", store.directory / key):
+            notes = fitted["notes"]
+            layouts = layout_list.validate_python(fitted["layouts"])
+        sentences += [f"{model.name}, {title_of(method)}: {note}" for note in notes]
         for length, layout in zip(lengths, layouts, strict=True):
             of_cell = {
                 "layout": fingerprint(layout),
@@ -154,6 +159,9 @@ def _is_complete(stored: Sequence[dict[str, Any]]) -> bool:
 def _trials(cell: Cell, store: Store) -> pd.DataFrame:
     """Return the trials of a cell as soon as they are measured."""
     stored = store.wait(cell.key, _is_complete)
+    with expecting("measured batches", store.directory / cell.key):
+        seconds = sum(batch["seconds"] for batch in stored)
+        values = [value for batch in stored for value in batch["values"]]
     trials, length = cell.task.trials, cell.task.length
     usual = {"text": trials.index, "depth": math.nan, "label": ""}
     trials = trials.assign(
@@ -163,9 +171,8 @@ def _trials(cell: Cell, store: Store) -> pd.DataFrame:
         metric=cell.task.metric,
         length=length,
         factor=length / cell.model.training_length,
-        seconds=round(sum(batch["seconds"] for batch in stored), 3),
+        seconds=round(seconds, 3),
     )
-    values = [value for batch in stored for value in batch["values"]]
     tables = []
     for key in cell.task.titles:
         of_key = pd.Series({number: x for number, name, x in values if name == key})

@@ -19,7 +19,7 @@ import pandas as pd
 from pydantic import ConfigDict
 
 from trainer.common.fields import adapter
-from trainer.common.files import write_atomically
+from trainer.common.files import expecting, write_atomically
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.data.needles import NAMES, WORDS
 from trainer.evaluation.results import AS_IS, COLUMNS, MEAN, TRIAL_COLUMNS
@@ -35,7 +35,8 @@ Row = tuple[str, str]
 def read_csv(path: Path) -> pd.DataFrame:
     """Read a results.csv; its texts may look like numbers."""
     text = dict.fromkeys(("run", "model", "method", "task", "metric"), str)
-    return pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
+    with expecting("rows of results", path):
+        return pd.read_csv(path, dtype=text, keep_default_na=False, na_values=[""])
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,11 @@ class Report:
             OSError: a file is missing.
             ValueError: a file is malformed.
         """
-        facts = json.loads((directory / FACTS).read_bytes())
+        with expecting("the facts of a report", directory / FACTS):
+            facts = json.loads((directory / FACTS).read_bytes())
         rows = read_csv(directory / "results.csv")
-        trials = pd.read_parquet(directory / "trials.parquet")
+        with expecting("trials as parquet", directory / "trials.parquet"):
+            trials = pd.read_parquet(directory / "trials.parquet")
         # 0.3.0 wrote the longest context only if it was not the training length.
         trained = facts.get("longest_context") or facts["training_length"]
         values = {"trained": trained, **facts, "rows": rows, "trials": trials}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -83,16 +83,3 @@ def print_report(report: Report, run_dir: str) -> None:
     for note in report.notes:
         out.print(f"Note: {note}")
     out.print(f"Report: {Path(run_dir) / 'report.html'}")
-
-
-def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
-    """Print the tables of a plan, by title."""
-    out = _console()
-    for title, rows in tables.items():
-        table = RichTable(title, "", box=None, width=WIDTH, title_justify="left")
-        table.columns[0].min_width = 32
-        table.columns[1].ratio = 1
-        for row in rows.items():
-            table.add_row(*map(Text, row))
-        out.print(table)
-        out.print()

@@ -6,6 +6,8 @@ import csv
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +21,11 @@ from filelock import FileLock, Timeout
 
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
-from trainer.common.files import write_atomically
+from trainer.common.files import expecting, write_atomically
 from trainer.config import SAME, RunConfig
 from trainer.runs.phases import drop_step
+
+log = logging.getLogger(__name__)
 
 RECORD = "config.yaml"
 LOCK = ".lock"
@@ -95,15 +99,56 @@ def lacks_schedule_control(runs: Sequence[str]) -> bool:
 
     ``runs``: directories; those without a configuration do not count.
     """
-    records = [path for run in runs if (path := Path(run, RECORD)).is_file()]
-    configs = [saved_config(yaml.safe_load(path.read_text("utf-8"))) for path in records]
+    directories = [Path(run) for run in runs]
+    configs = [saved_config(read_record(d)) for d in directories if (d / RECORD).is_file()]
     controls = [c.get("drop") or {} for config in configs for c in config.controls.values()]
     targets = [c.drop.to for c in configs] + [drop.get("to") for drop in controls]
     return len({drop_step(c) is None for c in configs}) == 2 and SAME not in targets
 
 
+def read_record(directory: Path) -> dict[str, Any]:
+    """Return the plain configuration of the run in a directory.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    path = directory / RECORD
+    with expecting("the configuration of a run", path):
+        values = yaml.safe_load(path.read_text("utf-8"))
+        values["controls"].keys()
+    return values
+
+
+def is_published(reference: str) -> bool:
+    """Whether a model is published weights, in a directory or on the hub, and not a run.
+
+    OWNER/NAME is looked for on the hub if there is no directory OWNER here.
+    """
+    path = Path(reference).expanduser()
+    is_on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists()
+    return bool(is_on_hub) or (path / "config.json").is_file()
+
+
+def check_model(reference: str) -> None:
+    """Check that a model is a directory or a name of the hub, before anything heavy is imported.
+
+    Raises:
+        UserError: it is neither.
+    """
+    path = Path(reference.removeprefix("hf:")).expanduser()
+    if not is_published(reference) and not path.is_dir():
+        raise UserError(f"checkpoint: {reference!r} is no directory, and no OWNER/NAME of the hub")
+
+
+def is_begun(directory: Path) -> bool:
+    """Whether the run in a directory has left anything: a checkpoint, or results."""
+    return any(directory.glob("checkpoints/[!.]*")) or (directory / "results.csv").exists()
+
+
 def check_run_directory(config: RunConfig) -> None:
     """Check that a run may use its directory; changes nothing.
+
+    A run that ended before its first checkpoint does not keep its directory.
 
     Raises:
         UserError: the directory holds another run, or other files and no run.
@@ -113,13 +158,16 @@ def check_run_directory(config: RunConfig) -> None:
         if directory.is_dir() and any(path.name != LOCK for path in directory.iterdir()):
             raise UserError(f"run_dir: {str(directory)!r} holds other files and no {RECORD}")
         return
-    if config.overwrite:
+    if config.overwrite or not is_begun(directory):
         return
-    saved = yaml.safe_load((directory / RECORD).read_text("utf-8"))
+    saved = read_record(directory)
     controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
     if changed := differences(saved, plain(config), {*FREE_TO_CHANGE} | controls):
         values = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
-        raise UserError(f"run_dir: {config.run_dir!r} holds another run ({values})")
+        raise UserError(
+            f"run_dir: {config.run_dir!r} holds another run ({values}); name=OTHER trains beside "
+            "it, overwrite=true deletes it"
+        )
 
 
 def differences(
@@ -179,11 +227,18 @@ def locked(directory: Path) -> Iterator[None]:
         UserError: another process trains there.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LOCK
     try:
-        with FileLock(directory / LOCK, timeout=0):
+        with FileLock(path, timeout=0):
             yield
     except Timeout:
-        raise UserError(f"run_dir: another process is training in {str(directory)!r}") from None
+        text = f"run_dir: another process is training in {str(directory)!r}"
+        # Without locks of the system, as on some network disks, the file names the process, and
+        # stays behind if that dies.
+        holder = path.read_text("utf-8", "replace").split()
+        if len(holder) >= 2:
+            text += f": {holder[0]} on {holder[1]}; if it has ended, rm {shlex.quote(str(path))}"
+        raise UserError(text) from None
 
 
 def open_run_directory(config: RunConfig) -> Path:
@@ -247,12 +302,30 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if there is no file."""
     if not path.exists():
         return []
-    text = path.read_text("utf-8")
-    # A row without line end was cut short by a kill.
-    rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
-    return [
-        {key: int(x) if x.isdecimal() else float(x) for key, x in row.items() if x} for row in rows
-    ]
+    with expecting("rows of metrics", path):
+        text = path.read_text("utf-8")
+        # A row without line end was cut short by a kill.
+        rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines(), strict=True)
+        return [_numbers(row) for row in rows]
+
+
+def _numbers(row: dict[str, str]) -> dict[str, Any]:
+    """Return the cells of a row that are not empty; one of them is the step."""
+    numbers: dict[str, Any] = {"step": int(row["step"])}
+    for key, text in row.items():
+        if text:
+            numbers[key] = int(text) if text.isdecimal() else float(text)
+    return numbers
+
+
+def warn_of_lost_rows(path: Path, rows: Sequence[dict[str, Any]], step: int, every: int) -> None:
+    """Warn if a metrics file ends before the last row of a run that has saved after ``step``.
+
+    ``every``: steps between rows when it saved.
+    """
+    last = max((row["step"] for row in rows), default=0)
+    if last < step - step % every:
+        log.warning("%s: rows after step %d are lost, of %d steps", path, last, step)
 
 
 def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:

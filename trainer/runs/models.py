@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
-import re
 import shlex
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,10 +29,11 @@ from trainer.checkpoint import (
 )
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
-from trainer.common.files import checksum
+from trainer.common.files import checksum, write_atomically
 from trainer.common.processes import cores
-from trainer.config import SAME, RunConfig
+from trainer.config import SAME, DataConfig, RunConfig
 from trainer.data.corpus import Corpus
+from trainer.data.sources import cache_directory
 from trainer.data.tokenizer import same_tokens, special_tokens
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.evaluation.store import fingerprint
@@ -41,20 +43,13 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
-from trainer.runs.directory import saved_config
+from trainer.runs.directory import is_published, saved_config
 from trainer.runs.phases import drop_step, phase_at, phases_of
 
+DIGITS = 64
+"""Length of a checksum."""
+
 # Finding
-
-
-def is_published(reference: str) -> bool:
-    """Whether a model is published weights, in a directory or on the hub, and not a run.
-
-    OWNER/NAME is looked for on the hub if there is no directory OWNER here.
-    """
-    path = Path(reference).expanduser()
-    is_on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists()
-    return bool(is_on_hub) or (path / "config.json").is_file()
 
 
 def find_model(reference: str, training_length: int | None = None) -> SavedModel:
@@ -210,9 +205,26 @@ def encodings_of(reference: str) -> PositionalConfig:
 
 
 def _files_fingerprint(path: Path) -> str:
-    """Return a fingerprint of names, sizes and times of files; hashing contents would take long."""
-    files = sorted(path.iterdir())
-    return str([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files])
+    """Return a fingerprint of names and contents of files, of which each node may have a copy."""
+    files = sorted(file for file in path.iterdir() if file.is_file())
+    with ThreadPoolExecutor() as pool:
+        sums = [*pool.map(_remembered_checksum, files)]
+    return str([(file.name, digest) for file, digest in zip(files, sums, strict=True)])
+
+
+def _remembered_checksum(path: Path) -> str:
+    """Return the checksum of a file, which is read again only if its size or time has changed."""
+    status = path.stat()
+    place = [str(path.resolve()), status.st_size, status.st_mtime_ns]
+    memory = cache_directory(DataConfig()) / "checksums" / fingerprint(place)
+    with suppress(OSError):
+        known = memory.read_text("ascii")
+        if len(known) == DIGITS:
+            return known
+    known = checksum(path)
+    with suppress(OSError):  # the cache may be read-only
+        write_atomically(memory, known)
+    return known
 
 
 # Names

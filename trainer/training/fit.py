@@ -38,7 +38,7 @@ from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.lightning.datamodule import Batches, StepLoader
 from trainer.lightning.drop import DropPositions
-from trainer.runs.directory import read_metrics, write_metrics
+from trainer.runs.directory import read_metrics, warn_of_lost_rows, write_metrics
 from trainer.runs.models import name_and_role, starting_weights
 from trainer.runs.phases import kept_steps, phase_at, phases_of
 from trainer.training.dashboards import dashboards
@@ -154,7 +154,7 @@ def starting_point(
         if state["texts"] != corpus.fingerprints:
             raise UserError("data: the checkpoint was trained on another text than this run")
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    on_rank_zero(lambda: _cut_metrics(run_dir, branch, state["step"]))
+    on_rank_zero(lambda: _cut_metrics(run_dir, branch, state))
     return start, state
 
 
@@ -165,13 +165,16 @@ def _remove_partial(directory: Path) -> None:
         shutil.rmtree(partly)
 
 
-def _cut_metrics(run_dir: Path, branch: Path | None, step: int) -> None:
-    """Keep the rows of a run up to ``step``; a branch begins with those of its run."""
-    metrics = run_dir / "metrics.csv"
+def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> None:
+    """Keep the rows of a run up to its checkpoint; a branch begins with those of its run."""
+    metrics, step = run_dir / "metrics.csv", state["step"]
     source = metrics
     if branch is not None and not metrics.exists():
         source = branch.parent.parent / "metrics.csv"
-    write_metrics(metrics, [row for row in read_metrics(source) if row["step"] <= step])
+    rows = read_metrics(source)
+    if step:
+        warn_of_lost_rows(source, rows, step, state["config"]["trainer"]["log_every"])
+    write_metrics(metrics, [row for row in rows if row["step"] <= step])
 
 
 def user_callbacks(config: RunConfig) -> list[L.Callback]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer.common.errors import UserError
+from trainer.common.files import expecting
 from trainer.common.processes import use_cores, usual_threads
 from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
@@ -26,7 +29,7 @@ from trainer.evaluation.tasks import check_names, make_tasks
 from trainer.plotting import use_style
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
-from trainer.report.report import Report
+from trainer.report.report import FACTS, Report
 from trainer.runs.directory import FREE_TO_CHANGE, differences, plain
 from trainer.runs.models import environment, find_models, origin, origins, without_home
 
@@ -41,9 +44,9 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     """Measure every method on every model; write the report and return it with its directory.
 
     Several processes, started by torchrun or srun, share the work; all but the first return None.
-    The report takes the place of an older one, whose cells stay.
+    The same request writes its report again; another one needs a name or directory of its own.
 
-    ``name``: name of the evaluation and of its directory in the run.
+    ``name``: name of the evaluation and of its directory in the run, unless the request has one.
 
     Raises:
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
@@ -59,14 +62,45 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     C = evaluation.training_length
     models = find_models(references, C, with_origins=not request.compare)
     first = next(model for model in models if model.reference == request.checkpoint)
+    name = request.name or name
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
+    if current_ranks().rank == 0:
+        check_same(request, output)
     text = held_out_of(held_out_corpus(request.text, first), first)
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:
         return None
+    report = replace(report, config=report.config | {"request": plain_request(request)})
     return publish(report, models, output), output
+
+
+def plain_request(request: EvaluationRequest) -> dict[str, Any]:
+    """Return what a request measures, as JSON values: its models, text, tasks and methods."""
+    values = without_home(asdict(request))
+    return {key: values[key] for key in ("checkpoint", "compare", "text", "evaluation")}
+
+
+def check_same(request: EvaluationRequest, output: Path) -> None:
+    """Check that a directory holds no other evaluation than this one.
+
+    Raises:
+        UserError: it does.
+    """
+    facts = output / FACTS
+    if not facts.is_file():
+        return
+    with expecting("the facts of a report", facts):
+        before = json.loads(facts.read_bytes())["config"].get("request")
+    new = plain_request(request)
+    if before is None or before == new:  # 0.3.0 wrote none
+        return
+    changed = differences(before, new, ())
+    values = "; ".join(f"{key}: {old!r} there, {value!r} here" for key, old, value in changed)
+    raise UserError(
+        f"output: {str(output)!r} holds another evaluation ({values}); name=OTHER writes beside it"
+    )
 
 
 def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:

@@ -14,6 +14,9 @@ from pathlib import Path
 from statistics import median_high
 
 from trainer.checkpoint import BEFORE_DROP, step_name
+from trainer.common.errors import UserError
+from trainer.common.files import expecting
+from trainer.common.processes import check_signals
 from trainer.common.ranks import all_gather, current_ranks, on_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
@@ -78,6 +81,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> Report | No
                 for name, run in configs.items()
             ]
         all_gather(None)  # all ranks have trained before one reads the checkpoints
+    check_signals()  # of the last step
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
     report = make_report(config, checkpoints, corpus, beside)
     if report is not None:
@@ -95,22 +99,27 @@ def is_finished(config: RunConfig) -> bool:
     facts, values = Path(config.run_dir, FACTS), without_home(plain(config))
     if config.overwrite or not facts.exists():
         return False
-    reported = json.loads(facts.read_bytes())["config"]
     keys = ("controls", "evaluation") if config.evaluation.enabled else ("controls",)
-    return all(reported[key] == values[key] for key in keys)
+    with expecting("the facts of a report", facts):
+        reported = json.loads(facts.read_bytes())["config"]
+        return all(reported[key] == values[key] for key in keys)
 
 
 def check_machine(configs: dict[str, RunConfig]) -> None:
-    """Check what shows without the text: names of tasks and methods, devices, batches.
+    """Check what shows without the text: names of tasks and methods, devices, shards, batches.
 
     Raises:
         UserError: some of it does not fit.
     """
+    count = current_ranks().world_size
     for config in configs.values():
         check_names(config.evaluation)
         check_device(config)
+        size = config.strategy.shard_size
+        if config.strategy.name == "hsdp" and size and count % size:
+            raise UserError(f"strategy.shard_size: expected a divisor of {count} ranks, got {size}")
         for phase in phases_of(config):
-            phase.config.trainer.accumulation(current_ranks().world_size)
+            phase.config.trainer.accumulation(count)
 
 
 def _open(config: RunConfig, configs: dict[str, RunConfig], lock: ExitStack) -> list[str]:

@@ -5,21 +5,33 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from trainer.config import MAIN, RunConfig
+from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
+from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.parsing import runs_of
-from trainer.runs.phases import Phase, drop_step, phase_at, phases_of
-from trainer.training.setup import make_decoder
+from trainer.runs.phases import Phase, configured_layout, drop_step, phase_at, phases_of
 
-GPUS = "A100-SXM4-80GB", "H100 80GB HBM3", "H200"
-"""Names of GPUs as :func:`trainer.model.flops.dense_peak` has them."""
+GPUS = {"A100-SXM4-80GB": 79, "H100 80GB HBM3": 79, "H200": 139}
+"""Memory in GiB of GPUs, by their names in :func:`trainer.model.flops.dense_peak`."""
+FREE = 0.2
+"""Share of a GPU's memory that stays free for everything that is not counted."""
+ROUNDED = 1024
+"""The longest sequence is rounded down to a multiple of this."""
 ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
+WIDTH = 100
+"""Characters of a line on the terminal."""
 STATE = 16
 """Bytes of a parameter while it trains: weight, gradient and AdamW's two moments in float32."""
 
@@ -32,7 +44,7 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: the vocabulary is that of a finished tokenizer, which is not read here.
     """
-    trained = None if config.tokenizer.path else config.tokenizer.vocab_size
+    trained = None if config.tokenizer.path else config.tokenizer.vocab_size + len(WORDS)
     shape = replace(config.model, vocab_size=config.model.vocab_size or trained)
     config = replace(config, model=shape)
     steps, phases, drop = config.trainer.max_steps, phases_of(config), drop_step(config)
@@ -56,11 +68,12 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
-    counts = parameters(make_decoder(config, 0))
+    counts = parameters(decoder(config))
     return {
         "Parameters": {name: f"{count:,}" for name, count in counts.items()},
         "Training": training,
         f"Memory of each of {gpus} GPUs, about": memory(config, gpus),
+        "Longest sequence that fits, about": longest(config, gpus),
         f"Time at {mfu:.0%} of the peak": times,
     }
 
@@ -70,6 +83,12 @@ def _in_words(phase: Phase) -> str:
     steps, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
     change = f", {phase.description}" if phase.settings.drop or phase.settings.rescale else ""
     return f"{steps:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
+
+
+def decoder(config: RunConfig) -> Decoder:
+    """Return the decoder that a run begins with, without weights; its vocabulary must be known."""
+    with torch.device("meta"):
+        return Decoder(config.model, configured_layout(config))
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
@@ -94,7 +113,7 @@ def parameters(model: nn.Module) -> dict[str, int]:
 
 def flops(config: RunConfig, begin: int = 0) -> float:
     """Return the operations of a run's steps from step ``begin``; its vocabulary must be known."""
-    model = make_decoder(config, 0)
+    model = decoder(config)
     return float(
         sum(
             training_flops(model.config, model.layout, phase.config.data.sequence_length)
@@ -114,18 +133,52 @@ def memory(config: RunConfig, gpus: int) -> dict[str, str]:
         return run.micro_batch_size or -(-run.batch_size // gpus), phase.config.data.sequence_length
 
     rows, length = max(map(micro_batch, phases_of(config)), key=lambda shape: shape[0] * shape[1])
-    strategy, count = config.strategy, sum(p.numel() for p in make_decoder(config, 0).parameters())
-    of_node = strategy.shard_size or min(gpus, ON_A_NODE)
-    shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
-    size = 4 if config.trainer.precision == "fp32" else 2
-    kept = activation_bytes(config.model, size, strategy.activation_checkpointing)
-    activations, state = rows * length * kept / (1 << 30), STATE * count / shards / (1 << 30)
+    activations = rows * length * bytes_of_token(config) / (1 << 30)
+    state = state_bytes(config, gpus) / (1 << 30)
     return {
-        "micro-batch": f"{rows:,} x {length:,} tokens, strategy {strategy.name}",
+        "micro-batch": f"{rows:,} x {length:,} tokens, strategy {config.strategy.name}",
         "activations": f"{activations:,.1f} GiB",
         "weights, gradients, optimizer": f"{state:,.1f} GiB",
         "in all": f"{activations + state:,.1f} GiB",
     }
+
+
+def longest(config: RunConfig, gpus: int) -> dict[str, str]:
+    """Return for each kind of GPU the longest sequence that it trains, one at a time."""
+    lengths = {}
+    for name, memory in GPUS.items():
+        room = (1 - FREE) * memory * (1 << 30) - state_bytes(config, gpus)
+        tokens = int(room / bytes_of_token(config)) // ROUNDED * ROUNDED
+        lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
+    return lengths
+
+
+def state_bytes(config: RunConfig, gpus: int) -> float:
+    """Return the bytes of weights, gradients and optimizer state on each GPU."""
+    strategy = config.strategy
+    of_node = strategy.shard_size or min(gpus, ON_A_NODE)
+    shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
+    return STATE * sum(p.numel() for p in decoder(config).parameters()) / shards
+
+
+def bytes_of_token(config: RunConfig) -> int:
+    """Return about how many bytes of activations a token of the run takes on a GPU."""
+    size = 4 if config.trainer.precision == "fp32" else 2
+    return activation_bytes(config.model, size, config.strategy.activation_checkpointing)
+
+
+def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
+    """Print the tables of a plan, by title."""
+    out = Console(highlight=False, markup=False)
+    out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
+    for title, rows in tables.items():
+        table = Table(title, "", box=None, width=WIDTH, title_justify="left")
+        table.columns[0].min_width = 32
+        table.columns[1].ratio = 1
+        for row in rows.items():
+            table.add_row(*map(Text, row))
+        out.print(table)
+        out.print()
 
 
 def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:

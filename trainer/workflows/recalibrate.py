@@ -31,8 +31,8 @@ from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
 from trainer.report.report import Report
-from trainer.runs.directory import RECORD, open_run_directory, plain
-from trainer.runs.models import is_published, read_run
+from trainer.runs.directory import RECORD, is_published, open_run_directory, plain, read_record
+from trainer.runs.models import read_run
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.plan import STATE, activation_bytes
 from trainer.workflows.text import open_corpus
@@ -248,7 +248,7 @@ def chosen_keys(
     the run that has begun.
     """
     if record is not None:
-        saved = yaml.safe_load(record.read_text("utf-8"))
+        saved = read_record(record.parent)
         return {k: reduce(getitem, k.split("."), saved) for k in KEYS if k not in given}
     shape = shape_of(model)
     accelerator = given.get("trainer.accelerator", "auto")
