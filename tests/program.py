@@ -25,7 +25,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.preloaded"])
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg"
 SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="1pt" height="1pt" viewBox="0 0 1 1"/>'
-BLANK = {"png": base64.b64decode(f"{PNG}=="), "svg": SVG.encode()}
+BLANK = {"png": base64.b64decode(f"{PNG}=="), "svg": SVG.encode(), "pdf": b"%PDF-1.4"}
 
 
 def blank(figure, suffix, **_):

@@ -524,7 +524,12 @@ def save(figure: Figure, stem: Path) -> Path:
 
 
 def _write(figure: Figure, stem: Path, suffix: str, **options: Any) -> Path:
-    buffer, path = BytesIO(), stem.with_name(f"{stem.name}.{suffix}")
-    figure.savefig(buffer, format=suffix, **options)
-    write_atomically(path, buffer.getvalue())
+    path = stem.with_name(f"{stem.name}.{suffix}")
+    write_atomically(path, _rendered(figure, suffix, **options))
     return path
+
+
+def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format=suffix, **options)
+    return buffer.getvalue()
