@@ -433,6 +433,7 @@ def test_two_callbacks_drop_in_steps_and_resume_between(tmp_path, at, is_reused)
     assert dropped_layers(first) + dropped_layers(module) == ["11"] * 2 + ["01"] * 2 + ["00"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Watched, Own])
 @pytest.mark.parametrize("is_reused", [False, True])
 def test_validation_and_resumes_take_the_state_of_the_checkpoint(tmp_path, make, is_reused):
