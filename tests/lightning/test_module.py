@@ -1,14 +1,314 @@
-"""Sums of losses over micro-batches, steps and skipped steps; threads of a run."""
+"""Updates of a LanguageModule are those of a plain loop, whatever optimizer and micro-batches."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
+import lightning as L
 import pytest
 import torch
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RMSprop
 
-from trainer.lightning.module import Tally
+from tests.lightning.updates import (
+    Smooth,
+    decoder,
+    fit,
+    mean_loss,
+    micro_batches,
+    smooth,
+    steps_of,
+    train_plainly,
+)
+from tests.program import run_ranks
+from trainer.common.errors import UserError
+from trainer.lightning import LanguageModule, schedule
+from trainer.lightning.module import Tally, check_updates, evaluating
+from trainer.model.backends import cudnn_attention
+
+CLIP = 0.5
+
+
+class WithOptimizers(LanguageModule):
+    """A module with optimizers of the user's: ``make`` returns one or several."""
+
+    def __init__(self, make, **options):
+        super().__init__(decoder(), gradient_clip=CLIP, **options)
+        self.make = make
+        self.automatic_optimization = not isinstance(make(self.model), list)
+
+    def configure_optimizers(self):
+        return self.make(self.model)
+
+
+def muon_and_adamw(model):
+    matrices = [p for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
+    others = [p for name, p in model.named_parameters() if "layers" not in name or p.ndim < 2]
+    return [Muon(matrices, lr=1e-2), AdamW(others, lr=1e-2)]
+
+
+OPTIMIZERS = {
+    "AdamW fused": lambda model: smooth(AdamW(model.parameters(), 1e-2, fused=True)),
+    "AdamW": lambda model: smooth(AdamW(model.parameters(), 1e-2)),
+    "AdamW, rate a tensor": lambda model: smooth(AdamW(model.parameters(), torch.tensor(1e-2))),
+    "Adam fused": lambda model: smooth(Adam(model.parameters(), 1e-2, fused=True)),
+    "Adagrad fused": lambda model: Adagrad(model.parameters(), 1e-2, fused=True),
+    "SGD fused": lambda model: SGD(model.parameters(), 0.1, momentum=0.9, fused=True),
+    "SGD": lambda model: SGD(model.parameters(), 0.1, momentum=0.9),
+    "NAdam": lambda model: smooth(NAdam(model.parameters(), 1e-2)),
+    "RMSprop": lambda model: smooth(RMSprop(model.parameters(), 1e-3)),
+    "Adafactor": lambda model: Adafactor(model.parameters(), 1e-2),
+    "ours": lambda model: Smooth(model, 1e-2).configure_optimizers(),
+    "our Muon": lambda model: LanguageModule(model, optimizer="muon").configure_optimizers(),
+}
+
+
+def batches_with_nan():
+    """The second of three steps has a loss that is not finite."""
+    batches = micro_batches()
+    batches[2]["weights"][0, 0] = math.nan
+    return batches
+
+
+def assert_close(model, other, atol=2e-6):
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=atol)
+
+
+def copied(batches):
+    """Copies, so that no test changes what another reads."""
+    return copy.deepcopy(batches)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_weigh_tokens_alike_are_clipped_and_skipped(name):
+    """Micro-batches of several shapes, a loss that is not finite, and a step of one micro-batch."""
+    module = WithOptimizers(OPTIMIZERS[name])
+    plain = copy.deepcopy(module.model)
+    trainer = fit(module, batches_with_nan())
+    optimizer = OPTIMIZERS[name](plain)
+    train_plainly(plain, [optimizer], steps_of(batches_with_nan()), CLIP)
+    # Muon's products are in bfloat16.
+    assert_close(module.model, plain, atol=1e-3 if "Muon" in name else 2e-6)
+    assert module.tally.read()["skipped_steps"] == 1
+    assert trainer.global_step == 3
+    (trained,) = trainer.optimizers
+    for ours, reference in zip(trained.state.values(), optimizer.state.values(), strict=True):
+        assert ours.keys() == reference.keys()
+        if "step" in ours:
+            assert ours["step"] == reference["step"] == 2
+
+
+def test_several_optimizers_update_together():
+    module = WithOptimizers(muon_and_adamw, schedule=lambda step: 1 / (1 + step))
+    plain = copy.deepcopy(module.model)
+    fit(module, batches_with_nan(), accumulate_grad_batches=1)
+    optimizers = muon_and_adamw(plain)
+    for step, batch in enumerate(batches_with_nan()):
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + step)
+        train_plainly(plain, optimizers, [[batch]], CLIP)
+    assert_close(module.model, plain, atol=1e-3)
+    assert module.tally.read()["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("value", [0.1, 10.0, 0])
+@pytest.mark.parametrize("name", ["SGD fused", "SGD"])
+def test_the_trainers_norm_replaces_the_modules(name, value):
+    module = WithOptimizers(OPTIMIZERS[name])
+    plain = copy.deepcopy(module.model)
+    fit(module, micro_batches(), gradient_clip_val=value)
+    optimizer = OPTIMIZERS[name](plain)
+    train_plainly(plain, [optimizer], steps_of(micro_batches()), value or math.inf)
+    assert_close(module.model, plain)
+
+
+class Hooks(L.Callback):
+    """Notes the norm of gradients when Lightning says that they are not clipped yet."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        grads = [p.grad for p in module.parameters()]
+        self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_callbacks_see_gradients_of_the_mean_loss_before_they_are_clipped(fused):
+    batches = [micro_batches()[0]] * 2
+    hooks = Hooks()
+    module = WithOptimizers(lambda model: SGD(model.parameters(), 0.1, fused=fused))
+    plain = copy.deepcopy(module.model)
+    fit(module, copied(batches), callbacks=[hooks])
+    mean_loss(plain, batches).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert norm > CLIP
+    assert hooks.norms == [pytest.approx(float(norm), rel=1e-5)]
+    assert module.tally.read()["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_what_a_subclass_adds_to_the_loss_is_weighed_by_tokens():
+    class Penalized(WithOptimizers):
+        def training_step(self, batch, index):
+            return super().training_step(batch, index) + self.model.norm.weight.sum()
+
+    gains = []
+    for kind in (WithOptimizers, Penalized):
+        module = kind(OPTIMIZERS["SGD"])
+        module.gradient_clip = 0
+        fit(module, micro_batches()[:2])
+        gains.append(module.model.norm.weight.detach())
+    torch.testing.assert_close(gains[0] - gains[1], torch.full((32,), 0.1))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_optimizers_are_left_as_other_loops_expect_them(fused):
+    module = WithOptimizers(lambda model: SGD(model.parameters(), 0.1, fused=fused))
+    (optimizer,) = fit(module, micro_batches()).optimizers
+    before = module.model.norm.weight.detach().clone()
+    module.model.norm.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    torch.testing.assert_close(module.model.norm.weight, before - 0.1)
+
+
+def test_a_fit_that_was_interrupted_leaves_nothing_to_the_next():
+    class Interrupted(L.Callback):
+        def on_train_batch_end(self, *_):
+            raise ZeroDivisionError
+
+    module = Smooth(decoder(), 1e-2)
+    plain = copy.deepcopy(module.model)
+    with pytest.raises(ZeroDivisionError):
+        fit(module, micro_batches(), callbacks=[Interrupted()])
+    fit(module, micro_batches())
+    optimizer = Smooth(plain, 1e-2).configure_optimizers()
+    train_plainly(plain, [optimizer], steps_of(micro_batches()), 1.0)
+    assert_close(module.model, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "hsdp"])
+def test_ranks_with_unequal_tokens_make_the_updates_of_one_process(tmp_path, strategy):
+    script = Path(__file__).with_name("updates.py")
+    for rank in run_ranks(2, script, strategy, cwd=tmp_path):
+        assert rank.returncode == 0, rank.stderr[-4000:]
+
+
+def test_bf16_mixed_is_the_decoders_own_bf16():
+    mixed, own = (LanguageModule(decoder(), 1e-2) for _ in range(2))
+    own.model.compute_dtype = torch.bfloat16
+    fit(mixed, micro_batches(), precision="bf16-mixed")
+    fit(own, micro_batches(), precision="32-true")
+    assert_close(mixed.model, own.model, atol=0)
+
+
+def test_bf16_true_trains_on_weights_of_tokens():
+    module = LanguageModule(decoder(), 1e-2)
+    fit(module, micro_batches(), precision="bf16-true")
+    assert module.model.norm.weight.dtype == torch.bfloat16
+    assert module.tally.read()["skipped_steps"] == 0
+
+
+def with_scheduler(model):
+    optimizer = AdamW(model.parameters(), 1e-2)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+class Half(L.pytorch.plugins.precision.Precision):
+    precision = "16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "key"),
+    [
+        (OPTIMIZERS["AdamW"], {"plugins": [Half()]}, "precision"),
+        (OPTIMIZERS["AdamW"], {"precision": "16-true"}, "precision"),
+        (
+            OPTIMIZERS["AdamW"],
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "gradient_clip_algorithm",
+        ),
+        (lambda model: LBFGS(model.parameters()), {}, "configure_optimizers"),
+        (with_scheduler, {}, "schedule"),
+    ],
+    ids=["float16", "float16 weights", "clipping by value", "LBFGS", "two schedules"],
+)
+def test_what_an_update_cannot_serve_is_refused_before_the_first_one(make, options, key):
+    module = WithOptimizers(make, schedule=schedule(3))
+    with pytest.raises(UserError, match=f"^{key}: "):
+        fit(module, micro_batches(), **options)
+    assert not module.micro_batches
+
+
+def test_strategies_whose_gradients_it_cannot_read_are_refused():
+    module = SimpleNamespace(trainer=SimpleNamespace(strategy=object(), precision="32-true"))
+    with pytest.raises(UserError, match=r"^strategy: "):
+        check_updates(module)
+
+
+def test_a_training_step_that_weighs_no_tokens_is_refused():
+    class Own(LanguageModule):
+        def training_step(self, batch, index):
+            return self.model.loss(batch["input_ids"], batch["labels"])
+
+    with pytest.raises(UserError, match=r"^training_step: "):
+        fit(Own(decoder()), micro_batches())
+
+
+def test_a_scheduler_of_the_users_holds_without_ours():
+    module = WithOptimizers(with_scheduler)
+    trainer = fit(module, micro_batches(), max_epochs=2)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-4)
+
+
+def test_our_schedule_holds_for_an_optimizer_of_the_users():
+    module = WithOptimizers(OPTIMIZERS["SGD"], schedule=lambda step: 2.0**-step)
+    trainer = fit(module, micro_batches())
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 / 4
+
+
+class Kernels(L.Callback):
+    """Notes whether cuDNN's attention is allowed outside of the passes."""
+
+    def __init__(self):
+        self.allowed = []
+
+    def on_train_batch_start(self, *_):
+        self.allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+
+    on_before_optimizer_step = on_train_batch_end = on_train_batch_start
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_cudnns_attention_is_allowed_within_the_passes_alone(monkeypatch, before):
+    module, callback, within = LanguageModule(decoder()), Kernels(), []
+    monkeypatch.setattr(module.model, "use_backend", lambda *_, **__: "cudnn")
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            within.append(torch.backends.cuda.cudnn_sdp_enabled())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            within.append(torch.backends.cuda.cudnn_sdp_enabled())
+            if len(within) == 6:
+                raise ZeroDivisionError
+            return gradient
+
+    module.model.norm.register_forward_hook(lambda _, __, out: Watched.apply(out))
+    with cudnn_attention(before):
+        with pytest.raises(ZeroDivisionError):
+            fit(module, micro_batches(), callbacks=[callback])
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+    assert within == [True] * 6
+    assert callback.allowed == [before] * len(callback.allowed)
+    assert callback.allowed
 
 
 def stored(tally):
@@ -16,14 +316,8 @@ def stored(tally):
     return json.loads(json.dumps(tally.state()))
 
 
-def test_a_step_is_the_weighted_mean_over_all_its_tokens():
-    tally = Tally()
-    losses, weights = torch.tensor([2.0, 4.0, 6.0]), torch.tensor([1.0, 10.0, 1.0])
-    for loss, weight in zip(losses, weights, strict=True):
-        tally.add(loss.expand(1, 4), weight.expand(1, 4))
-    loss, weight = tally.end_step()
-    assert loss.item() == pytest.approx((2 + 40 + 6) / 12)
-    assert weight.item() == pytest.approx(4)
+def add(tally, loss, skipped=False):
+    tally.add(torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped))
 
 
 def test_each_row_is_of_the_steps_since_the_one_before():
@@ -31,9 +325,7 @@ def test_each_row_is_of_the_steps_since_the_one_before():
     tally, rows = Tally(), []
     for losses in ([1.0, 3.0], [5.0, math.nan, 7.0], [math.nan]):
         for loss in losses:
-            tally.add(torch.full((1, 4), loss), torch.ones(1, 4))
-            value, _ = tally.end_step()
-            tally.end_update(torch.tensor(loss), ~value.isfinite())
+            add(tally, loss, math.isnan(loss))
         read = tally.read()
         rows.append((read["loss"], read["skipped_steps"]))
     assert rows[:2] == [(2.0, 0), (6.0, 1)]
@@ -43,9 +335,7 @@ def test_each_row_is_of_the_steps_since_the_one_before():
     again = Tally()
     again.load(stored(tally), torch.device("cpu"))
     for counter in (tally, again):
-        counter.add(torch.full((1, 4), 4.0), torch.ones(1, 4))
-        counter.end_step()
-        counter.end_update(torch.tensor(1.0), torch.tensor(False))
+        add(counter, 4.0)
     assert again.read() == tally.read()
     assert again.read()["skipped_steps"] == 2
 
@@ -53,8 +343,13 @@ def test_each_row_is_of_the_steps_since_the_one_before():
 def test_updates_that_were_skipped_are_counted_in_a_row_and_since_the_start():
     tally, counted = Tally(), []
     for skipped in (True, True, False, True):
-        tally.add(torch.ones(1, 4), torch.ones(1, 4))
-        tally.end_step()
-        tally.end_update(torch.tensor(2.0), torch.tensor(skipped))
+        add(tally, 1.0, skipped)
         counted.append((tally.skipped_in_a_row(), tally.read()["skipped_steps"]))
     assert counted == [(1, 1), (2, 2), (0, 2), (1, 3)]
+
+
+def test_evaluating_leaves_the_kernel_as_it_was():
+    with cudnn_attention(True):
+        with evaluating(decoder()):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled()

@@ -112,9 +112,6 @@ class LanguageModule(L.LightningModule):
         """
         check_updates(self)
         self.micro_batches.clear()  # of a fit that was interrupted
-        for optimizer in self.trainer.optimizers:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
 
     def on_train_batch_start(self, batch: Batch, index: int) -> None:
         """Set the learning rates of the step."""
@@ -123,13 +120,12 @@ class LanguageModule(L.LightningModule):
         factor = self.schedule(updates_done(self.trainer))
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
 
     def training_step(self, batch: Batch, index: int) -> Tensor:
         """Return the mean loss of a micro-batch ``[B, T]``, weighted by its tokens' weights."""
         if isinstance(self.model, FSDPModule):  # hsdp adds up the shards of all groups once a step
-            is_last = (index + 1) % self.trainer.accumulate_grad_batches == 0
-            self.model.set_requires_all_reduce(is_last or self.trainer.is_last_batch)
+            self.model.set_requires_all_reduce(ends_step(self.trainer, index))
         backend = self.model.use_backend(
             self.attention,
             self.trainer.strategy.root_device.type,
@@ -141,6 +137,7 @@ class LanguageModule(L.LightningModule):
         weights = batch.get("weights")
         if weights is None:
             weights = torch.ones_like(batch["labels"], dtype=torch.float32)
+        weights = weights.float()  # Lightning's bf16-true rounds what a batch holds
         options = {key: batch[key] for key in ("documents", "bounds", "longest") if key in batch}
         with self._numerics(self._uses_cudnn):
             loss = self.model.loss(batch["input_ids"], batch["labels"], weights, **options)
@@ -158,6 +155,8 @@ class LanguageModule(L.LightningModule):
         The unit of weights is the weight of the step's first micro-batch, averaged over the ranks:
         gradients have their usual size before :meth:`finish_gradients`, too.
         """
+        if not self.micro_batches:
+            raise UserError("training_step: expected a call of LanguageModule.training_step")
         weight = self.micro_batches[-1][1]
         if len(self.micro_batches) == 1:
             self._unit = mean_over_ranks(weight.clone()).clamp(min=1.0)
@@ -193,26 +192,26 @@ class LanguageModule(L.LightningModule):
         # micro-batches of a whole step, also if the data ends within this one.
         to_mean = self._unit * self.trainer.accumulate_grad_batches / weight
 
-        # 3. Clip.
+        # 3. The global norm, and clipping.
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = global_norm(gradients) * to_mean
-        clip = ((gradient_clip or float("inf")) / (norm + 1e-6)).clamp(max=1.0)
+        factor = to_mean
+        if gradient_clip:
+            factor = to_mean * (gradient_clip / (norm + 1e-6)).clamp(max=1.0)
 
-        # 4. Skip: the weights, their averages and Muon's momentum stay as they are.
+        # 4. What optimizer.step() does next: an update with these gradients, or nothing.
         skip = ~(norm.isfinite() & loss.isfinite())
-
-        # 5. The step.
-        if all(map(skips_on_device, optimizers)):
+        if all(skips_on_device(optimizer) for optimizer in optimizers):
             for optimizer in optimizers:
-                scale_or_skip_next_step(optimizer, clip * to_mean, skip)
-        elif bool(skip):
+                scale_or_skip_next_step(optimizer, factor, skip)
+        elif skip.item():
             for parameter in parameters:
-                parameter.grad = None  # a parameter without gradient is not updated
+                parameter.grad = None  # optimizers pass it over
         else:
             for gradient in gradients:
-                gradient.mul_(clip * to_mean)
+                gradient.mul_(factor)
         self.tally.add(loss, norm, skip)
 
     def _update_manually(self, loss: Tensor) -> None:
@@ -264,6 +263,13 @@ class LanguageModule(L.LightningModule):
 def updates_done(trainer: L.Trainer) -> int:
     """Return the number of updates so far; Lightning counts the steps of all optimizers."""
     return trainer.global_step // max(len(trainer.optimizers), 1)
+
+
+def ends_step(trainer: L.Trainer, index: int) -> bool:
+    """Return whether an update follows micro-batch ``index`` of the epoch, whose last step may have
+    fewer micro-batches."""
+    is_whole = (index + 1) % trainer.accumulate_grad_batches == 0
+    return is_whole or trainer.is_last_batch or index + 1 == trainer.num_training_batches
 
 
 def check_updates(module: LanguageModule) -> None:

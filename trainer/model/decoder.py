@@ -249,8 +249,6 @@ class Decoder(LanguageModel):
         ids: Tensor,
         targets: Tensor,
         weights: Tensor | None = None,
-        *,
-        losses: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """Return the weighted mean cross-entropy in nats per token.
@@ -258,7 +256,7 @@ class Decoder(LanguageModel):
         See :func:`linear_cross_entropy`, and :meth:`hidden_states` for ``options``.
         """
         x = self.hidden_states(ids, **options)
-        return linear_cross_entropy(x, self.head, targets, weights, losses=losses)
+        return linear_cross_entropy(x, self.head, targets, weights)
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""

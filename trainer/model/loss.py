@@ -122,7 +122,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         weights: Tensor,
-        losses: Tensor | None,
     ) -> Tensor:
         head = weight.to(hidden.dtype)
         size = equal_chunk_size(len(hidden), chunk_size(len(weight), hidden.device))
@@ -139,10 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # free them before the next chunk
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype
-        each = log_z - picked
-        if losses is not None:
-            losses.copy_(each)
-        return (weights * each).sum()
+        return (weights * (log_z - picked)).sum()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -153,7 +149,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         same = ctx.weight_dtype == grad_weight.dtype
         scaled = grad_weight if same else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
         torch.mul(grad_weight, scale, out=scaled)
-        return grad_hidden.mul_(scale), scaled, *(None,) * 3
+        return grad_hidden.mul_(scale), scaled, None, None
 
 
 def linear_cross_entropy(
@@ -161,8 +157,6 @@ def linear_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     weights: Tensor | None = None,
-    *,
-    losses: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 
@@ -171,7 +165,6 @@ def linear_cross_entropy(
         weight: ``[vocab, d]``, the head.
         targets: ``[...]`` token ids.
         weights: ``[...]`` non-negative weights of the tokens, default 1; 0 excludes a token.
-        losses: ``[...]`` float32, filled with every token's cross-entropy, without gradient.
 
     Returns:
         A float32 scalar: sum(w * loss) / sum(w), or 0 if all weights are 0.
@@ -179,5 +172,4 @@ def linear_cross_entropy(
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
     w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
-    flat = None if losses is None else losses.view(-1)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, w, flat)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, w)
