@@ -1,0 +1,88 @@
+"""Batches of prepared text in a Lightning script: resumed within a step, and in several epochs."""
+
+from __future__ import annotations
+
+import lightning as L
+import pytest
+import torch
+
+from tests.lightning.test_drop import Llama, RandomSamples, ours
+from trainer.lightning import TokenData
+
+pytestmark = pytest.mark.slow
+
+HOOKS = ["on_train_batch_start", "on_before_backward", "on_train_batch_end"]
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Save(L.Callback):
+    """Saves and stops at micro-batch ``at`` of all epochs, in the hook ``when``; notes what a step
+    reads."""
+
+    def __init__(self, at=None, when="on_train_batch_end", path=None):
+        self.at, self.when, self.path = at, when, path
+        self.read = {}
+
+    def stop(self, trainer, when):
+        if (when, trainer.fit_loop.total_batch_idx) == (self.when, self.at):
+            trainer.save_checkpoint(self.path)
+            raise StoppedError
+
+    def on_train_batch_start(self, trainer, module, batch, index):
+        self.stop(trainer, "on_train_batch_start")
+        self.read.setdefault(trainer.global_step, []).append(int(batch["labels"].sum()))
+
+    def on_before_backward(self, trainer, module, loss):
+        self.stop(trainer, "on_before_backward")
+
+    def on_train_batch_end(self, trainer, *_):
+        self.stop(trainer, "on_train_batch_end")
+
+
+def fit(module, callback, begin=None, **options):
+    L.seed_everything(0, verbose=False)
+    trainer = L.Trainer(
+        **{"max_steps": 6, "accumulate_grad_batches": 4, **options},
+        accelerator="cpu",
+        devices=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback],
+    )
+    trainer.fit(module, TokenData("", 32, 8, workers=0, samples=RandomSamples()), ckpt_path=begin)
+
+
+@pytest.mark.parametrize(
+    "when", ["on_train_batch_start", "on_before_backward", "on_train_batch_end"]
+)
+@pytest.mark.parametrize("at", [8, 9, 10, 11])
+@pytest.mark.parametrize("make", [ours, Llama])
+def test_a_run_that_was_stopped_within_a_step_repeats_it(tmp_path, make, at, when):
+    """Whatever micro-batch of the third step it was in, and where."""
+    whole, note = make(), Save()
+    fit(whole, note)
+    with pytest.raises(StoppedError):
+        fit(make(), Save(at, when, tmp_path / "a.ckpt"))
+    resumed, again = make(), Save()
+    fit(resumed, again, begin=tmp_path / "a.ckpt")
+    assert min(again.read) == (3 if (at, when) == (11, "on_train_batch_end") else 2)
+    assert {step: note.read[step] for step in again.read} == again.read
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_epochs_read_on_also_after_a_resume_within_the_second(tmp_path):
+    whole, parts, again = Save(), Save(), Save()
+    fit(ours(), whole)
+    fit(ours(), parts, limit_train_batches=8)
+    assert parts.read == whole.read
+    with pytest.raises(StoppedError):
+        fit(ours(), Save(9, path=tmp_path / "a.ckpt"), limit_train_batches=8)
+    fit(ours(), again, begin=tmp_path / "a.ckpt", limit_train_batches=8)
+    assert again.read == {step: whole.read[step] for step in range(2, 6)}
