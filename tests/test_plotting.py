@@ -14,7 +14,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from trainer.plotting import (
-    STYLE,
+    DEFAULT_STYLE,
     STYLE_NUMBERS,
     Line,
     Panel,
@@ -26,6 +26,7 @@ from trainer.plotting import (
     over_heads,
     save,
     style_numbers,
+    use_style,
 )
 
 
@@ -39,7 +40,7 @@ def test_a_legend_above_panels_is_no_wider_than_the_figure():
     levels = ((0, "chance (1.1%)"), (1, "any listed value (25.0%)"))
     look = {"vertical": (2, "training length"), "horizontal": levels}
     figure = draw([Panel(title, lines, **look) for title in "ab"])
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(DEFAULT_STYLE.settings()):
         figure.draw_without_rendering()
     drawn = figure.legends[0].get_window_extent()
     assert labels(figure) == [
@@ -173,6 +174,40 @@ def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tm
     text = drawing.read_text()
     assert "<dc:date>" not in text
     assert "<dc:creator>" not in text
+    assert ">a</text>" in text
+    assert b"/CreationDate" not in (tmp_path / "a.pdf").read_bytes()
+
+
+def test_figures_have_the_width_font_and_size_that_are_asked_for(tmp_path):
+    use_style("single", "serif", 9)
+    try:
+        figure = draw([Panel(title, [Line("a", 0, [1, 2], [1, 2])]) for title in "ab"])
+        drawing = save(figure, tmp_path / "a")
+    finally:
+        use_style()
+    assert figure.get_size_inches()[0] == 3.3
+    assert len({axes.get_position().y0 for axes in figure.axes}) == 2  # one below the other
+    assert "font: 9px 'STIXGeneral'" in drawing.read_text()
+
+
+def test_labels_at_the_ends_of_lines_do_not_touch_and_context_has_none():
+    lines = [
+        Line(name, n, [1, 2], [0, y])
+        for n, (name, y) in enumerate(zip("abc", (1, 1, 0.9), strict=True))
+    ]
+    lines.append(Line("context", 3, [1, 2], [1, 0], is_context=True))
+    figure = draw([Panel("", lines)], label_ends=True, narrow=True)
+    (axes,) = figure.axes
+    assert figure.legends == []
+    assert sorted(text.get_text() for text in axes.texts) == ["a", "b", "c"]
+    figure.draw_without_rendering()
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 + 1 for low, high in zip(boxes, boxes[1:], strict=False))
+
+
+def test_counts_have_integer_ticks():
+    figure = draw([Panel("", [Line("a", 0, range(3), [0.1, 0.2, 0.3])], "layer")])
+    assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
 
 
 NAME = r"costs $\frac$ or \$5"

@@ -49,11 +49,11 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
     shown = terminal(200)
     console.print_report(WHOLE, "runs/[x]")
     expected = """
-        RoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, 3.500 at
+        RoPE, after step 500 of 2,000: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, 3.500 at
         the end.
-        RoPE, after step 1000: phase 'long' [of all]; held-out loss at 4,096 tokens 4.250 before, 4.500 just
+        RoPE, after step 1,000 of 2,000: phase 'long' [of all]; held-out loss at 4,096 tokens 4.250 before, 4.500 just
         after, 3.125 at the end.
-        NoPE, after step 500: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, ? at the
+        NoPE, after step 500 of 2,000: dropped; held-out loss at 64 tokens 3.000 before, 5.000 just after, ? at the
         end.
         Warning: RoPE: 9 of 2,000 updates were left out, because their loss or gradient was not finite.
         shown      [A] wins

@@ -32,7 +32,7 @@ from trainer.runs.models import (
     is_published,
     name_and_role,
     origin,
-    reference_first,
+    origins,
     starting_weights,
     without_home,
 )
@@ -231,7 +231,8 @@ def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
 def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of, label_of):
     config = RunConfig(positional=PositionalConfig(**positional))
     assert name_and_role(config) == (label_of, role_of)
-    assert name_and_role(replace(config, drop=DropConfig(at=0.5))) == ("DroPE", "drope")
+    dropped = name_and_role(replace(config, drop=DropConfig(at=0.5)))
+    assert dropped == (("DroPE", "drope") if role_of == "rope" else (f"{label_of}, dropped", None))
 
 
 @pytest.mark.parametrize(
@@ -252,9 +253,23 @@ def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
     assert [name_and_role(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
 
 
-def test_roles_are_read_from_rope_to_what_was_made_of_it_to_the_rest():
-    models = [SimpleNamespace(role=role) for role in ("nope", None, "drope", "rope")]
-    assert [model.role for model in reference_first(models)] == ["rope", "drope", "nope", None]
+def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
+    def model(name, place, step, **changes):
+        run = replace(DROPS, **changes)
+        path = Path(place, "checkpoints", str(step))
+        return SimpleNamespace(
+            name=name, run=run, path=path, state={"step": step}, reference=str(path)
+        )
+
+    last = DROPS.trainer.max_steps
+    dropped, before = model("DroPE", "a", last), model("before", "a", 10)
+    control = model("RoPE", "b", last, drop=DropConfig())
+    other = model(
+        "NoPE", "c", last, drop=DropConfig(), positional=PositionalConfig(layers=["nope"])
+    )
+    assert origins([dropped, other]) == {}
+    assert origins([dropped, other, control]) == {"DroPE": "RoPE"}
+    assert origins([control, dropped, before, other]) == {"DroPE": "before"}
 
 
 def test_home_directory_does_not_get_into_reports():

@@ -70,9 +70,9 @@ def assert_same(first, second):
 def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     report, output = evaluate_lengths(request(runs, tmp_path))
     assert set(zip(report.rows.model, report.rows.method, strict=True)) == {
-        ("RoPE (before-drop)", "none"),
-        ("RoPE (before-drop)", "yarn"),
-        ("RoPE (before-drop)", "temperature"),
+        ("RoPE (before its drop)", "none"),
+        ("RoPE (before its drop)", "yarn"),
+        ("RoPE (before its drop)", "temperature"),
         ("DroPE", "none"),
         ("DroPE", "temperature"),
     }
@@ -178,7 +178,7 @@ def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tm
     asked = request(runs, tmp_path / "out", **given, training_length=16)
     shorter, _ = evaluate_lengths(asked)
     assert (of_run.training_length, shorter.training_length) == (32, 16)
-    before = "RoPE (before-drop)"
+    before = "RoPE (before its drop)"
     one, other = (
         {m: r.curve((before, m), "perplexity").set_index("length").value for m in ("none", "yarn")}
         for r in (of_run, shorter)

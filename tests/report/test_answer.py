@@ -1,0 +1,62 @@
+"""What the first screen compares, and its sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.report.examples import cell, loss, report, statements
+from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.report.answer import answer_of, sentence
+from trainer.report.tables import tables, write_tables
+
+TITLES = {STATEMENTS: "Numbers found", PERPLEXITY: "Perplexity"}
+
+
+def experiment(drope=(100, 99, 97, 95), yarn=(100, 100, 100, 50)):
+    cells = [*statements("RoPE", (100, 60, 20, 10)), *statements("DroPE", drope)]
+    for about, measured in statements("RoPE", yarn, losses=(None,) * 4):
+        cells.append(({**about, "method": "yarn"}, measured))
+    made = report(*cells, training_length=64, tasks=TITLES)
+    return replace(made, origins={"DroPE": "RoPE"})
+
+
+def test_a_dropped_model_stands_against_its_origin_and_the_best_other():
+    answer = answer_of(experiment())
+    assert answer.task == STATEMENTS
+    assert answer.rows == [("DroPE", "none"), ("RoPE", "none"), ("RoPE", "yarn")]
+    assert sentence(experiment()) == (
+        "At 512 tokens, 8× the training length, DroPE is ahead of RoPE, which it came from, and "
+        "ahead of RoPE + YaRN, the best other. Numbers found at 64, 128, 256 and 512 tokens: DroPE "
+        "100, 99, 97 and 95%; RoPE 100, 60, 20 and 10%; RoPE + YaRN 100, 100, 100 and 50%."
+    )
+
+
+@pytest.mark.parametrize(
+    ("far", "standing"), [(60, "ahead of"), (95, "level with"), (100, "behind")]
+)
+def test_a_lead_is_beyond_the_interval_of_the_difference(far, standing):
+    words = sentence(experiment(yarn=(100, 100, 100, far)))
+    assert f"{standing} RoPE + YaRN" in words
+
+
+def test_a_report_of_losses_alone_has_an_answer_too():
+    cells = [loss((value,) * 2, length=n) for n, value in ((1024, 1.0), (2048, 2.0))]
+    words = sentence(report(*cells))
+    assert words == "Held-out perplexity at 1024 and 2048 tokens: RoPE 2.7 and 7.4."
+    assert sentence(report()) == ""
+
+
+def test_tables_are_written_for_papers(tmp_path):
+    made = report(cell([1.0] * 9 + [0.0] * 11, "R_1|a", length=1024), cell([1.0] * 5, length=2048))
+    write_tables(tables(made), tmp_path)
+    assert (tmp_path / "1.md").read_text().splitlines()[2:] == [
+        "|  | 1024 tokens 1× (trained) | 2048 tokens 2× |",
+        "| --- | ---: | ---: |",
+        "| R_1/a | 45.0 (25.8–65.8) | · |",
+        "| RoPE | · | 100.0 (56.6–100.0) |",
+    ]
+    latex = (tmp_path / "1.tex").read_text()
+    assert r"R\_1|a & 45.0 (25.8--65.8) & $\cdot$ \\" in latex
+    assert r"\toprule" in latex
