@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -202,7 +203,7 @@ def test_labels_at_the_ends_of_lines_do_not_touch_and_context_has_none():
     assert sorted(text.get_text() for text in axes.texts) == ["a", "b", "c"]
     figure.draw_without_rendering()
     boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
-    assert all(low.y1 <= high.y0 + 1 for low, high in zip(boxes, boxes[1:], strict=False))
+    assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
 
 
 def test_counts_have_integer_ticks():
