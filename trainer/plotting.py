@@ -420,7 +420,9 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
     if panel.prepare is not None:
         panel.prepare(axes)
     look: dict[str, Any] = {"color": GREY, "linewidth": 0.8, "zorder": 1}
-    for (height, name), dash in zip(panel.horizontal, _REFERENCE_DASHES, strict=False):
+    names = [*dict.fromkeys(name for _, name in panel.horizontal)]
+    for height, name in panel.horizontal:
+        dash = _REFERENCE_DASHES[names.index(name) % len(_REFERENCE_DASHES)]
         axes.axhline(height, linestyle=dash, label=name, **look)
     vertical = panel.vertical
     if trained is not None:

@@ -22,7 +22,6 @@ from trainer.analysis.attention import SIDES, Array, Heads, Place, view_heads
 from trainer.analysis.results import Results, Variants, results, tidy, variants
 from trainer.analysis.target import Target, read
 from trainer.plotting import (
-    Line,
     Panel,
     Plot,
     draw,
@@ -34,7 +33,8 @@ from trainer.plotting import (
 CHUNK = 2048
 """Positions converted to float64 at a time."""
 COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
-
+RATIO_STYLE = 3
+"""Style of a ratio of two variants, which have styles of their own."""
 
 MEASURES = (
     *("query_cosine", "key_cosine", "cross_cosine"),
@@ -249,9 +249,9 @@ def curve_plots(
         panel("keys", "key_stable_rank", y="stable rank"),
         panel("queries", "query_stable_rank"),
     ]
-    for side, title in SIDES.items() if "plain" in looks else ():
-        ratio = values[f"{side}_fsv_ratio"]
-        mean = over_heads(*looks["rotated"], lengths, ratio)
+    for side in ("key", "query") if "plain" in looks else ():
+        title, ratio = SIDES[side], values[f"{side}_fsv_ratio"]
+        mean = over_heads("after / before", RATIO_STYLE, lengths, ratio)
         faint = ratio.reshape(-1, ratio.shape[-1])
         y = "after / before" if side == "key" else ""
         ranks.append(Panel(f"{title}: first singular value", [mean], y=y, faint=faint))
@@ -260,12 +260,13 @@ def curve_plots(
         panel("silhouette score", "silhouette"),
         panel("Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True),
     ]
-    shares = []
-    for style, (side, title) in zip((4, 1), SIDES.items(), strict=True):
+    shares = {}
+    for side in ("key", "query"):
         of_heads = 100 * values[f"{side}_first_share"][..., -1].ravel()
         counts, edges = np.histogram(of_heads, 20, (0, 100))
         middles = (edges[:-1] + edges[1:]) / 2
-        shares.append(Line(title, style, middles.tolist(), (100 * counts / counts.sum()).tolist()))
+        shares[SIDES[side]] = np.column_stack([middles, 100 * counts / counts.sum()])
+    x, y = "variance of the first component (%)", "share of heads (%)"
     return [
         plot(
             "cosine",
@@ -288,7 +289,7 @@ def curve_plots(
         ),
         Plot(
             "clusters_first_component",
-            draw([Panel("", shares, "variance of the first component (%)", "share of heads (%)")]),
+            draw([Panel("", x=x, y=y, points=shares)]),
             "Heads by the share of the first principal component in the variance about the origin, "
             "before the encoding (RoPE-ID, Fig. 4).",
         ),

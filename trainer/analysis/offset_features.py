@@ -359,17 +359,19 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
 
     def upper_bound(axes: Axes) -> None:
         for index in first_possible(features):
-            axes.axvline(index - 0.5, color=BLACK, linewidth=0.9, linestyle="--")
+            mark: dict[str, Any] = {"color": BLACK, "linewidth": 0.9, "linestyle": "--"}
+            axes.axvline(index - 0.5, label="upper bound", **mark)
 
     def both_bounds(axes: Axes) -> None:
         upper_bound(axes)
         angle_axis(axes)
         lower = features[features.possible].drop_duplicates(["pair", "lower_bound"])
-        axes.plot(lower.pair, lower.lower_bound, "_", color=ORANGE, markersize=4)
+        mark: dict[str, Any] = {"color": ORANGE, "markersize": 4, "label": "lower bound"}
+        axes.plot(lower.pair, lower.lower_bound, "_", **mark)
 
     radius, angle = "radius of the mean key", "angle φ, query to key (rad)"
     of: dict[str, Any] = {"table": moving, "across": "pair", "index": "key_radius", "x": PAIR_INDEX}
-    levels = tuple((level, "") for level in RADII)
+    levels = tuple((level, "radii of Table 2") for level in RADII)
     panels = [
         points_by(up="key_radius", y=radius, prepare=upper_bound, horizontal=levels, **of),
         points_by(up="angle", y=angle, prepare=both_bounds, **of),
@@ -377,8 +379,7 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
     return Plot(
         "offset_features",
         draw(panels, index=radius),
-        "Radius and angle of every rotary pair; dashed: upper bound, orange: lower bound, dotted: "
-        f"radii of Table 2; C = {trained:,} (Fig. 8, 11).",
+        f"Radius and angle of every rotary pair, with their bounds; C = {trained:,} (Fig. 8, 11).",
     )
 
 
@@ -511,7 +512,7 @@ def terms(by_head: Mapping[Place, pd.DataFrame], shown: Mapping[Place, int], tra
 def sinks_plot(pairs: pd.DataFrame) -> Plot:
     """Draw attention on the first token with and without each head's strongest pair under the
     upper bound, and the pair's part of the margin."""
-    x, y = "score of the first key over others", "of it, the pair's"
+    x, y = "score of the first key over others", "part of the strongest pair"
     margin = points_by(pairs, "margin", "margin_of_pair", "layer", x=x, y=y)
     return Plot(
         "offset_sinks",

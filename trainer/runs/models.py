@@ -305,7 +305,7 @@ def origins(models: Sequence[SavedModel]) -> dict[str, str]:
         if run is None or not is_dropped(run, model.state["step"]):
             continue
         others = [other for other in models if _keeps_encoding(other, run)]
-        others.sort(key=lambda other: other.path.parent != model.path.parent)
+        others.sort(key=lambda other: _is_of_other_run(other, model))
         if others:
             found[model.name] = others[0].name
     return found
@@ -315,8 +315,15 @@ def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
     """Whether a model has the encoding with which ``run`` began."""
     if model.run is None:
         return run.model.from_pretrained == model.reference
-    is_same = model.run.positional == run.positional
+    shapes = [(c.model.hidden_size, c.model.num_hidden_layers) for c in (model.run, run)]
+    is_same = model.run.positional == run.positional and shapes[0] == shapes[1]
     return is_same and not is_dropped(model.run, model.state["step"])
+
+
+def _is_of_other_run(other: SavedModel, model: SavedModel) -> tuple[bool, bool]:
+    """Return whether ``other`` is in another directory than ``model``, and has another seed."""
+    seeds = {m.run.seed for m in (other, model) if m.run is not None}
+    return other.path.parent != model.path.parent, len(seeds) > 1
 
 
 def encodings(config: RunConfig) -> str:
