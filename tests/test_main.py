@@ -5,13 +5,23 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands import COMMANDS, compose_words, overrides_of, run_config
+from trainer.commands import (
+    COMMANDS,
+    check_alike,
+    compose_words,
+    explain,
+    overrides_of,
+    run_config,
+)
 from trainer.common.errors import PreemptedError, UserError
+from trainer.common.processes import requeue
+from trainer.runs.parsing import merged
 
 
 def error_of(capsys, *words):
@@ -131,9 +141,23 @@ def test_directories_are_text_and_numbers_may_have_underscores():
     assert config.trainer.max_steps == 1000
 
 
-def test_a_failing_job_is_an_exit_code_and_the_others_run(jobs, capsys):
-    assert error_of(capsys, "--multirun", "name=failing,fine") == ["trainer: it does not fit"]
+def test_a_failing_job_is_said_and_the_others_run(jobs, capsys):
+    with pytest.raises(SystemExit) as failed:
+        main(["--multirun", "name=failing,fine"])
+    assert failed.value.code == 1
+    said = capsys.readouterr()
+    assert "error: trainer: it does not fit" in said.err
+    rows = [line.split() for line in said.out.splitlines() if "name=" in line]
+    assert rows == [["failed", "0", "name=failing"], ["ran", "1", "name=fine"]]
     assert [name for name, _ in jobs] == ["failing", "fine"]
+
+
+def test_a_sweep_that_is_stopped_says_which_jobs_were_skipped(jobs, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--multirun", "name=fine,stopped,other", "seed=1"])
+    assert stopped.value.code == 85
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "name=" in line]
+    assert rows == ["ran", "stopped", "skipped"]
 
 
 def test_a_stopped_run_exits_with_the_code_to_requeue(jobs):
@@ -142,17 +166,62 @@ def test_a_stopped_run_exits_with_the_code_to_requeue(jobs):
     assert stopped.value.code == 85
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_first_process_requeues(monkeypatch, rank):
+@pytest.mark.parametrize(
+    ("reason", "code", "requeues"),
+    [
+        ("SIGUSR1", 85, True),
+        ("time limit", 85, True),
+        ("SIGTERM", 85, False),
+        ("SIGINT", 130, False),
+    ],
+)
+def test_only_what_slurm_announces_requeues_a_job(monkeypatch, capsys, reason, code, requeues):
     asked = []
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("SLURM_PROCID", rank)
-    monkeypatch.setattr("trainer.commands.requeue", lambda: asked.append(rank))
-    monkeypatch.setitem(COMMANDS, "evaluate", lambda _: signal.raise_signal(signal.SIGUSR1))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: asked.append(words))
+
+    def stop(_):
+        if not reason.startswith("SIG"):
+            raise PreemptedError(f"Stopped ({reason}).", reason)
+        signal.raise_signal(getattr(signal, reason))
+
+    monkeypatch.setitem(COMMANDS, "evaluate", stop)
     with pytest.raises(SystemExit) as stopped:
         main(["evaluate", "x"])
-    assert stopped.value.code == 85
-    assert asked == (["0"] if rank == "0" else [])
+    assert stopped.value.code == code
+    assert asked == ([["scontrol", "requeue", "7"]] if requeues else [])
+    assert "resumes after the batches that are measured" in capsys.readouterr().err
+
+
+def test_a_requeue_that_fails_is_a_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    requeue("SIGUSR1")
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/sh\necho Invalid job id 1>&2\nexit 1\n")
+    program.chmod(0o755)
+    requeue("SIGUSR1")
+    missing, refused = capsys.readouterr().err.splitlines()
+    assert "No such file" in missing
+    assert "scontrol requeue 7: Invalid job id" in refused
+
+
+@pytest.mark.parametrize("other", [{}, {"trainer": {"threads": 4}}, {"seed": 1}])
+def test_ranks_are_started_with_the_same_keys(monkeypatch, other):
+    values = {"seed": 0, "trainer": {"threads": 1}}
+    monkeypatch.setattr(
+        "trainer.common.ranks.of_rank_zero", lambda mine: mine | merged(values, other)
+    )
+    expected = nullcontext()
+    if "seed" in other:
+        expected = pytest.raises(UserError, match=r"\(seed: 1 there, 0 here\)")
+    with expected:
+        check_alike(values)
+
+
+def test_a_missing_package_is_said_with_its_extra():
+    error = ModuleNotFoundError("No module named 'lm_eval'")
+    assert explain(error).endswith("'lm_eval'; pip install '.[eval]' brings it")
 
 
 def test_cfg_prints_the_whole_configuration(capsys):

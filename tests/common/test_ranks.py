@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from trainer.common.ranks import (
     any_rank,
     current_ranks,
     device_of,
+    meeting_store,
     on_rank_zero,
     process_group,
 )
@@ -95,6 +95,28 @@ def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
     assert "MASTER_ADDR" not in os.environ
 
 
+@pytest.mark.parametrize(("tasks", "is_refused"), [("4(x2)", False), ("2,1", True)])
+def test_nodes_of_srun_have_equal_numbers_of_tasks(environment, tasks, is_refused):
+    step = {
+        "PROCID": "0", "LOCALID": "0", "NODEID": "0", "STEP_NUM_TASKS": "8", "JOB_ID": "1",
+        "STEP_NUM_NODES": "2", "STEP_NODELIST": "a[1-2]", "STEP_TASKS_PER_NODE": tasks,
+    }  # fmt: skip
+    for name, value in step.items():
+        environment.setenv(f"SLURM_{name}", value)
+    if is_refused:
+        with pytest.raises(UserError, match="got 2,1"):
+            current_ranks()
+    else:
+        assert current_ranks() == Ranks(0, 8, 0, 4)
+
+
+def test_nodes_of_torchrun_have_equal_numbers_of_ranks(environment):
+    for name, value in zip(TORCHRUN, ["0", "3", "0", "2", "0"], strict=True):
+        environment.setenv(name, value)
+    with pytest.raises(UserError, match="got 3 in all and 2 here"):
+        meeting_store.__wrapped__()
+
+
 def test_a_process_computes_where_it_may(environment, monkeypatch):
     environment.setenv("LOCAL_RANK", "1")
     for has_gpu, accelerator, device in (
@@ -160,8 +182,13 @@ def test_of_several_the_group_stays_where_one_may_have_failed_alone(
 ):
     for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
         monkeypatch.setenv(name, value)
-    start = partial(dist.init_process_group, store=dist.HashStore(), rank=0, world_size=1)
-    monkeypatch.setattr(dist, "init_process_group", start)
+    start, store = dist.init_process_group, dist.HashStore()
+    monkeypatch.setattr(
+        dist,
+        "init_process_group",
+        lambda *_, **__: start("gloo", store=store, rank=0, world_size=1),
+    )
+    monkeypatch.setattr("trainer.common.ranks.meeting_store", lambda: store)
     with suppress(type(error) if error else ()), process_group("ddp"):
         if error:
             raise error

@@ -98,6 +98,12 @@ def test_attention_equals_a_float64_loop(tiny_decoder, name, length):
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
 
 
+def test_rope_id_says_which_length_it_needs():
+    assert rope_id(8, 66).inv_freq
+    with pytest.raises(ValueError, match="more than 64 tokens, twice fastest_wavelength, got 64"):
+        rope_id(8, 64)
+
+
 @pytest.mark.parametrize(("p", "still"), [(0.25, 24), (0.3, 23), (0.5, 16), (1.0, 0)])
 def test_p_rope_stops_the_slowest_pairs_like_transformers(p, still):
     config = hf_config(64, rope_type="proportional", rope_theta=10_000.0, partial_rotary_factor=p)

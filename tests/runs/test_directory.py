@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from trainer.model.config import ModelConfig
 from trainer.runs.directory import (
     COLUMNS,
     append_metrics,
+    check_model,
     check_run_directory,
     check_start,
     lacks_schedule_control,
@@ -30,7 +32,9 @@ from trainer.runs.directory import (
     log_to_file,
     open_run_directory,
     read_metrics,
+    read_record,
     saved_config,
+    warn_of_lost_rows,
     write_metrics,
 )
 
@@ -41,7 +45,10 @@ def place(tmp_path):
 
 
 def opened(place, **changes):
-    return open_run_directory(RunConfig(run_dir=str(place), **changes))
+    """A run that has begun: it has a checkpoint."""
+    directory = open_run_directory(RunConfig(run_dir=str(place), **changes))
+    (directory / "checkpoints" / "step-000001").mkdir(parents=True, exist_ok=True)
+    return directory
 
 
 def refused(place, **changes):
@@ -109,7 +116,9 @@ def test_a_run_that_was_moved_resumes_where_it_is(place, tmp_path, monkeypatch):
     place.rename(tmp_path / "moved")
     monkeypatch.chdir(tmp_path)
     opened(Path("moved"), name="again")
-    with pytest.raises(UserError, match=r"'moved' holds another run \(seed: 0 there, 1 here\)"):
+    with pytest.raises(
+        UserError, match=r"'moved' holds another run \(seed: 0 there, 1 here\); name="
+    ):
         opened(Path("moved"), seed=1)
 
 
@@ -122,6 +131,62 @@ def test_what_does_not_change_the_training_may_differ(place):
     }  # fmt: skip
     assert not refused(place, **free)
     assert refused(place, optimizer=OptimizerConfig(lr=1.0)) == ["optimizer.lr"]
+
+
+@pytest.mark.parametrize("left", ["checkpoints/before-drop", "results.csv"])
+def test_a_run_keeps_its_name_as_soon_as_it_has_left_something(place, left):
+    open_run_directory(RunConfig(run_dir=str(place)))
+    (place / "checkpoints" / ".step-000001.partial").mkdir(parents=True)
+    assert not refused(place, seed=1)
+    (place / left).mkdir(parents=True)
+    assert refused(place, seed=1) == ["seed"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", b"\x80\xff"),
+        ("config.yaml", b"a: [1,"),
+        ("config.yaml", b"- 1"),
+        ("metrics.csv", b"\x80\xff\n"),
+        ("metrics.csv", b"PK\x00\x01\n\x00\n"),
+        ("metrics.csv", b"step,loss\n1,2.5\n2,2.5,3\n"),
+        ("metrics.csv", b"loss\n2.5\n"),
+    ],
+)
+def test_other_bytes_are_named_by_their_file(place, name, content):
+    opened(place)
+    (place / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}: expected (the|rows)"):
+        read_record(place) if name == "config.yaml" else read_metrics(place / name)
+
+
+@pytest.mark.parametrize(("last", "is_said"), [(20, False), (19, True), (None, True)])
+def test_lost_rows_of_metrics_are_said(tmp_path, caplog, last, is_said):
+    rows = [{"step": step} for step in range(1, (last or 0) + 1)]
+    warn_of_lost_rows(tmp_path / "metrics.csv", rows, 25, 10)
+    assert ("are lost" in caplog.text) == is_said
+
+
+def test_a_lock_that_a_dead_process_left_names_the_command_that_removes_it(place):
+    with locked(place):
+        (place / ".lock").write_text("4242\ngpu07\n")
+        with (
+            pytest.raises(UserError, match=r"4242 on gpu07; if it has ended, rm \S+/run/\.lock"),
+            locked(place),
+        ):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("reference", "is_refused"), [("run", False), ("no", True), ("hf:no", True), ("A/b", False)]
+)
+def test_a_model_that_is_not_there_is_refused(tmp_path, monkeypatch, reference, is_refused):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    expected = pytest.raises(UserError, match="no directory") if is_refused else nullcontext()
+    with expected:
+        check_model(reference)
 
 
 def test_controls_come_and_go(place):

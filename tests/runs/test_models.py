@@ -72,7 +72,10 @@ def test_published_weights_are_a_directory_of_theirs_or_a_name_on_the_hub(tmp_pa
     assert [name for name in names if is_published(name)] == ["llama", "owner/model"]
 
 
-def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
+def test_published_weights_are_told_apart_by_names_and_contents(tmp_path, monkeypatch):
+    """Copies on several nodes have other times. A file is read once."""
+    monkeypatch.setenv("UNROPE_CACHE", str(tmp_path / "cache"))
+
     def written(content=b"1234", time=5, name="b.bin"):
         place = tmp_path / name.replace(".", "-") / "model"
         place.mkdir(parents=True, exist_ok=True)
@@ -82,8 +85,10 @@ def test_published_weights_are_told_apart_by_names_sizes_and_times(tmp_path):
         return _files_fingerprint(place)
 
     first = written()
-    assert first not in (written(b"12345"), written(time=6), written(name="c.bin"))
-    assert written() == first
+    assert first not in (written(b"1235", time=6), written(b"12345"), written(name="c.bin"))
+    assert written(time=7) == first
+    monkeypatch.setattr(models, "checksum", None)
+    assert written(time=7) == first
 
 
 def test_models_of_one_name_are_told_apart(finished):

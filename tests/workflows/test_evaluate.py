@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,12 @@ def assert_same(first, second):
         )
 
 
+def anew(asked):
+    """Evaluate in a directory without its report, whose cells stay."""
+    Path(asked.output, "facts.json").unlink()
+    return evaluate_lengths(asked)
+
+
 def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
     report, output = evaluate_lengths(request(runs, tmp_path))
     assert set(zip(report.rows.model, report.rows.method, strict=True)) == {
@@ -118,6 +125,20 @@ def test_factors_are_searched_by_needles_and_a_sentence_is_found_in_part(runs, t
     assert len([*(output / "cells").glob("fit-*/*")]) == 1
 
 
+def test_another_evaluation_writes_beside_the_first(runs, tmp_path):
+    usual = tmp_path / "usual"
+    first = replace(request(runs, tmp_path), output=None)
+    other = replace(first, evaluation=replace(first.evaluation, windows=3))
+    for asked, expected in ((first, "usual"), (other, "usual-2"), (first, "usual")):
+        place = evaluate.place_of(asked, usual)
+        assert place.name == expected
+        place.mkdir(exist_ok=True)
+        record = {"config": {"request": evaluate.plain_request(asked)}}
+        (place / "facts.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"^name: \S+ holds another .*windows: \d+ there, 3 here"):
+        evaluate.place_of(replace(other, name="usual"), usual)
+
+
 @pytest.mark.slow
 def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, tmp_path):
     other = tmp_path / "b.jsonl"
@@ -126,11 +147,13 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     asked = request(runs, tmp_path / "out", methods=["none"], tasks=["perplexity"], lengths=[1])
     cells = tmp_path / "out" / "cells"
     first, place = evaluate_lengths(replace(asked, compare=[]))
-    second, beside = evaluate_lengths(replace(asked, compare=[], text=text))
+    with pytest.raises(UserError, match=r"^output: \S+ holds another evaluation \(text: "):
+        evaluate_lengths(replace(asked, compare=[], text=text))
+    second, beside = anew(replace(asked, compare=[], text=text))
     assert place == beside == tmp_path / "out"
     assert first.rows.value[0] != second.rows.value[0]
     assert len([*cells.glob("cell-*")]) == 2
-    again, _ = evaluate_lengths(replace(asked, compare=[]))
+    again, _ = anew(replace(asked, compare=[]))
     assert_same(again, first)
     assert_same(Report.read(place), first)
     assert len([*cells.glob("cell-*")]) == 2
@@ -138,7 +161,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     shutil.copytree(runs, checkpoint)
     manifest = find_model(str(checkpoint)).path / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
-    evaluate_lengths(replace(asked, checkpoint=str(checkpoint), compare=[]))
+    anew(replace(asked, checkpoint=str(checkpoint), compare=[]))
     assert len([*cells.glob("cell-*")]) == 3
 
 
@@ -165,9 +188,9 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_measured(
 @pytest.mark.slow
 def test_tokens_are_the_same_cells_and_the_same_report_as_multiples(runs, tmp_path):
     first, _ = evaluate_lengths(request(runs, tmp_path / "out"))
-    again, _ = evaluate_lengths(request(runs, tmp_path / "out", tokens=[32, 64, 32]))
+    again, _ = anew(request(runs, tmp_path / "out", tokens=[32, 64, 32]))
     assert_same(again, first)
-    assert again.config == first.config
+    assert again.config["evaluation"] == first.config["evaluation"]
 
 
 @pytest.mark.slow
@@ -176,7 +199,7 @@ def test_another_training_length_counts_lengths_and_methods_from_itself(runs, tm
     given = {"tokens": [16, 32], "methods": ["none", "yarn"], "tasks": ["perplexity"]}
     of_run, _ = evaluate_lengths(request(runs, tmp_path / "out", **given))
     asked = request(runs, tmp_path / "out", **given, training_length=16)
-    shorter, _ = evaluate_lengths(asked)
+    shorter, _ = anew(asked)
     assert (of_run.training_length, shorter.training_length) == (32, 16)
     before = "RoPE (before its drop)"
     one, other = (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +19,7 @@ from trainer.model.flops import forward_flops
 from trainer.runs.parsing import parse, runs_of
 from trainer.runs.phases import drop_step
 from trainer.training.setup import make_decoder
-from trainer.workflows.plan import activation_bytes, flops, parameters, plan
+from trainer.workflows.plan import activation_bytes, flops, longest, parameters, plan
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 COSTS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["costs"]
@@ -73,6 +76,36 @@ def test_hours_follow_from_operations_peak_and_mfu():
     hours = flops(config) / (989.4e12 * 0.25) / 3600
     *_, rows = plan(config, 4, 0.25).values()
     assert rows["4 x H100 80GB HBM3"] == f"{hours / 4:,.3g} hours, {hours:,.0f} GPU-hours"
+
+
+def test_the_vocabulary_has_the_words_of_the_needles():
+    """16 names and 90 numbers join the tokens that are trained."""
+    values = {"model": NANO | {"vocab_size": None}, "tokenizer": {"vocab_size": 1000}}
+    counted = plan(parse(values), 1, 0.4)["Parameters"]
+    assert counted["embeddings"] == f"{(1000 + 106) * 64:,}"
+
+
+def test_the_longest_sequence_fills_four_fifths_of_a_gpu():
+    """A token leaves h in every layer, and the activations of one layer (docs/running.md)."""
+    run = {"precision": "bf16", "batch_size": 8}
+    strategy = {"name": "fsdp2", "activation_checkpointing": "full"}
+    config = parse({"model": NANO, "strategy": strategy, "trainer": run})
+    rows = plan(config, 8, 0.4)["Longest sequence that fits, about"]
+    a_token = 2 * (3 * 64 + 5 * 64 + 4 * 64 + 3 * 64 + 4 * 160)
+    state = 16 * sum(p.numel() for p in make_decoder(config, 0).parameters()) / 8
+    tokens = (0.8 * 139 * 2**30 - state) / a_token
+    assert int(rows["H200"].split()[0].replace(",", "")) == pytest.approx(tokens, abs=1024)
+    large = replace(config, model=replace(config.model, num_hidden_layers=10**5))
+    assert set(longest(large, 8).values()) == {"none"}
+
+
+@pytest.mark.slow
+def test_lightning_is_not_imported_for_a_plan(tmp_path):
+    code = "import sys; from trainer.__main__ import main; main(['plan']);"
+    code += "print(sorted({'lightning', 'scipy', 'transformers', 'datasets'} & sys.modules.keys()))"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_sharding_takes_the_state_off_a_gpu():

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     """Measure every method on every model; write the report and return it with its directory.
 
     Several processes, started by torchrun or srun, share the work; all but the first return None.
-    The same request writes its report again; another one needs a name or directory of its own.
+    The same request writes its report again. Another one writes beside it, as NAME-2; both share
+    their cells.
 
     ``name``: name of the evaluation and of its directory in the run, unless the request has one.
 
@@ -66,14 +68,15 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / usual)
     if current_ranks().rank == 0:
-        check_same(request, output)
+        place_of(request, output)  # before anything is measured
     text = held_out_of(held_out_corpus(request.text, first), first)
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:
         return None
     report = replace(report, config=report.config | {"request": plain_request(request)})
-    return publish(report, models, output), output
+    place = place_of(request, output)
+    return publish(report, models, place), place
 
 
 def plain_request(request: EvaluationRequest) -> dict[str, Any]:
@@ -82,25 +85,35 @@ def plain_request(request: EvaluationRequest) -> dict[str, Any]:
     return {key: values[key] for key in ("checkpoint", "compare", "text", "evaluation")}
 
 
-def check_same(request: EvaluationRequest, output: Path) -> None:
-    """Check that a directory holds no other evaluation than this one.
+def place_of(request: EvaluationRequest, usual: Path) -> Path:
+    """Return the directory of a report: ``usual``, or if that holds another evaluation the first
+    of those numbered beside it that does not.
 
     Raises:
-        UserError: it does.
+        UserError: the directory that the request names holds another evaluation.
     """
-    facts = output / FACTS
+    numbered = (usual.with_name(f"{usual.name}-{number}") for number in count(2))
+    for place in chain([usual], numbered):
+        changed = changes_since(request, place)
+        if not changed:
+            return place
+        values = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
+        text = f"{str(place)!r} holds another evaluation ({values})"
+        if request.output or request.name:
+            raise UserError(f"{'output' if request.output else 'name'}: {text}")
+        log.info("%s", text)
+    raise AssertionError
+
+
+def changes_since(request: EvaluationRequest, place: Path) -> list[tuple[str, Any, Any]]:
+    """Return the keys in which a request differs from that of the report in a directory, with both
+    values; none without a report, or if 0.3.0 wrote it."""
+    facts = place / FACTS
     if not facts.is_file():
-        return
+        return []
     with expecting("the facts of a report", facts):
         before = json.loads(facts.read_bytes())["config"].get("request")
-    new = plain_request(request)
-    if before is None or before == new:  # 0.3.0 wrote none
-        return
-    changed = differences(before, new, ())
-    values = "; ".join(f"{key}: {old!r} there, {value!r} here" for key, old, value in changed)
-    raise UserError(
-        f"output: {str(output)!r} holds another evaluation ({values}); name=OTHER writes beside it"
-    )
+    return differences(before, plain_request(request), ()) if before else []
 
 
 def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:

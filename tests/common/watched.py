@@ -1,0 +1,24 @@
+"""A rank that ends as it is told: ``watched.py RANK:HOW ...``; the others wait for ever."""
+
+import os
+import signal
+import sys
+import time
+
+from trainer.common.ranks import current_ranks, watch_ranks
+from trainer.common.watch import End
+
+rank = current_ranks().rank
+watch = watch_ranks(lambda reason: print("requeue:", reason, flush=True))
+ends = dict(word.split(":") for word in sys.argv[1:])
+how = ends.get(str(rank))
+if how == "killed":
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "done":
+    sys.exit(watch.leave(End(rank, "done", 0)))
+if how == "failed":
+    sys.exit(watch.leave(End(rank, "failed"), f"error of rank {rank}"))
+if how:
+    sys.exit(watch.leave(End(rank, "stopped", 85, how), f"stop of rank {rank}"))
+time.sleep(100)
