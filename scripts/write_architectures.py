@@ -6,6 +6,9 @@ python scripts/write_architectures.py [MODEL_TYPE ...]    # with types: print th
 
 from __future__ import annotations
 
+from trainer.common import spinning  # noqa: F401 - before torch, which reads how threads wait
+
+# isort: split
 import inspect
 import sys
 import tempfile

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
-from numbers import Integral
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -16,10 +15,11 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from trainer.common.errors import UserError
 from trainer.lightning.module import evaluating, updates_done
+from trainer.lightning.rewarming import Rewarming
+from trainer.lightning.updates import check_number, in_updates, is_share, total_updates
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import by_name
@@ -28,9 +28,6 @@ from trainer.positional.spectrum import Spectrum
 
 OptimizerState = Literal["keep", "reset", "reset_new"]
 Gain = Literal["one", "matched"]
-
-SCHEDULED = "scheduled_lr"
-"""Key of a parameter group that holds the schedule's learning rate during a step."""
 
 
 def apply_change(
@@ -115,64 +112,6 @@ def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None
         norm.weight.fill_(torch.cat(means).mean().sqrt().item())
 
 
-def total_updates(trainer: L.Trainer) -> float:
-    """Return the number of updates in the whole training; inf if nothing limits it.
-
-    With manual optimization a batch may have any number of updates: the mean until now counts, or
-    one before the first.
-    """
-    if trainer.lightning_module.automatic_optimization:
-        total = trainer.estimated_stepping_batches
-        return total if total > 0 else math.inf
-    passes = trainer.global_step / len(trainer.optimizers)
-    batches = max(trainer.fit_loop.total_batch_idx, 1)
-    updates_per_batch = passes / batches if passes > 0 else 1.0
-    all_batches = trainer.num_training_batches * (trainer.max_epochs or 0)
-    limits = [trainer.max_steps / len(trainer.optimizers), all_batches * updates_per_batch]
-    return min((limit for limit in limits if limit > 0), default=math.inf)  # -1: no limit
-
-
-def in_updates(number: int | float, trainer: L.Trainer) -> int:
-    """Return a number of updates, or a share of all, as a number of updates."""
-    if not is_share(number):
-        return int(number)
-    updates = number * total_updates(trainer)
-    if trainer.lightning_module.automatic_optimization:
-        return round(updates)
-    return math.ceil(updates - 1e-6)  # the mean falls between two updates
-
-
-def is_share(number: int | float) -> bool:
-    """Whether a number is a share of all updates."""
-    return isinstance(number, float) and 0 < number < 1
-
-
-def check_number(name: str, number: Any) -> None:
-    """Raise unless ``number`` is a number of updates or a share.
-
-    Raises:
-        UserError: it is neither.
-    """
-    is_integer = isinstance(number, Integral) and not isinstance(number, bool)
-    is_count = is_integer and int(number) >= 0
-    if not is_count and not is_share(number):
-        raise UserError(
-            f"DropPositions.{name}: expected an integer number of updates or a share in (0, 1), "
-            f"got {number!r}"
-        )
-
-
-def check_choice(name: str, value: str, choices: Any) -> None:
-    """Raise unless ``value`` is one of a Literal's choices.
-
-    Raises:
-        UserError: it is not.
-    """
-    if value not in get_args(choices):
-        expected = ", ".join(get_args(choices))
-        raise UserError(f"DropPositions.{name}: expected one of {expected}, got {value!r}")
-
-
 @dataclass(eq=False, repr=False)
 class DropPositions(L.Callback):
     """Drops the positional encoding in mid-run (DroPE), in any Lightning trainer and strategy.
@@ -219,14 +158,17 @@ class DropPositions(L.Callback):
     probe: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_number("at", self.at)
-        check_number("rewarm", self.rewarm)
-        check_choice("gain", self.gain, Gain)
-        check_choice("optimizer_state", self.optimizer_state, OptimizerState)
+        check_number("DropPositions.at", self.at)
+        check_number("DropPositions.rewarm", self.rewarm)
+        for name, choices in (("gain", Gain), ("optimizer_state", OptimizerState)):
+            value, expected = getattr(self, name), get_args(choices)
+            if value not in expected:
+                raise UserError(
+                    f"DropPositions.{name}: expected one of {', '.join(expected)}, got {value!r}"
+                )
         self.dropped_at: int | None = None
         self.rewarm_updates = 0
-        self._rate_factor = 1.0
-        self._hooks: list[RemovableHandle] = []
+        self._rewarming = Rewarming()
 
     # The state of the drop, in memory and in checkpoints
 
@@ -281,10 +223,7 @@ class DropPositions(L.Callback):
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise UserError(f"DropPositions.rewarm: expected 0 with DeepSpeed, got {self.rewarm}")
-        for optimizer in trainer.optimizers:
-            if trainer.scaler is not None:
-                self._hooks.append(optimizer.register_step_pre_hook(self._lower_rates))
-            self._hooks.append(optimizer.register_step_post_hook(restore_rates))
+        self._rewarming.start(trainer)
 
     def _check(self, module: L.LightningModule) -> None:
         decoder = _decoder_in(module)
@@ -334,9 +273,9 @@ class DropPositions(L.Callback):
             self.dropped_at = updates
             self.rewarm_updates = in_updates(self.rewarm, trainer)
             self._drop(trainer, pl_module)
-        self._rate_factor = 1.0
+        self._rewarming.factor = 1.0
         if self.dropped_at is not None and updates < self.dropped_at + self.rewarm_updates:
-            self._rate_factor = (updates - self.dropped_at + 1) / self.rewarm_updates
+            self._rewarming.factor = (updates - self.dropped_at + 1) / self.rewarm_updates
 
     def _drop(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         decoder = _decoder_in(module)
@@ -366,38 +305,22 @@ class DropPositions(L.Callback):
             qk_norm = decoder.config.qk_norm.when == "after_drop"
         return drop(layout, to, layers=self.layers, heads=self.heads, qk_norm=qk_norm)
 
-    # Rewarming: the learning rate is lower in the step alone, so that schedules never see it
-
     def on_before_optimizer_step(
         self,
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         optimizer: torch.optim.Optimizer,
     ) -> None:
-        """Lower the learning rates of a step, within its closure, after the module may have set
-        them."""
-        if trainer.scaler is None:  # a scaler has no closure, and may skip the step
-            self._lower_rates(optimizer)
+        """Lower the learning rates of a step shortly after the drop."""
+        self._rewarming.before_step(trainer, optimizer)
 
-    def _lower_rates(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._rate_factor == 1:
-            return
-        for group in optimizer.param_groups:
-            scheduled = group.setdefault(SCHEDULED, group["lr"])
-            # Not in place: a rate may be a tensor. Of several callbacks the lowest rate counts.
-            group["lr"] = min(group["lr"], scheduled * self._rate_factor)
-
-    def on_train_end(self, *_: Any) -> None:
-        """End rewarming: the module may keep its optimizer for another fit."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """End rewarming."""
+        self._rewarming.end(trainer)
 
     def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
         """End rewarming also with an error, which may come from within a step."""
-        self.on_train_end()
-        for optimizer in trainer.optimizers:
-            restore_rates(optimizer)
+        self._rewarming.end(trainer)
 
     def on_init_end(self, *_: Any, **__: Any) -> None:
         """Refuse a trainer of transformers, which calls this first.
@@ -409,13 +332,6 @@ class DropPositions(L.Callback):
             "trainer.lightning.DropPositions is for Lightning: "
             "give a trainer of transformers trainer.hf.DropPositions"
         )
-
-
-def restore_rates(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Put back the learning rates of the schedule after a step."""
-    for group in optimizer.param_groups:
-        if SCHEDULED in group:
-            group["lr"] = group.pop(SCHEDULED)
 
 
 def _decoder_in(module: nn.Module) -> Decoder | None:

@@ -1,0 +1,57 @@
+"""Counting the updates of a Lightning trainer: numbers of them, and shares of all."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any
+
+import lightning as L
+
+from trainer.common.errors import UserError
+
+
+def total_updates(trainer: L.Trainer) -> float:
+    """Return the number of updates in the whole training; inf if nothing limits it.
+
+    With manual optimization a batch may have any number of updates: the mean until now counts, or
+    one before the first.
+    """
+    if trainer.lightning_module.automatic_optimization:
+        total = trainer.estimated_stepping_batches
+        return total if total > 0 else math.inf
+    passes = trainer.global_step / len(trainer.optimizers)
+    batches = max(trainer.fit_loop.total_batch_idx, 1)
+    updates_per_batch = passes / batches if passes > 0 else 1.0
+    all_batches = trainer.num_training_batches * (trainer.max_epochs or 0)
+    limits = [trainer.max_steps / len(trainer.optimizers), all_batches * updates_per_batch]
+    return min((limit for limit in limits if limit > 0), default=math.inf)  # -1: no limit
+
+
+def in_updates(number: int | float, trainer: L.Trainer) -> int:
+    """Return a number of updates, or a share of all, as a number of updates."""
+    if not is_share(number):
+        return int(number)
+    updates = number * total_updates(trainer)
+    if trainer.lightning_module.automatic_optimization:
+        return round(updates)
+    return math.ceil(updates - 1e-6)  # the mean falls between two updates
+
+
+def is_share(number: int | float) -> bool:
+    """Whether a number is a share of all updates."""
+    return isinstance(number, float) and 0 < number < 1
+
+
+def check_number(name: str, number: Any) -> None:
+    """Raise unless ``number`` is a number of updates or a share.
+
+    Raises:
+        UserError: it is neither.
+    """
+    is_integer = isinstance(number, Integral) and not isinstance(number, bool)
+    is_count = is_integer and int(number) >= 0
+    if not is_count and not is_share(number):
+        raise UserError(
+            f"{name}: expected an integer number of updates or a share in (0, 1), got {number!r}"
+        )
