@@ -397,6 +397,24 @@ class Own(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+def test_a_frozen_teacher_keeps_its_encoding():
+    module = Own()
+    teacher = decoder().requires_grad_(False)
+    student = module._modules.pop("model")
+    module.teacher, module.model = teacher, student
+    trainer_of(DropPositions(1), max_steps=2).fit(module, batches())
+    assert teacher.layout.rotates
+    assert not student.layout.rotates
+    teacher.requires_grad_(True)
+    with pytest.raises(UserError, match="expected one decoder that is trained, got 2"):
+        trainer_of(DropPositions(1), max_steps=2).fit(module, batches())
+
+
+def test_matched_gains_need_a_probe():
+    with pytest.raises(UserError, match=r"DropPositions\.gain: expected a probe"):
+        DropPositions(3, gain="matched")
+
+
 def dropped_layers(module):
     return [
         "".join(str(int(layer.spectra[0].rotates)) for layer in layout.layers)

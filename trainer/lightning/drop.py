@@ -116,7 +116,7 @@ def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None
 class DropPositions(L.Callback):
     """Drops the positional encoding in mid-run (DroPE), in any Lightning trainer and strategy.
 
-    A module that holds a :class:`Decoder` gets another layout. Any other module must hold a model
+    The trained :class:`Decoder` of a module gets another layout. Any other module must hold a model
     of transformers, which loses the rotation of all layers, see :func:`trainer.hf.drop_rotation`;
     ``to``, ``layers``, ``heads``, ``qk_norm``, ``gain`` and ``probe`` are for a decoder.
 
@@ -161,11 +161,14 @@ class DropPositions(L.Callback):
         check_number("DropPositions.at", self.at)
         check_number("DropPositions.rewarm", self.rewarm)
         for name, choices in (("gain", Gain), ("optimizer_state", OptimizerState)):
-            value, expected = getattr(self, name), get_args(choices)
+            value = getattr(self, name)
+            expected = get_args(choices)
             if value not in expected:
                 raise UserError(
                     f"DropPositions.{name}: expected one of {', '.join(expected)}, got {value!r}"
                 )
+        if self.gain == "matched" and self.probe is None:
+            raise UserError("DropPositions.gain: expected a probe for matched, got none")
         self.dropped_at: int | None = None
         self.rewarm_updates = 0
         self._rewarming = Rewarming()
@@ -188,12 +191,14 @@ class DropPositions(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the update of the drop, the length of rewarming, and a decoder's layout."""
-        decoder = _decoder_in(self._module)
-        return {
+        state: dict[str, Any] = {
             "dropped_at": self.dropped_at,
             "rewarm_updates": self.rewarm_updates,
-            "layout": None if decoder is None else decoder.layout.to_dict(),
         }
+        decoder = _decoder_in(self._module)
+        if decoder is not None:
+            state["layout"] = decoder.layout.to_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Bring the module into the state of a checkpoint."""
@@ -283,17 +288,19 @@ class DropPositions(L.Callback):
             self._change(module)
             reset_optimizer(trainer, self.optimizer_state)
             return
-        losses = apply_change(
+        probe: list[Tensor] = []
+        if self.probe is not None:
+            probe.append(self.probe)
+        before, after = apply_change(
             trainer,
             decoder,
             self._dropped(decoder),
             gain=self.gain,
             optimizer_state=self.optimizer_state,
-            probe=() if self.probe is None else (self.probe,),
+            probe=probe,
         )
         if self.probe is not None:
-            names = "drop/loss_before", "drop/loss_after"
-            effect = dict(zip(names, map(fmean, losses), strict=True))
+            effect = {"drop/loss_before": fmean(before), "drop/loss_after": fmean(after)}
             for logger in trainer.loggers:
                 logger.log_metrics(effect, step=self.dropped_at)
 
@@ -335,4 +342,12 @@ class DropPositions(L.Callback):
 
 
 def _decoder_in(module: nn.Module) -> Decoder | None:
-    return next((part for part in module.modules() if isinstance(part, Decoder)), None)
+    """Return the decoder in a module, of several the one that is trained."""
+    decoders = [part for part in module.modules() if isinstance(part, Decoder)]
+    if len(decoders) > 1:
+        decoders = [d for d in decoders if any(p.requires_grad for p in d.parameters())]
+        if len(decoders) != 1:
+            raise UserError(
+                f"DropPositions: expected one decoder that is trained, got {len(decoders)}"
+            )
+    return decoders[0] if decoders else None
