@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from trainer.hf import DropPositions, drop_rotation, is_dropped
 trl = pytest.importorskip("trl")
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
+SFTConfig = trl.SFTConfig
 
 CHATS = Dataset.from_list(
     [
@@ -51,6 +54,7 @@ PAIRS = Dataset.from_list(
     ]
 )
 SETTINGS = QUIET | {"max_length": 32, "bf16": False, "gradient_checkpointing": False}
+SHORT = {"max_steps": 6}
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4}
 
 
@@ -160,3 +164,19 @@ def test_a_synced_reference_is_refused_unless_both_were_loaded_without_rotation(
     ours = preferred(tmp_path / "ours", DropPositions(0), dropped, **settings)
     assert is_dropped(ours.model)
     assert is_dropped(ours.ref_model)
+
+
+def test_the_documentation_runs_as_written(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer().save_pretrained(base)
+    monkeypatch.chdir(tmp_path)
+    Path("texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in TEXTS))
+    page = (Path(__file__).parents[2] / "docs" / "lightning.md").read_text()
+    section = page.partition("## transformers' Trainer")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    monkeypatch.setattr(trl, "SFTConfig", lambda *a, **k: SFTConfig(*a, **SETTINGS | k | SHORT))
+    names: dict[str, Any] = {}
+    exec(code.replace("HuggingFaceTB/SmolLM2-135M", str(base)), names)
+    assert is_dropped(names["model"])
+    assert torch.equal(logits(names["model"]), logits(names["trainer"].model))
