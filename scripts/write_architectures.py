@@ -211,11 +211,14 @@ from trainer.hf import drop_rotation
 drop_rotation(model).save_pretrained("dropped")  # transformers loads it as it is
 ```
 
-`python scripts/write_architectures.py` tries this on every decoder of transformers {version} that a
-configuration of at most {largest:.0f} million parameters builds
-([the configurations](../scripts/architectures.yaml)). A vision-language model keeps its vision
-tower; the drop changes its text decoder. Numbers are the largest difference of a logit as a share
-of the largest logit, in float32 on a CPU, for 48 tokens:
+```sh
+python scripts/write_architectures.py
+```
+
+writes this page: the drop in every decoder of transformers {version} that a configuration of at
+most {largest:.0f} million parameters builds ([configurations](../scripts/architectures.yaml)). A
+vision-language model keeps its vision tower; the drop changes its text decoder. Numbers are the
+largest difference of a logit as a share of the largest logit, in float32 on a CPU, for 48 tokens:
 
 - **changed**: by the drop. Matrices are multiplied by 8, so that positions matter before training.
 - **reference**: to the same model whose `apply_rotary` functions return queries and keys as they

@@ -71,6 +71,7 @@ SCRIPTS = {
     "scripts/benchmark_perplexity.py": ["--lengths", "512", "--models", "NoPE"],
     "scripts/fetch_smollm2.py": ["--help"],  # fetches a model
     "scripts/mutate.py": ["--help"],  # runs the tests
+    "scripts/write_architectures.py": ["llama"],
 }
 
 

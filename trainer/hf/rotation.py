@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -66,7 +65,8 @@ def drop_rotation(model: Model) -> Model:
             kind: Any = type(module)
             module.config = original
             module.__class__ = _unrotated(kind)
-        if any(_names_rotating_base(adapter) for adapter in adapters_in(model)):
+        rotating_names = None, "", parts.top.name_or_path
+        if any(a.base_model_name_or_path in rotating_names for a in adapters_in(model)):
             logger.warning(
                 "What this adapter saves names a base that rotates: "
                 "trainer.hf.save_dropped_base(model, directory) writes one that does not"
@@ -151,7 +151,7 @@ class Parts:
 
     def is_dropped(self) -> bool:
         """Whether the rotary modules return no rotation."""
-        return self.can_be_restored() or describes_no_rotation(self.decoder.config)
+        return self.can_be_restored() or _describes_no_rotation(self.decoder.config)
 
     def can_be_restored(self) -> bool:
         """Whether the model was dropped in this process, not before it was loaded."""
@@ -216,7 +216,7 @@ def _is_trained(model: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in model.parameters())
 
 
-def describes_no_rotation(config: Any) -> bool:
+def _describes_no_rotation(config: Any) -> bool:
     """Whether transformers builds a decoder without rotation from its configuration."""
     by_type: list[Parameters] = []
     _each(by_type.append, getattr(config, "rope_parameters", None) or {})
@@ -238,13 +238,6 @@ def adapters_in(model: nn.Module) -> list[Any]:
         if isinstance(adapters, dict) and top in set(module.modules()):
             found.update({id(adapter): adapter for adapter in adapters.values()})
     return list(found.values())
-
-
-def _names_rotating_base(adapter: Any) -> bool:
-    name = adapter.base_model_name_or_path
-    if not name or not Path(name).is_dir():
-        return True
-    return not describes_no_rotation(AutoConfig.from_pretrained(name).get_text_config(decoder=True))
 
 
 def rope_parameters_written(parts: Parts) -> Parameters:
