@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    llama().save_pretrained(tmp_path / "base")
+    llama(width=64).save_pretrained(tmp_path / "base")  # a block of bitsandbytes' 4 bits
     return tmp_path / "base"
 
 

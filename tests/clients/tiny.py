@@ -28,11 +28,11 @@ QUIET = {
 }
 
 
-def llama(layers: int = 1) -> LlamaForCausalLM:
+def llama(layers: int = 1, width: int = 32) -> LlamaForCausalLM:
     """Return a Llama whose logits depend much on positions."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+        vocab_size=64, hidden_size=width, intermediate_size=64, num_hidden_layers=layers,
         num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
         eos_token_id=2,
     )  # fmt: skip
