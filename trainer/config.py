@@ -420,6 +420,8 @@ class NeedleTaskSettings:
     changes: NonNegativeInt = 0
     """Statements that give the requested name an earlier number, for runs with
     data.needles.changes; the answer is the last one."""
+    new_tokens: PositiveInt | None = None
+    """Most tokens of an answer; null: 16 for each number, 50 for a sentence (DoPE: 50)."""
     seed: NonNegativeInt = 1
     """Seed of the trials."""
 

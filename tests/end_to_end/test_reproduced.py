@@ -1,4 +1,5 @@
-"""Every command of docs/reproduce.md does its work, with tiny models and little text."""
+"""Every command of docs/reproduce.md does its work, with tiny models and little text; every line
+for pytest runs as it stands."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -197,3 +200,12 @@ class TestEvaluations:
         request = asked("evaluate", line, tmp_path)
         report, _ = evaluate.evaluate_lengths(request, "page")
         assert {*report.rows.method} == set(request.evaluation.methods)
+
+
+class TestLines:
+    @pytest.mark.parametrize("line", commands_with("pytest"))
+    def test_every_line_selects_tests_that_pass(self, line):
+        words = [sys.executable, "-m", *shlex.split(line), "-n", "0", "-p", "no:cacheprovider"]
+        done = subprocess.run(words, cwd=DATA.parent.parent, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-2000:]  # 5 if nothing is selected
+        assert re.search(r"\d+ passed", done.stdout)

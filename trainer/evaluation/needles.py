@@ -229,10 +229,11 @@ def hidden(
     prompts = []
     for trial in range(settings.trials):
         quiz = draw(haystack.numbers, np.random.default_rng((settings.seed, trial, 0)))
+        new_tokens = settings.new_tokens or quiz.new_tokens
         (before,) = haystack.encoder.tokens([quiz.opening])
         needles = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
         question = haystack.encode(quiz.question)
-        room = length - len(before) - sum(map(len, needles)) - len(question) - quiz.new_tokens
+        room = length - len(before) - sum(map(len, needles)) - len(question) - new_tokens
         check_room(room - 1, "needles and a question", length)
         random = np.random.default_rng((settings.seed, trial, 1))
         begin = haystack.begin(room, random)
@@ -247,7 +248,7 @@ def hidden(
             first = min(compress(places, asked))
             depth = depths[0] if is_single else round(first / room, 4)
             tokens = (*before, *with_needles, *question)
-            prompts.append(Prompt(tokens, quiz.answers, quiz.new_tokens, depth, trial))
+            prompts.append(Prompt(tokens, quiz.answers, new_tokens, depth, trial))
     return prompts
 
 

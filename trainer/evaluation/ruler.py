@@ -3,9 +3,9 @@
 These are eight searches for needles, one chase of a variable through assignments, two counts of
 words, and two sets of questions about paragraphs. Wording, and numbers of needles, hops and words
 are those of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``, its
-``synthetic.yaml``). The trials are not the benchmark's: each has its own order, prompts that are
-too long shrink by no more than needed, and essay haystacks consist of the caller's documents
-instead of Paul Graham's. Published scores are therefore comparable, but not to the last digit.
+``synthetic.yaml``). The trials are not the benchmark's: each has its own order, every prompt is as
+long as fits, and essay haystacks consist of the caller's documents instead of Paul Graham's.
+Published scores are therefore comparable, but not to the last digit.
 """
 
 from __future__ import annotations
@@ -366,9 +366,8 @@ PROBE = 64
 def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: int) -> list[Prompt]:
     """Return trials whose prompt and answer have at most ``length`` tokens, or the least units.
 
-    A trial depends on the task, the length and its own number. As in the benchmark's programs, the
-    first trial determines the number of units, and trials that are too long lose units: as many as
-    fill the excess, where the programs take steps of up to 500 words.
+    A trial depends on the task, the length and its own number. It has as many units as fit. The
+    benchmark's programs find their number for one trial, and shorten others by up to 500 words.
     """
     new_tokens, least = TASKS[name]
 
@@ -378,23 +377,30 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
         (tokens,) = encoder.tokens([text])
         return Prompt(tokens, answers, new_tokens), len(tokens) + new_tokens - length
 
-    def excess(units: int) -> int:
-        return draw(0, units)[1]
+    probed = least + PROBE
+    per_unit = (draw(0, probed)[1] - draw(0, least)[1]) / PROBE
 
-    per_unit = (excess(least + PROBE) - excess(least)) / PROBE
-    estimate = least + round(-excess(least) / per_unit)
-    most = max(least, least - 1 + bisect_right(range(least, 2 * estimate), 0, key=excess))
-
-    def fitting(trial: int) -> Prompt:
-        units = most
-        prompt, too_long = draw(trial, units)
-        while too_long > 0 and units > least:
-            units = max(least, units - math.ceil(too_long / per_unit))
+    def fitting(trial: int, start: int) -> tuple[Prompt, int]:
+        """Return a prompt with as many units as fit, and their number; ``start``: a guess."""
+        best, fits = draw(trial, least)[0], least
+        exceeds: float = math.inf
+        units = max(start, least + 1)
+        while fits < units < exceeds:
             prompt, too_long = draw(trial, units)
-        return prompt
+            if too_long > 0:
+                exceeds = units
+            else:
+                best, fits = prompt, units
+            surplus = math.ceil(too_long / per_unit)
+            units -= surplus
+            if surplus and not fits < units < exceeds:
+                units = (fits + int(exceeds)) // 2
+        return best, fits
 
+    first, units = fitting(0, probed)
     with ThreadPoolExecutor() as pool:  # tokenizers let other threads run
-        return list(pool.map(fitting, range(trials)))
+        others = pool.map(lambda trial: fitting(trial, units)[0], range(1, trials))
+        return [first, *others]
 
 
 def ruler_tasks(
