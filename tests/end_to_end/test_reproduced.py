@@ -206,6 +206,8 @@ class TestLines:
     @pytest.mark.parametrize("line", commands_with("pytest"))
     def test_every_line_selects_tests_that_pass(self, line):
         words = [sys.executable, "-m", *shlex.split(line), "-n", "0", "-p", "no:cacheprovider"]
-        done = subprocess.run(words, cwd=DATA.parent.parent, capture_output=True, text=True)
+        done = subprocess.run(
+            words, cwd=DATA.parent.parent, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout[-2000:]  # 5 if nothing is selected
         assert re.search(r"\d+ passed", done.stdout)

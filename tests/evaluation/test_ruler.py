@@ -324,8 +324,8 @@ def test_prompts_fill_the_length_and_a_short_one_is_refused(task, tokenizer, nam
 @pytest.mark.parametrize("name", ["cwe", "fwe"])
 def test_every_list_of_words_has_as_many_as_fit(task, name):
     """A word of cwe stands there three times, with a number, in about 1 percent of the room."""
-    for prompt in task(name, trials=20).prompts(4200):
-        assert 0.985 * 4200 < len(prompt.tokens) + prompt.new_tokens <= 4200
+    for prompt in task(name, trials=20).prompts(6144):
+        assert 0.99 * 6144 < len(prompt.tokens) + prompt.new_tokens <= 6144
 
 
 @pytest.mark.parametrize("name", TASKS)
