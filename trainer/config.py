@@ -792,6 +792,9 @@ class ExportRequest:
     """A run directory or a checkpoint."""
     to: str = MISSING
     """Directory to write, new or empty."""
+    context: Length | None = None
+    """Tokens that engines may read (``max_position_embeddings``), also beyond the training length
+    after a drop; null: the longest context of training."""
     tolerance: NonNegativeFloat = 1e-4
     """How far logits may differ in float32, as a share of the largest."""
     logit_scale: PositiveFloat = 1.0

@@ -291,7 +291,26 @@ def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
     assert tokenizer.eos_token == WORD(7)
     values = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (values["max_position_embeddings"], values["bos_token_id"]) == (999, 7)
-    assert (tmp_path / "export" / "README.md").read_text() == "A card."
+    assert (tmp_path / "export" / "README.md").read_text().startswith("A card.")
+
+
+def test_the_context_is_what_it_is_told(decoder, tmp_path):
+    model = decoder(training_length=32)
+    dropped()(model)
+    export_model(model, TOKENIZER, 0, tmp_path / "export", context=4096)
+    texts = {path.name: path.read_text() for path in (tmp_path / "export").glob("*.json")}
+    for name in ("config.json", "config_for_llama_cpp.json"):
+        assert json.loads(texts[name])["max_position_embeddings"] == 4096
+    assert json.loads(texts["tokenizer_config.json"])["model_max_length"] == 4096
+    long_factors_model = decoder(training_length=32)
+    layout_changed(long_factors)(long_factors_model)
+    with pytest.raises(UserError, match="context: expected 32"):
+        export_model(long_factors_model, TOKENIZER, 0, tmp_path / "other", context=64)
+
+
+def test_only_a_model_without_rotation_has_another_configuration_for_llama_cpp(decoder, tmp_path):
+    export_model(decoder(), TOKENIZER, 0, tmp_path / "export")
+    assert not (tmp_path / "export" / "config_for_llama_cpp.json").exists()
 
 
 def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):

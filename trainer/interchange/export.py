@@ -53,6 +53,8 @@ KEPT, DECODED, BEYOND, USUAL, LONGEST = 32, 4, 256, 1100, 2304
 """Of the comparison: last positions, generated tokens, tokens beyond the training length, tokens
 that are read of any model, and the most tokens."""
 CODE = "modeling_unrope.py"
+CONFIG_FOR_LLAMA_CPP = "config_for_llama_cpp.json"
+"""Written for models without rotation."""
 TEXT = "The lighthouse keeper counted seventeen ships before the fog came in."
 
 
@@ -63,6 +65,7 @@ def export_model(
     to: Path,
     *,
     card: str = "",
+    context: int | None = None,
     tolerance: float = 1e-4,
     token_files: Mapping[str, str] | None = None,
 ) -> str:
@@ -74,20 +77,30 @@ def export_model(
         model: float32, on the CPU.
         end: id of the end-of-text token.
         to: a new or empty directory.
-        card: text of ``README.md``.
+        card: text of ``README.md``, to which a line for each engine is added.
+        context: tokens that engines may read; None: the training length, or the longest that a
+            rescaling of the model reaches.
         tolerance: limit of the difference.
         token_files: a published model's files about its tokens, chat template and generation, from
             :func:`~trainer.interchange.published.read_token_files`. Without them, prompts begin
             with the token that began the training's sequences.
 
     Raises:
-        UserError: the directory is not empty, or the loaded model differs; nothing is left then.
+        UserError: the directory is not empty, the frequencies follow the length and ``context`` is
+            another, or the loaded model differs; nothing is left then.
     """
     if to.exists() and any(to.iterdir()):
         raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")
     tokenizer = tokenizer if token_files else prompting(tokenizer, end)
     values = config_of(model.config, model.layout)
     (architecture,) = values["architectures"]
+    longest = model.layout.longest
+    if context is not None:
+        if context != longest and any(spectrum.long for spectrum in model.layout.spectra):
+            raise UserError(
+                f"context: expected {longest}, since frequencies follow the length, got {context}"
+            )
+        values["max_position_embeddings"] = context
     log.info("Written as %s", architecture)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
@@ -100,8 +113,12 @@ def export_model(
         if architecture == OWN:
             shutil.copyfile(Path(__file__).with_name(CODE), partial / CODE)
         _write_settings(values, tokenizer, end, partial, token_files or {})
+        is_still = not model.layout.rotates
+        if architecture != OWN and is_still:
+            _write_config_for_llama_cpp(partial)
         if card:
-            (partial / "README.md").write_text(card, encoding="utf-8")
+            text = f"{card}\n{serving(values, to.name, is_still)}"
+            (partial / "README.md").write_text(text, encoding="utf-8")
         difference = largest_difference(model.eval(), tokenizer, partial)
         log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
         if not difference <= tolerance:
@@ -260,6 +277,55 @@ def _write_settings(
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def _write_config_for_llama_cpp(directory: Path) -> None:
+    """Write the ``config.json`` that llama.cpp's converter needs, of a model without rotation.
+
+    The converter knows the type ``llama3`` for a few architectures only, and leaves it out of the
+    file of others, which then rotate. It writes the factor of a linear type for all.
+    """
+    values = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    for key in ("rope_scaling", "original_max_position_embeddings"):
+        values.pop(key, None)
+    values["rope_parameters"] = {"rope_type": "linear", "factor": 1e30, "rope_theta": 1e4}
+    text = json.dumps(values, indent=2)
+    (directory / CONFIG_FOR_LLAMA_CPP).write_text(text, encoding="utf-8")
+
+
+def serving(values: Mapping[str, Any], name: str, is_still: bool) -> str:
+    """Return how engines read an export at its context, in Markdown.
+
+    ``values``: its ``config.json``. ``name``: of its directory. ``is_still``: without rotation,
+    where a longer context needs nothing but the number.
+    """
+    context = values["max_position_embeddings"]
+    is_ours = values["architectures"] == [OWN]
+    trust = ", trust_remote_code=True" if is_ours else ""
+    lines = [
+        "## Serving",
+        "",
+        f"The context is {context:,} tokens.",
+        "",
+        f'- transformers: `AutoModelForCausalLM.from_pretrained("{name}"{trust})`',
+    ]
+    if not is_ours:
+        beyond = 4 * context
+        vllm, sglang = f"vllm serve {name}", f"python -m sglang.launch_server --model-path {name}"
+        if is_still:
+            override = f"'{{\"max_position_embeddings\": {beyond}}}'"
+            vllm += f" --hf-overrides {override} --max-model-len {beyond}"
+            sglang += f" --json-model-override-args {override} --context-length {beyond}"
+        lines += [f"- vLLM: `{vllm}`", f"- SGLang: `{sglang}`"]
+    if not is_ours and is_still:
+        lines += [
+            f"- llama.cpp: `cp -r {name} gguf && mv gguf/{CONFIG_FOR_LLAMA_CPP} gguf/{CONFIG} && "
+            f"python convert_hf_to_gguf.py gguf --outfile model.gguf && "
+            f"llama-server -m model.gguf -c {context}`; with the {CONFIG} as it is, families other "
+            "than Llama rotate. llama-server refuses prompts beyond the context of the file: "
+            "export with `context=` as long as you want to serve.",
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def exported(model: Decoder, name: str, rope: Parameters | None) -> Tensor:

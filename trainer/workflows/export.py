@@ -59,6 +59,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         state["end_of_text"],
         Path(request.to),
         card=card,
+        context=request.context,
         tolerance=request.tolerance,
         token_files=state["token_files"],
     )
