@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.positional.examples import slowed
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.commands import compose_words
-from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name
+from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name, rope_id
 from trainer.positional.rescaling import cope
 from trainer.positional.spectrum import Spectrum
 

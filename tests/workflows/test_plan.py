@@ -95,7 +95,7 @@ def test_the_longest_sequence_fills_four_fifths_of_a_gpu():
     state = 16 * sum(p.numel() for p in make_decoder(config, 0).parameters()) / 8
     tokens = (0.8 * 139 * 2**30 - state) / a_token
     assert int(rows["H200"].split()[0].replace(",", "")) == pytest.approx(tokens, abs=1024)
-    large = replace(config, model=replace(config.model, num_hidden_layers=10**5))
+    large = replace(config, model=replace(config.model, hidden_size=1 << 18))
     assert set(longest(large, 8).values()) == {"none"}
 
 
