@@ -22,6 +22,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from tests.program import blank
 from trainer import plotting
+from trainer.common.processes import RECEIVED
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config, items):
 def first_rank():
     """As Lightning knows it, which keeps that of the last trainer made in this process."""
     rank_zero_only.rank = 0
+
+
+@pytest.fixture(autouse=True)
+def no_signals():
+    """Forget signals of the test before, which would stop the next training."""
+    RECEIVED.clear()
 
 
 @pytest.fixture(autouse=True)
