@@ -116,7 +116,7 @@ _MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
 _LEGEND = 120  # characters beside each other, with 6 for a line and its distance
-_UNKNOWN = "#e3e3e3"  # behind cells without a number
+UNKNOWN = "#e3e3e3"  # behind cells without a number
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
 
 
@@ -300,7 +300,7 @@ def heat_maps(
                 extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
                 rasterized=True,
             )
-            axes.set_facecolor(_UNKNOWN)
+            axes.set_facecolor(UNKNOWN)
             axes.grid(visible=False)
             axes.set_title(title, pad=3)
             if names is None:

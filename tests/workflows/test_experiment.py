@@ -149,7 +149,8 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     assert note.startswith("DroPE, temperature: logits times 1 + ")
     (run,) = report.runs
     assert (run.name, run.encoding) == ("DroPE", "rope, dropped at step 6")
-    assert report.final_losses == {"DroPE": report.rows.value[0]}
+    assert [*report.final_losses] == ["RoPE (before its drop)", "DroPE"]
+    assert report.origins == {"DroPE": "RoPE (before its drop)"}
     assert report.drop["step"] == 6
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 

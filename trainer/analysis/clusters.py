@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.attention import SIDES, Array, Heads, Place, view_heads
+from trainer.analysis.attention import SIDES, Array, Heads, Place, Side, view_heads
 from trainer.analysis.results import Results, Variants, results, tidy, variants
 from trainer.analysis.target import Target, read
 from trainer.plotting import (
@@ -33,6 +33,8 @@ from trainer.plotting import (
 CHUNK = 2048
 """Positions converted to float64 at a time."""
 COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
+SIDE_ORDER: tuple[Side, ...] = ("key", "query")
+"""Order of panels and colours."""
 RATIO_STYLE = 3
 """Style of a ratio of two variants, which have styles of their own."""
 
@@ -249,7 +251,7 @@ def curve_plots(
         panel("keys", "key_stable_rank", y="stable rank"),
         panel("queries", "query_stable_rank"),
     ]
-    for side in ("key", "query") if "plain" in looks else ():
+    for side in SIDE_ORDER if "plain" in looks else ():
         title, ratio = SIDES[side], values[f"{side}_fsv_ratio"]
         mean = over_heads("after / before", RATIO_STYLE, lengths, ratio)
         faint = ratio.reshape(-1, ratio.shape[-1])
@@ -261,7 +263,7 @@ def curve_plots(
         panel("Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True),
     ]
     shares = {}
-    for side in ("key", "query"):
+    for side in SIDE_ORDER:
         of_heads = 100 * values[f"{side}_first_share"][..., -1].ravel()
         counts, edges = np.histogram(of_heads, 20, (0, 100))
         middles = (edges[:-1] + edges[1:]) / 2

@@ -31,6 +31,7 @@ from trainer.plotting import (
     PALE,
     PINK,
     SKY,
+    UNKNOWN,
     Plot,
     save,
 )
@@ -52,6 +53,7 @@ VARIABLES = {
     GREY: "grey",
     PALE: "pale",
     GRID: "grid",
+    UNKNOWN: "unknown",
 }
 """Variables of the style sheet that stand for the colours of figures."""
 
