@@ -42,6 +42,8 @@ def answer_of(report: Report) -> Answer | None:
     if task is None:
         return None
     rows = rows[rows.task == task]
+    lengths = rows.groupby(["model", "method"]).length.transform("nunique")
+    rows = rows[lengths == lengths.max()]
     far = rows[rows.length == rows.length.max()]
     model = next((name for name in far.model if name in report.origins), far.model.iloc[0])
     subject = _best(far[far.model == model], task)
