@@ -188,7 +188,8 @@ def test_figures_have_the_width_font_and_size_that_are_asked_for(tmp_path):
         use_style()
     assert figure.get_size_inches()[0] == 3.3
     assert len({axes.get_position().y0 for axes in figure.axes}) == 2  # one below the other
-    assert "font: 9px 'STIXGeneral'" in drawing.read_text()
+    text = drawing.read_text()
+    assert "font-size: 9px; font-family: 'STIXGeneral'" in text
 
 
 def test_labels_at_the_ends_of_lines_do_not_touch_and_context_has_none():
