@@ -171,9 +171,9 @@ class Hub(Thread):
     def run(self) -> None:
         """Answer all ranks as soon as it is known how they end."""
         answer = self._first_end()
-        for connection in [*self.connections.values()]:
+        for rank in sorted(self.connections, reverse=True):  # rank 0 last: it ends with its answer
             with suppress(OSError):
-                _send(connection, asdict(answer))
+                _send(self.connections[rank], asdict(answer))
 
     def _first_end(self) -> End:
         """Wait for the first rank that ends early, for the end of rank 0, or for the time within
