@@ -97,6 +97,7 @@ def test_a_report_answers_for_its_evaluation_and_its_controls_alone(tmp_path):
     assert is_finished(parse(values | {"name": "again"}))
     for changes in ({"evaluation": {"windows": 3}}, {"controls": {}}, {"overwrite": True}):
         assert not is_finished(parse(values | changes))
+    (place / "checkpoints" / "step-000001").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
         is_finished(parse(values | {"seed": 1}))
 
