@@ -100,19 +100,13 @@ def train(
     module = make_module(config, model, weights, draws=checkpoint is None)
     title = f"Training {name_and_role(config)[0]}"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
-    ranks = current_ranks()
-    strategy = make_strategy(
-        config.strategy.name, device_of(config.trainer.accelerator), ranks.local_size
-    )
-    last, every = config.trainer.max_steps, config.trainer.keep_every
-    regular = range(every, last + 1, every) if every else ()
+    device = device_of(config.trainer.accelerator)
+    strategy = make_strategy(config.strategy.name, device, current_ranks().local_size)
     with (
         Progress(title, last_step, config.tokens_per_step) as progress,
         numerics(config),
         stop_requests(config.trainer.max_time, start_time or time.time()) as stop_requested,
-        closing(
-            Writer(directory, config.trainer.keep_checkpoints, kept_steps(config).union(regular))
-        ) as writer,
+        closing(make_writer(config, directory)) as writer,
     ):
         run = RunCallback(
             config,
@@ -175,6 +169,15 @@ def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> N
     if step:
         warn_of_lost_rows(source, rows, step, state["config"]["trainer"]["log_every"])
     write_metrics(metrics, [row for row in rows if row["step"] <= step])
+
+
+def make_writer(config: RunConfig, directory: Path) -> Writer:
+    """Create the writer of a run's checkpoints."""
+    run = config.trainer
+    permanent = set(kept_steps(config))
+    if run.keep_every is not None:
+        permanent.update(range(run.keep_every, run.max_steps + 1, run.keep_every))
+    return Writer(directory, run.keep_checkpoints, permanent)
 
 
 def user_callbacks(config: RunConfig) -> list[L.Callback]:
