@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
 from trainer.common.files import checksum, synchronise, write_atomically
-from trainer.common.ranks import all_gather, on_rank_zero
+from trainer.common.ranks import all_gather, current_ranks, on_rank_zero
 from trainer.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -337,7 +337,7 @@ def find_checkpoint(name: str) -> Path:
 def check_sound(path: Path) -> Path:
     """Return the path of a checkpoint whose files match its manifest; all ranks call this together.
 
-    Each rank reads its share of the files.
+    Each rank reads its share of the files; without a process group it answers for that alone.
 
     Raises:
         UserError: they do not match.
@@ -349,14 +349,12 @@ def check_sound(path: Path) -> Path:
 
 def _is_share_sound(path: Path) -> bool:
     """Whether this rank's share of a checkpoint's files matches the manifest."""
-    rank, ranks = 0, 1
-    if dist.is_initialized():
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+    ranks = current_ranks()
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or STATE not in manifest:
             return False
-        names = sorted(manifest)[rank::ranks]
+        names = sorted(manifest)[ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor() as pool:
             files = [*pool.map(_described, [path / name for name in names])]
     except (OSError, ValueError):  # a file is missing or a directory, or the manifest is not JSON
