@@ -82,6 +82,7 @@ def train(
         DivergedError: the run diverged.
         PreemptedError: the run was asked to stop, and has.
     """
+    gc.collect()  # the trainer of a run before is a reference cycle
     last_step = config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
     checkpoint, state = starting_point(directory.parent, corpus, branch)
@@ -123,8 +124,6 @@ def train(
     if trainer.global_step < last_step:
         raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
     module.to("meta")  # the checkpoint has its contents
-    del trainer
-    gc.collect()  # a finished trainer is a reference cycle
     return directory / step_name(last_step)
 
 
