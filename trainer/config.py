@@ -222,7 +222,7 @@ class OptimizerConfig:
 
 @configuration
 class TrainerConfig:
-    """Length, batch, precision and rhythm of a run."""
+    """Length, batch, precision, logging and checkpoint intervals of a run."""
 
     max_steps: PositiveInt = 1000
     """Optimizer steps of the run."""
@@ -237,7 +237,7 @@ class TrainerConfig:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     """Device: auto (GPUs where torch sees them, otherwise the CPU), cpu, gpu."""
     threads: PositiveInt | None = None
-    """CPU threads; null: OMP_NUM_THREADS or all cores, shared by the ranks of a machine."""
+    """CPU threads; null: OMP_NUM_THREADS or all cores, of several ranks a share of the cores."""
     gradient_clip: NonNegativeFloat = 1.0
     """Largest norm of a gradient; 0: no clipping."""
     compile: bool | Literal["auto"] = "auto"
@@ -595,7 +595,7 @@ class RunConfig:
     overwrite: bool = False
     """Start again in a directory that holds a run."""
     plugins: list[str] = field(default_factory=list)
-    """Python files that register encodings of your own."""
+    """Python files that register encodings, tasks or text sources of your own."""
     model: ModelConfig = field(default_factory=ModelConfig)
     positional: PositionalConfig = field(default_factory=PositionalConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from scripts import write_keys
 from tests import program
 from tests.program import ROOT
+from trainer.evaluation.methods import TITLES
+from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.tasks import GROUPS
+from trainer.positional.rescaling import RESCALINGS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TRAIN = [
@@ -115,6 +120,18 @@ def _shorter(phase: str) -> str:
 
 def test_every_page_shows_commands():
     assert all(commands(page) for page in PAGES)
+
+
+@pytest.mark.slow
+def test_the_page_of_keys_is_what_its_script_writes():
+    assert write_keys.PAGE.read_text("utf-8") == write_keys.page()
+
+
+def test_the_page_of_evaluation_names_every_method_and_task():
+    page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
+    methods = [name for name in TITLES if name.removeprefix("dynamic_") not in RESCALINGS]
+    names = [*methods, *RESCALINGS, *NEEDLE_TASKS, *GROUPS]
+    assert [name for name in names if f"`{name}`" not in page and f"={name} " not in page] == []
 
 
 @pytest.fixture(scope="class")

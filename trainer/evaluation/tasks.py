@@ -27,6 +27,9 @@ from trainer.evaluation.results import counted
 from trainer.evaluation.ruler import ruler_tasks
 from trainer.evaluation.task import PromptTask, Task
 
+GROUPS = (PERPLEXITY, STATEMENTS, RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS)
+"""Names of ``evaluation.tasks`` beside those of :data:`NEEDLE_TASKS`."""
+
 
 def check_names(config: EvaluationConfig) -> None:
     """Check that all tasks and methods exist.
@@ -35,9 +38,8 @@ def check_names(config: EvaluationConfig) -> None:
         UserError: one does not.
     """
     parts = [part for name in config.methods for part in name.split("+")]
-    groups = STATEMENTS, PERPLEXITY, RULER, LONGBENCH, MANY_SHOT, MULTIPLE_CHOICE, HARNESS
     for key, names, known in (
-        ("tasks", config.tasks, [*groups, *NEEDLE_TASKS]),
+        ("tasks", config.tasks, [*GROUPS, *NEEDLE_TASKS]),
         ("methods", parts, [*TITLES]),
     ):
         if missing := [name for name in names if name not in known]:
