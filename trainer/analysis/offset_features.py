@@ -108,9 +108,9 @@ def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
     ``angle``: phi, from the mean query counterclockwise to the mean key, in [0, 2 pi).
     ``query_radius``, ``key_radius``: lengths of the means. ``query_circular_variance``,
     ``key_circular_variance``: see :func:`pair_means`; NaN if the pair does not rotate.
-    ``inv_freq``, ``possible``, ``lower_bound``: see :func:`bounds`. ``scale``: factor on the dot
-    product of a query and a key in the scores, times the encoding's factor (YaRN's attention
-    factor, a temperature).
+    ``inv_freq``, ``possible``, ``lower_bound``: see :func:`bounds`; no lower bound (NaN) for a pair
+    above its upper bound. ``scale``: factor on the dot product of a query and a key in the scores,
+    times the encoding's factor (YaRN's attention factor, a temperature).
     """
     trained = heads.training_length
     spectra = [spectrum.at(context_length, trained) for spectrum in heads.encoding.spectra]
@@ -135,7 +135,7 @@ def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
             "query_circular_variance": np.where(turns, query_variance, np.nan),
             "key_circular_variance": np.where(turns, key_variance, np.nan),
             "possible": possible,
-            "lower_bound": lower_bound,
+            "lower_bound": np.where(possible, lower_bound, np.nan),
             "scale": heads.scale * spectrum.rotary_scale**2 * spectrum.temperature.scale,
         }
         tables += [pd.DataFrame(columns)] if pairs else []
