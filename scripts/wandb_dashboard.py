@@ -109,7 +109,7 @@ def main() -> None:
     """Save the workspace, or print it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entity", required=True, help="user or team that owns the project")
-    parser.add_argument("--project", default="unrope", help="logger.project of the runs")
+    parser.add_argument("--project", default="unrope", help="WANDB_PROJECT of the runs")
     parser.add_argument("--name", default="Unrope", help="name of the view")
     parser.add_argument("--dry-run", action="store_true", help="print the workspace as JSON")
     options = parser.parse_args()

@@ -183,7 +183,7 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
 
 
 class Writer:
-    """Writes checkpoints beside training, one at a time; all ranks call its methods together.
+    """Writes checkpoints in a background thread, one at a time; all ranks call it together.
 
     ``keep``: number of newest regular checkpoints in ``directory`` that stay; those of
     ``permanent`` steps stay as well.

@@ -451,7 +451,7 @@ def evaluate(job: Job) -> None:
 
     python -m trainer evaluate PATH [compare=[PATH,...]] [+evaluation=NAME] [KEY=VALUE ...]
 
-    At multiples of the training length, with every method that extends the context.
+    At multiples of the training length, as they are and with methods that extend the context.
     """
     from trainer.runs.directory import check_model
 
@@ -542,7 +542,7 @@ def help_text(name: str) -> str:
     if group := OPTIONS.get(name):
         lines += [f"{group}: {', '.join(sorted(p.stem for p in (CONF / group).iterdir()))}", ""]
     lines += [
-        "All keys and their values: add --cfg job. Their meanings: trainer/config.py.",
+        "All keys and their values: add --cfg job. Their meanings: docs/keys.md.",
         "Several jobs: --multirun KEY=A,B. Options of your own: --config-dir DIRECTORY.",
     ]
     return "\n".join(lines)

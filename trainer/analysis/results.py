@@ -1,6 +1,6 @@
 """An analysis returns figures, and its numbers as rows of one table.
 
-One's own stands in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure)::
+Put yours in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure)::
 
     @analysis  # of trainer.workflows.analyze
     def key_norms(target):

@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and the end of work on request."""
+"""User-facing errors and preemption."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ FORMAT = 4
 MEASURED = 256 << 20
 """Characters up to which a text is read once more, to hold out exact shares of it."""
 PIECES = 100
-"""Documents that a text of one or two documents is cut into."""
+"""Documents that a text of fewer is cut into, about."""
 FEW = 10
 """Documents below which a held-out split is said to be small."""
 AT_FIRST = 1 << 24

@@ -1,4 +1,4 @@
-"""AdamW; or as one optimizer Muon for the matrices of blocks and AdamW for all others."""
+"""AdamW, or Muon for block matrices with AdamW for the rest, as one optimizer."""
 
 from __future__ import annotations
 

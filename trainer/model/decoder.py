@@ -165,8 +165,8 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Compute normalized states ``[B, T, hidden_size]`` before the head, for ids ``[B, T]``.
 
-        See :class:`LanguageModel` for the other arguments. Of positions before the ``last`` ones
-        the last block computes only keys and values.
+        See :class:`LanguageModel` for the other arguments. Before ``last``, the last block computes
+        only keys and values.
 
         Args:
             documents: ``[B, T]`` integers; attention stays within equal numbers.

@@ -188,7 +188,7 @@ def differences(
 
 
 def check_start(config: RunConfig) -> None:
-    """Check what shows before anything heavy is imported: the directory, and files of text.
+    """Check the directory and files of text before torch is imported.
 
     Raises:
         UserError: the directory holds another run or one that trains, or the files are empty.

@@ -23,7 +23,7 @@ NAMED_BY_USERS = "controls", "callbacks", "phases"
 
 
 def parse(values: dict[str, Any]) -> RunConfig:
-    """Return plain values as the checked and completed configuration of a run.
+    """Validate plain values into a complete ``RunConfig``.
 
     A run whose ``drop`` would change nothing, such as one of NoPE, has none. A run that begins with
     trained weights has their shape.
