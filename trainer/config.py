@@ -527,7 +527,8 @@ class EvaluationConfig:
     multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot, multiple_choice,
     harness."""
     windows: PositiveInt = 96
-    """Held-out windows of the task perplexity at each length; their last C tokens count."""
+    """Held-out windows of the task perplexity at each length. Their last C tokens count, or as many
+    as the shortest length has."""
     limit: PositiveInt | None = None
     """Most windows, trials or questions of a task and length, for a quick look; null: all."""
     batch_tokens: PositiveInt = 16384

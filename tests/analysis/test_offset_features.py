@@ -229,6 +229,11 @@ def test_table_2_and_every_pair_are_recounted(tiny_decoder):
         ("angle", [cmath.phase(k / q) % TURN for *_, q, k in expected]),
     ):
         np.testing.assert_allclose(cells(rows, name), numbers, rtol=1e-4)
+    C = model.layout.training_length
+    slow = [theta for *_, theta, _, _ in expected if 0 < theta < TURN / C]
+    assert 0 < len(slow) < len(expected)
+    bounds_of_slow = [math.pi + theta * C / 2 for theta in slow]
+    np.testing.assert_allclose(cells(rows, "lower_bound"), bounds_of_slow, rtol=1e-4)
     for radius in (6, 9, 12):
         large, *counts = recounted(model, radius)
         assert large > 0

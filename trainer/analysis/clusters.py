@@ -278,8 +278,8 @@ def curve_plots(
         plot(
             "separation",
             separation,
-            "Separation of queries and keys by length, mean score, median index and 80% of heads "
-            "(RoPE-ID, Fig. 11).",
+            "Separation of queries and keys by length, mean score, median index (the table has its "
+            "mean) and 80% of heads (RoPE-ID, Fig. 11).",
         ),
         plot(
             "singular_values",
