@@ -17,6 +17,10 @@ from trainer.evaluation.tasks import GROUPS
 from trainer.positional.rescaling import RESCALINGS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHERS = "CONTRIBUTING.md", "CHANGELOG.md", "slurm/README.md"
+LINKING = [*PAGES, *(ROOT / name for name in OTHERS)]
+FREE_NAMES = "positional.encodings.", "positional.heads.", "phases.", "data.arguments."
+"""Groups whose keys users name."""
 TRAIN = [
     "trainer.max_steps=8", "trainer.batch_size=4", "trainer.micro_batch_size=2",
     "trainer.threads=1", "drop.effect_sequences=2", "evaluation.lengths=[2]",
@@ -120,6 +124,31 @@ def _shorter(phase: str) -> str:
 
 def test_every_page_shows_commands():
     assert all(commands(page) for page in PAGES)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        file, _, anchor = link.partition("#")
+        if not file.startswith("http"):
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_keys_that_a_page_sets_are_keys(page):
+    known = set(re.findall(r"^\| `([\w.]+)`", write_keys.PAGE.read_text("utf-8"), re.MULTILINE))
+    groups = "|".join(filter(None, write_keys.PARTS.values()))
+    set_here = re.findall(rf"(?<![\w./])((?:{groups})\.[\w.]+)=", page.read_text("utf-8"))
+    assert [key for key in set_here if key not in known and not key.startswith(FREE_NAMES)] == []
 
 
 @pytest.mark.slow
