@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -217,6 +218,15 @@ def test_ranks_are_started_with_the_same_keys(monkeypatch, other):
         expected = pytest.raises(UserError, match=r"\(seed: 1 there, 0 here\)")
     with expected:
         check_alike(values)
+
+
+def test_a_finished_rank_exits_with_the_code_of_all_ranks(monkeypatch, capsys):
+    watch = SimpleNamespace(rank=0, leave=lambda end: 3)
+    monkeypatch.setattr("trainer.__main__.is_alone", lambda: False)
+    monkeypatch.setattr("trainer.common.ranks.watch_ranks", lambda on_stop: watch)
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 3
 
 
 def test_a_missing_package_is_said_with_its_extra():

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         cause = error.__cause__ if isinstance(error, SystemExit) else None
         end(cause or error, words, watch)
     if watch is not None:
-        watch.leave(End(watch.rank, "done", 0))
+        sys.exit(watch.leave(End(watch.rank, "done", 0)))
 
 
 def run(words: list[str]) -> None:
