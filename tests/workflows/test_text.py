@@ -33,6 +33,12 @@ def test_text_must_hold_the_longest_sequences_of_any_run(phases, length, monkeyp
         assert open_corpus(config) == replace(config.data, sequence_length=length)
 
 
+def test_a_checkpoint_without_its_state_keeps_no_run_from_resuming(tmp_path, monkeypatch):
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    monkeypatch.setattr(text, "prepare_corpus", lambda *_, wanted, **__: wanted)
+    assert open_corpus(parse({"run_dir": str(tmp_path)})) is None
+
+
 def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypatch):
     def tokenizer(word):
         return Tokenizer(WordLevel({word: 299}, unk_token=word))

@@ -52,10 +52,11 @@ def open_corpus(config: RunConfig) -> Corpus:
     Raises:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
-    wanted, checkpoints = None, regular_checkpoints(Path(config.run_dir, "checkpoints"))
-    for path in () if config.overwrite else checkpoints:
-        with suppress(ValueError):  # damaged, or of another format
-            wanted = read_state(path)["texts"]
+    wanted = None
+    if not config.overwrite:
+        for path in regular_checkpoints(Path(config.run_dir, "checkpoints")):
+            with suppress(ValueError, OSError):  # damaged, or of another format
+                wanted = read_state(path)["texts"]
     phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
     longest = max(phase.config.data.sequence_length for phase in phases)
     data = replace(config.data, sequence_length=longest)
