@@ -199,7 +199,7 @@ class SeveralOptimizers(Watched):
 @pytest.mark.parametrize("name", ["at", "rewarm"])
 @pytest.mark.parametrize("number", [1.5, 1.0, "85%", -1, -0.5, float("nan"), True, None])
 def test_other_numbers_than_updates_and_shares_are_refused(name, number):
-    with pytest.raises(UserError, match=f"DropPositions.{name}: expected an integer"):
+    with pytest.raises(UserError, match=f"DropPositions.{name}: expected a number of updates"):
         DropPositions(**{"at": 3, name: number})
 
 

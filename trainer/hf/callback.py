@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import (
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.utils import logging
 
+from trainer.common.updates import check_updates, forget_moments, is_share
 from trainer.hf.adapters import name_base, write_dropped_base
 from trainer.hf.rotation import (
     adapters_in,
@@ -60,23 +55,19 @@ class DropPositions(TrainerCallback):
         rewarm: int | float = 0,
         optimizer_state: OptimizerState = "reset",
     ) -> None:
-        for name, number in (("at", at), ("rewarm", rewarm)):
-            if not _is_updates(number) and not _is_share(number):
-                raise ValueError(
-                    f"DropPositions: {name}: expected a number of updates, such as 500, "
-                    f"or a share of them between 0 and 1, such as 0.85, got {number!r}"
-                )
+        check_updates("DropPositions.at", at)
+        check_updates("DropPositions.rewarm", rewarm)
         if optimizer_state not in get_args(OptimizerState):
             raise ValueError(
-                f"DropPositions: optimizer_state: expected keep or reset, got {optimizer_state!r}"
+                f"DropPositions.optimizer_state: expected keep or reset, got {optimizer_state!r}"
             )
         self.at = at
         self.rewarm = rewarm
         self.optimizer_state = optimizer_state
         self.dropped_at: int | None = None
         self._base: Path | None = None
-        self._scheduled: list[Any] = []
-        self._lowered: list[Any] = []
+        self._rates: list[tuple[Any, Any]] = []
+        """Scheduled and lowered learning rates of the present update, by parameter group."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -117,24 +108,23 @@ class DropPositions(TrainerCallback):
             state.log_history.append({DROPPED: self.dropped_at, "step": self.dropped_at})
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
             if self.optimizer_state == "reset":
-                _forget_moments(optimizer)
+                forget_moments(optimizer)
 
-        self._scheduled = []
-        self._lowered = []
+        self._rates = []
         if self.dropped_at is None or state.global_step >= self.dropped_at + self.rewarm_steps:
             return
         factor = (state.global_step - self.dropped_at + 1) / self.rewarm_steps
         for group in optimizer.param_groups:
-            self._scheduled.append(group["lr"])
-            group["lr"] = group["lr"] * factor  # not in place: it may be a tensor
-            self._lowered.append(group["lr"])
+            lowered = group["lr"] * factor  # not in place: it may be a tensor
+            self._rates.append((group["lr"], lowered))
+            group["lr"] = lowered
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Put back the schedule's learning rates, which some schedules multiply."""
         groups = kwargs["optimizer"].param_groups
-        for group, scheduled, lowered in zip(groups, self._scheduled, self._lowered, strict=False):
+        for group, (scheduled, lowered) in zip(groups, self._rates, strict=False):
             if group["lr"] is lowered:  # otherwise DeepSpeed's schedule has moved on
                 group["lr"] = scheduled
 
@@ -150,24 +140,10 @@ class DropPositions(TrainerCallback):
         )
 
 
-def _is_updates(number: Any) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) >= 0
-
-
-def _is_share(number: Any) -> bool:
-    return isinstance(number, float) and 0 < number < 1
-
-
 def _updates(number: int | float, max_steps: int) -> int:
-    if _is_share(number):
+    if is_share(number):
         return round(number * max_steps)
     return int(number)
-
-
-def _forget_moments(optimizer: Optimizer) -> None:
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        group.pop("step", None)  # where the fused Adam of DeepSpeed and apex counts updates
 
 
 def _check_references(args: TrainingArguments, model: nn.Module) -> None:

@@ -17,9 +17,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.updates import check_updates, forget_moments, is_share
 from trainer.lightning.module import evaluating, updates_done
 from trainer.lightning.rewarming import Rewarming
-from trainer.lightning.updates import check_number, in_updates, is_share, total_updates
+from trainer.lightning.updates import in_updates, total_updates
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import by_name
@@ -73,9 +74,7 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
     """Clear the optimizer's state, or with reset_new the state of the QK-norms alone."""
     for optimizer in trainer.optimizers:
         if policy == "reset":
-            optimizer.state.clear()
-            for group in optimizer.param_groups:
-                group.pop("step", None)  # where DeepSpeed's and apex's fused Adam count updates
+            forget_moments(optimizer)
         elif policy == "reset_new":
             for name, submodule in trainer.lightning_module.named_modules():
                 if isinstance(submodule, RMSNorm) and name.endswith(("q_norm", "k_norm")):
@@ -158,8 +157,8 @@ class DropPositions(L.Callback):
     probe: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_number("DropPositions.at", self.at)
-        check_number("DropPositions.rewarm", self.rewarm)
+        check_updates("DropPositions.at", self.at)
+        check_updates("DropPositions.rewarm", self.rewarm)
         for name, choices in (("gain", Gain), ("optimizer_state", OptimizerState)):
             value = getattr(self, name)
             expected = get_args(choices)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
-from typing import Any
 
 import lightning as L
 
-from trainer.common.errors import UserError
+from trainer.common.updates import is_share
 
 
 def total_updates(trainer: L.Trainer) -> float:
@@ -36,22 +34,3 @@ def in_updates(number: int | float, trainer: L.Trainer) -> int:
     if trainer.lightning_module.automatic_optimization:
         return round(updates)
     return math.ceil(updates - 1e-6)  # the mean falls between two updates
-
-
-def is_share(number: int | float) -> bool:
-    """Whether a number is a share of all updates."""
-    return isinstance(number, float) and 0 < number < 1
-
-
-def check_number(name: str, number: Any) -> None:
-    """Raise unless ``number`` is a number of updates or a share.
-
-    Raises:
-        UserError: it is neither.
-    """
-    is_integer = isinstance(number, Integral) and not isinstance(number, bool)
-    is_count = is_integer and int(number) >= 0
-    if not is_count and not is_share(number):
-        raise UserError(
-            f"{name}: expected an integer number of updates or a share in (0, 1), got {number!r}"
-        )
