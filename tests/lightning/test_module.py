@@ -206,6 +206,13 @@ def test_bf16_mixed_is_the_decoders_own_bf16():
     assert_close(mixed.model, own.model, atol=0)
 
 
+def test_bf16_mixed_ends_with_its_trainer():
+    module = LanguageModule(decoder(), 1e-2)
+    fit(module, micro_batches(), precision="bf16-mixed")
+    states = module.model.hidden_states(micro_batches()[0]["input_ids"])
+    assert states.dtype == torch.float32
+
+
 def test_bf16_true_trains_on_weights_of_tokens():
     module = LanguageModule(decoder(), 1e-2)
     fit(module, micro_batches(), precision="bf16-true")

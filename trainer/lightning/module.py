@@ -231,6 +231,11 @@ class LanguageModule(L.LightningModule):
         for optimizer in self.trainer.optimizers:
             forget_scale(optimizer)
 
+    def teardown(self, stage: str) -> None:
+        """Compute in the weights' dtype again after ``bf16-mixed``, which is the trainer's."""
+        if self.trainer.precision == "bf16-mixed":
+            self.model.compute_dtype = None
+
     def validation_step(self, batch: Batch, index: int) -> Tensor:
         """Log ``val_loss``, the mean loss of a token in nats."""
         with self._numerics(uses_cudnn=False):  # it would make a plan for every new length
