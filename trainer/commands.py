@@ -256,9 +256,8 @@ def check_alike(values: dict[str, Any]) -> None:
 
     mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
     if changed := differences(of_rank_zero(mine), mine, OF_A_MACHINE):
-        said = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
         raise UserError(
-            f"rank {current_ranks().rank} was started with other keys than rank 0 ({said})"
+            f"rank {current_ranks().rank} was started with other keys than rank 0 ({changed})"
         )
 
 

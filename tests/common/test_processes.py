@@ -18,7 +18,7 @@ from tests.program import ROOT
 from trainer.common import spinning
 from trainer.common.errors import PreemptedError
 from trainer.common.files import partial_directory
-from trainer.common.processes import stop_on_signals, use_cores, usual_threads
+from trainer.common.processes import default_threads, stop_on_signals, use_cores
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_threads_are_the_environments_or_one_a_core(monkeypatch, variable, expec
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    assert usual_threads() == expected
+    assert default_threads() == expected
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")

@@ -30,7 +30,7 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
-def usual_threads() -> int:
+def default_threads() -> int:
     """Return the default number of CPU threads: ``OMP_NUM_THREADS``, or one per core."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(requested) if requested else cores()
@@ -44,7 +44,7 @@ def use_cores(threads: int | None = None) -> None:
     """
     import torch  # slow import
 
-    torch.set_num_threads(threads or usual_threads())
+    torch.set_num_threads(threads or default_threads())
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         if libc.mallopt(M_MMAP_THRESHOLD, KEPT_MEMORY):  # older ones refuse so much

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -163,28 +164,29 @@ def check_run_directory(config: RunConfig) -> None:
     saved = read_record(directory)
     controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
     if changed := differences(saved, plain(config), {*FREE_TO_CHANGE} | controls):
-        values = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
         raise UserError(
-            f"run_dir: {config.run_dir!r} holds another run ({values}); name=OTHER trains beside "
+            f"run_dir: {config.run_dir!r} holds another run ({changed}); name=OTHER trains beside "
             "it, overwrite=true deletes it"
         )
 
 
-def differences(
-    old: dict[str, Any], new: dict[str, Any], free: Collection[str], path: str = ""
-) -> list[tuple[str, Any, Any]]:
-    """Return keys whose values differ, with both values, except keys that may change."""
-    differing: list[tuple[str, Any, Any]] = []
-    for key in dict.fromkeys([*old, *new]):
-        where = f"{path}.{key}" if path else key
-        a, b = old.get(key), new.get(key)
-        if a == b or where in free:
+def differences(old: dict[str, Any], new: dict[str, Any], free: Collection[str]) -> str:
+    """Return the keys whose values differ, with both values, except keys that may change; empty if
+    there are none."""
+    return "; ".join(_differences(old, new, free))
+
+
+def _differences(
+    old: dict[str, Any], new: dict[str, Any], free: Collection[str], prefix: str = ""
+) -> Iterator[str]:
+    for name in dict.fromkeys([*old, *new]):
+        key, there, here = f"{prefix}{name}", old.get(name), new.get(name)
+        if there == here or key in free:
             continue
-        if isinstance(a, dict) and isinstance(b, dict):
-            differing += differences(a, b, free, where)
+        if isinstance(there, dict) and isinstance(here, dict):
+            yield from _differences(there, here, free, f"{key}.")
         else:
-            differing.append((where, a, b))
-    return differing
+            yield f"{key}: {there!r} there, {here!r} here"
 
 
 def check_start(config: RunConfig) -> None:
@@ -250,7 +252,7 @@ def open_run_directory(config: RunConfig) -> Path:
     check_run_directory(config)
     directory = Path(config.run_dir)
     if config.overwrite:
-        for path in (path for pattern in WRITTEN for path in directory.glob(pattern)):
+        for path in chain.from_iterable(map(directory.glob, WRITTEN)):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

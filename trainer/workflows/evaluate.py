@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
-from trainer.common.processes import use_cores, usual_threads
+from trainer.common.processes import default_threads, use_cores
 from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -54,7 +54,7 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
         UserError: a checkpoint or text cannot be read, models do not fit together, a length does
             not fit a task or the text, or no method applies to any model.
     """
-    use_cores(max(1, usual_threads() // current_ranks().local_size))
+    use_cores(max(1, default_threads() // current_ranks().local_size))
     if torch.cuda.is_available():
         torch.cuda.set_device(device_of("auto"))
     use_style(**asdict(request.plots))
@@ -65,8 +65,8 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     models = find_models(references, C, with_origins=not request.compare)
     first = next(model for model in models if model.reference == request.checkpoint)
     name = request.name or name
-    usual = Path("evaluation") if name == DEFAULT else Path("lengths", name)
-    output = Path(request.output or first.home / usual)
+    place = Path("evaluation") if name == DEFAULT else Path("lengths", name)
+    output = Path(request.output or first.home / place)
     if current_ranks().rank == 0:
         place_of(request, output)  # before anything is measured
     text = held_out_of(held_out_corpus(request.text, first), first)
@@ -85,35 +85,35 @@ def plain_request(request: EvaluationRequest) -> dict[str, Any]:
     return {key: values[key] for key in ("checkpoint", "compare", "text", "evaluation")}
 
 
-def place_of(request: EvaluationRequest, usual: Path) -> Path:
-    """Return the directory of a report: ``usual``, or if that holds another evaluation the first
+def place_of(request: EvaluationRequest, output: Path) -> Path:
+    """Return the directory of a report: ``output``, or if that holds another evaluation the first
     of those numbered beside it that does not.
 
     Raises:
         UserError: the directory that the request names holds another evaluation.
     """
-    numbered = (usual.with_name(f"{usual.name}-{number}") for number in count(2))
-    for place in chain([usual], numbered):
+    place = output
+    for number in count(2):
         changed = changes_since(request, place)
         if not changed:
-            return place
-        values = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed)
-        text = f"{str(place)!r} holds another evaluation ({values})"
+            break
+        text = f"{str(place)!r} holds another evaluation ({changed})"
         if request.output or request.name:
             raise UserError(f"{'output' if request.output else 'name'}: {text}")
         log.info("%s", text)
-    raise AssertionError
+        place = output.with_name(f"{output.name}-{number}")
+    return place
 
 
-def changes_since(request: EvaluationRequest, place: Path) -> list[tuple[str, Any, Any]]:
+def changes_since(request: EvaluationRequest, place: Path) -> str:
     """Return the keys in which a request differs from that of the report in a directory, with both
-    values; none without a report, or if 0.3.0 wrote it."""
+    values; empty without a report, or if 0.3.0 wrote it."""
     facts = place / FACTS
     if not facts.is_file():
-        return []
+        return ""
     with expecting("the facts of a report", facts):
         before = json.loads(facts.read_bytes())["config"].get("request")
-    return differences(before, plain_request(request), ()) if before else []
+    return differences(before, plain_request(request), ()) if before else ""
 
 
 def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
@@ -167,8 +167,7 @@ def measure_models(
     ranks, device = current_ranks(), device_type(accelerator)
     dtype = config.dtype or best_precision(device)
     C = models[0].training_length
-    asked = config.tokens or [round(C * factor) for factor in config.lengths]
-    lengths = [*dict.fromkeys(asked)]
+    lengths = list(dict.fromkeys(config.tokens or [round(C * x) for x in config.lengths]))
     factors = config.lengths if config.tokens is None else [n / C for n in lengths]
     config = replace(config, training_length=C, lengths=factors, tokens=None, dtype=dtype)
     corpus = text.corpus
