@@ -191,10 +191,10 @@ class Writer:
 
     def __init__(self, directory: Path, keep: int, permanent: Collection[int] = ()) -> None:
         self.directory, self.keep, self.permanent = directory, keep, permanent
-        # The current GPU is per thread, initially the first one.
-        here = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        at_begin = (lambda: None) if here is None else partial(torch.cuda.set_device, here)
-        self._thread = ThreadPoolExecutor(1, "checkpoint", at_begin)
+        use_device = None
+        if torch.cuda.is_initialized():  # the current GPU is per thread, initially the first one
+            use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
+        self._thread = ThreadPoolExecutor(1, "checkpoint", use_device)
         self._work: Future[None] | None = None
         # Both threads would mix their collectives in the group of training.
         self._group, self._rank = None, 0
@@ -407,9 +407,9 @@ def read_state(path: Path) -> dict[str, Any]:
         UserError: the checkpoint is of another version's format.
     """
     state = json.loads((path / STATE).read_bytes())
-    found = state.get("format", 1)
-    if found == FORMAT - 1:
+    version = state.get("format", 1)
+    if version == FORMAT - 1:
         state["lightning"] = {"callbacks": state.pop("user_callbacks")}
-    elif found != FORMAT:
-        raise UserError(f"checkpoint: {str(path)!r} has format {found}, expected {FORMAT}")
+    elif version != FORMAT:
+        raise UserError(f"checkpoint: {str(path)!r} has format {version}, expected {FORMAT}")
     return state

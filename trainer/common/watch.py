@@ -19,9 +19,12 @@ from dataclasses import asdict, dataclass
 from queue import Empty, Queue
 from secrets import token_hex
 from threading import Event, Lock, Thread
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.common.errors import STOP_REASONS
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 START = 300.0
 """Seconds within which all ranks must have started."""
@@ -35,16 +38,6 @@ FAREWELL = 20.0
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 4, "TCP_KEEPCNT": 3}
 """A lost machine is noticed after 10 + 3 * 4 seconds."""
 SILENT = "ended without an error of its own: killed, out of memory, or its machine is lost"
-
-
-class KeyStore(Protocol):
-    """A store of torch, in which ranks meet."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a value."""
-
-    def get(self, key: str, /) -> bytes:
-        """Wait for a value, and return it."""
 
 
 @dataclass(frozen=True)
@@ -69,23 +62,21 @@ class Watch:
         rank, world_size: of this process.
         store: in which rank 0 says where it listens.
         on_stop: what rank 0 does after a stop, for the reason of it.
-        start: seconds within which all ranks must connect.
     """
 
     def __init__(
         self,
         rank: int,
         world_size: int,
-        store: KeyStore,
+        store: Store,
         on_stop: Callable[[str], None],
-        start: float = START,
     ) -> None:
         self.rank, self.on_stop = rank, on_stop
-        self._hub = Hub(world_size, store, start) if rank == 0 else None
+        self._hub = Hub(world_size, store) if rank == 0 else None
         if self._hub is not None:
             self._hub.start()
         host, port, token = json.loads(store.get("watch"))
-        self._socket = socket.create_connection((host, port), timeout=start)
+        self._socket = socket.create_connection((host, port), timeout=START)
         self._socket.settimeout(None)
         _keep_alive(self._socket)
         os.register_at_fork(after_in_child=self._socket.close)
@@ -145,7 +136,8 @@ class Watch:
         if answer.rank == self.rank and text:
             print(text, file=sys.stderr, flush=True)
         if answer.kind != "stopped":
-            time.sleep(SETTLE if answer.rank != self.rank else 0)
+            if answer.rank != self.rank:
+                time.sleep(SETTLE)
         elif self._hub is not None:
             self.on_stop(answer.reason)
             self._hub.dismiss()
@@ -156,7 +148,7 @@ class Watch:
 class Hub(Thread):
     """A thread of rank 0 that hears how each rank ends, and answers how all of them do."""
 
-    def __init__(self, world_size: int, store: KeyStore, start: float) -> None:
+    def __init__(self, world_size: int, store: Store, start: float = START) -> None:
         super().__init__(name="watch-hub", daemon=True)
         self.world_size, self.start_time = world_size, start
         self.token = token_hex(16)
@@ -182,11 +174,11 @@ class Hub(Thread):
         early: list[End] = []
         deadline = time.monotonic() + self.start_time
         while left and not (early and time.monotonic() > deadline):
-            is_limited = bool(missing or early)
+            timeout = None
+            if missing or early:
+                timeout = max(deadline - time.monotonic(), 0)
             try:
-                event = self.events.get(
-                    timeout=max(deadline - time.monotonic(), 0) if is_limited else None
-                )
+                event = self.events.get(timeout=timeout)
             except Empty:
                 break
             if isinstance(event, int):

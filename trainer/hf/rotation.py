@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -275,7 +275,7 @@ def _written_configs(parts: Parts) -> dict[int, Any]:
             deepcopy(config, copies)  # one memo: what was one object stays one
         for config in parts.text_configs():
             copy = copies.get(id(config), config)
-            copy.rope_parameters = _each(lambda old: _changed(old, form), config.rope_parameters)  # noqa: B023
+            copy.rope_parameters = _each(partial(_changed, form), config.rope_parameters)
         try:
             _check_form(parts, copies[id(parts.decoder.config)])
         except Exception as error:  # a configuration class raises any
@@ -305,7 +305,7 @@ def _forms(parts: Parts) -> Iterator[Parameters]:
     yield longrope | mscales
 
 
-def _changed(old: Parameters, form: Parameters) -> Parameters:
+def _changed(form: Parameters, old: Parameters) -> Parameters:
     """Return ``old`` with the frequencies of ``form``."""
     kept = {key: deepcopy(value) for key, value in old.items() if key not in FREQUENCY_KEYS}
     rope_type = old.get("rope_type", "default")

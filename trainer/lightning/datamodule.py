@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,18 +40,17 @@ class Batches(IterableDataset[Any]):
     ranks: int = 1
 
     def __post_init__(self) -> None:
-        if self.batch_size % (parts := self.micro_batches * self.ranks):
+        parts = self.micro_batches * self.ranks
+        if self.batch_size % parts:
             raise ValueError(f"{self.batch_size} sequences do not divide into {parts} parts")
 
     def numbers(self) -> Iterator[list[int]]:
         """Yield the sample numbers of this worker's micro-batches."""
         worker = get_worker_info()
-        begin, step_size = (worker.id, worker.num_workers) if worker else (0, 1)
+        first, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         size = self.batch_size // (self.micro_batches * self.ranks)
-        numbers: Iterable[int] = count(begin, step_size)
-        if self.end is not None:
-            numbers = range(begin, (self.end - self.start) * self.micro_batches, step_size)
-        for number in numbers:
+        last = None if self.end is None else (self.end - self.start) * self.micro_batches
+        for number in islice(count(), first, last, workers):
             step, part = divmod(number, self.micro_batches)
             begin = self.offset + (self.start + step) * self.batch_size
             begin += (part * self.ranks + self.rank) * size

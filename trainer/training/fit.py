@@ -18,13 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks as of_lightning
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
@@ -49,10 +43,10 @@ from trainer.training.strategies import make_strategy
 log = logging.getLogger(__name__)
 
 SETS_SCHEDULES = (
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-    StochasticWeightAveraging,
+    of_lightning.BatchSizeFinder,
+    of_lightning.GradientAccumulationScheduler,
+    of_lightning.LearningRateFinder,
+    of_lightning.StochasticWeightAveraging,
 )
 """Callbacks of Lightning that set learning rates or batches, which a run computes from its step."""
 
@@ -101,8 +95,7 @@ def train(
     module = make_module(config, model, weights, draws=checkpoint is None)
     title = f"Training {name_and_role(config)[0]}"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
-    device = device_of(config.trainer.accelerator)
-    strategy = make_strategy(config.strategy.name, device, current_ranks().local_size)
+    strategy = make_strategy(config.strategy.name, device_of(config.trainer.accelerator))
     with (
         Progress(title, last_step, config.tokens_per_step) as progress,
         numerics(config),
@@ -194,7 +187,8 @@ def user_callbacks(config: RunConfig) -> list[L.Callback]:
             raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
         if isinstance(callback, SETS_SCHEDULES):
             raise UserError(f"callbacks.{name}: learning rates and batches of a run are its own")
-        if isinstance(callback, WeightAveraging) and config.strategy.name in ("fsdp2", "hsdp"):
+        is_sharded = config.strategy.name in ("fsdp2", "hsdp")
+        if is_sharded and isinstance(callback, of_lightning.WeightAveraging):
             raise UserError(f"callbacks.{name}: averages need whole weights (single or ddp)")
         callbacks.append(callback)
     return callbacks
@@ -243,27 +237,28 @@ def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[
     second Ctrl-C ends the process immediately. The block gets a function that returns the first
     signal's name, "time limit" or None.
     """
-    names = RECEIVED
     deadline = math.inf
     if max_time is not None:
         hours, minutes, seconds = map(int, max_time.split(":"))
         deadline = start_time + 3600 * hours + 60 * minutes + seconds
 
-    def asked() -> str | None:
-        return names[0] if names else "time limit" if time.time() > deadline else None
+    def stop_requested() -> str | None:
+        if RECEIVED:
+            return RECEIVED[0]
+        return "time limit" if time.time() > deadline else None
 
     def note(number: int, frame: FrameType | None) -> None:
-        if names and number == signal.SIGINT:
+        if RECEIVED and number == signal.SIGINT:
             raise KeyboardInterrupt
-        names.append(signal.Signals(number).name)
-        log.warning("%s: stopping after the current step", names[-1])
+        RECEIVED.append(signal.Signals(number).name)
+        log.warning("%s: stopping after the current step", RECEIVED[-1])
 
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
     before = {number: signal.signal(number, note) for number in numbers}
     try:
-        yield asked
+        yield stop_requested
     except PreemptedError:
-        names.clear()
+        RECEIVED.clear()
         raise
     finally:
         for number, handler in before.items():

@@ -152,21 +152,20 @@ class RunCallback(Checkpoint):
             optimizer_state=phase.settings.optimizer_state,
             probe=self.probe(),
         )
-        losses = {"loss_before": fmean(before), "loss_after": fmean(after)}
+        loss_before, loss_after = fmean(before), fmean(after)
         self.effects[phase.name] = {
             "step": step,
             "what": phase.description,
             "length": phase.config.data.sequence_length,
-            **losses,
+            "loss_before": loss_before,
+            "loss_after": loss_after,
             "loss_end": None,
             "sequences": {"before": before, "after": after},
         }
-        for name, loss in losses.items():
-            self.pending[f"{phase.key}/{name}"] = loss
-        log.info(
-            "Step %d: %s; held-out loss %.3f before, %.3f after",
-            *(step, phase.description, *losses.values()),
-        )
+        self.pending[f"{phase.key}/loss_before"] = loss_before
+        self.pending[f"{phase.key}/loss_after"] = loss_after
+        text = "Step %d: %s; held-out loss %.3f before, %.3f after"
+        log.info(text, step, phase.description, loss_before, loss_after)
         self.measure_benchmarks(module, step)
 
     # The end of an update and of a phase

@@ -26,6 +26,7 @@ from trainer.checkpoint import (
     restore,
     split_tensors,
 )
+from trainer.common.ranks import current_ranks
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import StrategyName
 from trainer.training.internals import world_without_mesh
@@ -130,11 +131,8 @@ class Sharded(RunStrategy, ModelParallelStrategy):
         world_without_mesh(self)
 
 
-def make_strategy(name: StrategyName, device: torch.device, local_ranks: int) -> RunStrategy:
-    """Create the strategy of that name for this process's ``device``.
-
-    ``local_ranks``: processes on this machine.
-    """
+def make_strategy(name: StrategyName, device: torch.device) -> RunStrategy:
+    """Create the strategy of that name for this process's ``device``."""
     if name == "single":
         return SingleDevice(device)
     strategy: DDP | Sharded
@@ -144,5 +142,5 @@ def make_strategy(name: StrategyName, device: torch.device, local_ranks: int) ->
         strategy = Sharded(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
     # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of all
     # processes of a machine.
-    strategy.parallel_devices = [device] * local_ranks
+    strategy.parallel_devices = [device] * current_ranks().local_size
     return strategy
