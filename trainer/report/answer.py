@@ -47,11 +47,14 @@ def answer_of(report: Report) -> Answer | None:
     far = rows[rows.length == rows.length.max()]
     model = next((name for name in far.model if name in report.origins), far.model.iloc[0])
     subject = _best(far[far.model == model], task)
-    origin = (report.origins[model], AS_IS) if model in report.origins else None
-    is_other = (far.model != model) & ((far.model != (origin or ("",))[0]) | (far.method != AS_IS))
-    rival = _best(far[is_other], task) if is_other.any() else None
-    if origin is not None and report.curve(origin, task).empty:
-        origin = None
+    is_origin = (far.model == report.origins.get(model, "")) & (far.method == AS_IS)
+    others = far[(far.model != model) & ~is_origin]
+    rival = None if others.empty else _best(others, task)
+    origin = None
+    if model in report.origins:
+        origin = report.origins[model], AS_IS
+        if report.curve(origin, task).empty:
+            origin = None
     return Answer(task, subject, origin, rival)
 
 
@@ -111,5 +114,5 @@ def _values(report: Report, answer: Answer, row: Row, lengths: list[int]) -> str
 
 def _listed(values: list[int] | list[str]) -> str:
     """Return ``64, 128 and 256``."""
-    words = [str(value) for value in values]
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *words, last = map(str, values)
+    return f"{', '.join(words)} and {last}" if words else last

@@ -90,11 +90,10 @@ class Evidence:
             n=("n", "min"),
             trainings=("model", "size"),
         )
-        limits = [_over_trainings(row) for row in means.itertuples()] if task == STATEMENTS else []
-        return means.assign(
-            low=pd.Series([limit.low for limit in limits], dtype=float),
-            high=pd.Series([limit.high for limit in limits], dtype=float),
-        )
+        if task != STATEMENTS:
+            return means
+        rates = [_over_trainings(row) for row in means.itertuples()]
+        return means.assign(low=[rate.low for rate in rates], high=[rate.high for rate in rates])
 
     def windows(self, key: str, row: Any) -> list[float]:
         """Return the losses of a row, as :meth:`rows` returns it, by window of text."""
@@ -420,6 +419,15 @@ CLAIMS = (
     ),
 )
 """Claims about models that keep their encoding, or never had one."""
+RIVALS = {
+    "PI": "rope+pi",
+    "NTK-aware scaling": "rope+ntk",
+    "YaRN": "rope+yarn",
+    "ALiBi": "alibi*",
+    "NoPE from scratch": "nope*",
+    "RNoPE-SWA": "rope_nope_window*",
+}
+"""Methods and encodings that DroPE is compared with, by their names."""
 DROP_CLAIMS = (
     Claim(
         "Recalibration wins back at least 95% of the loss that the drop costs",
@@ -446,35 +454,13 @@ DROP_CLAIMS = (
         "DroPE, Obs. 3 and Table 3",
         Retrieves("drope", FAR, 2, "rope", FAR),
     ),
-    Claim(
-        "DroPE retrieves more than PI at the longest length",
-        "DroPE, Table 1",
-        Retrieves("drope*", LONGEST, 1, "rope+pi", LONGEST),
-    ),
-    Claim(
-        "DroPE retrieves more than NTK-aware scaling at the longest length",
-        "DroPE, Table 1",
-        Retrieves("drope*", LONGEST, 1, "rope+ntk", LONGEST),
-    ),
-    Claim(
-        "DroPE retrieves more than YaRN at the longest length",
-        "DroPE, Table 1",
-        Retrieves("drope*", LONGEST, 1, "rope+yarn", LONGEST),
-    ),
-    Claim(
-        "DroPE retrieves more than ALiBi at the longest length",
-        "DroPE, Table 1",
-        Retrieves("drope*", LONGEST, 1, "alibi*", LONGEST),
-    ),
-    Claim(
-        "DroPE retrieves more than NoPE from scratch at the longest length",
-        "DroPE, Table 1",
-        Retrieves("drope*", LONGEST, 1, "nope*", LONGEST),
-    ),
-    Claim(
-        "DroPE retrieves more than RNoPE-SWA at the longest length",
-        "DroPE, Table 1",
-        Retrieves("drope*", LONGEST, 1, "rope_nope_window*", LONGEST),
+    *(
+        Claim(
+            f"DroPE retrieves more than {name} at the longest length",
+            "DroPE, Table 1",
+            Retrieves("drope*", LONGEST, 1, rival, LONGEST),
+        )
+        for name, rival in RIVALS.items()
     ),
     Claim(
         "A softmax temperature helps DroPE at the longest length",

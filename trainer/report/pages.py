@@ -17,24 +17,11 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from trainer import plotting
 from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
 from trainer.config import STATEMENTS
-from trainer.plotting import (
-    AMBER,
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    GRID,
-    ORANGE,
-    PALE,
-    PINK,
-    SKY,
-    UNKNOWN,
-    Plot,
-    save,
-)
+from trainer.plotting import Plot, save
 from trainer.report.answer import answer_of, sentence
 from trainer.report.figures import plots
 from trainer.report.report import VERDICTS, Report, troubles
@@ -43,17 +30,17 @@ from trainer.report.tables import TABLE, legend, percent, tables, write_tables
 PAGE = "report.html"
 VARIABLES = {
     "#ffffff": "paper",
-    BLACK: "ink",
-    BLUE: "blue",
-    SKY: "sky",
-    GREEN: "green",
-    ORANGE: "orange",
-    AMBER: "amber",
-    PINK: "pink",
-    GREY: "grey",
-    PALE: "pale",
-    GRID: "grid",
-    UNKNOWN: "unknown",
+    plotting.BLACK: "ink",
+    plotting.BLUE: "blue",
+    plotting.SKY: "sky",
+    plotting.GREEN: "green",
+    plotting.ORANGE: "orange",
+    plotting.AMBER: "amber",
+    plotting.PINK: "pink",
+    plotting.GREY: "grey",
+    plotting.PALE: "pale",
+    plotting.GRID: "grid",
+    plotting.UNKNOWN: "unknown",
 }
 """Variables of the style sheet that stand for the colours of figures."""
 

@@ -205,7 +205,9 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
 
     def cell(row: Any) -> Cell:
         value = perplexity(row.value)
-        digits = ".2f" if value < 100 else ".0f" if value < 100_000 else ".0e"
+        digits = ".0e"
+        if value < 100_000:
+            digits = ".2f" if value < 100 else ".0f"
         return Cell(f"{value:{digits}}", best=row.value == lowest[row.length])
 
     note = (
