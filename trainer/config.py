@@ -107,15 +107,12 @@ class DataConfig:
     @property
     def texts(self) -> dict[str, DataConfig]:
         """Every text by name; one alone is called ``text``."""
-        return {
-            name: replace(
-                self,
-                **{"prepared": None}
-                | changes
-                | {"mixture": {}, "weight": float(changes.get("weight", 1.0))},
-            )
-            for name, changes in self.mixture.items()
-        } or {"text": self}
+        texts = {}
+        for name, changes in self.mixture.items():
+            weight = float(changes.get("weight", 1.0))
+            values = {"prepared": None, **changes, "mixture": {}, "weight": weight}
+            texts[name] = replace(self, **values)
+        return texts or {"text": self}
 
 
 @configuration

@@ -76,8 +76,15 @@ def parts_of_windows(text: HeldOutText, count: int, length: int) -> Integers:
 
 def _shares(text: HeldOutText, count: int, length: int, apart: int | None) -> list[int]:
     """Divide windows among the parts of a text, as far as each has room for them."""
-    spare = [len(ids) - length for _, ids in text.parts]
-    most = [0 if n < 0 else count if apart is None else n // apart + 1 for n in spare]
+    most = []
+    for _, ids in text.parts:
+        spare = len(ids) - length
+        if spare < 0:
+            most.append(0)
+        elif apart is None:
+            most.append(count)
+        else:
+            most.append(spare // apart + 1)
     return divided(count, [weight for weight, _ in text.parts], most)
 
 

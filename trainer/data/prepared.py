@@ -221,10 +221,11 @@ def directory_of(config: DataConfig, tokenizer: TokenizerChoice, wanted: str | N
     if config.prepared:
         return Path(config.prepared)
     root = cache_directory(config) / f"corpora-{FORMAT}"
-    for path in sorted(root.glob("*/manifest.json")) if wanted else ():
-        with suppress(UserError, OSError):  # another text, damaged
-            if Manifest.load(path.parent).fingerprint == wanted:
-                return path.parent
+    if wanted is not None:
+        for path in sorted(root.glob("*/manifest.json")):
+            with suppress(UserError, OSError):  # another text, damaged
+                if Manifest.load(path.parent).fingerprint == wanted:
+                    return path.parent
     request = request_of(config, tokenizer)
     word = config.hub_name or Path((config.files or [config.source])[0]).stem
     readable = re.sub(r"[^\w.-]+", "-", word.rpartition("/")[2]).strip("-.")[:40].lower()

@@ -24,10 +24,7 @@ AT_ONCE = 64
 """Rows of a table that are read together: a row may be a book."""
 LARGEST_CELL = (1 << 31) - 1
 """Characters of the largest cell of a csv file."""
-UNREADABLE = (
-    *(OSError, EOFError, ValueError, RecursionError),
-    *(csv.Error, zlib.error, lzma.LZMAError),
-)
+UNREADABLE = OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, lzma.LZMAError
 """Errors of files that are damaged or hold something else."""
 
 Rows = Iterator[tuple[int, Any]]

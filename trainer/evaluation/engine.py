@@ -163,9 +163,9 @@ def _trials(cell: Cell, store: Store) -> pd.DataFrame:
         seconds = sum(batch["seconds"] for batch in stored)
         values = [value for batch in stored for value in batch["values"]]
     trials, length = cell.task.trials, cell.task.length
-    usual = {"text": trials.index, "depth": math.nan, "label": ""}
+    defaults = {"text": trials.index, "depth": math.nan, "label": ""}
     trials = trials.assign(
-        **{name: value for name, value in usual.items() if name not in trials},
+        **{name: value for name, value in defaults.items() if name not in trials},
         model=cell.model.name,
         method=cell.method,
         metric=cell.task.metric,

@@ -30,7 +30,7 @@ from trainer.interchange.hf_rope import (
     rotate_alike,
     spectrum_from_rope_parameters,
 )
-from trainer.interchange.pretrained import published_name, waits
+from trainer.interchange.pretrained import is_disabled_norm, published_name
 from trainer.interchange.published import (
     CONFIG,
     COPIED,
@@ -107,7 +107,7 @@ def export_model(
         weights = {
             published_name(name): exported(model, name, values.get("rope_parameters")).contiguous()
             for name, _ in model.named_parameters()
-            if not waits(name, model.layout)
+            if not is_disabled_norm(name, model.layout)
         }
         save_torch_state_dict(weights, partial)
         if architecture == OWN:

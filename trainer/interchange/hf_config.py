@@ -182,8 +182,9 @@ def from_own_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     layout = Layout.from_dict(values["layout"])
     norms = {layer.qk_norm for layer in layout.layers}
     # Norms in some layers only: the other layers get theirs at a later drop.
-    when: Literal["never", "always", "after_drop"]
-    when = "never" if norms == {False} else "always" if norms == {True} else "after_drop"
+    when: Literal["never", "always", "after_drop"] = "after_drop"
+    if len(norms) == 1:
+        when = "always" if norms == {True} else "never"
     return replace(config, qk_norm=replace(config.qk_norm, when=when)), layout
 
 

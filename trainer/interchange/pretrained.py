@@ -126,7 +126,7 @@ def read_pretrained(location: str) -> Pretrained:
         shapes = {
             name: tuple(parameter.shape)
             for name, parameter in Decoder(config, layout).named_parameters()
-            if not waits(name, layout)
+            if not is_disabled_norm(name, layout)
         }
     redundant = "rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else [])
     given = {n: size for n, size in given.items() if n in shapes or not n.endswith(redundant)}
@@ -154,7 +154,7 @@ def published_name(name: str) -> str:
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-def waits(name: str, layout: Layout) -> bool:
+def is_disabled_norm(name: str, layout: Layout) -> bool:
     """Whether a parameter is a query or key norm of a layer whose norms are disabled."""
     parts = name.split(".")
     return parts[-2] in ("q_norm", "k_norm") and not layout.layers[int(parts[1])].qk_norm

@@ -6,11 +6,12 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ from trainer.data.sources import cache_directory
 from trainer.data.tokenizer import same_tokens, special_tokens
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.evaluation.store import fingerprint
-from trainer.interchange.pretrained import Pretrained, read_pretrained, waits
+from trainer.interchange.pretrained import Pretrained, is_disabled_norm, read_pretrained
 from trainer.interchange.published import find_pretrained, read_token_files, read_tokenizer
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
+from trainer.model.language_model import LanguageModel
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import is_published, saved_config
@@ -61,59 +63,65 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         UserError: there is none, it is damaged, or transformers cannot compute ``hf:DIRECTORY`` by
             itself.
     """
-    details: dict[str, Any]
-    trained: int | None = None
+    run: RunConfig | None = None
+    role: str | None = None
+    state: dict[str, Any] = {}
+    computed_by: str | None = None
+    read: Callable[[str, torch.dtype], LanguageModel]
+    lengths = [training_length]
     if reference.startswith("hf:"):
         from trainer.interchange.adapted import read_adapted  # imports transformers
 
         path = Path(reference.removeprefix("hf:")).expanduser()
-        model, program = read_adapted(path), f"transformers {version('transformers')}"
+        model = read_adapted(path)
+        name, computed_by = f"{path.resolve().name}-hf", f"transformers {version('transformers')}"
         shape = model.config, model.layout
         weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
-        key = f"{program} {_files_fingerprint(path)}"
-        details = {
-            "name": f"{path.resolve().name}-hf",
-            "read": lambda device, dtype: read_adapted(path, dtype).to(device),
-            "computed_by": program,
-        }
+        read = partial(_read_by_transformers, path)
+        key = f"{computed_by} {_files_fingerprint(path)}"
     elif is_published(reference):
         path, weights = find_pretrained(reference), read_pretrained(reference)
-        details, key = {"name": Path(reference).name}, _files_fingerprint(path)
+        name, read, key = Path(reference).name, weights.decoder, _files_fingerprint(path)
     else:
         path = check_sound(find_checkpoint(reference))
         state, weights = read_state(path), read_run(path)
         run, step = saved_config(state["config"]), state["step"]
-        key = checksum(path / MANIFEST)
-        title, role = name_and_role(run, step)
+        read, key = weights.decoder, checksum(path / MANIFEST)
+        name, role = name_and_role(run, step)
         if step != run.trainer.max_steps:
-            title = f"{title} ({CHECKPOINTS.get(path.name, path.name)})"
-        details = {
-            "name": title,
-            "run": run,
-            "role": role,
-            "state": state,
-        }
+            name = f"{name} ({CHECKPOINTS.get(path.name, path.name)})"
         if step:
-            trained = phase_at(phases_of(run), step - 1).config.data.sequence_length
+            lengths.insert(0, phase_at(phases_of(run), step - 1).config.data.sequence_length)
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
-    for length in (trained, training_length):
+    for length in lengths:
         if length is not None:
             layout = layout.with_training_length(length)
             longest = max(longest, layout.longest)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(weights.config, layout).parameters())
     return SavedModel(
+        name=name,
         reference=reference,
         path=path,
         tokens=tokens,
         layout=layout,
+        read=read,
         fingerprint=fingerprint(key, layout.training_length, sorted(tokens.stops)),
         parameters=parameters,
         longest_context=longest,
-        **{"read": weights.decoder} | details,
+        run=run,
+        role=role,
+        state=state,
+        computed_by=computed_by,
     )
+
+
+def _read_by_transformers(path: Path, device: str, dtype: torch.dtype) -> LanguageModel:
+    from trainer.interchange.adapted import read_adapted  # imports transformers
+
+    return read_adapted(path, dtype).to(device)
 
 
 def find_models(
@@ -133,10 +141,11 @@ def find_models(
             training lengths.
     """
     models = distinct([find_model(reference, training_length) for reference in references])
-    for model in [*models] if with_origins else ():
-        before = before_drop(model)
-        if before is not None and model.name not in origins(models):
-            models.insert(models.index(model), find_model(str(before), training_length))
+    if with_origins:
+        for model in [*models]:
+            before = before_drop(model)
+            if before is not None and model.name not in origins(models):
+                models.insert(models.index(model), find_model(str(before), training_length))
     first = models[0]
     for model in models:
         if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
@@ -180,7 +189,7 @@ def read_run(path: Path) -> Pretrained:
         config,
         layout,
         tokenizer,
-        {name: read[f"model.{name}"] for name in names if not waits(name, layout)},
+        {name: read[f"model.{name}"] for name in names if not is_disabled_norm(name, layout)},
         token_files=state["token_files"],
         end_of_text=state["end_of_text"],
     )
@@ -357,12 +366,14 @@ def environment(corpus: Corpus) -> dict[str, Any]:
 def origin(models: Sequence[SavedModel]) -> dict[str, str]:
     """Describe the origin of a page about models by time, command and places, without anything that
     identifies a person."""
-    places = [
-        f"{model.name}: {model.path}"
-        + (f", step {model.state['step']:,}" if "step" in model.state else "")
-        + (f", computed by {model.computed_by}" if model.computed_by else "")
-        for model in models
-    ]
+    places = []
+    for model in models:
+        place = f"{model.name}: {model.path}"
+        if "step" in model.state:
+            place += f", step {model.state['step']:,}"
+        if model.computed_by is not None:
+            place += f", computed by {model.computed_by}"
+        places.append(place)
     words = shlex.join(["python", "-m", "trainer", *sys.argv[1:]])
     return {
         "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",

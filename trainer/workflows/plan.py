@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from trainer.config import MAIN, RunConfig
+from trainer.config import RunConfig
 from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
@@ -32,7 +32,7 @@ ON_A_NODE = 8
 """GPUs of a node, among which ``hsdp`` shards by default."""
 WIDTH = 100
 """Characters of a line on the terminal."""
-STATE = 16
+STATE_BYTES = 16
 """Bytes of a parameter while it trains: weight, gradient and AdamW's two moments in float32."""
 
 
@@ -58,8 +58,9 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         training["drop"] = f"after step {drop:,}, then {remaining:,} tokens"
     operations = 0.0
     for name, run in runs_of(config).items():
-        branch = config.controls[name].get("branch") if name != MAIN else None
-        count = flops(run, drop or 0 if branch == "drop" else branch or 0)
+        branch = config.controls.get(name, {}).get("branch")
+        begin = drop if branch == "drop" else branch
+        count = flops(run, begin or 0)
         training[f"operations of {name}"] = f"{count:.3g}"
         operations += count
     times = {}
@@ -113,16 +114,12 @@ def parameters(model: nn.Module) -> dict[str, int]:
 
 def flops(config: RunConfig, begin: int = 0) -> float:
     """Return the operations of a run's steps from step ``begin``; its vocabulary must be known."""
-    model = decoder(config)
-    return float(
-        sum(
-            training_flops(model.config, model.layout, phase.config.data.sequence_length)
-            * phase.config.trainer.batch_size
-            * (phase.end - max(phase.start, begin))
-            for phase in phases_of(config)
-            if phase.end > begin
-        )
-    )
+    model, total = decoder(config), 0.0
+    for phase in phases_of(config):
+        steps = max(phase.end - max(phase.start, begin), 0)
+        length, sequences = phase.config.data.sequence_length, phase.config.trainer.batch_size
+        total += steps * sequences * training_flops(model.config, model.layout, length)
+    return total
 
 
 def memory(config: RunConfig, gpus: int) -> dict[str, str]:
@@ -158,7 +155,7 @@ def state_bytes(config: RunConfig, gpus: int) -> float:
     strategy = config.strategy
     of_node = strategy.shard_size or min(gpus, ON_A_NODE)
     shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
-    return STATE * sum(p.numel() for p in decoder(config).parameters()) / shards
+    return STATE_BYTES * sum(p.numel() for p in decoder(config).parameters()) / shards
 
 
 def bytes_of_token(config: RunConfig) -> int:

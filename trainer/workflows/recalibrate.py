@@ -34,7 +34,7 @@ from trainer.report.report import Report
 from trainer.runs.directory import RECORD, is_published, open_run_directory, plain, read_record
 from trainer.runs.models import read_run
 from trainer.workflows.experiment import run_experiment
-from trainer.workflows.plan import STATE, activation_bytes
+from trainer.workflows.plan import STATE_BYTES, activation_bytes
 from trainer.workflows.text import open_corpus
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def measure_speed(
     half = best_precision(device) == "bf16"
     tokens, read = PASS_TOKENS[device], SHORTEST
     if device == "cuda":
-        free = 0.8 * torch.cuda.mem_get_info()[0] - STATE * parameters_of(config)
+        free = 0.8 * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters_of(config)
         tokens = min(tokens, int(free / activation_bytes(config, 2 if half else 4, "none")))
         if tokens < SHORTEST:
             raise UserError("MODEL: its training needs more memory than the GPU has")
