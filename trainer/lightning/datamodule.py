@@ -42,7 +42,10 @@ class Batches(IterableDataset[Any]):
     def __post_init__(self) -> None:
         parts = self.micro_batches * self.ranks
         if self.batch_size % parts:
-            raise ValueError(f"{self.batch_size} sequences do not divide into {parts} parts")
+            raise ValueError(
+                f"batch_size: {self.batch_size} sequences of a step do not divide into "
+                f"{self.micro_batches} micro-batches on {self.ranks} ranks"
+            )
 
     def numbers(self) -> Iterator[list[int]]:
         """Yield the sample numbers of this worker's micro-batches."""
@@ -173,7 +176,7 @@ def repeat_interrupted_step(trainer: L.Trainer) -> None:
         return
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress
     unfinished = batches.current.processed % trainer.accumulate_grad_batches
-    if unfinished == 0:
+    if unfinished == 0 or batches.is_last_batch:  # the last batch of an epoch ends its step
         return
     for progress in (batches.current, batches.total):
         done = progress.processed - unfinished
