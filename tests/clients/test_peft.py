@@ -159,16 +159,15 @@ def by_a_relative_path(base: str) -> Any:
         by_a_relative_path,
     ],
 )
-@pytest.mark.parametrize("is_dropped_first", [True, False])
 def test_a_dropped_base_is_written_in_loops_of_ones_own(
-    build: Callable[[str], Any], is_dropped_first: bool, base: str, tmp_path: Path
+    build: Callable[[str], Any], base: str, tmp_path: Path
 ) -> None:
     model = build(base)
     expected = reference_logits(model)
-    if is_dropped_first:
-        drop_rotation(model)
-    save_dropped_base(model, tmp_path / "dropped")
+    with pytest.raises(ValueError, match="rotates: call drop_rotation first"):
+        save_dropped_base(model, tmp_path / "dropped")
     drop_rotation(model)
+    save_dropped_base(model, tmp_path / "dropped")
     model.save_pretrained(tmp_path / "adapter")
     loaded = auto(tmp_path / "adapter")
     assert is_dropped(AutoModelForCausalLM.from_pretrained(tmp_path / "dropped"))
@@ -179,6 +178,30 @@ def test_a_dropped_base_is_written_in_loops_of_ones_own(
         model.save_pretrained(tmp_path / "rotating")
         assert torch.equal(logits(auto(tmp_path / "rotating")), rotating)
     assert not torch.allclose(rotating, expected, atol=1e-3)
+
+
+def test_an_adapter_put_on_a_dropped_model_loads_no_base_that_rotates(
+    base: str, tmp_path: Path
+) -> None:
+    dropped = drop_rotation(LlamaForCausalLM.from_pretrained(base))
+    model = with_nonzero_adapter(peft.get_peft_model(dropped, lora()))
+    expected = reference_logits(model)
+    model.save_pretrained(tmp_path / "unwritten")
+    with pytest.raises(OSError, match="without rotation"):
+        auto(tmp_path / "unwritten")
+    save_dropped_base(model, tmp_path / "dropped")
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(auto(tmp_path / "adapter")), expected)
+
+
+def test_an_adapter_added_behind_the_drop_names_the_dropped_base(base: str, tmp_path: Path) -> None:
+    model = drop_rotation(one_adapter(base))
+    save_dropped_base(model, tmp_path / "dropped")
+    model.add_adapter("late", lora())
+    model.set_adapter("late")
+    with_nonzero_adapter(model)
+    model.save_pretrained(tmp_path / "adapters")
+    assert torch.equal(logits(auto(tmp_path / "adapters" / "late")), reference_logits(model))
 
 
 def test_a_base_of_the_hub_is_linked_from_its_cache(
@@ -196,6 +219,7 @@ def test_a_base_of_the_hub_is_linked_from_its_cache(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     model = one_adapter(str(snapshot))
     model.base_model.model.name_or_path = "me/tiny"
+    drop_rotation(model)
     written = save_dropped_base(model, tmp_path / "dropped")
     weights = written / "model.safetensors"
     assert not weights.is_symlink()
@@ -217,7 +241,7 @@ def test_a_base_is_written_again_over_that_of_another_run(base: str, tmp_path: P
     other = llama(layers=2)
     other.save_pretrained(tmp_path / "other", max_shard_size="10KB")
     for directory in (str(tmp_path / "other"), base, str(tmp_path / "other"), base, base):
-        model = with_nonzero_adapter(adapted(directory))
+        model = drop_rotation(with_nonzero_adapter(adapted(directory)))
         written = save_dropped_base(model, tmp_path / "dropped")
         loaded = AutoModelForCausalLM.from_pretrained(written)
         expected = reference_logits(LlamaForCausalLM.from_pretrained(directory))

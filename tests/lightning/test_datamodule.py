@@ -86,3 +86,18 @@ def test_epochs_read_on_also_after_a_resume_within_the_second(tmp_path):
         fit(ours(), Save(9, path=tmp_path / "a.ckpt"), limit_train_batches=8)
     fit(ours(), again, begin=tmp_path / "a.ckpt", limit_train_batches=8)
     assert again.read == {step: whole.read[step] for step in range(2, 6)}
+
+
+@pytest.mark.parametrize("at", [8, 9, 10, 11, 12, 13])
+def test_an_epoch_that_ends_with_fewer_micro_batches_ends_its_step(tmp_path, at):
+    """Epochs of six micro-batches are two steps, of four and two: stopped in and behind each."""
+    options = {"limit_train_batches": 6, "max_steps": 6}
+    whole, note = ours(), Save()
+    fit(whole, note, **options)
+    with pytest.raises(StoppedError):
+        fit(ours(), Save(at, path=tmp_path / "a.ckpt"), **options)
+    resumed, again = ours(), Save()
+    fit(resumed, again, begin=tmp_path / "a.ckpt", **options)
+    assert {step: note.read[step] for step in again.read} == again.read
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)

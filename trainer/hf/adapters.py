@@ -20,7 +20,14 @@ from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers.utils import CONFIG_NAME
 
-from trainer.hf.rotation import adapters_in, drop_rotation, find_parts, rope_parameters_written
+from trainer.hf.rotation import (
+    adapters_in,
+    drop_rotation,
+    find_parts,
+    is_dropped,
+    name_base,
+    rope_parameters_written,
+)
 
 WEIGHTS = "model*.safetensors", "pytorch_model*.bin"
 DESCRIPTIONS = "*.json", "*.jinja", "*.txt", "*.model"  # also of the tokenizer
@@ -34,21 +41,23 @@ def save_dropped_base(model: nn.Module, directory: str | Path) -> Path:
     rank writes; all ranks call this. :func:`restore_rotation` names the base with rotation again.
 
     Args:
-        model: an adapter of peft, before or after :func:`drop_rotation`; may be wrapped.
+        model: an adapter of peft after :func:`drop_rotation`; may be wrapped.
         directory: of the written base.
 
     Returns:
         The directory that the adapter names.
 
     Raises:
-        ValueError: ``model`` has no adapter, or its base cannot be described without rotation.
+        ValueError: ``model`` has no adapter, or rotates.
     """
     if not adapters_in(model):
         raise ValueError(f"{type(model).__name__} has no adapter: use save_pretrained")
+    if not is_dropped(model):
+        raise ValueError(f"{type(model).__name__} rotates: call drop_rotation first")
     written = write_dropped_base(model, Path(directory))
     if written is None:
         return Path(find_parts(model).top.name_or_path)
-    name_base(model, written)
+    name_base(model, str(written))
     return written
 
 
@@ -63,7 +72,7 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
     if dist.is_initialized() and dist.get_rank() > 0:
         return directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    source = _directory_of(parts.top)
+    source = _directory_of(parts.loaded_from(), getattr(parts.top.config, "_commit_hash", None))
     if source is None:
         drop_rotation(_without_adapters(model)).save_pretrained(directory)
         return directory.resolve()
@@ -83,20 +92,12 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
     return directory.resolve()
 
 
-def name_base(model: nn.Module, directory: Path) -> None:
-    """Name ``directory`` as the base of the adapters in ``model``."""
-    for adapter in adapters_in(model):
-        adapter.base_model_name_or_path = str(directory)
-
-
-def _directory_of(model: Any) -> Path | None:
-    """Return the directory that the model was loaded from, if it still has weights."""
-    name = model.name_or_path
+def _directory_of(name: str, revision: str | None) -> Path | None:
+    """Return the directory that a model was loaded from, if it still has weights."""
     if not name:
         return None
     directory = Path(name)
     if not directory.is_dir():
-        revision = getattr(model.config, "_commit_hash", None)
         try:
             config = try_to_load_from_cache(name, CONFIG_NAME, revision=revision)
         except HFValidationError:  # a path that is gone

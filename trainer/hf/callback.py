@@ -11,12 +11,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.utils import logging
 
 from trainer.common.updates import check_updates, forget_moments, is_share
-from trainer.hf.adapters import name_base, write_dropped_base
+from trainer.hf.adapters import write_dropped_base
 from trainer.hf.rotation import (
     adapters_in,
     check_droppable,
     drop_rotation,
     is_dropped,
+    name_base,
     restore_rotation,
 )
 
@@ -129,9 +130,9 @@ class DropPositions(TrainerCallback):
                 group["lr"] = scheduled
 
     def _drop(self, model: nn.Module) -> None:
-        if self._base is not None:
-            name_base(model, self._base)
         drop_rotation(model)
+        if self._base is not None:
+            name_base(model, str(self._base))
 
     def __getattr__(self, name: str) -> NoReturn:
         """Tell Lightning's trainer, which asks for hooks of its own, that it wants another."""

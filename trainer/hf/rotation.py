@@ -59,18 +59,16 @@ def drop_rotation(model: Model) -> Model:
     if not parts.is_dropped():
         copies = _written_configs(parts)
         original = deepcopy(parts.decoder.config)
+        original.name_or_path = parts.top.name_or_path
         for module, config in parts.configs():
             module.config = copies[id(config)]
         for module in parts.rotary:
             kind: Any = type(module)
             module.config = original
             module.__class__ = _unrotated(kind)
-        rotating_names = None, "", parts.top.name_or_path
-        if any(a.base_model_name_or_path in rotating_names for a in adapters_in(model)):
-            logger.warning(
-                "What this adapter saves names a base that rotates: "
-                "trainer.hf.save_dropped_base(model, directory) writes one that does not"
-            )
+        # What lies there rotates. So an adapter that is saved now loads nothing instead of that.
+        source = parts.top.name_or_path or "the base"
+        name_base(model, f"{source} without rotation (see trainer.hf.save_dropped_base)")
     return model
 
 
@@ -84,7 +82,10 @@ def restore_rotation(model: Model) -> Model:
     if parts.is_dropped():
         if not parts.can_be_restored():
             name = type(parts.top).__name__
-            raise ValueError(f"{name} was loaded without rotation, so there is none to restore")
+            raise ValueError(
+                f"{name} was loaded without rotation: there is none to restore, or to drop later "
+                "(DropPositions(at=0) trains it as it is)"
+            )
         original = parts.rotary[0].config
         for config in parts.text_configs():
             config.rope_parameters = deepcopy(original.rope_parameters)
@@ -94,9 +95,15 @@ def restore_rotation(model: Model) -> Model:
         for module in parts.rotary:
             module.config = parts.decoder.config
             module.__class__ = type(module).__bases__[1]
-        for adapter in adapters_in(model):
-            adapter.base_model_name_or_path = parts.top.name_or_path or None
+        name_base(model, original.name_or_path)
     return model
+
+
+def name_base(model: nn.Module, name: str) -> None:
+    """Name where the base of adapters in ``model`` lies, also of those that are added later."""
+    find_parts(model).top.name_or_path = name
+    for adapter in adapters_in(model):
+        adapter.base_model_name_or_path = name or None
 
 
 def is_dropped(model: nn.Module) -> bool:
@@ -152,6 +159,12 @@ class Parts:
     def is_dropped(self) -> bool:
         """Whether the rotary modules return no rotation."""
         return self.can_be_restored() or _describes_no_rotation(self.decoder.config)
+
+    def loaded_from(self) -> str:
+        """Return the name of the model with rotation, or as it was loaded; empty if it has none."""
+        if self.can_be_restored():
+            return self.rotary[0].config.name_or_path
+        return self.top.name_or_path
 
     def can_be_restored(self) -> bool:
         """Whether the model was dropped in this process, not before it was loaded."""

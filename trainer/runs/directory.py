@@ -32,7 +32,6 @@ RECORD = "config.yaml"
 LOCK = ".lock"
 """File that the process which trains in a directory has locked."""
 WRITTEN = (
-    RECORD,
     "metrics.csv",
     "log.txt",
     "wandb_id",
@@ -50,8 +49,10 @@ WRITTEN = (
     "export",
     "tensorboard",
     "wandb",
+    RECORD,  # last: a directory with it is a run's
 )
-"""What a run and its evaluations write into its directory, and ``overwrite=true`` deletes."""
+"""What a run and its evaluations write into its directory, and ``overwrite=true`` deletes, in this
+order."""
 FREE_TO_CHANGE = (
     "name",
     "run_dir",
@@ -156,7 +157,8 @@ def check_run_directory(config: RunConfig) -> None:
     """
     directory = Path(config.run_dir)
     if not (directory / RECORD).exists():
-        if directory.is_dir() and any(path.name != LOCK for path in directory.iterdir()):
+        # Hidden: the lock, and what an interrupted write leaves.
+        if directory.is_dir() and any(path.name[0] != "." for path in directory.iterdir()):
             raise UserError(f"run_dir: {str(directory)!r} holds other files and no {RECORD}")
         return
     if config.overwrite or not is_begun(directory):
