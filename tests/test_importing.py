@@ -74,7 +74,7 @@ HEAVY |= {"pandas", "pyarrow", "scipy", "sklearn", "tensorboard", "transformers"
         pytest.param(
             "trainer.hf",
             ["transformers.trainer", "peft"],
-            {"hf"},
+            {"common", "hf"},
             marks=pytest.mark.slow,
         ),
     ],

@@ -66,7 +66,7 @@ def drop_rotation(model: Model) -> Model:
             kind: Any = type(module)
             module.config = original
             module.__class__ = _unrotated(kind)
-        # What lies there rotates. So an adapter that is saved now loads nothing instead of that.
+        # The weights in that place rotate: what an adapter saves now must not load them.
         source = parts.top.name_or_path or "the base"
         name_base(model, f"{source} without rotation (see trainer.hf.save_dropped_base)")
     return model
@@ -100,7 +100,7 @@ def restore_rotation(model: Model) -> Model:
 
 
 def name_base(model: nn.Module, name: str) -> None:
-    """Name where the base of adapters in ``model`` lies, also of those that are added later."""
+    """Set the base that the adapters in ``model`` name, also those that are added later."""
     find_parts(model).top.name_or_path = name
     for adapter in adapters_in(model):
         adapter.base_model_name_or_path = name or None
