@@ -201,7 +201,7 @@ class Sweep:
         self.outcomes: dict[int, str] = {}
 
     def names(self) -> list[str]:
-        """Return the words in which the jobs differ, in the order in which Hydra runs them."""
+        """Return the overrides that tell the jobs apart, one string a job, in Hydra's order."""
         choices = []
         for override in OverridesParser.create().parse_overrides(self.words):
             if override.is_sweep_override():

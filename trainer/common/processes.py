@@ -67,7 +67,7 @@ def stop_on_signals() -> None:
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        # Where Python ignores errors, such as in callbacks of imports, this is what is left of it.
+        # Python ignores the error in some callbacks of imports: check_signals reads the name then.
         RECEIVED.append(name)
         raise PreemptedError(f"Stopped ({name}).", name)
 

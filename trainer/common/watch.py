@@ -42,7 +42,7 @@ SILENT = "ended without an error of its own: killed, out of memory, or its machi
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ends; as rank 0's answer, how all ranks end.
+    """The end of a rank, or in rank 0's answer the end that all ranks share.
 
     ``rank``: as an answer, the rank that tells the user. ``code``: exit code. ``reason``: of a
     stop, one of :data:`STOP_REASONS`. ``text``: what no rank can say of itself.

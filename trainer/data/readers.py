@@ -152,7 +152,7 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        text.encode()  # what is no UTF-8 is no JSON either
+        text.encode()  # raises for bytes that are not UTF-8, which explain the error
         raise ValueError(f"{error.msg} at column {error.colno}") from error
 
 

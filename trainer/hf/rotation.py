@@ -285,7 +285,7 @@ def _written_configs(parts: Parts) -> dict[int, Any]:
     for form in _forms(parts):
         copies: dict[int, Any] = {}
         for _, config in parts.configs():
-            deepcopy(config, copies)  # one memo: what was one object stays one
+            deepcopy(config, copies)  # one memo keeps shared objects shared
         for config in parts.text_configs():
             copy = copies.get(id(config), config)
             copy.rope_parameters = _each(partial(_changed, form), config.rope_parameters)

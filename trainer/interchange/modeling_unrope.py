@@ -168,7 +168,7 @@ class UnropeAttention(nn.Module):
         T, Tk = q.shape[2], k.shape[2]
         keys = torch.arange(Tk, device=q.device)
         if mask is None:
-            # As scaled_dot_product_attention: a single query sees all, several are the first ones.
+            # scaled_dot_product_attention: one query sees all keys, several align with the first.
             first = Tk - 1 if T == 1 else 0
             own = keys[first : first + T, None]
             allowed = keys <= own

@@ -72,11 +72,12 @@ def train(
             ``trainer.max_time`` counts; None: now.
 
     Raises:
-        UserError: the checkpoint does not fit the run.
+        UserError: the checkpoint or a callback does not fit the run.
         DivergedError: the run diverged.
         PreemptedError: the run was asked to stop, and has.
     """
     gc.collect()  # the trainer of a run before is a reference cycle
+    callbacks = user_callbacks(config)  # refuses some, before anything is read or written
     last_step = config.trainer.max_steps
     directory = Path(config.run_dir) / "checkpoints"
     checkpoint, state = starting_point(directory.parent, corpus, branch)
@@ -112,7 +113,7 @@ def train(
             is_control=is_control,
         )
         strategy.writer, strategy.describe = writer, partial(run.describe, module)
-        trainer = make_trainer(config, strategy, dashboards(config), [*user_callbacks(config), run])
+        trainer = make_trainer(config, strategy, dashboards(config), [*callbacks, run])
         trainer.fit(module, datamodule=PhaseData(config, corpus), ckpt_path=checkpoint)
     if trainer.global_step < last_step:
         raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
