@@ -1,7 +1,8 @@
 """Shared by all tests: which of them run, one thread, the same hypothesis examples, a decoder.
 
 Quick tests run, with ``--all`` also those marked ``slow``, with ``--weekly`` also ``weekly``. A
-test named on the command line (``file::test``) always runs.
+test named on the command line (``file::test``) always runs. ``-m gpu`` runs those of GPUs alone;
+all others see no GPU.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0))
 
 
+def pytest_configure(config):
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config, items):
     if any("::" in word for word in config.args):
         return
@@ -52,6 +58,8 @@ def pytest_collection_modifyitems(config, items):
         left_out.add("slow")
 
     def runs(item):
+        if item.get_closest_marker("gpu"):
+            return config.option.markexpr == "gpu"
         return not any(item.get_closest_marker(name) for name in left_out)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])

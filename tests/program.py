@@ -78,16 +78,14 @@ def run(*words: object, cwd: Path, **environment: str) -> CompletedProcess[str]:
     return Started(*words, cwd=cwd, **environment).finish()
 
 
-def run_ranks(
-    count: int, *words: object, cwd: Path, **environment: str
-) -> list[CompletedProcess[str]]:
-    """``torchrun --nproc-per-node=count *words``, to the end of all ranks."""
+def start_ranks(count: int, *words: object, cwd: Path, **environment: str) -> list[Started]:
+    """``torchrun --nproc-per-node=count *words``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
+    return [
         Started(
             *words,
             cwd=cwd,
@@ -97,7 +95,13 @@ def run_ranks(
         )
         for rank in range(count)
     ]
-    return [rank.finish() for rank in ranks]
+
+
+def run_ranks(
+    count: int, *words: object, cwd: Path, **environment: str
+) -> list[CompletedProcess[str]]:
+    """``torchrun --nproc-per-node=count *words``, to the end of all ranks."""
+    return [rank.finish() for rank in start_ranks(count, *words, cwd=cwd, **environment)]
 
 
 def _become(words: list[str], cwd: str, environment: dict[str, str], said: str) -> None:

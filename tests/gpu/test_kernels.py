@@ -1,0 +1,163 @@
+"""Every kernel against its definition in float64, and which one ``auto`` takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trainer.model.backends import BACKENDS, Mask, _has_flash_attn, choose_backend, prepared
+from trainer.model.loss import linear_cross_entropy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
+
+ROWS, HEADS, KV_HEADS, CHANNELS = 2, 6, 2, 64
+MASKS = {
+    "plain": {},
+    "window": {"window": 50},
+    "documents": {"documents": True},
+    "alibi": {"slopes": True},
+    "all": {"window": 50, "documents": True, "slopes": True},
+}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of outputs and gradients, relative to their largest value."""
+
+
+def mask_of(kind: str, length: int, device: str) -> Mask:
+    values = dict(MASKS[kind])
+    if values.pop("documents", False):
+        ends = torch.tensor([[length // 3], [length // 2 + 1]])
+        values["documents"] = (torch.arange(length) >= ends).long().to(device)
+    if values.pop("slopes", False):
+        values["slopes"] = 2.0 ** -torch.arange(1, HEADS + 1, device=device)
+    return Mask(**values)
+
+
+def defined(q, k, v, mask):
+    """Attention by its definition, with all scores in memory."""
+    length = q.shape[2]
+    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    scores = q @ k.mT / math.sqrt(CHANNELS)
+    if mask.slopes is not None:
+        scores = scores - mask.slopes.cpu().double()[:, None, None] * distance
+    hidden = distance < 0
+    if mask.window is not None:
+        hidden = hidden | (distance >= mask.window)
+    if mask.documents is not None:
+        documents = mask.documents.cpu()
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+    return scores.masked_fill(hidden, -math.inf).softmax(dim=-1) @ v
+
+
+def assert_close(found, expected, kind):
+    error = (found.cpu().double() - expected).abs().max() / expected.abs().max()
+    assert error < TOLERANCE[kind]
+
+
+def inputs(length):
+    torch.manual_seed(length)
+    heads = HEADS, KV_HEADS, KV_HEADS, HEADS
+    return [torch.randn(ROWS, count, length, CHANNELS, dtype=torch.float64) for count in heads]
+
+
+CASES = [
+    *(("sdpa", mask, kind, 200) for mask in MASKS for kind in TOLERANCE),
+    *(("sdpa", mask, torch.bfloat16, 1001) for mask in MASKS),
+    *(("flex", mask, torch.bfloat16, 200) for mask in MASKS),
+    *(("flex", "all", kind, 1001) for kind in TOLERANCE),
+    *(("flash", mask, torch.bfloat16, length) for mask in MASKS for length in (200, 1001)),
+    *(("cudnn", "plain", torch.bfloat16, length) for length in (128, 1024)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtype", "length"), CASES, ids=lambda value: str(value).split(".")[-1]
+)
+def test_outputs_and_gradients(gpu, name, kind, dtype, length):
+    if name == "flash" and not _has_flash_attn():
+        pytest.skip("needs flash-attn")
+    exact = inputs(length)
+    # Both read the rounded values.
+    q, k, v, cotangent = (x.to(dtype) for x in exact)
+    reference = [x.double().requires_grad_() for x in (q, k, v)]
+    mask = mask_of(kind, length, gpu)
+    expected = defined(*reference, mask)
+    expected_gradients = torch.autograd.grad(expected, reference, cotangent.double())
+    found_inputs = [x.to(gpu).requires_grad_() for x in (q, k, v)]
+    ready = prepared(BACKENDS[name], mask, (ROWS, length), length, torch.device(gpu))
+    found = BACKENDS[name](*found_inputs, ready)
+    gradients = torch.autograd.grad(found, found_inputs, cotangent.to(gpu))
+    assert_close(found, expected, dtype)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        assert_close(gradient, wanted, dtype)
+
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("masked", "half", "length"),
+    [
+        (False, True, 2048), (False, True, 2000), (False, False, 2048),
+        (True, True, 2048), (True, False, 2048), (True, True, None), (False, True, None),
+    ],
+)  # fmt: skip
+def test_the_kernel_that_auto_takes(gpu, masked, half, length):
+    """The table of docs/cluster.md, row by row."""
+    capability = torch.cuda.get_device_capability()
+    has_cudnn = torch.backends.cudnn.version() > 91500 and capability in (HOPPER, (10, 0))
+    can_flash = half and _has_flash_attn() and capability >= AMPERE
+    if has_cudnn and half and not masked and length == 2048:
+        expected = "cudnn"
+    elif not masked and capability >= HOPPER:
+        expected = "sdpa"
+    elif can_flash:
+        expected = "flash"
+    elif not masked or length is None:
+        expected = "sdpa"
+    else:
+        expected = "flex"
+    taken = choose_backend("auto", gpu, masked=masked, half=half, length=length, head_size=64)
+    assert taken == expected
+
+
+def kernels_of(call):
+    """Names of the kernels that a call starts."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("name", ["sdpa", "cudnn"])
+def test_cudnns_kernel_runs_where_it_is_asked_for_alone(gpu, name):
+    if torch.cuda.get_device_capability() < HOPPER or torch.backends.cudnn.version() <= 91500:
+        pytest.skip("torch prefers cuDNN on Hopper and later")
+    q, k, v, _ = (x.to(gpu, torch.bfloat16) for x in inputs(1024))
+    kernels = kernels_of(lambda: BACKENDS[name](q, k, v, Mask()))
+    assert ("cudnn" in kernels) == (name == "cudnn"), kernels
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+def test_loss_and_its_gradients(gpu, dtype):
+    torch.manual_seed(0)
+    hidden = torch.randn(3000, 96).to(dtype)
+    head = torch.randn(5003, 96) / 10
+    targets = torch.randint(5003, (3000,))
+    weights = torch.rand(3000)
+    reference = [hidden.double().requires_grad_(), head.to(dtype).double().requires_grad_()]
+    losses = torch.nn.functional.cross_entropy(
+        reference[0] @ reference[1].T, targets, reduction="none"
+    )
+    expected = (losses * weights.double()).sum() / weights.double().sum()
+    expected_gradients = torch.autograd.grad(expected, reference)
+    found_inputs = [hidden.to(gpu).requires_grad_(), head.to(gpu).requires_grad_()]
+    found = linear_cross_entropy(*found_inputs, targets.to(gpu), weights.to(gpu))
+    assert_close(found, expected, dtype)
+    for gradient, wanted in zip(
+        torch.autograd.grad(found, found_inputs), expected_gradients, strict=True
+    ):
+        assert_close(gradient, wanted, dtype)
