@@ -211,7 +211,7 @@ def test_a_requeue_that_fails_is_a_line(monkeypatch, capsys, tmp_path):
 def test_ranks_are_started_with_the_same_keys(monkeypatch, other):
     values = {"seed": 0, "trainer": {"threads": 1}}
     monkeypatch.setattr(
-        "trainer.common.ranks.of_rank_zero", lambda mine: mine | merged(values, other)
+        "trainer.common.ranks.of_rank_zero", lambda mine: mine() | merged(values, other)
     )
     expected = nullcontext()
     if "seed" in other:

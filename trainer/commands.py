@@ -255,7 +255,7 @@ def check_alike(values: dict[str, Any]) -> None:
     from trainer.runs.directory import differences
 
     mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
-    if changed := differences(of_rank_zero(mine), mine, OF_A_MACHINE):
+    if changed := differences(of_rank_zero(lambda: mine), mine, OF_A_MACHINE):
         raise UserError(
             f"rank {current_ranks().rank} was started with other keys than rank 0 ({changed})"
         )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.program import run_ranks
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.ranks import (
+    MEETINGS,
     Ranks,
     all_gather,
     any_rank,
@@ -61,6 +62,7 @@ def test_two_ranks_share_results_errors_and_wishes(tmp_path):
     assert [rank.returncode for rank in done] == [0, 0], done
     for rank in done:
         assert rank.stdout.splitlines() == [
+            "told: [None, 0]",
             "result: 3",
             "error: FileNotFoundError nowhere",
             "gathered: [0, 10]",
@@ -129,18 +131,6 @@ def test_a_process_computes_where_it_may(environment, monkeypatch):
         assert device_of(accelerator) == device
 
 
-def test_a_run_of_one_device_is_no_run_of_several_processes(environment):
-    with process_group("single"):
-        assert not dist.is_initialized()
-    for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
-        environment.setenv(name, value)
-    with (
-        pytest.raises(UserError, match=r"^strategy: single uses one process, and 2 were started$"),
-        process_group("single"),
-    ):
-        pass
-
-
 @pytest.fixture
 def no_group(environment):
     """No process group, before and afterwards."""
@@ -188,6 +178,7 @@ def test_of_several_the_group_stays_where_one_may_have_failed_alone(
         "init_process_group",
         lambda *_, **__: start("gloo", store=store, rank=0, world_size=1),
     )
+    store.add(f"meeting {next(MEETINGS) + 1}", 1)  # the other rank
     monkeypatch.setattr("trainer.common.ranks.meeting_store", lambda: store)
     with suppress(type(error) if error else ()), process_group("ddp"):
         if error:

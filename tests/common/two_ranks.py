@@ -1,10 +1,20 @@
 """What two ranks share: ``torchrun --nproc-per-node=2 two_ranks.py``."""
 
+import time
 from pathlib import Path
 
-from trainer.common.ranks import all_gather, any_rank, current_ranks, on_rank_zero, process_group
+from trainer.common.ranks import (
+    all_gather,
+    any_rank,
+    current_ranks,
+    of_rank_zero,
+    on_rank_zero,
+    process_group,
+)
 
 rank = current_ranks().rank
+print("told:", of_rank_zero(lambda: [time.sleep(0.5), rank]))
+time.sleep(0.5 * rank)
 with process_group("ddp"):
     print("result:", on_rank_zero(lambda: 3 + rank))
     try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from trainer.common.errors import UserError
 from trainer.config import TokenizerConfig
 from trainer.data import checksums
-from trainer.data.checksums import check_once
+from trainer.data.checksums import check_once, checksums_once
 from trainer.data.corpus import corpus_at, prepare_corpus
 from trainer.data.prepared import prepare
 
@@ -101,3 +103,34 @@ def test_a_text_at_another_place_is_another(tmp_path, reads):
     for place in ("a", "b", "a", "b"):
         check_once(tmp_path / place, expected, tmp_path / "cache")
     assert len(reads) == 1 + 2
+
+
+def test_of_several_processes_one_reads_and_the_others_wait(tmp_path, reads, monkeypatch):
+    (tmp_path / "a.bin").write_bytes(b"some bytes")
+    read = checksums.checksums
+
+    def slowly(paths):
+        time.sleep(0.3)
+        return read(paths)
+
+    monkeypatch.setattr(checksums, "checksums", slowly)
+
+    def once(_):
+        return checksums_once(tmp_path, ["a.bin"], tmp_path / "cache")
+
+    with ThreadPoolExecutor(3) as threads:
+        sums = [*threads.map(once, range(3))]
+    assert sums == [read([tmp_path / "a.bin"])] * 3
+    assert len(reads) == 1 + 1  # and the one of this test
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"\xff"])
+def test_a_cache_that_is_damaged_or_cannot_be_written_only_costs_time(tmp_path, reads, content):
+    (tmp_path / "a.bin").write_bytes(b"some bytes")
+    (tmp_path / "file").write_bytes(content)
+    expected = checksums_once(tmp_path, ["a.bin"], tmp_path / "cache")
+    (record,) = [path for path in (tmp_path / "cache").rglob("*") if path.suffix == ""][2:]
+    record.write_bytes(content)
+    for place in ("cache", "cache", "file", "file"):
+        assert checksums_once(tmp_path, ["a.bin"], tmp_path / place) == expected
+    assert len(reads) == 1 + 1 + 2

@@ -81,6 +81,9 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(
     monkeypatch.setenv("WORLD_SIZE", "2")
     phases = {"phases": {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}}
     values = {**base, "drop": {"at": None}, "model": {**base["model"], "qk_norm": {}}}
+    with pytest.raises(UserError, match=r"^strategy: single uses one process, and 2 were started$"):
+        check_machine(runs_of(parse({**values, "run_dir": str(tmp_path / "x")})))
+    values["strategy"] = {"name": "ddp"}
     for changes in (phases, {"controls": {"odd": phases}}):
         config = parse(merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,19 +100,38 @@ def watch_ranks(on_stop: Callable[[str], None]) -> Watch:
     return Watch(ranks.rank, ranks.world_size, meeting_store(), on_stop)
 
 
-def of_rank_zero(value: T) -> T:
-    """Return the ``value`` of rank 0, plain values as JSON; needs no process group."""
-    key = f"value {next(VALUES)}"
+def of_rank_zero(function: Callable[[], T]) -> T:
+    """Call ``function`` on rank 0, and return its result, plain values as JSON, on all ranks.
+
+    Needs no process group and has no time limit: rank 0 may read a text for an hour. If it fails,
+    all ranks end (`trainer.common.watch`).
+    """
+    if current_ranks().world_size == 1:
+        return function()
+    key, store = f"value {next(VALUES)}", meeting_store()
     if current_ranks().rank == 0:
-        meeting_store().set(key, json.dumps(value))
-        return value
-    return json.loads(meeting_store().get(key))
+        store.set(key, json.dumps(function()))
+    while not store.check([key]):
+        time.sleep(POLL)  # signals interrupt it, unlike a wait of the store
+    return json.loads(store.get(key))
 
 
+def meet() -> int:
+    """Wait for all ranks to come here, without a time limit; return the number of the meeting."""
+    number, store = next(MEETINGS), meeting_store()
+    key = f"meeting {number}"
+    store.add(key, 1)
+    while store.add(key, 0) < current_ranks().world_size:
+        time.sleep(POLL)
+    return number
+
+
+POLL = 0.1
+"""Seconds between two looks into the store."""
 VALUES = count()
 """Numbers of the values that rank 0 has told."""
-GROUPS = count()
-"""Numbers of the process groups of this process, which must not read each other's addresses."""
+MEETINGS = count()
+"""Numbers of the meetings of all ranks: process groups must not read each other's addresses."""
 
 
 @cache
@@ -149,21 +169,15 @@ def meeting_store() -> dist.Store:
 
 @contextmanager
 def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
-    """Provide the process group that a strategy other than ``single`` needs.
+    """Provide the process group that a strategy other than ``single`` needs, as soon as all ranks
+    have come here.
 
     The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
     error may have occurred on one rank only, and with NCCL destroying the group would wait for its
     peers.
-
-    Raises:
-        UserError: several processes were started for a run on a single device.
     """
     ranks = current_ranks()
     if strategy == "single":
-        if ranks.world_size > 1:
-            raise UserError(
-                f"strategy: single uses one process, and {ranks.world_size} were started"
-            )
         yield
         return
     device = device_of(accelerator)
@@ -171,10 +185,11 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks.world_size > 1:
+        number = meet()
         dist.init_process_group(
             backend,
             timeout=timedelta(minutes=30),
-            store=dist.PrefixStore(f"group {next(GROUPS)}", meeting_store()),
+            store=dist.PrefixStore(f"group {number}", meeting_store()),
             rank=ranks.rank,
             world_size=ranks.world_size,
         )

@@ -7,8 +7,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -30,9 +28,10 @@ from trainer.checkpoint import (
 )
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
-from trainer.common.files import checksum, write_atomically
+from trainer.common.files import checksum
 from trainer.common.processes import cores
 from trainer.config import SAME, DataConfig, RunConfig
+from trainer.data.checksums import checksums_once
 from trainer.data.corpus import Corpus
 from trainer.data.sources import cache_directory
 from trainer.data.tokenizer import same_tokens, special_tokens
@@ -47,9 +46,6 @@ from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import is_published, saved_config
 from trainer.runs.phases import drop_step, phase_at, phases_of
-
-DIGITS = 64
-"""Length of a checksum."""
 
 # Finding
 
@@ -215,25 +211,8 @@ def encodings_of(reference: str) -> PositionalConfig:
 
 def _files_fingerprint(path: Path) -> str:
     """Return a fingerprint of names and contents of files, of which each node may have a copy."""
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    with ThreadPoolExecutor() as pool:
-        sums = [*pool.map(_remembered_checksum, files)]
-    return str([(file.name, digest) for file, digest in zip(files, sums, strict=True)])
-
-
-def _remembered_checksum(path: Path) -> str:
-    """Return the checksum of a file, which is read again only if its size or time has changed."""
-    status = path.stat()
-    place = [str(path.resolve()), status.st_size, status.st_mtime_ns]
-    memory = cache_directory(DataConfig()) / "checksums" / fingerprint(place)
-    with suppress(OSError):
-        known = memory.read_text("ascii")
-        if len(known) == DIGITS:
-            return known
-    known = checksum(path)
-    with suppress(OSError):  # the cache may be read-only
-        write_atomically(memory, known)
-    return known
+    names = sorted(file.name for file in path.iterdir() if file.is_file())
+    return str(checksums_once(path, names, cache_directory(DataConfig())))
 
 
 # Names

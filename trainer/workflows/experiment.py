@@ -17,7 +17,7 @@ from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import check_signals
-from trainer.common.ranks import all_gather, current_ranks, on_rank_zero, process_group
+from trainer.common.ranks import all_gather, current_ranks, of_rank_zero, process_group
 from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.saved_model import SavedModel
@@ -61,15 +61,16 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> Report | No
     start_time, directory = time.time(), Path(config.run_dir)
     configs = runs_of(config)
     set_environment(config)
-    with process_group(config.strategy.name, config.trainer.accelerator):
-        if on_rank_zero(lambda: is_finished(config)):
-            log.info("Finished before: nothing is trained; overwrite=true starts again")
-            return None if current_ranks().rank else Report.read(directory)
-        set_threads(config)
-        check_machine(configs)
-        with ExitStack() as lock:
-            places = on_rank_zero(lambda: _open(config, configs, lock))
-            corpus = corpus_at(config.data, places)
+    if of_rank_zero(lambda: is_finished(config)):
+        log.info("Finished before: nothing is trained; overwrite=true starts again")
+        return None if current_ranks().rank else Report.read(directory)
+    set_threads(config)
+    check_machine(configs)
+    with ExitStack() as lock:
+        # Without a process group, whose operations have a time limit: a machine may read for hours.
+        places = of_rank_zero(lambda: _open(config, configs, lock))
+        corpus = corpus_at(config.data, places)
+        with process_group(config.strategy.name, config.trainer.accelerator):
             checkpoints = [
                 train(
                     run,
@@ -80,7 +81,7 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> Report | No
                 )
                 for name, run in configs.items()
             ]
-        all_gather(None)  # all ranks have trained before one reads the checkpoints
+            all_gather(None)  # all ranks have trained before one reads the checkpoints
     check_signals()  # of the last step
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
     report = make_report(config, checkpoints, corpus, beside)
@@ -115,6 +116,8 @@ def check_machine(configs: dict[str, RunConfig]) -> None:
     for config in configs.values():
         check_names(config.evaluation)
         check_device(config)
+        if config.strategy.name == "single" and count > 1:
+            raise UserError(f"strategy: single uses one process, and {count} were started")
         size = config.strategy.shard_size
         if config.strategy.name == "hsdp" and size and count % size:
             raise UserError(f"strategy.shard_size: expected a divisor of {count} ranks, got {size}")
