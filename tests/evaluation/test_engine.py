@@ -228,7 +228,7 @@ def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
         evaluation(["none"], folder="killed", tokens=64)
     assert read == [(2, 32), (1, 32)]
     # The second is cut short, as if the power had gone.
-    files = (tmp_path / "killed").glob("cell-*/0.jsonl")
+    files = (tmp_path / "killed").glob("cell-*/0.txt")
     (path,) = (path for path in files if "perplexity" in path.read_text())
     path.write_text(path.read_text()[:-9])
     read.clear()

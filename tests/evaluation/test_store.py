@@ -95,12 +95,31 @@ def test_values_are_kept_by_key(tmp_path, monkeypatch):
     assert store.values("b") == []
 
 
-def test_a_value_that_was_damaged_is_no_value_and_spoils_none(tmp_path):
+@pytest.mark.parametrize("position", range(0, 90, 3))
+def test_a_damaged_line_is_no_value_and_its_file_is_named(tmp_path, caplog, position):
+    store = Store(tmp_path)
+    values = [{"batch": i, "values": [[0, "a", 0.125 * i]]} for i in range(2)]
+    for value in values:
+        store.add("a", value)
+    (path,) = tmp_path.glob("*/0.*")
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        assert all(value in values for value in store.values("a"))
+        assert len(store.values("a")) < 2
+    assert [record.args[0] for record in caplog.records] == [path]
+    store.add("a", 3)
+    assert store.values("a")[-1] == 3
+
+
+def test_a_line_that_was_cut_short_spoils_none(tmp_path, caplog):
     store = Store(tmp_path)
     for value in (1, 2):
         store.add("a", value)
-    (path,) = tmp_path.glob("*/0.jsonl")
-    path.write_bytes(path.read_bytes()[:-3] + b'\n\x80\n{"a": NaN}')
+    (path,) = tmp_path.glob("*/0.*")
+    path.write_bytes(path.read_bytes()[:-2])
     assert store.values("a") == [1]
+    assert not caplog.records  # it may be being written
     store.add("a", 3)
     assert store.values("a") == [1, 3]

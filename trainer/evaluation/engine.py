@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from trainer.common.fields import adapter
-from trainer.common.files import expecting
 from trainer.common.processes import check_signals
 from trainer.common.progress import Progress
 from trainer.common.ranks import best_precision
@@ -74,9 +73,7 @@ def measure(
             )
             notes += fitted
             for number, cell in enumerate(planned, len(cells)):
-                with expecting("measured batches", store.directory / cell.key):
-                    is_complete = _is_complete(store.values(cell.key))
-                if not is_complete:
+                if not _is_complete(store.values(cell.key)):
                     for share in _measure(cell, number, load(), config.batch_tokens, store):
                         progress.advance_to(done + share * sizes[cell.task])
                 done += sizes[cell.task]
@@ -116,10 +113,8 @@ def _plan(
     sentences: list[str] = []
     for method, key in keys.items():
         fitted = store.wait(key)[0]
-        with expecting("layouts of a method", store.directory / key):
-            notes = fitted["notes"]
-            layouts = layout_list.validate_python(fitted["layouts"])
-        sentences += [f"{model.name}, {title_of(method)}: {note}" for note in notes]
+        layouts = layout_list.validate_python(fitted["layouts"])
+        sentences += [f"{model.name}, {title_of(method)}: {note}" for note in fitted["notes"]]
         for length, layout in zip(lengths, layouts, strict=True):
             of_cell = {
                 "layout": fingerprint(layout),
@@ -159,9 +154,8 @@ def _is_complete(stored: Sequence[dict[str, Any]]) -> bool:
 def _trials(cell: Cell, store: Store) -> pd.DataFrame:
     """Return the trials of a cell as soon as they are measured."""
     stored = store.wait(cell.key, _is_complete)
-    with expecting("measured batches", store.directory / cell.key):
-        seconds = sum(batch["seconds"] for batch in stored)
-        values = [value for batch in stored for value in batch["values"]]
+    seconds = sum(batch["seconds"] for batch in stored)
+    values = [value for batch in stored for value in batch["values"]]
     trials, length = cell.task.trials, cell.task.length
     defaults = {"text": trials.index, "depth": math.nan, "label": ""}
     trials = trials.assign(

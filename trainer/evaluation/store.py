@@ -9,19 +9,24 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import logging
 import time
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+log = logging.getLogger(__name__)
+
 POLL = 0.2
 """Seconds between checks for results of other processes."""
+NOTICEABLE = 600
+"""Checks after which a wait for them is logged."""
 
 
 def fingerprint(*parts: Any) -> str:
@@ -53,6 +58,10 @@ def _as_json(value: Any) -> Any:
     raise TypeError(f"no key can be made of {value!r}")
 
 
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 class Store:
     """Directory of results: under each key, JSON values from any number of processes.
 
@@ -61,29 +70,43 @@ class Store:
 
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
         self.directory, self.rank, self.ranks = directory, rank, ranks
+        self._damaged: set[Path] = set()
+        """Files that a warning has named."""
 
     def add(self, key: str, value: Any) -> None:
-        """Add a JSON value to those of a key."""
-        path = self.directory / key / f"{self.rank}.jsonl"
+        """Add a JSON value to those of a key: a line of a checksum and the value."""
+        path = self.directory / key / f"{self.rank}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(value)
         with path.open("a", encoding="utf-8") as file:
             # The first newline ends a line that an interruption has cut short.
-            file.write(f"\n{json.dumps({'value': value})}\n")
+            file.write(f"\n{_checksum(text)} {text}\n")
 
     def values(self, key: str) -> list[Any]:
-        """Return the values of a key, with lists for tuples."""
+        """Return the values of a key, with lists for tuples; warn of damaged lines."""
         values = []
-        for path in sorted(self.directory.glob(f"{key}/*.jsonl")):
-            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, KeyError):  # empty, cut short, or being written
-                    values.append(json.loads(line)["value"])
+        for path in sorted(self.directory.glob(f"{key}/*.txt")):
+            content = path.read_text(encoding="utf-8", errors="replace")
+            for line in content.split("\n")[:-1]:  # the last one is empty, or being written
+                checksum, _, text = line.partition(" ")
+                if checksum == _checksum(text):
+                    values.append(json.loads(text))
+                elif line and path not in self._damaged:
+                    self._damaged.add(path)
+                    log.warning("%s: a line is damaged; its value is measured again", path)
         return values
 
     def wait(self, key: str, is_complete: Callable[[list[Any]], bool] = bool) -> list[Any]:
         """Return the values of a key as soon as they are complete, by default any.
 
         There is no time limit: if another process ends, all of them do (`trainer.common.watch`).
+        One that is suspended does not end, so a long wait is logged.
         """
-        while not is_complete(values := self.values(key)):
+        for attempt in count():
+            values = self.values(key)
+            if is_complete(values):
+                break
+            if attempt == NOTICEABLE:
+                log.warning("Waiting for another process to measure %s", self.directory / key)
             time.sleep(POLL)
         return values
