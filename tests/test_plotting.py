@@ -17,6 +17,8 @@ from PIL import Image
 from trainer.plotting import (
     DEFAULT_STYLE,
     STYLE_NUMBERS,
+    ColourScale,
+    Grid,
     Line,
     Panel,
     diagonal,
@@ -96,7 +98,7 @@ def test_a_line_is_the_mean_and_its_band_has_four_fifths_of_the_heads():
 def test_the_training_length_is_marked_in_every_panel_and_named_once():
     line = over_heads("heads", 0, [32, 64, 128], np.random.default_rng(0).random((2, 4, 3)))
     panels = [Panel(title, [line], y="y", faint=np.ones((8, 3))) for title in "abcd"]
-    figure = draw(panels, x="tokens", trained=64)
+    figure = draw(panels, Grid(x="tokens"), trained=64)
     assert [axes.get_title() for axes in figure.axes] == list("abcd")
     for axes in figure.axes:
         assert axes.get_xscale() == "log"
@@ -146,7 +148,7 @@ def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
 )
 def test_the_colours_of_maps_hold_what_is_known_of_all_panels(options, values, limits):
     panels = {str(n): np.array([row]) for n, row in enumerate(values)}
-    figure = heat_maps(panels, "label", x="x", y="y", **options)
+    figure = heat_maps(panels, ColourScale("label", **options), Grid(x="x", y="y"))
     norm = figure.axes[0].images[0].norm
     assert (norm.vmin, norm.vmax) == pytest.approx(limits)
     assert ("Log" in type(norm).__name__) == ("log" in options)
@@ -155,7 +157,7 @@ def test_the_colours_of_maps_hold_what_is_known_of_all_panels(options, values, l
 def test_maps_share_a_bar():
     """A cell is two units wide and four high, and in the middle of its place."""
     panels = {"one": np.array([[1.0, 2.0, 3.0], [4.0, math.nan, 6.0]]), "two": np.array([[9.0]])}
-    figure = heat_maps(panels, "entropy", x="key", y="query", cell=(2, 4))
+    figure = heat_maps(panels, ColourScale("entropy"), Grid(x="key", y="query"), cell=(2, 4))
     one, two, bar = figure.axes
     (image,), (other,) = one.images, two.images
     assert (one.get_title(), bar.get_ylabel()) == ("one", "entropy")
@@ -166,7 +168,7 @@ def test_maps_share_a_bar():
 
 
 def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tmp_path):
-    figure = draw([Panel("", [Line("a", 0, [1, 2], [1, 2])])], height=1.7)
+    figure = draw([Panel("", [Line("a", 0, [1, 2], [1, 2])])], Grid(height=1.7))
     drawing = save(figure, tmp_path / "a")
     image = Image.open(tmp_path / "a.png")
     assert image.size == (2025, 600)
@@ -198,7 +200,7 @@ def test_labels_at_the_ends_of_lines_do_not_touch_and_context_has_none():
         for n, (name, y) in enumerate(zip("abc", (1, 1, 0.9), strict=True))
     ]
     lines.append(Line("context", 3, [1, 2], [1, 0], is_context=True))
-    figure = draw([Panel("", lines)], label_ends=True, narrow=True)
+    figure = draw([Panel("", lines)], Grid(narrow=True), label_ends=True)
     (axes,) = figure.axes
     assert figure.legends == []
     assert sorted(text.get_text() for text in axes.texts) == ["a", "b", "c"]

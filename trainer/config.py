@@ -649,7 +649,7 @@ class ShortTime:
         return self.hop or self.frame // 2
 
 
-USUAL = ShortTime()
+DEFAULT_FRAMES = ShortTime()
 
 
 @configuration

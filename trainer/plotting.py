@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -143,7 +144,9 @@ class Line:
         """Colour of its style."""
         if self.is_context:
             return PALE
-        return COLOURS[self.style and 1 + (self.style - 1) % (len(COLOURS) - 1)]
+        if self.style == 0:
+            return BLACK
+        return COLOURS[1 + (self.style - 1) % (len(COLOURS) - 1)]
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,35 @@ class Panel:
     faint: Array | None = None
     points: Mapping[str, Array] = field(default_factory=dict)
     index: Array | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Panels in rows of ``columns`` where the figure is as wide as two columns of a paper.
+
+    ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
+    ``share``: all panels have the same axes. ``narrow``: the figure is one column wide in any
+    style.
+    """
+
+    columns: int = 3
+    height: float = 2.4
+    x: str = ""
+    y: str = ""
+    share: bool = False
+    narrow: bool = False
+
+
+@dataclass(frozen=True)
+class ColourScale:
+    """Colours of maps, from ``low`` to ``high`` (None: from the values of all maps); ``signed``:
+    colours for values around 0."""
+
+    label: str
+    low: float | None = None
+    high: float | None = None
+    log: bool = False
+    signed: bool = False
 
 
 class Plot(NamedTuple):
@@ -199,105 +231,81 @@ def over_heads(
     """
     rows = values.reshape(-1, values.shape[-1])
     low, high = np.nanquantile(rows, [0.1, 0.9], axis=0).tolist()
-    mean = (np.nanmedian if median else np.nanmean)(rows, axis=0).tolist()
-    return Line(label, style, x, mean, low, high)
+    average = np.nanmedian if median else np.nanmean
+    return Line(label, style, x, average(rows, axis=0).tolist(), low, high)
 
 
 def draw(
     panels: Sequence[Panel],
+    grid: Grid = Grid(),  # noqa: B008
     *,
-    columns: int = 3,
-    height: float = 2.4,
-    x: str = "",
-    y: str = "",
     trained: int | None = None,
     index: str = "",
-    share: bool = False,
     label_ends: bool = False,
-    narrow: bool = False,
 ) -> Figure:
-    """Draw panels in rows of ``columns``, with one legend and one colour bar.
+    """Draw panels with one legend and one colour bar.
 
-    ``height``: inches of a row. ``x``, ``y``: labels of the whole figure, instead of the panels'.
     ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic.
-    ``index``: label of the colour bar. ``share``: all panels have the same axes. ``label_ends``:
-    labels stand at the ends of the lines of each panel, in place of a legend. ``narrow``: the
-    figure is one column wide in any style.
+    ``index``: label of the colour bar. ``label_ends``: labels stand at the ends of the lines of
+    each panel, in place of a legend.
     """
-    style = _style.get()
-    if narrow:
-        style = replace(style, width=WIDTHS["single"])
-    columns = min(style.columns(columns), len(panels))
-    small = columns > 3
     numbers = [panel.index for panel in panels if panel.index is not None]
     top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
     norm = Normalize(0, max(top, 1e-9))
-    most = max(sum(map(len, panel.points.values())) for panel in panels)
-    # Many points in a small panel are small, so that they cover each other less.
-    size = float(np.clip(420 * height * style.width / columns / max(most, 1), 1.5, 14))
-    with mpl.rc_context(style.settings()):
-        figure, grid = _panels(style, len(panels), columns, height, x=x, y=y, share=share)
-        for axes, panel in zip(grid, panels, strict=True):
+    with _figure(grid, len(panels)) as (figure, drawn, style):
+        columns = min(style.columns(grid.columns), len(panels))
+        most = max(sum(map(len, panel.points.values())) for panel in panels)
+        # Many points in a small panel are small, so that they cover each other less.
+        room = 420 * grid.height * style.width / columns
+        size = float(np.clip(room / max(most, 1), 1.5, 14))
+        title_size, tick_size = (6.5, 6) if columns > 3 else (8, 7)
+        for axes, panel in zip(drawn, panels, strict=True):
             _draw_points(axes, panel, norm, size)
             _draw_lines(axes, panel, trained)
-            axes.set_title(panel.title, pad=4, fontsize=style.scale * (6.5 if small else 8))
+            axes.set_title(panel.title, pad=4, fontsize=style.scale * title_size)
             axes.set_ylabel(panel.y)
-            if not x:
+            if not grid.x:
                 axes.set_xlabel(panel.x)
-            axes.tick_params(labelsize=style.scale * (6 if small else 7))
+            axes.tick_params(labelsize=style.scale * tick_size)
         if label_ends:
-            for axes, panel in zip(grid, panels, strict=True):
-                _label_ends(axes, panel, height / style.scale)
+            for axes, panel in zip(drawn, panels, strict=True):
+                _label_ends(axes, panel, grid.height / style.scale)
         else:
             _legend(figure, style)
         if numbers:
-            whole = all(np.issubdtype(n.dtype, np.integer) for n in numbers)
-            ticks = MaxNLocator(5, integer=True) if whole else None
-            points = grid[0].collections[0]
-            figure.colorbar(points, ax=grid, label=index, pad=0.02, aspect=30, ticks=ticks)
+            are_integers = all(np.issubdtype(n.dtype, np.integer) for n in numbers)
+            ticks = MaxNLocator(5, integer=True) if are_integers else None
+            points = drawn[0].collections[0]
+            figure.colorbar(points, ax=drawn, label=index, pad=0.02, aspect=30, ticks=ticks)
     return figure
 
 
 def heat_maps(
     panels: Mapping[str, Array],
-    label: str,
+    colours: ColourScale,
+    grid: Grid,
     *,
-    x: str,
-    y: str,
-    low: float | None = None,
-    high: float | None = None,
-    log: bool = False,
-    signed: bool = False,
-    columns: int = 2,
     cell: tuple[float, float] = (1, 1),
-    height: float = 2.0,
     names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Figure:
     """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
 
-    ``label``: of the colours, which range from ``low`` to ``high`` (None: from the values of all
-    maps); ``signed``: colours for values around 0. ``x``, ``y``: labels of the columns and of the
-    rows. ``columns``: panels in a row. ``cell``: width and height of a cell in units of x and y.
-    ``height``: inches of a row of panels. ``names``: of the columns and of the rows, which all
-    panels then share.
+    ``cell``: width and height of a cell in units of x and y. ``names``: of the columns and of the
+    rows, in a grid that shares its axes.
     """
-    style = _style.get()
-    columns = min(style.columns(columns), len(panels))
-    norm = _norm(list(panels.values()), low, high, log)
-    colours = mpl.colormaps["RdBu_r" if signed else "cividis"].with_extremes(bad=(0, 0, 0, 0))
-    with mpl.rc_context(style.settings()):
-        figure, grid = _panels(
-            style, len(panels), columns, height, x=x, y=y, share=names is not None
-        )
-        for axes, (title, values) in zip(grid, panels.items(), strict=True):
-            tall, wide = values.shape
+    norm = _norm(list(panels.values()), colours)
+    palette = mpl.colormaps["RdBu_r"] if colours.signed else mpl.colormaps["cividis"]
+    wide, tall = cell
+    with _figure(grid, len(panels)) as (figure, drawn, style):
+        for axes, (title, values) in zip(drawn, panels.items(), strict=True):
+            rows, columns = values.shape
             image = axes.imshow(
                 np.ma.masked_invalid(values),
-                cmap=colours,
+                cmap=palette.with_extremes(bad=(0, 0, 0, 0)),
                 norm=norm,
                 aspect="auto",
                 interpolation="nearest",
-                extent=(-cell[0] / 2, (wide - 0.5) * cell[0], (tall - 0.5) * cell[1], -cell[1] / 2),
+                extent=(-wide / 2, (columns - 0.5) * wide, (rows - 0.5) * tall, -tall / 2),
                 rasterized=True,
             )
             axes.set_facecolor(UNKNOWN)
@@ -309,46 +317,56 @@ def heat_maps(
                 axes.set_xticks(range(len(names[0])), names[0], fontsize=6 * style.scale)
                 axes.set_yticks(range(len(names[1])), names[1], fontsize=6 * style.scale)
         look: dict[str, Any] = {"pad": 0.02, "aspect": 30, "format": "%g"}
-        bar = figure.colorbar(image, ax=grid, label=label, **look)
-        if log:
+        bar = figure.colorbar(image, ax=drawn, label=colours.label, **look)
+        if colours.log:
             bar.minorformatter = LogFormatter()  # the default one writes formulas
     return figure
 
 
-def _norm(maps: Sequence[Array], low: float | None, high: float | None, log: bool) -> Normalize:
+def _norm(maps: Sequence[Array], colours: ColourScale) -> Normalize:
     """Return one normalization for all maps; limits that are None come from their values."""
     known = np.concatenate([values[np.isfinite(values)] for values in maps])
-    if log:
+    low, high = colours.low, colours.high
+    if colours.log:
         known = known[known > 0]
         # A thousandth of the cells may lie below the darkest colour.
         least, most = np.quantile(known, [0.001, 1]) if len(known) else (0.1, 1)
         return LogNorm(low or least, high or max(most, 1.001 * least))
-    least, most = (known.min(), known.max()) if len(known) else (0, 1)
-    return Normalize(least if low is None else low, most if high is None else high)
+    if low is None:
+        low = known.min() if len(known) else 0
+    if high is None:
+        high = known.max() if len(known) else 1
+    return Normalize(low, high)
 
 
-def _panels(
-    style: Style, count: int, columns: int, height: float, *, x: str, y: str, share: bool
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure as wide as the style, without a window, and its ``count`` panels in rows of
-    ``columns``.
+@contextmanager
+def _figure(grid: Grid, count: int) -> Iterator[tuple[Figure, list[Axes], Style]]:
+    """Give a figure without a window, its ``count`` panels and the style, whose settings hold
+    meanwhile.
 
-    ``height``: inches of a row. ``x``, ``y``: labels of the whole figure. ``share``: all panels
-    have the same axes, with tick labels of x in the last row and above its gaps.
+    Panels that share axes have tick labels of x in the last row and above its gaps.
     """
+    style = _style.get()
+    if grid.narrow:
+        style = replace(style, width=WIDTHS["single"])
+    columns = min(style.columns(grid.columns), count)
     rows = math.ceil(count / columns)
-    figure = Figure(figsize=(style.width, height * rows + 0.3), layout="constrained")
-    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
-    panels, unused = list(grid.flat)[:count], list(grid.flat)[count:]
-    for axes in unused:
-        axes.remove()
-    for axes in panels[-columns:] if share else ():
-        axes.tick_params(labelbottom=True)
-    if x:
-        figure.supxlabel(x)
-    if y:
-        figure.supylabel(y)
-    return figure, panels
+    with mpl.rc_context(style.settings()):
+        size = style.width, grid.height * rows + 0.3
+        figure = Figure(figsize=size, layout="constrained")
+        share = grid.share
+        cells = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
+        panels, unused = list(cells.flat)[:count], list(cells.flat)[count:]
+        for axes in unused:
+            axes.remove()
+        if share:
+            for axes in panels[-columns:]:
+                axes.tick_params(labelbottom=True)
+        if grid.x:
+            figure.supxlabel(grid.x)
+        if grid.y:
+            figure.supylabel(grid.y)
+        yield figure, panels, style
 
 
 def _label_ends(axes: Axes, panel: Panel, height: float) -> None:
@@ -394,6 +412,7 @@ def _legend(figure: Figure, style: Style) -> None:
 
 
 def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None:
+    """Draw groups of points, each in a colour of its own, or in colours by ``panel.index``."""
     look: dict[str, Any] = {"s": size, "linewidths": 0, "rasterized": True}
     for (name, group), colour in zip(panel.points.items(), GROUPS, strict=False):
         if panel.index is None:
@@ -443,15 +462,12 @@ def _draw_line(axes: Axes, line: Line) -> None:
     if line.low is not None and line.high is not None:
         look: dict[str, Any] = {"alpha": 0.15, "linewidth": 0, "zorder": 1.5}
         axes.fill_between(line.x, line.low, line.high, color=colour, **look)
-    axes.plot(
-        line.x,
-        line.y,
-        color=colour,
-        linestyle=_DASHES[max(0, line.style - 1) // (len(COLOURS) - 1) % len(_DASHES)],
-        marker=_MARKERS[line.style % len(_MARKERS)] if len(line.x) <= _MARKED else None,
-        label=line.label,
-        zorder=3,
-    )
+    dashes = _DASHES[max(0, line.style - 1) // (len(COLOURS) - 1) % len(_DASHES)]
+    marker = ""
+    if len(line.x) <= _MARKED:
+        marker = _MARKERS[line.style % len(_MARKERS)]
+    look = {"color": colour, "linestyle": dashes, "marker": marker, "zorder": 3}
+    axes.plot(line.x, line.y, label=line.label, **look)
 
 
 def _are_integers(values: Sequence[float]) -> bool:
@@ -463,8 +479,9 @@ def log_if_wide(axes: Axes) -> None:
     """Make the y axis logarithmic if its values are positive and span a large factor."""
     low, high = axes.dataLim.intervaly
     if 0 < 5 * low < high:
+        digits = (1,) if high > 1e3 * low else (1, 2, 5)
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1,) if high > 1e3 * low else (1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(10, subs=digits))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
 

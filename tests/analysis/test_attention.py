@@ -11,7 +11,7 @@ import torch
 from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
 from tests.reference import turned
 from trainer.analysis import attention as module
-from trainer.analysis.attention import attention_rows, head_attention
+from trainer.analysis.attention import attention_statistics, head_attention
 from trainer.analysis.clusters import stable_rank
 from trainer.model.config import QKNormConfig
 from trainer.positional.intervention import Intervention
@@ -49,7 +49,7 @@ softmaxes = pytest.mark.parametrize("softmax", SOFTMAXES.values(), ids=SOFTMAXES
 def test_rows_are_those_of_plain_attention(encoding, window, rotated, softmax, monkeypatch):
     monkeypatch.setitem(module.BLOCK_ELEMENTS, "cpu", 1)  # the smallest blocks, 16 queries
     heads = replace(layer_of_heads(encoding, window=window), **softmax)
-    rows = attention_rows(heads, rotated=rotated)
+    rows = attention_statistics(heads, rotated=rotated)
     for text, head in ((0, 0), (1, 3)):
         expected = expected_rows(*attention_of(heads, text, head, rotated=rotated))
         for name, values in expected.items():

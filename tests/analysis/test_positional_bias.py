@@ -10,7 +10,7 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
 from trainer.analysis import positional_bias
-from trainer.analysis.attention import NeedlePrompt, attention_rows
+from trainer.analysis.attention import NeedlePrompt, attention_statistics
 from trainer.analysis.positional_bias import (
     bias_gradients,
     fresh_decoders,
@@ -46,7 +46,7 @@ def weights(tokens, shift, window=None):
 @pytest.mark.parametrize("window", [None, 6, 1])
 def test_bias_is_that_of_definition_3_1(window):
     heads = layer_of_heads(window=window)
-    measured = positional_biases(attention_rows(heads))
+    measured = positional_biases(attention_statistics(heads))
     for head in range(4):
         maps = [attention_of(heads, text, head)[0] for text in range(2)]
         for shift, values in ((0, measured["diagonal"]), (1, measured["previous"])):

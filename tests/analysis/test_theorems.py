@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import turned
-from trainer.analysis.attention import Heads, attention_rows, capture
+from trainer.analysis.attention import Heads, attention_statistics, capture
 from trainer.analysis.clusters import cluster_measures
 from trainer.analysis.positional_bias import (
     bias_gradients,
@@ -102,7 +102,7 @@ def test_lemma_1_partial_rotation_keeps_the_rest():
 
 def biases_of(model, ids):
     """A^c ``[layers, heads]`` by kind, and the rows of every layer."""
-    rows = capture(model, ids, attention_rows)
+    rows = capture(model, ids, attention_statistics)
     return stacked([positional_biases(row) for row in rows]), rows
 
 

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
-from trainer.analysis.attention import attention_rows, capture, head_attention
+from trainer.analysis.attention import attention_statistics, capture, head_attention
 from trainer.common.errors import UserError
 from trainer.hf import NO_ROTATION
 from trainer.interchange.adapted import AdaptedModel, read_adapted
@@ -70,7 +70,7 @@ def test_queries_and_keys_give_the_models_own_attention(family):
         for head in range(4):
             by_head = head_attention(heads, head, slice(0, T))
             torch.testing.assert_close(by_head, expected[:, head], rtol=0, atol=2e-5)
-        rows, i = attention_rows(heads), torch.arange(T)
+        rows, i = attention_statistics(heads), torch.arange(T)
         torch.testing.assert_close(rows.sink, expected[..., 0], rtol=0, atol=2e-5)
         torch.testing.assert_close(rows.diagonal, expected[..., i, i], rtol=0, atol=2e-5)
         distance = (expected * (i[:, None] - i)).sum(dim=-1) / expected.sum(dim=-1)
@@ -235,7 +235,7 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
         for ids in (IDS, shuffled):
             layers = observed(model, ids)
             assert torch.equal(layers[0].q, layers[0].rotated_q)
-            one_layer.append(attention_rows(layers[0]).entropy[:, :, -1])
+            one_layer.append(attention_statistics(layers[0]).entropy[:, :, -1])
     torch.testing.assert_close(*one_layer, rtol=0, atol=1e-4)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.report.examples import EXPERIMENT, cell, change, example, report
 from trainer.analysis.results import COLUMNS, Results, tidy
-from trainer.plotting import Panel, Plot, draw, over_heads
+from trainer.plotting import Grid, Panel, Plot, draw, over_heads
 from trainer.report.pages import write_analysis, write_renderings
 from trainer.report.report import RunSummary
 
@@ -114,7 +114,7 @@ def test_changes_of_phases_and_troubles_are_on_the_page(tmp_path):
 def results(key):
     values = np.random.default_rng(0).random((2, 4, 3))
     line = over_heads("heads", 0, [32, 64, 128], values)
-    figure = draw([Panel("panel", [line], y="y")], x="tokens", trained=64)
+    figure = draw([Panel("panel", [line], y="y")], Grid(x="tokens"), trained=64)
     places = {"length": [32, 64, 128]}
     rows = tidy({"m": values}, "layer", "head", "length", places=places, model="tiny")
     plots = [Plot(f"{key}_curves", figure, "Curves <by> length (A paper, Fig. 1).")]

@@ -23,8 +23,8 @@ from trainer.positional.layout import LayerEncoding
 
 Array = np.ndarray
 Measured = TypeVar("Measured")
-Place = tuple[int, int]
-"""Layer and head."""
+HeadIndex = tuple[int, int]
+"""Numbers of a layer and of a query head in it."""
 Side = Literal["query", "key"]
 SIDES: dict[Side, str] = {"query": "queries", "key": "keys"}
 """Plurals of both sides."""
@@ -59,6 +59,10 @@ class Heads:
     def scale(self) -> float:
         """Factor on the dot product of a query and a key."""
         return self.q.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+
+    def states(self, *, rotated: bool) -> tuple[Tensor, Tensor]:
+        """Return queries and keys, as the scores use them or before their encoding."""
+        return (self.rotated_q, self.rotated_k) if rotated else (self.q, self.k)
 
     @property
     def queries_per_key(self) -> int:
@@ -106,16 +110,18 @@ def capture(
 def view_heads(
     model: LanguageModel,
     ids: Tensor,
-    places: Sequence[Place],
+    places: Sequence[HeadIndex],
     view: Callable[[Heads, int], Measured],
-) -> dict[Place, Measured]:
+) -> dict[HeadIndex, Measured]:
     """Read ``ids`` ``[B, T]``, and return what ``view`` gives for a layer and the number of a head,
     for each of ``places`` in their order."""
 
-    def measure(heads: Heads) -> dict[Place, Measured]:
+    def measure(heads: Heads) -> dict[HeadIndex, Measured]:
         return {(i, head): view(heads, head) for i, head in places if i == heads.layer}
 
-    viewed = dict(item for layer in capture(model, ids, measure) for item in layer.items())
+    viewed: dict[HeadIndex, Measured] = {}
+    for of_layer in capture(model, ids, measure):
+        viewed |= of_layer
     return {place: viewed[place] for place in places}
 
 
@@ -133,11 +139,10 @@ def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int
     2), as if all its channels rotated.
     """
     per_key = heads // len(encoding.spectra)
-    return tuple(
-        len(spectrum.inv_freq) or head_dim // 2
-        for spectrum in encoding.spectra
-        for _ in range(per_key)
-    )
+    counts: list[int] = []
+    for spectrum in encoding.spectra:
+        counts += [len(spectrum.inv_freq) or head_dim // 2] * per_key
+    return tuple(counts)
 
 
 def pair_norms(x: Tensor, pairs: int) -> Tensor:
@@ -167,7 +172,7 @@ HIDDEN = -1e30
 
 
 @dataclass(frozen=True)
-class Rows:
+class AttentionStatistics:
     """Statistics of every query's attention, ``[B, Hq, T]`` float32 each.
 
     ``peak``: the largest dot product with a visible key, before scaling and soft-capping. ``sink``,
@@ -194,9 +199,8 @@ def head_slopes(heads: Heads) -> Tensor | None:
     if not any(biased):
         return None
     slopes = torch.tensor(alibi_slopes(heads.q.shape[1]), device=heads.q.device)
-    return slopes * torch.tensor(biased, device=heads.q.device).repeat_interleave(
-        heads.queries_per_key
-    )
+    uses_alibi = torch.tensor(biased, device=heads.q.device)
+    return slopes * uses_alibi.repeat_interleave(heads.queries_per_key)
 
 
 def visible_keys(length: int, window: int | None, device: torch.device) -> Tensor:
@@ -204,20 +208,22 @@ def visible_keys(length: int, window: int | None, device: torch.device) -> Tenso
     return torch.arange(1, length + 1, device=device).clamp(max=window or length)
 
 
-def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
+def attention_statistics(heads: Heads, *, rotated: bool = True) -> AttentionStatistics:
     """Compute the statistics of a layer block by block.
 
     ``rotated``: use the encoded queries and keys, as the layer attends. False: use them before
     their encoding, without ALiBi's bias, within the same window.
     """
-    q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
+    q, k = heads.states(rotated=rotated)
     B, Hq, T = q.shape[:3]
-    group, window = heads.queries_per_key, heads.encoding.window
+    group = heads.queries_per_key
+    window = heads.encoding.window
     slopes = head_slopes(heads) if rotated else None
-    statistics = [q.new_empty(B, Hq, T) for _ in fields(Rows)[1:]]
+    statistics = [q.new_empty(B, Hq, T) for _ in fields(AttentionStatistics)[1:]]
     size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
     for b, kv, start in product(range(B), range(k.shape[1]), range(0, T, size)):
-        shared, stop = slice(kv * group, (kv + 1) * group), min(start + size, T)
+        shared = slice(kv * group, (kv + 1) * group)  # the query heads that read this key head
+        stop = min(start + size, T)
         first = 0 if window is None else max(0, start - window + 1)
         i = torch.arange(start, stop, device=q.device)[:, None]
         j = torch.arange(first, stop, device=q.device)
@@ -238,7 +244,8 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
         weights = scores.exp()
         # One product gives the totals and first moments of all rows.
         moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
-        keys, mean = moments[..., 0], moments[..., 1] / moments[..., 0]
+        keys = moments[..., 0]
+        mean = moments[..., 1] / keys
         entropy = keys.log() - (weights * scores).sum(dim=-1) / keys
         total = keys
         if heads.sinks is not None:
@@ -248,11 +255,12 @@ def attention_rows(heads: Heads, *, rotated: bool = True) -> Rows:
         if past == 0:  # the first query of the block does not see the key before it
             before = F.pad(before, (1, 0))
         diagonal = weights.diagonal(past, -2, -1) / total
-        distance, learned = i[:, 0] - first - mean, 1 - keys / total
+        distance = i[:, 0] - first - mean
+        learned = 1 - keys / total
         block = peak, sink, diagonal, before / total, distance, entropy, learned
         for rows, values in zip(statistics, block, strict=True):
             rows[b, shared, start:stop] = values
-    return Rows(visible_keys(T, window, q.device), *statistics)
+    return AttentionStatistics(visible_keys(T, window, q.device), *statistics)
 
 
 def head_attention(
@@ -265,17 +273,21 @@ def head_attention(
     """
     kv = head // heads.queries_per_key
     positions = torch.arange(heads.q.shape[2])[queries]
-    last, i = int(positions[-1]), positions.to(heads.q.device)[:, None]
-    q, k = heads.rotated_q[:, head, queries], heads.rotated_k[:, kv, : last + 1]
+    last = int(positions[-1])
+    q = heads.rotated_q[:, head, queries]
+    k = heads.rotated_k[:, kv, : last + 1]
+    i = positions.to(q.device)[:, None]
     j = torch.arange(last + 1, device=q.device)
     scores = q @ k.mT
     if without is not None:
         pair = [without, without + len(heads.encoding.spectra[kv].inv_freq)]
         scores -= q[..., pair] @ k[..., pair].mT
     scores = heads.capped(scores * heads.scale)
-    if (slopes := head_slopes(heads)) is not None:
+    slopes = head_slopes(heads)
+    if slopes is not None:
         scores += slopes[head] * (j - i)
-    scores.masked_fill_((j > i) | (j <= i - (heads.encoding.window or last + 1)), -torch.inf)
+    window = heads.encoding.window or last + 1
+    scores.masked_fill_((j > i) | (j <= i - window), -torch.inf)
     if heads.sinks is not None:
         scores = F.pad(scores, (0, 1), value=float(heads.sinks[head]))
     return scores.softmax(dim=-1)[..., : last + 1]

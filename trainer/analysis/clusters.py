@@ -7,9 +7,10 @@ over the text once and read at every prefix length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.attention import SIDES, Array, Heads, Place, Side, view_heads
+from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, Side, view_heads
 from trainer.analysis.results import Results, Variants, results, tidy, variants
 from trainer.analysis.target import Target, read
 from trainer.plotting import (
+    Grid,
     Panel,
     Plot,
     draw,
@@ -153,7 +155,8 @@ def cluster_measures(heads: Heads, lengths: list[int], points: int = 512) -> dic
     queries and of keys in the samples for silhouette and Davies-Bouldin.
     """
     values: dict[str, Tensor] = {}
-    for name, q, k in (("plain", heads.q, heads.k), ("rotated", heads.rotated_q, heads.rotated_k)):
+    for name in ("plain", "rotated"):
+        q, k = heads.states(rotated=name == "rotated")
         measures = _measures(q, k, lengths) | _separation(q, k, lengths, points)
         values |= {f"{name}.{key}": value for key, value in measures.items()}
     for side in ("query", "key"):
@@ -167,11 +170,11 @@ def cloud(heads: Heads, kv_head: int) -> dict[str, Array]:
     """Return a key head of the first text and the queries that read it, ``[1 + readers, T, D]``
     float64, ``plain`` and ``rotated``."""
     readers = slice(kv_head * heads.queries_per_key, (kv_head + 1) * heads.queries_per_key)
-    states = {"plain": (heads.q, heads.k), "rotated": (heads.rotated_q, heads.rotated_k)}
-    return {
-        name: torch.cat([k[0, kv_head, None], q[0, readers]]).double().cpu().numpy()
-        for name, (q, k) in states.items()
-    }
+    clouds = {}
+    for name in ("plain", "rotated"):
+        q, k = heads.states(rotated=name == "rotated")
+        clouds[name] = torch.cat([k[0, kv_head, None], q[0, readers]]).double().cpu().numpy()
+    return clouds
 
 
 def principal_axes(vectors: Array) -> Array:
@@ -198,7 +201,8 @@ def analyze_clusters(target: Target) -> Results:
     """Measure width and distance of the clouds of queries and keys, before and after the
     rotation."""
     target.require(4)  # a cloud needs several points
-    lengths, looks = prefix_lengths(target.length), variants(target)
+    lengths = prefix_lengths(target.length)
+    looks = variants(target)
 
     def measure(heads: Heads) -> dict[str, Tensor]:
         within = [n for n in lengths if n <= heads.q.shape[2]]
@@ -206,16 +210,16 @@ def analyze_clusters(target: Target) -> Results:
 
     values = read(target, measure)
     axes, places = ("layer", "head", "length"), {"length": lengths}
-    tables = [
-        tidy({m: values[f"{v}.{m}"] for m in MEASURES}, *axes, places=places, variant=v)
-        for v in looks
-    ]
+    tables = []
+    for variant in looks:
+        measured = {name: values[f"{variant}.{name}"] for name in MEASURES}
+        tables.append(tidy(measured, *axes, places=places, variant=variant))
     if "plain" in looks:
         ratios = {f"{side}_fsv_ratio": values[f"{side}_fsv_ratio"] for side in SIDES}
         tables.append(tidy(ratios, *axes, places=places, variant="rotated / plain"))
     shares = {f"{side}_first_share": values[f"{side}_first_share"][..., -1] for side in SIDES}
     tables.append(tidy(shares, "layer", "head", variant="plain", length=lengths[-1]))
-    plots = curve_plots(values, lengths, looks, target.training_length)
+    plots = curve_plots(Curves(values, lengths, looks, target.training_length))
     queries, keys = (values[f"{side}_first_share"].shape[1] for side in SIDES)
     chosen = dict.fromkeys((i, head * keys // queries) for i, head in target.config.chosen)
     shown = [*chosen] or [(i, 0) for i in target.shown_layers]
@@ -224,44 +228,92 @@ def analyze_clusters(target: Target) -> Results:
     return results("clusters", title, target.name, plots, tables)
 
 
-def curve_plots(
-    values: Mapping[str, Array], lengths: Sequence[int], looks: Variants, trained: int
-) -> list[Plot]:
-    """Draw the measures by length, and the first principal component."""
+@dataclass(frozen=True)
+class Curves:
+    """Measures of clusters by prefix length, as :func:`cluster_measures` names them, each
+    ``[layers, heads, lengths]``; ``trained``: the training length."""
 
-    def panel(title: str, measure: str, *, median: bool = False, **others: Any) -> Panel:
-        lines = [
-            over_heads(*look, lengths, values[f"{variant}.{measure}"], median=median)
-            for variant, look in looks.items()
-        ]
+    values: Mapping[str, Array]
+    lengths: Sequence[int]
+    looks: Variants
+    trained: int
+
+    def panel(self, title: str, measure: str, *, median: bool = False, **others: Any) -> Panel:
+        """Return a line for each variant of a measure; ``others``: arguments of the panel."""
+        lines = []
+        for variant, (label, style) in self.looks.items():
+            of_heads = self.values[f"{variant}.{measure}"]
+            lines.append(over_heads(label, style, self.lengths, of_heads, median=median))
         return Panel(title, lines, **others)
 
-    def pairs(kind: str, label: str) -> list[Panel]:
+    def compared(self, kind: str, label: str) -> list[Panel]:
+        """Return a panel for each of :data:`COMPARED`; ``label``: of the y axis."""
+        labels = dict.fromkeys(COMPARED, "") | {"key": label}
         return [
-            panel(title, f"{side}_{kind}", y=label if side == "key" else "")
-            for side, title in COMPARED.items()
+            self.panel(title, f"{side}_{kind}", y=labels[side]) for side, title in COMPARED.items()
         ]
 
-    def plot(name: str, panels: list[Panel], caption: str, **layout: Any) -> Plot:
-        x = "length of the text (tokens)"
-        figure = draw(panels, x=x, trained=trained, **layout)
-        return Plot(f"clusters_{name}", figure, caption)
+    def plot(self, name: str, panels: list[Panel], caption: str, **layout: Any) -> Plot:
+        """Return a figure of panels over the length of the text; ``layout``: of its grid."""
+        grid = Grid(x="length of the text (tokens)", **layout)
+        return Plot(f"clusters_{name}", draw(panels, grid, trained=self.trained), caption)
 
-    ranks = [
-        panel("keys", "key_stable_rank", y="stable rank"),
-        panel("queries", "query_stable_rank"),
-    ]
-    for side in SIDE_ORDER if "plain" in looks else ():
-        title, ratio = SIDES[side], values[f"{side}_fsv_ratio"]
-        mean = over_heads("after / before", RATIO_STYLE, lengths, ratio)
-        faint = ratio.reshape(-1, ratio.shape[-1])
-        y = "after / before" if side == "key" else ""
-        ranks.append(Panel(f"{title}: first singular value", [mean], y=y, faint=faint))
+
+def curve_plots(curves: Curves) -> list[Plot]:
+    """Draw the measures by length, and the first principal component."""
     # Medians: a head whose two clouds share a centre has an unbounded index.
     separation = [
-        panel("silhouette score", "silhouette"),
-        panel("Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True),
+        curves.panel("silhouette score", "silhouette"),
+        curves.panel("Davies–Bouldin index", "davies_bouldin", prepare=log_if_wide, median=True),
     ]
+    return [
+        curves.plot(
+            "cosine",
+            curves.compared("cosine", "mean cosine"),
+            "Mean cosine of all pairs by length, mean and 80% of heads (RoPE-ID, Fig. 2, 13).",
+        ),
+        curves.plot(
+            "separation",
+            separation,
+            "Separation of queries and keys by length, mean score, median index (the table has its "
+            "mean) and 80% of heads (RoPE-ID, Fig. 11).",
+        ),
+        singular_values_plot(curves),
+        first_component_plot(curves.values),
+        curves.plot(
+            "dot",
+            curves.compared("dot", "mean dot product"),
+            "Mean dot product of all pairs by length, mean and 80% of heads (RoPE-ID, Fig. 10).",
+        ),
+    ]
+
+
+def singular_values_plot(curves: Curves) -> Plot:
+    """Draw stable ranks and, if a head rotates, the change of the first singular value."""
+    panels = [
+        curves.panel("keys", "key_stable_rank", y="stable rank"),
+        curves.panel("queries", "query_stable_rank"),
+    ]
+    if "plain" in curves.looks:
+        y = "after / before"
+        for side in SIDE_ORDER:
+            ratio = curves.values[f"{side}_fsv_ratio"]
+            mean = over_heads("after / before", RATIO_STYLE, curves.lengths, ratio)
+            title = f"{SIDES[side]}: first singular value"
+            panels.append(Panel(title, [mean], y=y, faint=ratio.reshape(-1, ratio.shape[-1])))
+            y = ""  # the first panel alone
+    return curves.plot(
+        "singular_values",
+        panels,
+        "Stable rank, and first singular value after over before the rotation, by length; mean "
+        "and 80% of heads, thin: each head (RoPE-ID, Fig. 4).",
+        columns=2,
+        height=2.0,
+    )
+
+
+def first_component_plot(values: Mapping[str, Array]) -> Plot:
+    """Draw the distribution over heads of the share of the first principal component."""
     shares = {}
     for side in SIDE_ORDER:
         of_heads = 100 * values[f"{side}_first_share"][..., -1].ravel()
@@ -269,44 +321,18 @@ def curve_plots(
         middles = (edges[:-1] + edges[1:]) / 2
         shares[SIDES[side]] = np.column_stack([middles, 100 * counts / counts.sum()])
     x, y = "variance of the first component (%)", "share of heads (%)"
-    return [
-        plot(
-            "cosine",
-            pairs("cosine", "mean cosine"),
-            "Mean cosine of all pairs by length, mean and 80% of heads (RoPE-ID, Fig. 2, 13).",
-        ),
-        plot(
-            "separation",
-            separation,
-            "Separation of queries and keys by length, mean score, median index (the table has its "
-            "mean) and 80% of heads (RoPE-ID, Fig. 11).",
-        ),
-        plot(
-            "singular_values",
-            ranks,
-            "Stable rank, and first singular value after over before the rotation, by length; mean "
-            "and 80% of heads, thin: each head (RoPE-ID, Fig. 4).",
-            columns=2,
-            height=2.0,
-        ),
-        Plot(
-            "clusters_first_component",
-            draw([Panel("", x=x, y=y, points=shares)]),
-            "Heads by the share of the first principal component in the variance about the origin, "
-            "before the encoding (RoPE-ID, Fig. 4).",
-        ),
-        plot(
-            "dot",
-            pairs("dot", "mean dot product"),
-            "Mean dot product of all pairs by length, mean and 80% of heads (RoPE-ID, Fig. 10).",
-        ),
-    ]
+    return Plot(
+        "clusters_first_component",
+        draw([Panel("", x=x, y=y, points=shares)]),
+        "Heads by the share of the first principal component in the variance about the origin, "
+        "before the encoding (RoPE-ID, Fig. 4).",
+    )
 
 
-def snapshots_plot(target: Target, shown: Sequence[Place], looks: Variants) -> Plot:
+def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) -> Plot:
     """Draw key heads and their queries in the plane of their first two principal components, in a
     text of the training length and in the whole one."""
-    planes: dict[Place, Array] = {}  # of the shorter text, before the encoding
+    planes: dict[HeadIndex, Array] = {}  # of the shorter text, before the encoding
 
     def view(heads: Heads, kv_head: int) -> dict[str, tuple[Array, float]]:
         vectors, place = cloud(heads, kv_head), (heads.layer, kv_head)
@@ -319,29 +345,41 @@ def snapshots_plot(target: Target, shown: Sequence[Place], looks: Variants) -> P
     views = {n: view_heads(target.model, target.ids[:1, :n], shown, view) for n in lengths}
     panels = []
     for layer, kv_head in shown:
-        row = [(n, *item) for n in lengths for item in views[n][layer, kv_head].items()]
-        everything = np.concatenate([points.reshape(-1, 2) for *_, (points, _) in row])
-        low, high = everything.min(axis=0), everything.max(axis=0)
-        half, (x, y) = 0.55 * float((high - low).max()), (low + high) / 2
-        square = {"xlim": (x - half, x + half), "ylim": (y - half, y + half), "box_aspect": 1}
-        for number, (n, variant, (points, rank)) in enumerate(row):
-            readers = len(points) - 1
-            queries = [f"queries {i}" for i in range(readers)] if readers > 1 else ["queries"]
-            panels.append(
-                Panel(
-                    f"{looks[variant][0]}\n{n:,} tokens, rank {rank:.2f}",
-                    y="" if number else f"L{layer}, key head {kv_head}",
-                    prepare=partial(bare_plane, limits=square),
-                    points=dict(zip(["keys", *queries], points, strict=True)),
-                )
-            )
+        by_length = {n: views[n][layer, kv_head] for n in lengths}
+        prepare = partial(bare_plane, limits=square_around(by_length.values()))
+        label = f"L{layer}, key head {kv_head}"
+        for n, variant in product(lengths, looks):
+            points, rank = by_length[n][variant]
+            title = f"{looks[variant][0]}\n{n:,} tokens, rank {rank:.2f}"
+            groups = dict(zip(group_names(len(points) - 1), points, strict=True))
+            panels.append(Panel(title, y=label, prepare=prepare, points=groups))
+            label = ""  # the first panel of a row alone
     return Plot(
         "clusters_snapshots",
-        draw(panels, columns=len(panels) // len(shown), height=1.9),
+        draw(panels, Grid(columns=len(panels) // len(shown), height=1.9)),
         "Keys and the queries that read them in the plane of their first two principal components, "
         "lines through the origin; a row a key head, with the stable rank of its keys (RoPE-ID, "
         "Fig. 3, 14).",
     )
+
+
+def square_around(views: Iterable[Mapping[str, tuple[Array, float]]]) -> dict[str, Any]:
+    """Return the settings of axes that show all projected points in a square."""
+    clouds = []
+    for view in views:
+        clouds += [points.reshape(-1, 2) for points, _ in view.values()]
+    everything = np.concatenate(clouds)
+    low, high = everything.min(axis=0), everything.max(axis=0)
+    half = 0.55 * float((high - low).max())
+    x, y = (low + high) / 2
+    return {"xlim": (x - half, x + half), "ylim": (y - half, y + half), "box_aspect": 1}
+
+
+def group_names(readers: int) -> list[str]:
+    """Return the names of a cloud's groups: keys, and each query head that reads them."""
+    if readers == 1:
+        return ["keys", "queries"]
+    return ["keys", *(f"queries {i}" for i in range(readers))]
 
 
 def bare_plane(axes: Axes, limits: Mapping[str, Any]) -> None:

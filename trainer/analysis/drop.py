@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, attention_rows, capture
+from trainer.analysis.attention import Array, Heads, attention_statistics, capture
 from trainer.analysis.positional_bias import positional_biases
 from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target, bucket_means, position_edges, stacked
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
-from trainer.plotting import Line, Panel, Plot, diagonal, draw, graded, style_numbers
+from trainer.plotting import Grid, Line, Panel, Plot, diagonal, draw, graded, style_numbers
 
 MEASURES = {
     "distance": "mean distance (tokens)",
@@ -40,7 +40,7 @@ def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
     """
 
     def measure(heads: Heads) -> dict[str, Tensor]:
-        rows = attention_rows(heads)
+        rows = attention_statistics(heads)
         # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
         largest = rows.visible[1:].clamp(min=2).log()
         statistics = {
@@ -58,15 +58,18 @@ def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
 def compare_predictions(model: LanguageModel, other: LanguageModel, ids: Tensor) -> Array:
     """Compute KL(model || other) of the next token and the losses of both models at every position,
     ``[3, T - 1]`` nats, averaged over the texts ``ids`` ``[B, T]``; both share a vocabulary."""
-    models, targets = (model, other), ids[:, 1:].to(model.device)
-    states = [m.hidden_states(ids[:, :-1].to(m.device)).flatten(0, 1) for m in models]
-    size = chunk_size(model.vocab_size, model.device)
+    device = model.device
+    targets = ids[:, 1:].to(device)
+    states, other_states = (
+        m.hidden_states(ids[:, :-1].to(m.device)).flatten(0, 1) for m in (model, other)
+    )
+    size = chunk_size(model.vocab_size, device)
     chunks = []
-    for p, q, target in zip(*(x.split(size) for x in (*states, targets.flatten())), strict=True):
-        log_p, log_q = (
-            m.logits(chunk).float().log_softmax(dim=-1).to(model.device)
-            for m, chunk in zip(models, (p, q), strict=True)
-        )
+    for start in range(0, len(states), size):
+        part = slice(start, start + size)
+        target = targets.flatten()[part]
+        log_p = model.logits(states[part]).float().log_softmax(dim=-1)
+        log_q = other.logits(other_states[part]).float().log_softmax(dim=-1).to(device)
         divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1, dtype=torch.float64).clamp(min=0)
         losses = [-x.gather(-1, target[:, None])[:, 0].double() for x in (log_p, log_q)]
         chunks.append(torch.stack([divergence, *losses]))
@@ -85,7 +88,8 @@ def compare_drop(before: Target, after: Target) -> Results:
         raise UserError(f"compare: expected models of one vocabulary, got {sizes} tokens")
     before.require(2)
     trained = min(before.training_length, after.training_length)
-    within, names = min(trained, before.length), (before.name, after.name)
+    within = min(trained, before.length)
+    names = before.name, after.name
     models = (before.model, after.model)
     heads = [head_measures(model, before.ids[:, :within]) for model in models]
     edges = position_edges(before.length - 1, per_octave=4)
@@ -114,7 +118,7 @@ def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Ar
     ]
     return Plot(
         "drop_heads",
-        draw(panels, columns=3, index="layer"),
+        draw(panels, index="layer"),
         f"Every head in {' (x) and '.join(names)} (y) (DroPE, Def. 3.1, Sec. 5).",
     )
 
@@ -137,7 +141,7 @@ def _positions(
     ]
     return Plot(
         "drop_positions",
-        draw(panels, x="tokens read", trained=trained),
+        draw(panels, Grid(x="tokens read"), trained=trained),
         "Distance between both models' predictions, and their losses, by the number of tokens "
         "read (DroPE, Sec. 5).",
     )

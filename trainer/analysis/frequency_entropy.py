@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,8 +23,8 @@ from torch import Tensor
 from trainer.analysis.attention import (
     SIDES,
     Array,
+    HeadIndex,
     Heads,
-    Place,
     Side,
     capture,
     cell_means,
@@ -40,9 +39,19 @@ from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target
 from trainer.analysis.weighted_rope import apply, count_pairs, factors_of
 from trainer.common.errors import UserError
-from trainer.config import USUAL, ShortTime, WeightedRopeSettings
+from trainer.config import DEFAULT_FRAMES, ShortTime, WeightedRopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.plotting import Line, Panel, Plot, draw, graded, heat_maps, log_if_wide
+from trainer.plotting import (
+    ColourScale,
+    Grid,
+    Line,
+    Panel,
+    Plot,
+    draw,
+    graded,
+    heat_maps,
+    log_if_wide,
+)
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
 
@@ -60,7 +69,7 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
 """Windows by their names in :data:`~trainer.config.Window`."""
 
 
-def spectrum_fe(signal: Tensor, frames: ShortTime = USUAL) -> Tensor:
+def spectrum_fe(signal: Tensor, frames: ShortTime = DEFAULT_FRAMES) -> Tensor:
     """Compute SpectrumFE (Eq. 5 to 7), the entropy of the mean power of overlapping frames:
     ``[...]`` float64, between 0 and 1.
 
@@ -102,7 +111,7 @@ def _normalised_entropy(power: Tensor) -> Tensor:
 NAMES = {"spectrum": "SpectrumFE", "sequence": "SequenceFE"}
 MEASURES: dict[str, Callable[..., Tensor]] = {
     "spectrum": spectrum_fe,
-    "sequence": lambda signal, frames=USUAL: sequence_fe(signal),
+    "sequence": lambda signal, frames=DEFAULT_FRAMES: sequence_fe(signal),
 }
 """Functions of a signal and the frames; SequenceFE ignores the frames."""
 
@@ -116,7 +125,7 @@ def frequency_entropies(
     model: LanguageModel,
     ids: Tensor,
     measures: Sequence[str] = tuple(MEASURES),
-    frames: ShortTime = USUAL,
+    frames: ShortTime = DEFAULT_FRAMES,
 ) -> list[FrequencyEntropy]:
     """Compute the frequency entropies of every layer, with one text in memory at a time.
 
@@ -131,14 +140,19 @@ def frequency_entropies(
         capture(model, text[None], lambda heads: frequency_entropy_of(heads, measures, frames))
         for text in ids
     ]
-    return [
-        {key: torch.stack([entropies[key] for entropies in layer]).mean(dim=0) for key in layer[0]}
-        for layer in zip(*texts, strict=True)
-    ]
+    return [_mean(of_layer) for of_layer in zip(*texts, strict=True)]
+
+
+def _mean(texts: Sequence[FrequencyEntropy]) -> FrequencyEntropy:
+    """Average the entropies of one layer over texts."""
+    means = {}
+    for key in texts[0]:
+        means[key] = torch.stack([entropies[key] for entropies in texts]).mean(dim=0)
+    return means
 
 
 def frequency_entropy_of(
-    heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = USUAL
+    heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = DEFAULT_FRAMES
 ) -> FrequencyEntropy:
     """Compute the entropies of one captured layer; raises as :func:`frequency_entropies` does."""
     entropies: FrequencyEntropy = {}
@@ -193,29 +207,39 @@ def analyze_frequency_entropy(target: Target) -> Results:
         prefix = target.ids[:, :n]
         by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
     by_length[target.length] = values = _stacked(layers)
-    chosen, ranked = target.config.chosen, values[measures[0], "query"]
-    lowest = np.nan_to_num(ranked, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
-    # The head with the most concentrated pair.
-    shown = chosen or [(layer, lowest[layer]) for layer in target.shown_layers]
+    chosen = target.config.chosen
+    shown = chosen or concentrated_heads(values[measures[0], "query"], target.shown_layers)
     norms = view_heads(target.model, target.ids[:1], shown, norm_maps)
     plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
     for side in SIDES:
         plots.append(_heads_plot(by_length, side, shown))
         plots.append(_norms_plot(norms, side, target.length))
     perplexities, attenuated = attenuated_perplexity(target, measures, layers)
-    # Prefixes have rows for queries alone.
-    tables = [
-        tidy({NAMES[m]: values}, "layer", "head", "pair", variant=SIDES[side], length=n)
-        for n, entropies in by_length.items()
-        for (m, side), values in entropies.items()
-        if side == "query" or n == target.length
-    ]
-    tables, plots = tables + perplexities, plots + attenuated
+    tables = []
+    for n, entropies in by_length.items():
+        for (m, side), of_pairs in entropies.items():
+            if side == "query" or n == target.length:  # prefixes have rows for queries alone
+                named = {NAMES[m]: of_pairs}
+                table = tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n)
+                tables.append(table)
+    tables += perplexities
+    plots += attenuated
     return results("frequency_entropy", "Frequency entropy", target.name, plots, tables)
 
 
 def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
-    return {key: stack_layers([entropies[key] for entropies in layers]) for key in layers[0]}
+    """Return the entropies of all layers as arrays."""
+    stacked = {}
+    for key in layers[0]:
+        stacked[key] = stack_layers([entropies[key] for entropies in layers])
+    return stacked
+
+
+def concentrated_heads(entropies: Array, layers: Sequence[int]) -> list[HeadIndex]:
+    """Return the head with the pair of lowest entropy in each of ``layers``, from ``[layers, heads,
+    pairs]``."""
+    lowest = np.nan_to_num(entropies, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
+    return [(layer, lowest[layer]) for layer in layers]
 
 
 def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
@@ -227,72 +251,67 @@ def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
     return {side: cell_means(values, cell).numpy() for side, values in norms.items()}
 
 
-def _panel(title: str, measure: str, values: Array, *, y: bool = False) -> Panel:
+def _panel(title: str, values: Array, y: str = "") -> Panel:
     """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
-    row, pair = np.meshgrid(*map(np.arange, values.shape), indexing="ij")
-    return graded(title, pair, values, row, y=NAMES[measure] if y else "", prepare=_unit)
+    rows, pairs = map(np.arange, values.shape)
+    return graded(title, pairs, values, rows[:, None], y=y, prepare=_unit)
 
 
 def _unit(axes: Axes) -> None:
     axes.set_ylim(0, 1.02)
 
 
-def _layers_plot(measure: str, values: Array, chosen: Sequence[Place]) -> Plot:
+def _layers_plot(measure: str, values: Array, chosen: Sequence[HeadIndex]) -> Plot:
     """Draw queries of all heads of all layers, ``values`` ``[layers, heads, pairs]``, or of the
     layers of the chosen heads."""
     shown = list(dict.fromkeys(layer for layer, _ in chosen)) or list(range(len(values)))
-    panels = [_panel(f"layer {i}", measure, values[i]) for i in shown]
-    columns, height = (COLUMNS, 1.75) if len(shown) <= COLUMNS else (6, 0.95)
-    look: dict[str, Any] = {"columns": columns, "height": height, "share": True}
+    panels = [_panel(f"layer {i}", values[i]) for i in shown]
+    columns, height = COLUMNS, 1.75
+    if len(shown) > COLUMNS:
+        columns, height = 6, 0.95
+    grid = Grid(columns, height, x=PAIR_INDEX, y=NAMES[measure], share=True)
     return Plot(
         f"frequency_entropy_layers_{measure}",
-        draw(panels, x=PAIR_INDEX, y=NAMES[measure], index="head", **look),
+        draw(panels, grid, index="head"),
         f"{NAMES[measure]} of every pair of the queries of layers (Fig. 3, 6 and 7).",
     )
 
 
-def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[Place]) -> Plot:
+def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[HeadIndex]) -> Plot:
     """Draw single query heads, or the key heads that they read, by the length of the text."""
     whole = by_length[max(by_length)]
     lengths = [*by_length] if side == "query" else [max(by_length)]
+    by_measure = {}
+    for measure in [m for m, of in whole if of == side]:
+        missing = np.full(whole[measure, side].shape, np.nan)
+        at_lengths = [by_length[n].get((measure, side), missing) for n in lengths]
+        by_measure[measure] = np.stack(at_lengths)  # [lengths, layers, heads, pairs]
     panels = []
     for start in range(0, len(heads), COLUMNS):
-        for m, of in whole:
-            if of != side:
-                continue
-            missing = np.full(whole[m, side].shape, np.nan)
-            values = np.stack([by_length[n].get((m, side), missing) for n in lengths])
-            group = whole[m, "query"].shape[1] // values.shape[2]
-            for column, (i, j) in enumerate(heads[start : start + COLUMNS]):
-                title, shown = f"layer {i}, head {j}", values[:, i, j // group]
-                panels.append(_panel(title, m, shown, y=column == 0))
+        for measure, values in by_measure.items():
+            readers = whole[measure, "query"].shape[1] // values.shape[2]
+            y = NAMES[measure]
+            for i, j in heads[start : start + COLUMNS]:
+                panels.append(_panel(f"layer {i}, head {j}", values[:, i, j // readers], y))
+                y = ""  # the first panel of a row alone
     named = ", ".join(f"{i}: {n:,}" for i, n in enumerate(lengths))
+    grid = Grid(min(COLUMNS, len(heads)), 1.75, x=PAIR_INDEX, share=True)
     return Plot(
         f"frequency_entropy_heads_{SIDES[side]}",
-        draw(
-            panels,
-            columns=min(COLUMNS, len(heads)),
-            index=f"tokens ({named})",
-            x=PAIR_INDEX,
-            height=1.75,
-            share=True,
-        ),
+        draw(panels, grid, index=f"tokens ({named})"),
         f"Entropy of every pair of the {SIDES[side]} of single heads, by the length of the text "
         "(Fig. 1, 2, 5, 8-10, 18-21, above; App. F, Fig. 15-17).",
     )
 
 
-def _norms_plot(norms: Mapping[Place, Mapping[Side, Array]], side: Side, length: int) -> Plot:
+def _norms_plot(norms: Mapping[HeadIndex, Mapping[Side, Array]], side: Side, length: int) -> Plot:
     """Draw norms of the pairs of single heads along the text."""
     return Plot(
         f"frequency_entropy_norms_{SIDES[side]}",
         heat_maps(
             {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()},
-            "l2 norm of the pair",
-            log=True,
-            x="token",
-            y=PAIR_INDEX,
-            columns=COLUMNS,
+            ColourScale("l2 norm of the pair", log=True),
+            Grid(COLUMNS, 2.0, x="token", y=PAIR_INDEX),
             cell=(-(-length // CELLS), 1),
         ),
         f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, 5, 8-10, "
@@ -311,40 +330,46 @@ def attenuated_perplexity(
     intervention, is not measured.
     """
     settings, model, layout = target.config.attenuation, target.model, target.model.layout
-    gates = [rules for rules in settings.gates if {rule.entropy for rule in rules} <= {*measures}]
+    gates = [rules for rules in settings.gates if _needed([rules]) <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if not (settings.alphas and gates and layout.rotates) or busy:
         return [], []
     if target.choice is not None:
-        needed = sorted({rule.entropy for rules in gates for rule in rules})
         frames = target.config.frequency_entropy
-        entropies = frequency_entropies(model, target.choice, needed, frames)
-    most, size = target.length - 1, model.config.head_size
+        entropies = frequency_entropies(model, target.choice, sorted(_needed(gates)), frames)
+    most = target.length - 1
     tables, panels = [], []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
-        ids, lines = target.ids[:1, : n + 1], []
+        ids = target.ids[:1, : n + 1]
         plain = _perplexity(model, layout, ids)
-        for number, rules in enumerate(gates):
-            curve, pairs = {1.0: plain}, 0
+        lines = []
+        for style, rules in enumerate(gates):
+            curve = {1.0: plain}
+            pairs = 0
             for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
                 weighted = [replace(rule, alpha=alpha) for rule in rules]
-                chosen = factors_of(layout, entropies, weighted, size)
+                chosen = factors_of(layout, entropies, weighted, model.config.head_size)
                 pairs = count_pairs(chosen)
                 curve[alpha] = _perplexity(model, apply(layout, chosen), ids) if pairs else plain
             numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
             numbers["attenuated_pairs"] = float(pairs)
             tables.append(tidy(numbers, variant=in_words(rules), length=n))
             label = f"{in_words(rules)} ({pairs:,})"
-            lines.append(Line(label, number, [*curve], [*curve.values()]))
+            lines.append(Line(label, style, [*curve], [*curve.values()]))
         x, y = "factor α on the chosen pairs", "perplexity"
         panels.append(Panel(f"{n:,} tokens", lines, x, y, log_if_wide))
     plot = Plot(
         "attenuation",
-        draw(panels, columns=2),
+        draw(panels, Grid(columns=2)),
         "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
         "(Sec. 5.2, Fig. 4).",
     )
     return tables, [plot]
+
+
+def _needed(gates: Sequence[Sequence[WeightedRopeSettings]]) -> set[str]:
+    """Return the names of the measures that gates use."""
+    return {rule.entropy for rules in gates for rule in rules}
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -28,9 +29,9 @@ from torch import Tensor
 from trainer.analysis.attention import (
     SIDES,
     Array,
+    HeadIndex,
     Heads,
     NeedlePrompt,
-    Place,
     Side,
     attention_blocks,
     capture,
@@ -43,7 +44,7 @@ from trainer.analysis.attention import (
 from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target
 from trainer.model.language_model import LanguageModel
-from trainer.plotting import Line, Panel, Plot, draw, heat_maps
+from trainer.plotting import ColourScale, Grid, Line, Panel, Plot, draw, heat_maps
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import encode, head_groups
 
@@ -137,16 +138,16 @@ def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
 
     ``trained``: the model's layout before a rescaling.
     """
-    if stage == "pre_ntk":
-        return heads.q if side == "query" else heads.k
-    turned = heads.rotated_q, heads.rotated_k
-    if stage == "post_rope":
-        tokens = heads.q.shape[2]
-        positions = torch.arange(tokens, device=heads.q.device)
-        layer = replace(trained, layers=(trained.layers[heads.layer],))
-        (groups,) = head_groups(layer, positions, tokens)
-        turned = encode(heads.q, groups, tempered=True), encode(heads.k, groups)
-    return turned[side == "key"]
+    if stage != "post_rope":
+        q, k = heads.states(rotated=stage == "post_ntk")
+        return q if side == "query" else k
+    tokens = heads.q.shape[2]
+    positions = torch.arange(tokens, device=heads.q.device)
+    layer = replace(trained, layers=(trained.layers[heads.layer],))
+    (groups,) = head_groups(layer, positions, tokens)
+    if side == "query":
+        return encode(heads.q, groups, tempered=True)
+    return encode(heads.k, groups)
 
 
 def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -> MatrixEntropy:
@@ -163,7 +164,8 @@ def copy_prompt(ids: Tensor) -> NeedlePrompt:
     the copy or to the token after it. Both are the needle.
     """
     T = ids.shape[1]
-    tokens, start = max(1, min(COPIED, T // 8)), int(DEPTH * T)
+    tokens = max(1, min(COPIED, T // 8))
+    start = int(DEPTH * T)
     text = ids[:1].clone()
     text[:, start : start + tokens] = ids[:1, -tokens:]
     return NeedlePrompt(text, needle=slice(start, start + tokens + 1), question=tokens)
@@ -209,9 +211,10 @@ def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
     eigenvalues and of all."""
     channels = layers[0].eigenvalues.shape[-1]
     scores = {"band entropy": [layer.band_mean for layer in layers]}
-    for r in (*(r for r in RANKS if r < channels), None):
-        name = "effective rank" if r is None else f"effective rank, r = {r}"
-        scores[name] = [layer.effective_rank(r) for layer in layers]
+    for r in RANKS:
+        if r < channels:
+            scores[f"effective rank, r = {r}"] = [layer.effective_rank(r) for layer in layers]
+    scores["effective rank"] = [layer.effective_rank(None) for layer in layers]
     return {name: torch.stack(values).cpu().numpy() for name, values in scores.items()}
 
 
@@ -224,13 +227,13 @@ def analyze_matrix_entropy(target: Target) -> Results:
     target.require(16)  # room for a needle
     # Without a rotation all stages are equal.
     stages: list[Stage] = ["pre_ntk", "post_ntk"] if target.rotates else ["post_ntk"]
-    model, needle = target.model, target.config.needle
+    model = target.model
+    needle = target.config.needle
 
     def measure(heads: Heads) -> dict[tuple[Side, Stage], MatrixEntropy]:
         return {
             (side, stage): matrix_entropy_of(heads, side, stage, model.layout)
-            for side in SIDES
-            for stage in stages
+            for side, stage in product(SIDES, stages)
         }
 
     layers = capture(model, target.ids, measure)
@@ -262,17 +265,19 @@ def analyze_matrix_entropy(target: Target) -> Results:
     return results("matrix_entropy", "Matrix entropy", target.name, plots, tables)
 
 
-def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[Place, str]:
+def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[HeadIndex, str]:
     """Return titles of the query heads of lowest and highest band entropy and effective rank, by
     place.
 
     ``scores``: of the ``side``, ``heads``: number of query heads of a layer.
     """
-    shown: dict[Place, str] = {}
+    shown: dict[HeadIndex, str] = {}
     rank = f"effective rank, r = {SHOWN}"
-    for name in ("band entropy", rank if rank in scores else "effective rank"):
+    if rank not in scores:
+        rank = "effective rank"
+    of_keys = " of keys" if side == "key" else ""
+    for name in ("band entropy", rank):
         values = scores[name].repeat(heads // scores[name].shape[1], axis=1)
-        of_keys = " of keys" if side == "key" else ""
         for end, index in (("lowest", values.argmin()), ("highest", values.argmax())):
             i, j = divmod(int(index), heads)
             shown.setdefault((i, j), f"L{i}H{j}: {end} {name}{of_keys}")
@@ -280,7 +285,7 @@ def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[Place, str]:
 
 
 def needle_plots(
-    model: LanguageModel, prompt: NeedlePrompt, shown: Mapping[Place, str], last: Array
+    model: LanguageModel, prompt: NeedlePrompt, shown: Mapping[HeadIndex, str], last: Array
 ) -> list[Plot]:
     """Draw the attention of single heads by position, and directions of their queries; ``last``
     ``[layers, query heads, T]``: attention of the last token."""
@@ -293,21 +298,22 @@ def needle_plots(
             query_directions(heads, head, prompt.question),
         ),
     )
-    T, needle = prompt.ids.shape[1], prompt.needle
+    T = prompt.ids.shape[1]
+    needle = prompt.needle
     mark = ((needle.start + needle.stop) / 2, "needle")
     # Means within at most so many buckets of positions.
     starts = np.arange(0, T, -(-T // POINTS))
-    widths, panels = np.diff([*starts, T]), []
+    widths = np.diff([*starts, T])
+    panels = []
     for place, title in shown.items():
-        kinds = {"average": views[place][0], "last token": last[place]}
-        for kind, attention in kinds.items():
+        for kind, attention in (("average", views[place][0]), ("last token", last[place])):
             values = (np.add.reduceat(attention, starts) / widths).tolist()
             line = Line("", 1, starts.tolist(), values)
             panels.append(Panel(f"{title}\n{kind}", [line], prepare=_from_zero, vertical=mark))
     return [
         Plot(
             "needle_heads",
-            draw(panels, columns=2, height=1.7, x="position of the key (tokens)"),
+            draw(panels, Grid(2, 1.7, x="position of the key (tokens)")),
             "Attention weight of single heads by the key's position, mean over all queries and of "
             "the last token (DoPE, Fig. 2).",
         ),
@@ -315,12 +321,13 @@ def needle_plots(
             "query_directions",
             heat_maps(
                 {title: views[place][1] for place, title in shown.items()},
-                "cosine similarity",
-                low=-1,
-                high=1,
-                signed=True,
-                x="eigenvector of the head's queries, from the largest eigenvalue on",
-                y=f"token, from {T - prompt.question:,} on",
+                ColourScale("cosine similarity", -1, 1, signed=True),
+                Grid(
+                    2,
+                    2.0,
+                    x="eigenvector of the head's queries, from the largest eigenvalue on",
+                    y=f"token, from {T - prompt.question:,} on",
+                ),
             ),
             "Cosines of the last queries with the eigenvectors of their head's Gram matrix (DoPE, "
             "Fig. 3-6).",

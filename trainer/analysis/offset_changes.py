@@ -22,7 +22,7 @@ from trainer.analysis.offset_features import (
 )
 from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target
-from trainer.plotting import BLACK, GREY, Panel, Plot, draw
+from trainer.plotting import BLACK, GREY, Grid, Panel, Plot, draw
 
 
 def offset_changes(before: Target, after: Target) -> Results:
@@ -77,7 +77,7 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
     panel = points_by(table, "x", "change", "layer", prepare=prepare, **labels)
     return Plot(
         "offset_changes_by_pair",
-        draw([panel], height=2.0, index="layer"),
+        draw([panel], Grid(height=2.0), index="layer"),
         f"From {first} to {second}: change of the radius of every head's mean keys; dashed and "
         "dotted: their upper bounds (App. C, Fig. 16).",
     )
@@ -101,24 +101,26 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
         axes.set_xlim(left=0)
 
     panels = []
-    for number, pair in enumerate(shown):
-        tables = {name: table[table.pair == pair] for name, table in by_name.items()}
+    y = "angle φ (rad)"
+    for pair in shown:
+        points, bounds = {}, []
+        for name, features in by_name.items():
+            table = features[features.pair == pair]
+            points[name] = table[["key_radius", "angle"]].to_numpy()
+            if table.possible.any():
+                bound = table.lower_bound[table.possible].iloc[0]
+                bounds.append((bound, f"lower bound of {name}"))
         panels.append(
             Panel(
                 f"pair {pair}",
                 x="radius of the mean key",
-                y="" if number else "angle φ (rad)",
+                y=y,
                 prepare=prepare,
-                horizontal=tuple(
-                    (table.lower_bound[table.possible].iloc[0], f"lower bound of {name}")
-                    for name, table in tables.items()
-                    if table.possible.any()
-                ),
-                points={
-                    n: table[["key_radius", "angle"]].to_numpy() for n, table in tables.items()
-                },
+                horizontal=tuple(bounds),
+                points=points,
             )
         )
+        y = ""  # the first panel alone
     return Plot(
         "offset_changes_of_pairs",
         draw(panels),

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,8 @@ from torch import Tensor
 from trainer.analysis.attention import (
     SIDES,
     Array,
+    HeadIndex,
     Heads,
-    Place,
     Side,
     capture,
     cell_means,
@@ -50,6 +51,8 @@ from trainer.plotting import (
     GREEN,
     GREY,
     ORANGE,
+    ColourScale,
+    Grid,
     Line,
     Panel,
     Plot,
@@ -64,9 +67,10 @@ TURN = 2 * math.pi
 RADII = (6.0, 9.0, 12.0)
 """Radii of Table 2."""
 PLACE = ["layer", "head", "pair"]
-QUERIES, DISTANCES, POINTS, CELLS = 128, 400, 1000, 256
-"""Largest number of queries whose attention is measured, of distances and of tokens with points in
-figures, and of cells of a map."""
+QUERIES = 128
+"""Largest number of queries whose attention is measured."""
+DISTANCES, POINTS, CELLS = 400, 1000, 256
+"""Largest number of distances and of tokens with points in figures, and of cells of a map."""
 SHOWN = 3
 """Number of heads that figures show if none are chosen."""
 PAIR_INDEX = "pair index, from the fastest on"
@@ -118,11 +122,12 @@ def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
     tables = []
     for head in range(heads.q.shape[1]):
         kv = head // heads.queries_per_key
-        spectrum, (key, key_variance) = spectra[kv], keys[kv]
+        spectrum = spectra[kv]
         inv_freq = np.array(spectrum.inv_freq)
         possible, lower_bound = bounds(inv_freq, context_length)
         pairs = len(inv_freq)
         query, query_variance = pair_means(heads.q[:, head], pairs)
+        key, key_variance = keys[kv]
         turns = inv_freq > 0
         columns = {
             "layer": heads.layer,
@@ -138,7 +143,8 @@ def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
             "lower_bound": np.where(possible, lower_bound, np.nan),
             "scale": heads.scale * spectrum.rotary_scale**2 * spectrum.temperature.scale,
         }
-        tables += [pd.DataFrame(columns)] if pairs else []
+        if pairs:
+            tables.append(pd.DataFrame(columns))
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
@@ -156,13 +162,14 @@ def summary(features: pd.DataFrame) -> dict[str, float]:
     }
     for radius in RADII:
         large = features[features.key_radius >= radius]
-        for name, value in (
-            ("positives", float(len(large))),
-            ("upper", large.possible.mean()),
-            ("lower", (large.possible & (large.angle >= large.lower_bound)).mean()),
-            ("relaxed", (large.possible & (large.angle >= large.lower_bound - 0.1)).mean()),
-        ):
-            numbers[f"{name}, radius {radius:g}"] = value
+        lower = large.possible & (large.angle >= large.lower_bound)
+        relaxed = large.possible & (large.angle >= large.lower_bound - 0.1)
+        numbers |= {
+            f"positives, radius {radius:g}": float(len(large)),
+            f"upper, radius {radius:g}": large.possible.mean(),
+            f"lower, radius {radius:g}": lower.mean(),
+            f"relaxed, radius {radius:g}": relaxed.mean(),
+        }
     return numbers
 
 
@@ -173,16 +180,13 @@ def strongest_pairs(features: pd.DataFrame) -> pd.DataFrame:
     ``strength``: product of the lengths. ``faster``: the strongest pair above the bound, NaN if
     there is none.
     """
-    ordered = (
-        features[features.inv_freq > 0]
-        .assign(strength=features.query_radius * features.key_radius)
-        .sort_values(["possible", "strength"])
-    )
+    rotating = features[features.inv_freq > 0]
+    strength = rotating.query_radius * rotating.key_radius
+    ordered = rotating.assign(strength=strength).sort_values(["possible", "strength"])
     head = ["layer", "head"]
-    fast = (
-        ordered[~ordered.possible].groupby(head).tail(1)[PLACE].rename(columns={"pair": "faster"})
-    )
-    return ordered.groupby(head).tail(1).sort_values(head).merge(fast, "left", on=head)
+    strongest = ordered.groupby(head).tail(1).sort_values(head)
+    fast = ordered[~ordered.possible].groupby(head).tail(1)
+    return strongest.merge(fast[PLACE].rename(columns={"pair": "faster"}), "left", on=head)
 
 
 def contributions(head: pd.DataFrame, distances: Sequence[int]) -> Array:
@@ -207,7 +211,8 @@ def sampled_queries(heads: Heads) -> Tensor:
     return torch.linspace(start, length - 1, min(QUERIES, length - start)).round().long()
 
 
-Row = dict[str, float]
+PairEffect = dict[str, float]
+"""What a pair does to a head's attention, by metric, with its layer and head."""
 
 
 def mean_attention(
@@ -219,7 +224,7 @@ def mean_attention(
     return float(weights[:, torch.arange(len(queries)), keys].double().mean())
 
 
-def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> Row:
+def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> PairEffect:
     """Measure the effect of ``pair`` on a query head's attention on the first token, means over all
     texts and sampled queries.
 
@@ -228,12 +233,16 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     ``attention_without_fast_pair``: without the part of the pair ``control``, NaN if that is None.
     ``margin``: the scaled margin of the scores; ``margin_of_pair``: its part from the pair.
     """
-    positions, kv = sampled_queries(heads), head // heads.queries_per_key
+    positions = sampled_queries(heads)
+    kv = head // heads.queries_per_key
     first = torch.zeros_like(positions)
     attention = mean_attention(heads, head, positions, first)
     without = mean_attention(heads, head, positions, first, pair)
-    fast = math.nan if control is None else mean_attention(heads, head, positions, first, control)
-    q, k = heads.rotated_q[:, head, positions], heads.rotated_k[:, kv, : int(positions[-1]) + 1]
+    fast = math.nan
+    if control is not None:
+        fast = mean_attention(heads, head, positions, first, control)
+    q = heads.rotated_q[:, head, positions]
+    k = heads.rotated_k[:, kv, : int(positions[-1]) + 1]
     seen = positions.to(q.device)
     # Mean of the keys 1 to i for every query i; then minus the first key, times the query.
     others = k[:, 1:].double().cumsum(dim=1)[:, seen - 1] / seen[:, None]
@@ -252,29 +261,38 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     }
 
 
-def sinks(heads: Heads, features: pd.DataFrame) -> list[Row]:
+def sinks(heads: Heads, features: pd.DataFrame) -> list[PairEffect]:
     """Measure :func:`sink_row` of the strongest pair under the upper bound of every head that has
     one; ``features``: of this layer, empty if it does not rotate."""
-    return [
-        sink_row(heads, row.head, row.pair, None if math.isnan(row.faster) else int(row.faster))
-        for row in (strongest_pairs(features).itertuples() if len(features) else ())
-        if row.possible
-    ]
+    if features.empty:
+        return []
+    effects = []
+    for row in strongest_pairs(features).itertuples():
+        if row.possible:
+            control = None if math.isnan(row.faster) else int(row.faster)
+            effects.append(sink_row(heads, row.head, row.pair, control))
+    return effects
 
 
-def fastest_pairs(heads: Heads) -> list[Row]:
+def fastest_pairs(heads: Heads) -> list[PairEffect]:
     """Measure the attention on the token before in every head that rotates, as it is and without
     the head's fastest pair."""
     C, positions = heads.training_length, sampled_queries(heads)
-    rows: list[Row] = []
+    rows: list[PairEffect] = []
     for head in range(heads.q.shape[1]):
         spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
         if spectrum.rotates:
             pair = int(np.argmax(spectrum.inv_freq))
-            row: Row = {"layer": heads.layer, "head": head, "pair": pair}
-            for name, without in (("attention", None), ("attention_without", pair)):
-                row[name] = mean_attention(heads, head, positions, positions - 1, without)
-            rows.append(row)
+            before = positions - 1
+            rows.append(
+                {
+                    "layer": heads.layer,
+                    "head": head,
+                    "pair": pair,
+                    "attention": mean_attention(heads, head, positions, before),
+                    "attention_without": mean_attention(heads, head, positions, before, pair),
+                }
+            )
     return rows
 
 
@@ -284,18 +302,20 @@ def analyze_offset_features(target: Target) -> Results:
     target.require(2)
     if not target.rotates:
         raise NotApplicableError("analysis.kind: expected a model that rotates")
-    model, C, config = target.model, target.context_length, target.config
+    model = target.model
+    C = target.context_length
+    chosen = target.config.chosen
     layers = capture(model, target.ids, partial(offset_features, context_length=C))
     features = pd.concat(layers, ignore_index=True)
 
-    def effects(heads: Heads) -> tuple[list[Row], list[Row]]:
+    def effects(heads: Heads) -> tuple[list[PairEffect], list[PairEffect]]:
         return sinks(heads, layers[heads.layer]), fastest_pairs(heads)
 
     # Queries within the training length, in texts that do not change them.
-    measured = capture(model, target.ids if target.prefix is None else target.prefix, effects)
-    on_first = pd.DataFrame([row for rows, _ in measured for row in rows])
-    on_previous = pd.DataFrame([row for _, rows in measured for row in rows])
-    on_previous = on_previous.merge(features, on=PLACE)
+    ids = target.ids if target.prefix is None else target.prefix
+    first_rows, previous_rows = zip(*capture(model, ids, effects), strict=True)
+    on_first = pd.DataFrame([*chain.from_iterable(first_rows)])
+    on_previous = pd.DataFrame([*chain.from_iterable(previous_rows)]).merge(features, on=PLACE)
     # Angles become steps of a token (Sec. 4.3.1). Just under a full turn means just below 0.
     turned = np.mod(on_previous.angle + on_previous.inv_freq / 2, TURN)
     on_previous["steps"] = turned / on_previous.inv_freq - 0.5
@@ -306,21 +326,25 @@ def analyze_offset_features(target: Target) -> Results:
     tables.append(pair_rows(steps).assign(variant="token before"))
     tables.append(tidy(summary(features), variant="all pairs", length=C))
     plots = [all_pairs(features, C), stability_plot(features)]
-    if shown := shown_heads(features, config.chosen):
+    shown = shown_heads(features, chosen)
+    if shown:
         views = view_heads(model, target.ids[:1], [*shown], head_vectors)
         by_head = dict(iter(features.groupby(["layer", "head"])))
         plots.append(channels(views))
-        # Without a choice, all pairs of the strongest head alone.
-        for place in shown if config.chosen else [*shown][:1]:
+        of_pairs = [*shown]
+        if not chosen:  # all pairs of the strongest head alone
+            of_pairs = of_pairs[:1]
+        for place in of_pairs:
             turns = by_head[place].inv_freq.to_numpy() * C / TURN
-            plots.append(points_of_head(place, views[place], turns, config.pairs))
+            plots.append(points_of_head(place, views[place], turns, target.config.pairs))
         plots.append(terms(by_head, shown, C))
-    plots += [sinks_plot(on_first)] if len(on_first) else []
+    if len(on_first):
+        plots.append(sinks_plot(on_first))
     plots.append(steps_plot(on_previous))
     return results("offset_features", "Rotary offset features", target.name, plots, tables)
 
 
-def shown_heads(features: pd.DataFrame, chosen: Sequence[Place]) -> dict[Place, int]:
+def shown_heads(features: pd.DataFrame, chosen: Sequence[HeadIndex]) -> dict[HeadIndex, int]:
     """Return the strongest pair of each head that is shown: of the chosen ones that rotate, or of
     the heads with the strongest pair of their layer, in the layers where it is longest."""
     pairs = strongest_pairs(features)
@@ -405,25 +429,22 @@ def stability_plot(features: pd.DataFrame) -> Plot:
     )
 
 
-def channels(views: Mapping[Place, Mapping[Side, Tensor]]) -> Plot:
+def channels(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
     """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
-    cell = -(-len(next(iter(views.values()))["query"]) // CELLS)
-    maps = {
-        f"L{layer}H{head}, {name}": cell_means(view[side].T, cell).numpy()
-        for (layer, head), view in views.items()
-        for side, name in SIDES.items()
-    }
-    size = float(np.quantile(np.abs(np.concatenate([m.ravel() for m in maps.values()])), LOUDEST))
+    any_view = next(iter(views.values()))
+    cell = -(-len(any_view["query"]) // CELLS)
+    maps = {}
+    for (layer, head), view in views.items():
+        for side, name in SIDES.items():
+            maps[f"L{layer}H{head}, {name}"] = cell_means(view[side].T, cell).numpy()
+    activations = np.concatenate([values.ravel() for values in maps.values()])
+    size = float(np.quantile(np.abs(activations), LOUDEST))
     return Plot(
         "offset_channels",
         heat_maps(
             maps,
-            "activation",
-            x="token",
-            y="channel",
-            low=-size,
-            high=size,
-            signed=True,
+            ColourScale("activation", -size, size, signed=True),
+            Grid(2, 2.0, x="token", y="channel"),
             cell=(cell, 1),
         ),
         "Queries and keys before the rotation along the first text; channels m and m + M are pair "
@@ -432,7 +453,7 @@ def channels(views: Mapping[Place, Mapping[Side, Tensor]]) -> Plot:
 
 
 def points_of_head(
-    place: Place,
+    place: HeadIndex,
     view: Mapping[Side, Tensor],
     turns: Array,
     pairs: Sequence[int],
@@ -443,19 +464,21 @@ def points_of_head(
     tokens = {side: x[:: -(-len(x) // POINTS)].numpy() for side, x in view.items()}
     panels = []
     for pair in [pair for pair in pairs if pair < len(turns)] or range(len(turns)):
-        query, key = (tokens[side][:, [pair, pair + len(turns)]] for side in SIDES)
-        panels.append(_cloud(pair, query, key, turns[pair]))
+        channels = [pair, pair + len(turns)]
+        title = f"{pair}: {turns[pair]:.2g} turns"
+        query, key = tokens["query"][:, channels], tokens["key"][:, channels]
+        panels.append(_cloud(title, query, key, turns[pair]))
     columns = min(8, math.ceil(math.sqrt(len(panels))))
     return Plot(
         f"offset_points_L{layer}H{head}",
-        draw(panels, columns=columns, height=6.6 / columns),
+        draw(panels, Grid(columns, 6.6 / columns)),
         f"Queries and keys of the pairs of layer {layer} head {head} before rotation, by "
         "index and turns within C; lines: means, star: the first key, green: turn of the mean "
         "query within C (Fig. 7, 12, 13).",
     )
 
 
-def _cloud(pair: int, query: Array, key: Array, turns: float) -> Panel:
+def _cloud(title: str, query: Array, key: Array, turns: float) -> Panel:
     """Return queries and keys ``[n, 2]`` of a pair in their plane, with the means and the query's
     turns as an arc."""
 
@@ -471,12 +494,12 @@ def _cloud(pair: int, query: Array, key: Array, turns: float) -> Panel:
         end, size = start + 360 * min(turns, 1), 1.2 * float(np.hypot(*mean))
         axes.add_patch(Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN))
 
-    return Panel(
-        f"{pair}: {turns:.2g} turns", prepare=prepare, points={"keys": key, "queries": query}
-    )
+    return Panel(title, prepare=prepare, points={"keys": key, "queries": query})
 
 
-def terms(by_head: Mapping[Place, pd.DataFrame], shown: Mapping[Place, int], trained: int) -> Plot:
+def terms(
+    by_head: Mapping[HeadIndex, pd.DataFrame], shown: Mapping[HeadIndex, int], trained: int
+) -> Plot:
     """Draw the terms of pairs in the logit, and the sum without the strongest (Fig. 4 and 6)."""
     distances = np.unique(np.geomspace(1, trained + 1, DISTANCES).astype(int)) - 1
 
@@ -485,10 +508,12 @@ def terms(by_head: Mapping[Place, pd.DataFrame], shown: Mapping[Place, int], tra
         axes.xaxis.set_major_formatter("{x:g}")
         axes.axhline(0, color=GREY, linewidth=0.5)
 
-    x, panels = (distances + 1).tolist(), []
+    x = (distances + 1).tolist()
+    panels = []
     for (layer, head), pair in shown.items():
         parts = contributions(by_head[layer, head], distances.tolist())
-        term, total = parts[pair], parts.sum(axis=0)
+        term = parts[pair]
+        total = parts.sum(axis=0)
         of_pair = Line("the feature", 0, x, term.tolist())
         sums = [
             Line("all pairs", 1, x, total.tolist()),
@@ -503,7 +528,7 @@ def terms(by_head: Mapping[Place, pd.DataFrame], shown: Mapping[Place, int], tra
     label = "distance between query and key + 1 (tokens)"
     return Plot(
         "offset_contributions",
-        draw(panels, columns=2, height=1.9, x=label),
+        draw(panels, Grid(2, 1.9, x=label)),
         "Terms of the logit from the means of pairs, by distance; thin: every pair, from the "
         "fastest (dark) on (Fig. 4, 6).",
     )

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from trainer.analysis.attention import (
     Array,
+    AttentionStatistics,
+    HeadIndex,
     Heads,
     NeedlePrompt,
-    Place,
-    Rows,
     attention_blocks,
-    attention_rows,
+    attention_statistics,
     capture,
     head_attention,
     last_attention,
@@ -40,7 +40,17 @@ from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target, stacked
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
-from trainer.plotting import STYLE_NUMBERS, Line, Panel, Plot, draw, heat_maps, log_if_wide
+from trainer.plotting import (
+    STYLE_NUMBERS,
+    ColourScale,
+    Grid,
+    Line,
+    Panel,
+    Plot,
+    draw,
+    heat_maps,
+    log_if_wide,
+)
 from trainer.positional.encodings import rope
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import (
@@ -89,30 +99,36 @@ def analyze_positional_bias(target: Target) -> Results:
     tokens, gradients, spreads = fresh_decoders(model, target.ids)
     spreads["model"] = prefix_spreads(model, ids[:1, :TOKENS])[None]
     tables = [tidy(bias, "layer", "head", length=ids.shape[1])]
-    by_seed = [(version, "prefix_spread", seeds) for version, seeds in spreads.items()]
+    for version, seeds in spreads.items():
+        tables += _rows_of_seeds("prefix_spread", version, seeds)
     for version, norms in gradients.items():
-        by_seed += [(version, f"gradient_{kind}", norms[:, i]) for i, kind in enumerate(KINDS)]
-    tables += [
-        tidy({metric: values}, "layer", variant=f"{VERSIONS[version][0]}, seed {seed}")
-        for version, metric, seeds in by_seed
-        for seed, values in enumerate(seeds)
-    ]
+        for i, kind in enumerate(KINDS):
+            tables += _rows_of_seeds(f"gradient_{kind}", version, norms[:, i])
     plots = [biases_plot(bias, ids.shape[1])]
-    plots += [gradients_plot(gradients, tokens)] if gradients else []
-    if rotating := [spectrum for spectrum in model.layout.spectra if spectrum.rotates]:
+    if gradients:
+        plots.append(gradients_plot(gradients, tokens))
+    rotating = [spectrum for spectrum in model.layout.spectra if spectrum.rotates]
+    if rotating:
         spectrum = rotating[0].at(C, C)
+        most_positional = highest_rotating(np.maximum(*bias.values()), model.layout)
+        curves, plot = under_yarn(target, most_positional)
         factors = {s: scaling_factors(spectrum, C, s) for s in FACTORS}
-        curves, plot = under_yarn(
-            target, highest_rotating(np.maximum(*bias.values()), model.layout)
-        )
         plots += [plot, factors_plot(factors, spectrum, C)]
         tables += curves
-        tables += [
-            tidy({"frequency_factor": gamma}, "pair", variant=f"{METHODS[name][0]}, s = {s:g}")
-            for s, by_method in factors.items()
-            for name, gamma in by_method.items()
-        ]
+        for s, by_method in factors.items():
+            for name, gamma in by_method.items():
+                variant = f"{METHODS[name][0]}, s = {s:g}"
+                tables.append(tidy({"frequency_factor": gamma}, "pair", variant=variant))
     return results("positional_bias", "Positional bias", target.name, plots, tables)
+
+
+def _rows_of_seeds(metric: str, version: str, seeds: Array) -> list[pd.DataFrame]:
+    """Return the values ``[seeds, layers]`` of a version of the model as rows."""
+    label, _ = VERSIONS[version]
+    return [
+        tidy({metric: values}, "layer", variant=f"{label}, seed {seed}")
+        for seed, values in enumerate(seeds)
+    ]
 
 
 def head_biases(target: Target) -> dict[str, Array]:
@@ -122,9 +138,11 @@ def head_biases(target: Target) -> dict[str, Array]:
     differ.
     """
     ids = target.ids[:, : target.training_length]
-    return stacked(
-        capture(target.model, ids, lambda heads: positional_biases(attention_rows(heads)))
-    )
+
+    def measure(heads: Heads) -> dict[str, Tensor]:
+        return positional_biases(attention_statistics(heads))
+
+    return stacked(capture(target.model, ids, measure))
 
 
 def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
@@ -134,10 +152,8 @@ def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
         "positional_bias_heads",
         heat_maps(
             {f"towards {KINDS[kind]}": values for kind, values in bias.items()},
-            "Aᶜ",
-            low=lowest,
-            x="query head",
-            y="layer",
+            ColourScale("Aᶜ", low=lowest),
+            Grid(2, 2.0, x="query head", y="layer"),
         ),
         f"Positional bias Aᶜ of every head on {tokens:,} tokens; 1: all attention on that key, 0: "
         "uniform (DroPE, Def. 3.1).",
@@ -149,13 +165,12 @@ def _has_target(visible: Tensor, shift: int) -> Tensor:
     return (visible > max(shift, 1)).to(torch.float64)
 
 
-def positional_biases(rows: Rows) -> dict[str, Tensor]:
+def positional_biases(rows: AttentionStatistics) -> dict[str, Tensor]:
     """Compute A^c ``[B, query heads]`` towards the ``diagonal`` and the ``previous`` token."""
 
     def bias(weight: Tensor, shift: int) -> Tensor:
-        values = (weight.double() * rows.visible - 1 + rows.learned) / (rows.visible - 1).clamp(
-            min=1
-        )
+        excess = weight.double() * rows.visible - 1 + rows.learned
+        values = excess / (rows.visible - 1).clamp(min=1)
         return (values * _has_target(rows.visible, shift)).mean(dim=-1)
 
     return {"diagonal": bias(rows.diagonal, 0), "previous": bias(rows.previous, 1)}
@@ -215,7 +230,8 @@ def prefix_spreads(model: LanguageModel, ids: Tensor) -> Array:
         spreads.append(torch.stack([_prefix_spread(x) for x in states]).mean())
 
     def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
-        note(args[0] if args else options["hidden_states"])
+        states = args[0] if args else options["hidden_states"]
+        note(states)
 
     with model.before_attention(before):
         last = model.hidden_states(ids.to(model.device))
@@ -278,15 +294,17 @@ def fresh_decoders(
     spreads: dict[str, list[Array]] = {name: [] for name in versions}
     for seed in range(max(1, min(SEEDS, int(BUDGET / (cost * tokens))))):
         decoder = Decoder(fresh, versions["nope"], seed).to(model.device)
-        for name, decoder.layout in versions.items():
+        for name, version in versions.items():
+            decoder.layout = version
             by_query, by_key = bias_gradients(decoder, text).swapaxes(0, 1)
             gradients[name].append(np.hypot(by_query, by_key).mean(axis=-1))
             spreads[name].append(prefix_spreads(decoder, text))
-    by_gradient, by_spread = (
-        {name: np.stack(seeds) for name, seeds in measured.items()}
-        for measured in (gradients, spreads)
-    )
-    return tokens, by_gradient, by_spread
+    return tokens, _stacked_seeds(gradients), _stacked_seeds(spreads)
+
+
+def _stacked_seeds(measured: Mapping[str, list[Array]]) -> dict[str, Array]:
+    """Return what was measured for each seed as one array ``[seeds, ...]`` by version."""
+    return {version: np.stack(seeds) for version, seeds in measured.items()}
 
 
 def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
@@ -302,9 +320,9 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
         lines = []
         for version, by_seed in gradients.items():
             norms = by_seed[:, kind]
-            mean, layers = norms.mean(axis=0).tolist(), range(norms.shape[1])
+            mean = norms.mean(axis=0).tolist()
             low, high = norms.min(axis=0).tolist(), norms.max(axis=0).tolist()
-            lines.append(Line(*VERSIONS[version], layers, mean, low, high))
+            lines.append(Line(*VERSIONS[version], range(norms.shape[1]), mean, low, high))
         panels.append(Panel(f"towards {towards}", lines, "layer", "gradient norm of Aᶜ", prepare))
     return Plot(
         "positional_bias_gradients",
@@ -342,16 +360,16 @@ def attention_by_distance(heads: Heads, head: int) -> Array:
     return (total / (heads.q.shape[0] * torch.arange(T, 0, -1))).numpy()
 
 
-def highest_rotating(values: Array, layout: Layout) -> Place:
+def highest_rotating(values: Array, layout: Layout) -> HeadIndex:
     """Return the rotating head with the highest of ``values`` ``[layers, query heads]``."""
-    rotates = np.array([[s.rotates for s in layer.spectra] for layer in layout.layers])
-    among = rotates.repeat(values.shape[1] // rotates.shape[1], axis=1)
+    rotates = [np.array([spectrum.rotates for spectrum in e.spectra]) for e in layout.layers]
+    among = np.stack([layer.repeat(values.shape[1] // len(layer)) for layer in rotates])
     layer, head = np.unravel_index(np.where(among, values, -np.inf).argmax(), values.shape)
     return int(layer), int(head)
 
 
 def yarn_attention(
-    model: LanguageModel, ids: Tensor, place: Place, prompt: NeedlePrompt | None
+    model: LanguageModel, ids: Tensor, place: HeadIndex, prompt: NeedlePrompt | None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """Measure attention as ``trained`` and under ``yarn`` with s = 2.
 
@@ -374,7 +392,7 @@ def yarn_attention(
     return by_distance, near_needle
 
 
-def under_yarn(target: Target, place: Place) -> tuple[list[pd.DataFrame], Plot]:
+def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Plot]:
     """Measure and draw attention as trained and under YaRN: of one positional head by distance, and
     near a needle of the head that attends to it most."""
     model, prompt = target.model, target.prompt
@@ -404,10 +422,11 @@ def under_yarn(target: Target, place: Place) -> tuple[list[pd.DataFrame], Plot]:
 
 
 def _curve_rows(
-    metric: str, place: Place, curves: Mapping[str, Array], first: int = 0
+    metric: str, place: HeadIndex, curves: Mapping[str, Array], first: int = 0
 ) -> pd.DataFrame:
     """Return the values of a head's curves by layout, and by position from ``first`` on."""
-    (layer, head), values = place, np.stack([*curves.values()])
+    layer, head = place
+    values = np.stack([*curves.values()])
     places = {"variant": [*curves], "length": range(first, first + values.shape[1])}
     return tidy({metric: values}, "variant", "length", places=places, layer=layer, head=head)
 
@@ -430,9 +449,14 @@ def factors_plot(
     def prepare(axes: Axes) -> None:
         axes.set_ylim(0, 1.05)
 
-    first_slow = (int(np.argmax(slow)) - 0.5, "right of it: less than one turn")
-    look = "pair, fastest first", "frequency factor γ", prepare, first_slow if slow.any() else None
-    panels = [Panel(f"s = {s:g}", _lines(by_method), *look) for s, by_method in factors.items()]
+    mark = None
+    if slow.any():
+        mark = int(np.argmax(slow)) - 0.5, "right of it: less than one turn"
+    x, y = "pair, fastest first", "frequency factor γ"
+    panels = [
+        Panel(f"s = {s:g}", _lines(by_method), x, y, prepare, mark)
+        for s, by_method in factors.items()
+    ]
     return Plot(
         "rescaling_factors",
         draw(panels),

@@ -60,15 +60,14 @@ def tidy(
     out.
     """
     tables = []
+    places = places or {}
     for metric, array in values.items():
         shape = np.shape(array)
         indices = np.indices(shape).reshape(len(axes), math.prod(shape))
-        columns = {
-            axis: np.asarray((places or {}).get(axis, range(size)))[index]
-            for axis, size, index in zip(axes, shape, indices, strict=True)
-        }
-        table = {**constants, **columns, "metric": metric, "value": np.ravel(array)}
-        tables.append(pd.DataFrame(table))
+        table: dict[str, Any] = dict(constants)
+        for axis, size, index in zip(axes, shape, indices, strict=True):
+            table[axis] = np.asarray(places.get(axis, range(size)))[index]
+        tables.append(pd.DataFrame({**table, "metric": metric, "value": np.ravel(array)}))
     return pd.concat(tables, ignore_index=True).dropna(subset="value")
 
 
@@ -79,13 +78,11 @@ def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
     at the longest of all where lengths were measured.
     """
     groups = ["model", "variant", "metric"]
-    rows = rows.fillna({"variant": "", "model": ""})
-    length = rows["length"].astype(float)
-    within, beyond = (
-        of.groupby([rows[column] for column in groups]).transform("max")
-        for of in (length.where(length <= trained), length)
-    )
-    shown = rows[length.isna() | (length == within) | (length == beyond)]
+    rows = rows.fillna({"variant": "", "model": ""}).astype({"length": float})
+    rows["within"] = rows.length.where(rows.length <= trained)
+    longest = rows.groupby(groups)[["within", "length"]].transform("max")
+    is_shown = rows.length.isna() | (rows.length == longest.within)
+    shown = rows[is_shown | (rows.length == longest.length)]
     values = shown.groupby([*groups, "length"], dropna=False, sort=False)["value"]
     return values.agg(
         mean="mean", low=lambda v: v.quantile(0.1), high=lambda v: v.quantile(0.9), n="count"

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, attention_map, attention_rows, view_heads
+from trainer.analysis.attention import Array, Heads, attention_map, attention_statistics, view_heads
 from trainer.analysis.results import Results, results, tidy, variants
 from trainer.analysis.target import Target, bucket_means, position_edges, read
-from trainer.plotting import Panel, Plot, draw, heat_maps, over_heads
+from trainer.plotting import ColourScale, Grid, Panel, Plot, draw, heat_maps, over_heads
 
 CELLS = 128
 """Cells of a map's side."""
@@ -52,51 +52,53 @@ def analyze_sinks(target: Target) -> Results:
         values = {"key_norm": heads.k.norm(dim=-1)}
         for variant in looks:
             rotated = variant == "rotated"
-            q, k = (heads.rotated_q, heads.rotated_k) if rotated else (heads.q, heads.k)
-            rows = attention_rows(heads, rotated=rotated)
-            measured = (key_dot(q, k), rows.sink, rows.peak)
-            names = (f"{variant}.{name}" for name in MEASURES)
-            values |= dict(zip(names, measured, strict=True))
+            statistics = attention_statistics(heads, rotated=rotated)
+            values[f"{variant}.key_dot"] = key_dot(*heads.states(rotated=rotated))
+            values[f"{variant}.sink_weight"] = statistics.sink
+            values[f"{variant}.peak"] = statistics.peak
         within = [edge for edge in edges if edge <= heads.q.shape[2]]
         return {name: bucket_means(value, within) for name, value in values.items()}
 
     of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
     curves = read(target, measure, of_keys)
-    names = {f"{v}.{m}": (m, v) for m in MEASURES for v in looks}
-    names["key_norm"] = ("key_norm", "plain")
-    tables = [
-        tidy({m: curves[name]}, "layer", "head", "length", places={"length": edges[1:]}, variant=v)
-        for name, (m, v) in names.items()
-    ]
+    axes, places = ("layer", "head", "length"), {"length": edges[1:]}
+    tables = []
+    for measure_name in MEASURES:
+        for variant in looks:
+            values = {measure_name: curves[f"{variant}.{measure_name}"]}
+            tables.append(tidy(values, *axes, places=places, variant=variant))
+    norms = {"key_norm": curves["key_norm"]}
+    tables.append(tidy(norms, *axes, places=places, variant="plain"))
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
 
     def panel(title: str, y: str, measure: str) -> Panel:
-        drawn = {look: curves[f"{variant}.{measure}"] for variant, look in looks.items()}
-        if measure == "key_dot":
-            drawn = {look: over_largest(curve) for look, curve in drawn.items()}
-        return Panel(
-            title, [over_heads(*look, middles, curve) for look, curve in drawn.items()], y=y
-        )
+        lines = []
+        for variant, (label, style) in looks.items():
+            curve = curves[f"{variant}.{measure}"]
+            if measure == "key_dot":
+                curve = over_largest(curve)
+            lines.append(over_heads(label, style, middles, curve))
+        return Panel(title, lines, y=y)
 
-    norms = over_heads("all keys", 0, middles, curves["key_norm"])
+    norm_line = over_heads("all keys", 0, middles, curves["key_norm"])
     by_query = [
         panel("attention on the first token", "share", "sink_weight"),
         panel("largest dot product of a query", "dot product", "peak"),
     ]
     by_key = [
-        Panel("length of keys", [norms], y="‖k‖"),
+        Panel("length of keys", [norm_line], y="‖k‖"),
         panel("dot product with later queries", "over the largest of a head", "key_dot"),
     ]
     C = target.training_length
     plots = [
         Plot(
             "sinks_by_length",
-            draw(by_query, x="length of the text (tokens)", trained=C),
+            draw(by_query, Grid(x="length of the text (tokens)"), trained=C),
             "Queries at the end of a text of this length, mean and 80% of heads (RoPE-ID, Fig. 6).",
         ),
         Plot(
             "sinks_keys",
-            draw(by_key, x="position of the key", trained=C),
+            draw(by_key, Grid(x="position of the key"), trained=C),
             "Length of keys before the encoding, and their mean dot product with later queries, by "
             "position (RoPE-ID, Fig. 5).",
         ),
@@ -125,15 +127,9 @@ def attention_plot(target: Target, shares: Array) -> Plot:
         "sinks_attention",
         heat_maps(
             titled,
-            "attention of a query on a cell",
-            x="key (tokens)",
-            y="query (tokens)",
-            low=1e-4,
-            high=1,
-            log=True,
+            ColourScale("attention of a query on a cell", 1e-4, 1, log=True),
+            Grid(3, 2.35, x="key (tokens)", y="query (tokens)"),
             cell=(step, step),
-            columns=3,
-            height=2.35,
         ),
         f"Attention of single heads on the first text, cells of {step} × {step} tokens, "
         "logarithmic colour (RoPE-ID, Fig. 9; Rotary Offset Features, Fig. 3).",

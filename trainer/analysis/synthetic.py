@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import pandas as pd
 from trainer.analysis.attention import Array
 from trainer.analysis.results import Results, results, tidy
 from trainer.analysis.target import Target
-from trainer.plotting import Line, Panel, Plot, draw, style_numbers
+from trainer.plotting import Grid, Line, Panel, Plot, draw, style_numbers
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
@@ -70,9 +70,8 @@ def _fsv_ratio(size: Array, frequency: Array, n: int) -> float:
     minus = _series(frequency[:, None] - frequency, n)
     cos_cos, sin_sin = (minus + plus).real / 2, (minus - plus).real / 2
     sin_cos = (plus + minus).imag / 2
-    gram = np.block([[cos_cos, sin_cos.T], [sin_cos, sin_sin]]) * np.outer(
-        np.tile(size, 2), np.tile(size, 2)
-    )
+    sizes = np.tile(size, 2)
+    gram = np.block([[cos_cos, sin_cos.T], [sin_cos, sin_sin]]) * np.outer(sizes, sizes)
     return float(np.sqrt(np.linalg.eigvalsh(gram)[-1] / (n * (size @ size))))
 
 
@@ -84,8 +83,10 @@ def _series(frequency: Array, n: int) -> Array:
     return np.exp(1j * (n - 1) * half) * np.where(still, float(n), quotient)
 
 
-FURTHEST, PER_INTERVAL = 16, 24
-"""Longest length in training lengths, and distances between two neighbouring lengths."""
+FURTHEST = 16
+"""Longest length in training lengths."""
+PER_INTERVAL = 24
+"""Number of distances between two neighbouring lengths."""
 
 
 def analyze_synthetic(target: Target) -> Results:
@@ -116,7 +117,7 @@ def analyze_synthetic(target: Target) -> Results:
     ]
     plot = Plot(
         "synthetic",
-        draw(panels, x="length; distance (tokens)", trained=C, columns=2, height=2.6),
+        draw(panels, Grid(2, 2.6, x="length; distance (tokens)"), trained=C),
         "One repeated vector of ones under each spectrum: first singular value by the length of "
         "the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
     )
@@ -150,7 +151,7 @@ def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]
 def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
     """Return the two spectra that most heads of the model have, by name."""
     # Spectra that differ only in temperature or bias give the same curves.
-    heads = [spectrum for layer in layout.layers for spectrum in layer.spectra]
+    heads = [*chain.from_iterable(layer.spectra for layer in layout.layers)]
     first = {spectrum.inv_freq: spectrum for spectrum in reversed(heads)}
     most = Counter(spectrum.inv_freq for spectrum in heads).most_common(2)
     names = ("this model", "this model, 2")

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
+from trainer.positional.layout import LayerEncoding
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Target:
         """Layers of which heads are shown if none are chosen: the first, the middle, the last, and
         the first one without rotation."""
         layers = self.model.layout.layers
-        still = [i for i, e in enumerate(layers) if not any(s.rotates for s in e.spectra)]
+        still = [i for i, layer in enumerate(layers) if not _rotates(layer)]
         return sorted({0, (len(layers) - 1) // 2, len(layers) - 1, *still[:1]})
 
     def require(self, tokens: int) -> None:
@@ -88,6 +88,10 @@ class Target:
             )
 
 
+def _rotates(layer: LayerEncoding) -> bool:
+    return any(spectrum.rotates for spectrum in layer.spectra)
+
+
 class NotApplicableError(UserError):
     """An analysis does not apply to a model or a text; kind ``all`` leaves it out."""
 
@@ -95,10 +99,11 @@ class NotApplicableError(UserError):
 def stacked(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Array]:
     """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
     layer."""
-    return {
-        name: np.stack([layer[name].double().mean(dim=0).cpu().numpy() for layer in layers])
-        for name in layers[0]
-    }
+    means = {}
+    for name in layers[0]:
+        of_layers = [layer[name].double().mean(dim=0) for layer in layers]
+        means[name] = torch.stack(of_layers).cpu().numpy()
+    return means
 
 
 def read(

@@ -55,13 +55,18 @@ def _channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) ->
         turns = torch.tensor(encoding.spectra[head // per_key].inv_freq) > 0
         pairs = torch.where(turns, weights[head, : len(turns)], 1.0)
         row[: 2 * len(turns)] = pairs.repeat(2)
-    return tuple(map(tuple, rows.tolist())) if (rows != 1).any() else ()
+    if (rows == 1).all():
+        return ()
+    return tuple(map(tuple, rows.tolist()))
 
 
 def count_pairs(chosen: Sequence[Intervention]) -> int:
     """Return the number of query and key pairs whose factor is not 1."""
-    rows = (row for factors in chosen for row in (*factors.query, *factors.key))
-    return sum(factor != 1 for row in rows for factor in row) // 2
+    changed = 0
+    for intervention in chosen:
+        for of_head in (*intervention.query, *intervention.key):
+            changed += sum(factor != 1 for factor in of_head)
+    return changed // 2
 
 
 def apply(layout: Layout, chosen: Sequence[Intervention]) -> Layout:
@@ -70,8 +75,10 @@ def apply(layout: Layout, chosen: Sequence[Intervention]) -> Layout:
     Raises:
         ValueError: a layer already has an intervention.
     """
-    layers = (
-        encoding.with_intervention(factors) if factors != Intervention() else encoding
-        for encoding, factors in zip(layout.layers, chosen, strict=True)
-    )
+    layers = []
+    for encoding, factors in zip(layout.layers, chosen, strict=True):
+        if factors == Intervention():
+            layers.append(encoding)
+        else:
+            layers.append(encoding.with_intervention(factors))
     return replace(layout, layers=tuple(layers))

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import SIDES, Heads, Place, Side, capture, pair_counts
+from trainer.analysis.attention import SIDES, HeadIndex, Heads, Side, capture, pair_counts
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.config import DopeSettings
 from trainer.model.language_model import LanguageModel
@@ -24,7 +24,7 @@ from trainer.positional.intervention import Intervention
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Frequencies, Spectrum
 
-Chosen = dict[Place, tuple[float, float]]
+Chosen = dict[HeadIndex, tuple[float, float]]
 """Layers and query heads in the order of their choice, and the standard deviations of the noise
 that can replace a head's queries and keys."""
 
@@ -55,7 +55,7 @@ def select(model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: La
     with model.using(layout):
         for text in ids:  # one at a time: all together would need the memory of all
             capture(model, text[None], on_layer)
-    scores: dict[Place, float] = {}
+    scores: dict[HeadIndex, float] = {}
     for i, encoding in enumerate(layout.layers):
         counts = pair_counts(encoding, query_heads, model.config.head_size)
         of_heads = _scores(matrix_entropy(grams[i], counts), settings).tolist()

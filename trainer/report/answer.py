@@ -9,7 +9,7 @@ import pandas as pd
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import AS_IS
 from trainer.evaluation.statistics import mean_estimate
-from trainer.report.report import Report, Row
+from trainer.report.report import Report, RowKey
 from trainer.report.tables import factor_label, perplexity, values_by_text
 
 _MOST_LENGTHS = 5  # in the sentence
@@ -24,12 +24,12 @@ class Answer:
     """
 
     task: str
-    subject: Row
-    origin: Row | None
-    rival: Row | None
+    subject: RowKey
+    origin: RowKey | None
+    rival: RowKey | None
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RowKey]:
         """Its rows, the subject first."""
         return [row for row in (self.subject, self.origin, self.rival) if row is not None]
 
@@ -58,7 +58,7 @@ def answer_of(report: Report) -> Answer | None:
     return Answer(task, subject, origin, rival)
 
 
-def _best(rows: pd.DataFrame, task: str) -> Row:
+def _best(rows: pd.DataFrame, task: str) -> RowKey:
     """Return the model and method of the highest score, or of the lowest loss."""
     best = rows.value.idxmin() if task == PERPLEXITY else rows.value.idxmax()
     row = rows.loc[best]
@@ -91,7 +91,7 @@ def sentence(report: Report) -> str:
     return f"{where}, {name(answer.subject)} is {', and '.join(standings)}. {numbers}"
 
 
-def _standing(report: Report, answer: Answer, row: Row) -> str:
+def _standing(report: Report, answer: Answer, row: RowKey) -> str:
     """Return whether the subject is ahead of a row at the longest length, beyond the 95% interval
     of the differences over texts."""
     values = values_by_text(report, answer.task)
@@ -105,7 +105,7 @@ def _standing(report: Report, answer: Answer, row: Row) -> str:
     return "behind" if difference.high < 0 else "level with"
 
 
-def _values(report: Report, answer: Answer, row: Row, lengths: list[int]) -> str:
+def _values(report: Report, answer: Answer, row: RowKey, lengths: list[int]) -> str:
     curve = report.curve(row, answer.task).set_index("length").value.reindex(lengths)
     if answer.task == PERPLEXITY:
         return _listed([f"{perplexity(loss):.1f}" for loss in curve])

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -44,10 +45,10 @@ TRAINING_CORRELATION = 0.005
 """Correlation of two trials that one training answers: the variance of its rate p over trainings,
 divided by p (1 - p). docs/results/README.md measures both over seeds and threads."""
 
-Place = Literal["the training length", "the longest length", "4× and more"]
-TRAINED: Place = "the training length"
-LONGEST: Place = "the longest length"
-FAR: Place = "4× and more"
+Lengths = Literal["the training length", "the longest length", "4× and more"]
+TRAINED: Lengths = "the training length"
+LONGEST: Lengths = "the longest length"
+FAR: Lengths = "4× and more"
 
 
 class Verdict(NamedTuple):
@@ -80,8 +81,9 @@ class Evidence:
         role, _, method = key.rstrip("*").partition("+")
         names, rows = self.models.get(role, ()), self.report.rows
         rows = rows[rows.model.isin(names) & (rows.task == task)].dropna(subset="value")
-        is_tempered = key.endswith("*") and "temperature" in set(rows.method)
-        rows = rows[rows.method == ("temperature" if is_tempered else method or AS_IS)]
+        if key.endswith("*") and "temperature" in set(rows.method):
+            method = "temperature"
+        rows = rows[rows.method == (method or AS_IS)]
         means = rows.groupby("length", as_index=False).agg(
             model=("model", "first"),
             method=("method", "first"),
@@ -123,17 +125,21 @@ def _over_trainings(row: Any) -> Estimate:
     return wilson(row.value, row.trainings * independent)
 
 
-def at(rows: pd.DataFrame, place: Place) -> pd.DataFrame:
-    """Return the rows at a place."""
-    if place == TRAINED:
+def at(rows: pd.DataFrame, lengths: Lengths) -> pd.DataFrame:
+    """Return the rows at some of the lengths."""
+    if lengths == TRAINED:
         return rows[rows.factor == 1]
-    return rows[rows.factor >= 4] if place == FAR else rows[rows.factor > 1][-1:]
+    if lengths == FAR:
+        return rows[rows.factor >= 4]
+    return rows[rows.factor > 1][-1:]
 
 
-def pairs(a: pd.DataFrame, b: pd.DataFrame, place: Place, b_place: Place) -> list[tuple[Any, Any]]:
+def pairs(
+    a: pd.DataFrame, b: pd.DataFrame, lengths: Lengths, b_lengths: Lengths
+) -> list[tuple[Any, Any]]:
     """Return the pairs of rows that a claim compares, among the lengths that both have."""
     a, b = a[a.length.isin(b.length)], b[b.length.isin(a.length)]
-    return list(zip(at(a, place).itertuples(), at(b, b_place).itertuples(), strict=False))
+    return list(zip(at(a, lengths).itertuples(), at(b, b_lengths).itertuples(), strict=False))
 
 
 def exceeds(difference: Estimate, threshold: float = 0.0) -> bool | None:
@@ -182,19 +188,20 @@ class Retrieves:
     """
 
     a: str
-    place: Place
+    lengths: Lengths
     times: float
     b: str
-    b_place: Place
+    b_lengths: Lengths
     learned: tuple[str, ...] | None = None
 
     def __call__(self, evidence: Evidence) -> Verdict | None:
         """Judge the evidence."""
         rows = evidence.rows(self.a), evidence.rows(self.b)
-        both = pairs(*rows, self.place, self.b_place)
+        both = pairs(*rows, self.lengths, self.b_lengths)
         if not both:
             return None
-        for key in (self.a, self.b) if self.learned is None else self.learned:
+        learned = (self.a, self.b) if self.learned is None else self.learned
+        for key in learned:
             problem = _unlearned(evidence, key)
             if problem:
                 return Verdict(None, problem)
@@ -229,14 +236,14 @@ class LossRises:
     length, over the windows of text on which both were measured."""
 
     a: str
-    place: Place
+    lengths: Lengths
     margin: float
     b: str
 
     def __call__(self, evidence: Evidence) -> Verdict | None:
         """Judge the evidence."""
         rows = evidence.rows(self.a, PERPLEXITY), evidence.rows(self.b, PERPLEXITY)
-        both = pairs(*rows, self.place, TRAINED)
+        both = pairs(*rows, self.lengths, TRAINED)
         if not both:
             return None
         ((p, q),) = both
@@ -258,13 +265,13 @@ class LossStays:
     """Whether that loss is at most ``margin`` above: the contrary of :class:`LossRises`."""
 
     a: str
-    place: Place
+    lengths: Lengths
     margin: float
     b: str
 
     def __call__(self, evidence: Evidence) -> Verdict | None:
         """Judge the evidence."""
-        rises = LossRises(self.a, self.place, self.margin, self.b)(evidence)
+        rises = LossRises(self.a, self.lengths, self.margin, self.b)(evidence)
         if rises is None or rises.shown is None:
             return rises
         return Verdict(not rises.shown, rises.numbers)
@@ -495,7 +502,8 @@ def _untrained(evidence: Evidence) -> str:
     """Return why nothing can be judged if no model has learned its text; else empty."""
     unigram = evidence.report.unigram_loss
     trained = [at(evidence.rows(role, PERPLEXITY), TRAINED) for role in evidence.models]
-    least = min((loss for rows in trained for loss in rows.value), default=0.0)
+    losses = chain.from_iterable(rows.value for rows in trained)
+    least = min(losses, default=0.0)
     if unigram is None or least <= LEARNED_TEXT * unigram:
         return ""
     return (

@@ -7,6 +7,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,9 +15,19 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.evaluation.results import AS_IS, MEAN
-from trainer.plotting import Line, Panel, Plot, draw, heat_maps, log_if_wide, style_numbers
+from trainer.plotting import (
+    ColourScale,
+    Grid,
+    Line,
+    Panel,
+    Plot,
+    draw,
+    heat_maps,
+    log_if_wide,
+    style_numbers,
+)
 from trainer.report.answer import answer_of
-from trainer.report.report import Report, Row, RunSummary
+from trainer.report.report import Report, RowKey, RunSummary
 from trainer.report.tables import copies, factor_label, percent, perplexity
 
 CONTRASTED = (AS_IS, "crop", "yarn")
@@ -41,7 +52,7 @@ def plots(report: Report) -> Iterator[Plot]:
         yield from _by_depth(report, task)
 
 
-def _rows(report: Report) -> list[Row]:
+def _rows(report: Report) -> list[RowKey]:
     """Return the rows of the tables."""
     unchanged = copies(report)
     rows = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
@@ -73,11 +84,9 @@ def _answer(report: Report) -> Iterator[Plot]:
         "answer",
         draw(
             [replace(panel, lines=lines)],
-            x=_LENGTHS,
+            Grid(height=2.1, x=_LENGTHS, narrow=True),
             trained=report.trained,
-            height=2.1,
             label_ends=True,
-            narrow=True,
         ),
         f"{title} over the length of the sequence, with 95% intervals.{grey} Dashed: the training "
         f"length, {report.trained:,} tokens.",
@@ -85,10 +94,13 @@ def _answer(report: Report) -> Iterator[Plot]:
 
 
 def _success(report: Report, task: str) -> Plot:
+    """Draw the scores of a task by length, in a panel for each model if there are many rows."""
     rows = [row for row in _rows(report) if len(report.curve(row, task))]
     groups = {"": rows}
     if len(rows) > _MOST_LINES:
-        groups = {model: [row for row in rows if row[0] == model] for model, _ in rows}
+        groups = {}
+        for row in rows:
+            groups.setdefault(row[0], []).append(row)
     chances = tuple(
         (100 * chance, f"{name} ({percent(chance)}%)")
         for name, chance in report.chances.items()
@@ -100,13 +112,13 @@ def _success(report: Report, task: str) -> Plot:
     ]
     return Plot(
         f"success_{_file_name(task)}",
-        draw(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
+        draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
         f"Mean score of the trials over sequence length: {report.tasks[task]}. Bands: 95% "
         f"intervals over texts. After Figure 1 and Table 1 of “{_DROPE}”.",
     )
 
 
-def _successes(report: Report, task: str, rows: Sequence[Row]) -> Panel:
+def _successes(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
     """Return the scores of rows in % with their intervals."""
     styles, lines = _styles(report), []
     for row in rows:
@@ -128,18 +140,23 @@ def _contrast(report: Report) -> Iterator[Plot]:
         return
     first = next(iter(report.origins.values()), losses.model.iloc[0])
     task = report.scored[0]
-    rows = [r for r in _rows(report) if r[1] in (CONTRASTED if r[0] == first else (AS_IS,))]
+    rows = [row for row in _rows(report) if row[1] == AS_IS or _is_contrasted(row, first)]
     panels = [_perplexities(report, rows), _successes(report, task, rows)]
     yield Plot(
         "perplexity_and_retrieval",
-        draw(panels, x=_LENGTHS, trained=report.trained, columns=2, height=2.6),
+        draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
         "Left: perplexity, exp of the mean loss on the last tokens of held-out sequences. Right: "
         f"{report.tasks[task]}. A low perplexity does not show that distant text is read. Bands: "
         f"95% intervals over texts. After Figure 5 of “{_DROPE}”.",
     )
 
 
-def _perplexities(report: Report, rows: Sequence[Row]) -> Panel:
+def _is_contrasted(row: RowKey, first: str) -> bool:
+    """Whether a row is one of the contrasted methods of the model ``first``."""
+    return row[0] == first and row[1] in CONTRASTED
+
+
+def _perplexities(report: Report, rows: Sequence[RowKey]) -> Panel:
     """Return the perplexities of rows with their intervals."""
     styles, lines = _styles(report), []
     for row in rows:
@@ -157,6 +174,7 @@ def _perplexities(report: Report, rows: Sequence[Row]) -> Panel:
 
 
 def _by_depth(report: Report, task: str) -> Iterator[Plot]:
+    """Draw the scores of a task by length and depth, if its trials have depths."""
     trials = report.trials[(report.trials.task == task) & report.trials.depth.notna()]
     if trials.empty:
         return
@@ -165,22 +183,23 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
     means = 100 * trials.pivot_table("value", ["model", "method", "depth"], "length")
     depths = sorted(trials.depth.unique())
     lengths = trials.drop_duplicates("length").sort_values("length")
+    maps = {}
+    for row in _rows(report):
+        if row in means.index.droplevel("depth"):
+            of_row = means.loc[row].reindex(depths, columns=lengths.length)
+            maps[textwrap.fill(report.row_name(row), 24)] = of_row.to_numpy()
     yield Plot(
         f"depth_{_file_name(task)}",
         heat_maps(
-            {
-                textwrap.fill(report.row_name(row), 24): means.loc[row]
-                .reindex(depths, columns=lengths.length)
-                .to_numpy()
-                for row in _rows(report)
-                if row in means.index.droplevel("depth")
-            },
-            "success (%)",
-            low=0,
-            high=100,
-            x=f"sequence length (multiple of {report.training_length} tokens)",
-            y="depth (% of the text)",
-            columns=4,
+            maps,
+            ColourScale("success (%)", 0, 100),
+            Grid(
+                4,
+                2.0,
+                x=f"sequence length (multiple of {report.training_length} tokens)",
+                y="depth (% of the text)",
+                share=True,
+            ),
             names=(
                 list(map(factor_label, lengths.factor)),
                 [f"{100 * depth:.0f}" for depth in depths],
@@ -198,9 +217,10 @@ def _file_name(task: str) -> str:
 
 def training(report: Report) -> Iterator[Plot]:
     """Draw the training loss if a run has a curve."""
-    runs, drop, styles = [run for run in report.runs if run.curve], report.drop, _styles(report)
+    runs = [run for run in report.runs if run.curve]
     if not runs:
         return
+    drop, styles = report.drop, _styles(report)
 
     def prepare(axes: Axes) -> None:
         axes.set_xlim(left=0)
@@ -214,7 +234,7 @@ def training(report: Report) -> Iterator[Plot]:
     panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
     yield Plot(
         "training",
-        draw([panel], height=2.8),
+        draw([panel], Grid(height=2.8)),
         "Training loss over training steps for each run. Thick: centred mean over 1/40 of the "
         "logged points; thin: as logged. It weighs needle statements and text as the configuration "
         "says, so it is not comparable with the held-out text loss.",
@@ -241,7 +261,7 @@ def benchmarks(report: Report) -> Iterator[Plot]:
         if len(scores.columns) > 1:
             scores.insert(0, MEAN, scores.mean(axis=1))
         by_run[run.name] = scores.dropna(axis="columns", how="all")
-    keys = list(dict.fromkeys(key for scores in by_run.values() for key in scores))
+    keys = list(dict.fromkeys(chain.from_iterable(by_run.values())))
     if not keys:
         return
 
@@ -251,22 +271,17 @@ def benchmarks(report: Report) -> Iterator[Plot]:
 
     after = (m["tokens"] for m in report.runs[0].milestones if m["dropped"])
     mark = next(((float(tokens), "encoding dropped") for tokens in after), None)
-    panels = [
-        Panel(
-            key,
-            [
-                Line(name, styles[name], scores.index.tolist(), scores[key].tolist())
-                for name, scores in by_run.items()
-                if key in scores
-            ],
-            prepare=prepare,
-            vertical=mark,
-        )
-        for key in keys
-    ]
+    panels = []
+    for key in keys:
+        lines = [
+            Line(name, styles[name], scores.index.tolist(), scores[key].tolist())
+            for name, scores in by_run.items()
+            if key in scores
+        ]
+        panels.append(Panel(key, lines, prepare=prepare, vertical=mark))
     yield Plot(
         "benchmarks",
-        draw(panels, columns=3, height=2.3, x="training tokens", y="score (%)"),
+        draw(panels, Grid(3, 2.3, x="training tokens", y="score (%)")),
         "What models score while they train, in every task that has scores and in the mean over "
         "these. Where the encoding was dropped the run was measured on both sides.",
     )

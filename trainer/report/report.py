@@ -28,7 +28,7 @@ FACTS = "facts.json"
 """Name of the file that marks results as complete."""
 VERDICTS = {True: "shown", False: "not shown", None: "not judged"}
 """Whether an observation was made, in words."""
-Row = tuple[str, str]
+RowKey = tuple[str, str]
 """Model name and method key."""
 
 
@@ -132,7 +132,7 @@ class Report:
         listed = self.config["evaluation"]["needles"]["needles"]
         return {"chance": 1 / (len(WORDS) - len(NAMES)), "any listed value": 1 / listed}
 
-    def curve(self, row: Row, task: str) -> pd.DataFrame:
+    def curve(self, row: RowKey, task: str) -> pd.DataFrame:
         """Return the rows of a model and method in a task, by length."""
         is_wanted = (self.rows.model == row[0]) & (self.rows.method == row[1])
         rows = self.rows[is_wanted & (self.rows.task == task)]
@@ -145,7 +145,7 @@ class Report:
         rows = rows[rows.length == self.training_length].dropna(subset="value")
         return dict(zip(rows.model, rows.value, strict=True))
 
-    def row_name(self, row: Row) -> str:
+    def row_name(self, row: RowKey) -> str:
         """Return a row's name, such as ``DroPE + YaRN``, or ``DroPE`` for the model as is."""
         model, method = row
         return model if method == AS_IS else f"{model} + {self.methods.get(method, method)}"

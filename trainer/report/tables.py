@@ -15,7 +15,7 @@ from trainer.common.files import write_atomically
 from trainer.config import PERPLEXITY
 from trainer.evaluation.results import AS_IS, MEAN, averaged, by_text
 from trainer.evaluation.statistics import ROUNDING, sign_mark
-from trainer.report.report import FACTS, Report, Row, read_csv
+from trainer.report.report import FACTS, Report, RowKey, read_csv
 
 MISSING = "·"
 TABLE = "results.csv"
@@ -52,9 +52,11 @@ def tables(report: Report) -> list[Table]:
     rows = report.rows.dropna(subset="value")
     for model, method in copies(report):
         rows = rows[(rows.model != model) | (rows.method != method)]
-    made = [_scores(report, task, rows[rows.task == task]) for task in report.scored]
+    shown = [_scores(report, task, rows[rows.task == task]) for task in report.scored]
     losses = rows[rows.task == PERPLEXITY]
-    return made if losses.empty else [*made, _perplexities(report, losses)]
+    if len(losses):
+        shown.append(_perplexities(report, losses))
+    return shown
 
 
 def compare(runs: Sequence[str]) -> list[Table]:
@@ -86,7 +88,8 @@ def compare(runs: Sequence[str]) -> list[Table]:
 def _results(run: str) -> pd.DataFrame:
     """Read the result table of a run, or of its evaluation."""
     for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
-        if path.is_file() and len(rows := read_csv(path)):
+        rows = read_csv(path) if path.is_file() else pd.DataFrame()
+        if len(rows):
             facts = json.loads(path.with_name(FACTS).read_bytes())
             text = facts["environment"]["corpus"]
             return rows.assign(text=rows.metric.map({"loss": text}).fillna(""))
@@ -120,7 +123,10 @@ def factor_label(factor: float) -> str:
 
 def legend(report: Report, shown: Sequence[Table]) -> str:
     """Return the meaning of the marks in tables of a report."""
-    cells = [cell for table in shown for _, row in table.rows for cell in row]
+    cells: list[Cell | None] = []
+    for table in shown:
+        for _, row in table.rows:
+            cells += row
     known = [cell for cell in cells if cell is not None]
     parts = []
     if any(cell.interval for cell in known):
@@ -134,12 +140,13 @@ def legend(report: Report, shown: Sequence[Table]) -> str:
         parts.append("Bold: the best of a column.")
     if len(known) < len(cells):
         parts.append(f"{MISSING} not measured.")
-    if unchanged := sorted(report.row_name(row) for row in copies(report)):
+    unchanged = sorted(report.row_name(row) for row in copies(report))
+    if unchanged:
         parts.append(f"Without a row, since no loss changes: {', '.join(unchanged)}.")
     return " ".join(parts)
 
 
-def copies(report: Report) -> set[Row]:
+def copies(report: Report) -> set[RowKey]:
     """Return the methods that change no loss of their model at lengths beyond the training length,
     such as a temperature whose fitted coefficient is 0."""
     rows = report.rows.dropna(subset="value")
@@ -150,6 +157,7 @@ def copies(report: Report) -> set[Row]:
 
 
 def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
+    """Return the table of a task with scores, or of the mean over tasks."""
     marks = _marks(report, task)
     highest = scores.groupby("length").value.max()
 
@@ -166,15 +174,18 @@ def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
     else:
         trials = report.trials[(report.trials.task == task) & (report.trials.metric == "score")]
         cells = trials.groupby(["model", "method", "length"]).text.agg(["size", "nunique"])
-        counts = (
-            f"{least:,}" if least == most else f"{least:,} to {most:,}"
-            for least, most in zip(cells.min(), cells.max(), strict=True)
-        )
-        note = "Trials in a cell: {}, texts: {}.".format(*counts)
+        trials_in_cell, texts = _range(cells["size"]), _range(cells["nunique"])
+        note = f"Trials in a cell: {trials_in_cell}, texts: {texts}."
     return _table(report.tasks[task], note, scores, cell, report.methods, report.trained)
 
 
-def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
+def _range(counts: pd.Series) -> str:
+    """Return ``8``, or ``8 to 16`` for counts that differ."""
+    least, most = counts.min(), counts.max()
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _marks(report: Report, task: str) -> dict[tuple[RowKey, int], str]:
     """Return ``↑``, ``↓`` or nothing by the sign test, for each row and length that is compared.
 
     A row is compared with the same model as is or, for a model as is, with the first model as is.
@@ -183,7 +194,8 @@ def _marks(report: Report, task: str) -> dict[tuple[Row, int], str]:
     first = next(iter(report.rows.model), "")
     marks = {}
     for row in scores:
-        reference = (row[0] if row[1] != AS_IS else first, AS_IS)
+        model, method = row
+        reference = (first if method == AS_IS else model), AS_IS
         if reference != row and reference in scores:
             pairs = scores[[row, reference]].dropna()
             for length, both in pairs.groupby("length"):
@@ -201,6 +213,7 @@ def values_by_text(report: Report, task: str) -> pd.DataFrame:
 
 
 def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
+    """Return the table of perplexities."""
     lowest = losses.groupby("length").value.min()
 
     def cell(row: Any) -> Cell:
@@ -252,7 +265,10 @@ def write_tables(shown: Sequence[Table], directory: Path) -> None:
         heads = ["", *(" ".join(column) for column in table.columns)]
         rows = [[name, *map(_plain, cells)] for name, cells in table.rows]
         grid = [heads, ["---", *["---:"] * len(table.columns)], *rows]
-        lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in grid]
+        lines = []
+        for row in grid:
+            without_bars = [cell.replace("|", "/") for cell in row]
+            lines.append(f"| {' | '.join(without_bars)} |")
         text = f"{table.title}. {table.note}\n\n" + "\n".join(lines) + "\n"
         write_atomically(directory / f"{number}.md", text)
         frame = pd.DataFrame(rows, columns=[_latex(head) for head in heads]).map(_latex)

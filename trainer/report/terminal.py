@@ -33,10 +33,11 @@ def print_tables(shown: Sequence[Table]) -> None:
         for head in table.columns:
             drawn.add_column(Text("\n".join(head)), justify="right", overflow="fold")
         for number, (name, cells) in enumerate(table.rows):
-            is_method = name.startswith("+ ")
-            if number and not is_method:
+            if name.startswith("+ "):
+                name = f"  {name}"  # noqa: PLW2901
+            elif number:
                 drawn.add_section()
-            drawn.add_row(Text(f"  {name}" if is_method else name), *map(_cell, cells))
+            drawn.add_row(Text(name), *map(_cell, cells))
         out.print(drawn)
         out.print(Text(f"{table.note}\n", style="dim"))
 
@@ -51,24 +52,31 @@ def _cell(cell: Cell | None) -> Text:
     """Return a cell with its interval below it."""
     if cell is None:
         return Text(MISSING, style="dim")
-    text = Text(cell.value, style="bold" if cell.best else "")
+    style = "bold" if cell.best else ""
+    text = Text(cell.value, style=style)
     text.append(cell.mark or " ", style=_COLOURS[cell.mark])
     if cell.interval:
         text.append(f"\n{cell.interval}", style="dim")
     return text
 
 
+def _loss(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f}"
+
+
 def print_report(report: Report, run_dir: str) -> None:
     """Print the tables, what training changed, the verdicts on the papers' claims, and the path of
     the page, which has their numbers."""
-    print_tables(shown := tables(report))
+    shown = tables(report)
+    print_tables(shown)
     out = _console()
     if shown:
         out.print(Text(f"{legend(report, shown)}\n", style="dim"))
     for run in report.runs:
         for change in run.changes:
-            losses = (change[f"loss_{when}"] for when in ("before", "after", "end"))
-            before, after, end = ("?" if x is None else f"{x:.3f}" for x in losses)
+            before, after, end = (
+                _loss(change[f"loss_{when}"]) for when in ("before", "after", "end")
+            )
             out.print(
                 f"{run.name}, after step {change['step']:,} of {run.steps:,}: {change['what']}; "
                 f"held-out loss at "
