@@ -268,6 +268,37 @@ def test_a_damaged_manifest_of_another_text_stops_nothing(config, tmp_path, dama
             open_prepared(other)
 
 
+def test_any_changed_byte_of_a_manifest_is_found(config):
+    directory = prepare(config, BPE)
+    path = directory / "manifest.json"
+    content = path.read_bytes()
+    for position in range(len(content)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"manifest\.json: expected the manifest"):
+            Manifest.load(directory)
+    path.write_bytes(content)
+    assert is_prepared(directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tokens", 5), ("dtype", "<f4"), ("end_of_text", "x"), ("bounds", [1])]
+)
+def test_a_wrong_value_in_a_manifest_without_checksum_is_named(config, key, value):
+    directory = prepare(config, BPE)
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    del manifest["checksum"]
+    path.write_text(json.dumps(manifest))
+    assert open_prepared(directory).fingerprint
+    path.write_text(json.dumps(manifest | {key: value}))
+    with pytest.raises(
+        UserError, match=r"manifest\.json: expected the manifest"
+    ):
+        open_prepared(directory)
+
+
 def test_text_of_another_size_than_its_manifest_says_is_refused(config):
     directory = prepare(config, BPE)
     with (directory / "train.bin").open("ab") as file:

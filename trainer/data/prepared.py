@@ -20,16 +20,18 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 from tokenizers import Encoding, Tokenizer
 from tqdm import tqdm
 
 from trainer.common.errors import UserError
-from trainer.common.files import write_atomically
+from trainer.common.fields import adapter
+from trainer.common.files import expecting, write_atomically
 from trainer.config import DataConfig
 from trainer.data.checksums import Checksums, check_once, checksums
 from trainer.data.needles import WORDS
@@ -80,14 +82,16 @@ SAVED = 1 << 26
 class Manifest:
     """Contents of a prepared text."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
+
     request: dict[str, Any]
     """Everything that its tokens depend on."""
     revision: str | None
     """Commit of a dataset on the hub."""
     end_of_text: int
     """Id after each document."""
-    dtype: str
-    """Type of the ids: <u2 or <u4."""
+    dtype: Literal["<u2", "<u4"]
+    """Type of the ids."""
     bounds: tuple[int, int]
     """Smallest document hashes of the validation and of the test split."""
     longest: int = LONGEST
@@ -109,15 +113,14 @@ class Manifest:
             UserError: it is damaged, or of another format.
         """
         path = directory / "manifest.json"
-        try:
-            manifest = cls(**json.loads(path.read_bytes()))
-            version = manifest.request["format"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(
-                f"{path}: expected the manifest of a prepared text, got {error}; "
-                f"remove {directory} and prepare the text again"
-            ) from error
-        if version != FORMAT:
+        content = f"the manifest of a prepared text; remove {directory} and prepare it again"
+        with expecting(content, path):
+            values = json.loads(path.read_bytes())
+            checksum = values.pop("checksum", None)  # older versions wrote none
+            if checksum is not None and checksum != digest(values):
+                raise ValueError("its checksum differs")
+            manifest = adapter(cls).validate_python(values)
+        if manifest.request.get("format") != FORMAT:
             raise UserError(f"{directory}: expected prepared text of format {FORMAT}")
         return manifest
 
@@ -127,8 +130,10 @@ class Manifest:
         return digest([self.request, self.revision, self.tokens])
 
     def save(self, directory: Path) -> None:
-        """Write the manifest."""
-        write_atomically(directory / "manifest.json", json.dumps(asdict(self)))
+        """Write the manifest, with a checksum of its contents."""
+        values = asdict(self)
+        values["checksum"] = digest(values)
+        write_atomically(directory / "manifest.json", json.dumps(values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +310,9 @@ def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> N
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
         tokens = special_tokens(train_tokenizer(sample, tokenizer.vocab_size, WORDS))
-    dtype = "<u2" if vocabulary_size(tokens.tokenizer) <= 1 << 16 else "<u4"
+    dtype: Literal["<u2", "<u4"] = "<u4"
+    if vocabulary_size(tokens.tokenizer) <= 1 << 16:
+        dtype = "<u2"
     write_atomically(directory / "tokenizer.json", tokens.tokenizer.to_str())
     Manifest(request, revision, tokens.end, dtype, bounds, longest).save(directory)
 
