@@ -163,6 +163,20 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(saved, harm, pat
         newest_checkpoint(directory)
 
 
+@pytest.mark.parametrize("removed", [[], ["*.safetensors"], [STATE]])
+@pytest.mark.parametrize("listed", [STATE, "*.safetensors"])
+def test_a_manifest_lists_all_files_of_a_checkpoint(saved, removed, listed):
+    directory = saved[2]
+    path = directory / "step-000003"
+    (name,) = [file.name for file in path.glob(listed)]
+    manifest = json.loads((path / MANIFEST).read_bytes())
+    (path / MANIFEST).write_text(json.dumps({name: manifest[name]}))
+    for pattern in removed:
+        next(path.glob(pattern)).unlink()
+    with pytest.raises(UserError, match="are damaged"):
+        newest_checkpoint(directory)
+
+
 def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
     (tmp_path / STATE).write_text(json.dumps({"format": 2, "step": 3}))
     (tmp_path / MANIFEST).write_text("{}")

@@ -352,14 +352,15 @@ def _is_share_sound(path: Path) -> bool:
     ranks = current_ranks()
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        if not isinstance(manifest, dict) or STATE not in manifest:
+        files = {STATE, *(file.name for file in path.glob("*.safetensors"))}
+        if not isinstance(manifest, dict) or manifest.keys() != files or len(files) == 1:
             return False
         names = sorted(manifest)[ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor() as pool:
-            files = [*pool.map(_described, [path / name for name in names])]
+            described = [*pool.map(_described, [path / name for name in names])]
     except (OSError, ValueError):  # a file is missing or a directory, or the manifest is not JSON
         return False
-    return files == [manifest[name] for name in names]
+    return described == [manifest[name] for name in names]
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

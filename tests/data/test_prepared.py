@@ -293,9 +293,7 @@ def test_a_wrong_value_in_a_manifest_without_checksum_is_named(config, key, valu
     path.write_text(json.dumps(manifest))
     assert open_prepared(directory).fingerprint
     path.write_text(json.dumps(manifest | {key: value}))
-    with pytest.raises(
-        UserError, match=r"manifest\.json: expected the manifest"
-    ):
+    with pytest.raises(UserError, match=r"manifest\.json: expected the manifest"):
         open_prepared(directory)
 
 

@@ -44,7 +44,7 @@ def steps_of(config):
 
 
 def test_a_new_run_begins_from_nothing(corpus, tmp_path):
-    assert starting_point(tmp_path / "new", corpus, None) == (None, {"step": 0})
+    assert starting_point(tmp_path / "new", corpus, None) == (None, {"step": 0, "rows": 0})
     assert (tmp_path / "new" / "checkpoints").is_dir()
     assert read_metrics(tmp_path / "new" / "metrics.csv") == []
 
@@ -57,6 +57,21 @@ def test_a_run_goes_on_from_its_newest_sound_checkpoint(copied, corpus):
     assert steps_of(copied) == [3, 6, 9]
     rows = read_metrics(Path(copied.run_dir) / "metrics.csv")
     assert [row["step"] for row in rows] == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("lost", [2, 6, 8, None])
+def test_rows_that_are_lost_before_the_checkpoint_are_said_once(copied, corpus, caplog, lost):
+    path = Path(copied.run_dir) / "metrics.csv"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith(f"{lost},")))
+    shutil.rmtree(checkpoint_of(copied))  # at step 12
+    _, state = starting_point(Path(copied.run_dir), corpus, None)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    if lost is None:
+        assert (warnings, state["rows"]) == ([], 4)
+    else:
+        assert warnings == [f"{path}: expected 4 rows up to step 9, got 3"]
+        assert state["rows"] == 3
 
 
 def test_a_branch_begins_with_the_state_and_the_rows_of_its_run(copied, corpus, tmp_path):

@@ -322,16 +322,6 @@ def _numbers(row: dict[str, str]) -> dict[str, Any]:
     return numbers
 
 
-def warn_of_lost_rows(path: Path, rows: Sequence[dict[str, Any]], step: int, every: int) -> None:
-    """Warn if a metrics file ends before the last row of a run that has saved after ``step``.
-
-    ``every``: steps between rows when it saved.
-    """
-    last = max((row["step"] for row in rows), default=0)
-    if last < step - step % every:
-        log.warning("%s: rows after step %d are lost, of %d steps", path, last, step)
-
-
 def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Replace the file by these rows, with the standard columns and those of the rows."""
     text = StringIO(newline="")

@@ -32,7 +32,7 @@ from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.lightning.datamodule import Batches, StepLoader
 from trainer.lightning.drop import DropPositions
-from trainer.runs.directory import read_metrics, warn_of_lost_rows, write_metrics
+from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import name_and_role, starting_weights
 from trainer.runs.phases import kept_steps, phase_at, phases_of
 from trainer.training.dashboards import dashboards
@@ -158,10 +158,12 @@ def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> N
     source = metrics
     if branch is not None and not metrics.exists():
         source = branch.parent.parent / "metrics.csv"
-    rows = read_metrics(source)
-    if step:
-        warn_of_lost_rows(source, rows, step, state["config"]["trainer"]["log_every"])
-    write_metrics(metrics, [row for row in rows if row["step"] <= step])
+    rows = [row for row in read_metrics(source) if row["step"] <= step]
+    expected = state.get("rows", len(rows))
+    if len(rows) != expected:
+        log.warning("%s: expected %d rows up to step %d, got %d", source, expected, step, len(rows))
+    state["rows"] = len(rows)
+    write_metrics(metrics, rows)
 
 
 def make_writer(config: RunConfig, directory: Path) -> Writer:

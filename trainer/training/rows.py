@@ -33,12 +33,18 @@ class Rows:
         corpus: its text.
         phases: its phases.
         progress: the bar that shows the last row.
+        count: number of rows so far.
     """
 
     def __init__(
-        self, config: RunConfig, corpus: Corpus, phases: Sequence[Phase], progress: Progress
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        phases: Sequence[Phase],
+        progress: Progress,
+        count: int = 0,
     ) -> None:
-        self.config, self.phases, self.progress = config, phases, progress
+        self.config, self.phases, self.progress, self.count = config, phases, progress, count
         self.epochs = epochs_read(corpus, phases)
         self.last_step = 0
         self.last_time = 0.0
@@ -81,6 +87,7 @@ class Rows:
         metrics |= pending
         path = Path(self.config.run_dir) / "metrics.csv"
         rank_zero_only(append_metrics)(path, metrics | {"step": step})
+        self.count += 1
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])

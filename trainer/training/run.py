@@ -78,7 +78,7 @@ class RunCallback(Checkpoint):
         self.stop_requested, self.is_control = stop_requested, is_control
         self.phases = phases_of(config)
         self.phase = phase_at(self.phases, state["step"])
-        self.rows = Rows(config, corpus, self.phases, progress)
+        self.rows = Rows(config, corpus, self.phases, progress, state.get("rows", 0))
         self.benchmarks = benchmark_tasks(config, corpus)
         self.kept_steps = kept_steps(config)
         self.tally: dict[str, float] | None = state.get("tally")
@@ -277,6 +277,7 @@ class RunCallback(Checkpoint):
             "config": asdict(self.config),
             "texts": self.corpus.fingerprints,
             "tally": module.tally.state(),
+            "rows": self.rows.count,
             "pending_metrics": dict(self.pending),
             "effects": dict(self.effects),
             "benchmarks": list(self.milestones),
