@@ -6,12 +6,12 @@ import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 
-from trainer.model import decoder as decoder_module
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import drop
+from trainer.positional.rotation import bias_slopes
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
 
@@ -255,5 +255,5 @@ def test_a_parameter_depends_on_its_name_and_the_seed_alone():
 
 
 def test_slopes_follow_the_key_value_head_that_a_query_reads():
-    slopes = decoder_module.bias_slopes(4, (True, False), torch.device("cpu"))
+    slopes = bias_slopes(4, (True, False), torch.device("cpu"))
     assert slopes.tolist() == [*alibi_slopes(4)[:2], 0.0, 0.0]

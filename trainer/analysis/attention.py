@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.model.language_model import LanguageModel
-from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import LayerEncoding
+from trainer.positional.rotation import bias_slopes
 
 Array = np.ndarray
 Measured = TypeVar("Measured")
@@ -192,17 +192,6 @@ class AttentionStatistics:
     learned: Tensor
 
 
-def head_slopes(heads: Heads) -> Tensor | None:
-    """Return ALiBi's slope of every query head ``[Hq]``: 0 for heads without ALiBi; None if no head
-    uses it."""
-    biased = [spectrum.alibi for spectrum in heads.encoding.spectra]
-    if not any(biased):
-        return None
-    slopes = torch.tensor(alibi_slopes(heads.q.shape[1]), device=heads.q.device)
-    uses_alibi = torch.tensor(biased, device=heads.q.device)
-    return slopes * uses_alibi.repeat_interleave(heads.queries_per_key)
-
-
 def visible_keys(length: int, window: int | None, device: torch.device) -> Tensor:
     """Count the keys that every query sees ``[T]``, its own included."""
     return torch.arange(1, length + 1, device=device).clamp(max=window or length)
@@ -218,7 +207,7 @@ def attention_statistics(heads: Heads, *, rotated: bool = True) -> AttentionStat
     B, Hq, T = q.shape[:3]
     group = heads.queries_per_key
     window = heads.encoding.window
-    slopes = head_slopes(heads) if rotated else None
+    slopes = bias_slopes(Hq, heads.encoding.biased, q.device) if rotated else None
     statistics = [q.new_empty(B, Hq, T) for _ in fields(AttentionStatistics)[1:]]
     size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
     for b, kv, start in product(range(B), range(k.shape[1]), range(0, T, size)):
@@ -283,7 +272,7 @@ def head_attention(
         pair = [without, without + len(heads.encoding.spectra[kv].inv_freq)]
         scores -= q[..., pair] @ k[..., pair].mT
     scores = heads.capped(scores * heads.scale)
-    slopes = head_slopes(heads)
+    slopes = bias_slopes(heads.q.shape[1], heads.encoding.biased, q.device)
     if slopes is not None:
         scores += slopes[head] * (j - i)
     window = heads.encoding.window or last + 1

@@ -91,7 +91,9 @@ def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None
     squares: dict[RMSNorm, list[Tensor]] = defaultdict(list)
     with evaluating(model), ExitStack() as hooks:
         layers = zip(model.layers, model.layout.layers, layout.layers, strict=True)
-        for block in (block for block, old, new in layers if new.qk_norm > old.qk_norm):
+        for block, old, new in layers:
+            if old.qk_norm or not new.qk_norm:
+                continue
             attention = block.self_attn
             for projection, norm in (
                 (attention.q_proj, attention.q_norm),

@@ -41,6 +41,10 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
+Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Change of encoded queries and keys, ``[B, H, T, D]`` each."""
+
+
 @dataclass(frozen=True)
 class LayerPass:
     """Data that a block gets in one forward pass, besides its input.
@@ -48,8 +52,7 @@ class LayerPass:
     ``queries``, ``keys``: tables of the positions that are computed, and of all new tokens; if
     ``caches_plain_keys``, the cache stores unencoded keys, and ``keys`` are the tables of cached
     and new tokens together. ``qk_norm``: whether the query and key norms are enabled.
-    ``intervene``: change of the encoded queries and keys. ``last``: number of last positions to
-    compute; None: all.
+    ``intervene``: an evaluation's change. ``last``: number of last positions to compute; None: all.
     """
 
     queries: Groups
@@ -58,7 +61,7 @@ class LayerPass:
     cache: LayerCache | None = None
     qk_norm: bool = False
     caches_plain_keys: bool = False
-    intervene: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    intervene: Change | None = None
     last: int | None = None
 
 

@@ -85,10 +85,13 @@ class KVCache:
 
         The last ones move to the places of removed ones: other rows are not copied.
         """
-        kept, count = set(rows), len(rows)
-        last = [row for row in rows if row >= count]
-        order = [row if row in kept else last.pop() for row in range(count)]
-        moves = [(place, row) for place, row in enumerate(order) if row != place]
+        count = len(rows)
+        free = sorted(set(range(count)).difference(rows))
+        moved_rows = sorted((row for row in rows if row >= count), reverse=True)
+        moves = list(zip(free, moved_rows, strict=True))
+        order = list(range(count))
+        for place, row in moves:
+            order[place] = row
         if moves:
             to, moved = torch.tensor(moves, device=self.layers[0].keys.device).T
             for layer in self.layers:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,15 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.attention import Attention, LayerPass, Linear, RMSNorm
-from trainer.model.backends import BACKENDS, Mask, choose_backend, prepared
+from trainer.model.backends import BACKENDS, Mask, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import linear_cross_entropy
-from trainer.positional.encodings import alibi_slopes
-from trainer.positional.intervention import intervene
+from trainer.model.plan import (
+    Columns,
+    caches_plain_keys,
+    columns_of,
+    interventions_of,
+    masks_of,
+    tables_of,
+)
 from trainer.positional.layout import Layout
-from trainer.positional.rotation import head_groups
 
 
 class MLP(nn.Module):
@@ -175,70 +179,41 @@ class Decoder(LanguageModel):
             longest: upper bound of the documents' lengths; None: T.
         """
         x = self.embed_tokens(ids)
-        x = x if self.compute_dtype is None else x.to(self.compute_dtype)
-        past = cache.length if cache else 0
-        columns, begins = torch.arange(past + ids.shape[1], device=ids.device), None
-        lengths: int | list[int] = length or len(columns)
-        if cache and cache.begins:
-            begins = torch.tensor(cache.begins, device=ids.device)
-            lengths = [(length or len(columns)) - begin for begin in cache.begins]
-            columns = columns - begins[:, None]
-        positions = columns[..., past:]
-        mask = Mask(documents=documents, begins=begins, bounds=bounds, longest=longest)
-        masks = self._masks(mask, ids, columns.shape[-1], last)
-        layers, kv_heads = self.layout.layers, self.config.num_key_value_heads
-        # Layers whose cached keys are encoded again in every forward pass.
-        plain = [
-            cache is not None
-            and (len(layer.spectra) > kv_heads or any(s.long for s, _ in layer.groups))
-            for layer in layers
-        ]
-        new = seen = head_groups(self.layout, positions, lengths, x.dtype)
-        if past and any(plain):
-            seen = head_groups(self.layout, columns, lengths, x.dtype)
-        for i, (block, layer) in enumerate(zip(self.layers, layers, strict=True)):
-            of_queries, queries = positions, new[i]
-            if last is not None and i == len(layers) - 1:
-                of_queries = positions[..., -last:]
-                queries = head_groups(self.layout, of_queries, lengths, x.dtype)[i]
-            change = None
-            if layer.intervention is not None:
-                of_keys = columns if plain[i] else positions
-                change = partial(
-                    intervene, layer.intervention, q_positions=of_queries, k_positions=of_keys
-                )
-            layer_pass = LayerPass(
-                queries=queries,
-                keys=seen[i] if plain[i] else new[i],
-                mask=masks[i],
-                cache=None if cache is None else cache.layers[i],
-                qk_norm=layer.qk_norm,
-                caches_plain_keys=plain[i],
-                intervene=change,
-                last=last if i == len(layers) - 1 else None,
-            )
+        if self.compute_dtype is not None:
+            x = x.to(self.compute_dtype)
+        columns = columns_of(ids, len(self.layers), cache, length, last)
+        mask = Mask(documents=documents, begins=columns.begins, bounds=bounds, longest=longest)
+        passes = self._passes(columns, mask, cache, last, x)
+        for block, layer_pass in zip(self.layers, passes, strict=True):
             x = block(x, layer_pass)
         return self.norm(x)
 
-    def _masks(self, mask: Mask, ids: Tensor, keys: int, last: int | None) -> list[Mask]:
-        """Return the mask of every layer; equal ones share the backend's preparation."""
-        rows, tokens = ids.shape
-        distinct: dict[tuple[int | None, int, int], Mask] = {}
-        masks = []
-        for index, (block, layer) in enumerate(zip(self.layers, self.layout.layers, strict=True)):
-            queries = tokens
-            if last is not None and index == len(self.layers) - 1:
-                queries = min(last, tokens)
-            biased = tuple(spectrum.alibi for spectrum in layer.spectra)
-            slopes = bias_slopes(self.config.num_attention_heads, biased, ids.device)
-            window = layer.window if layer.window and layer.window < keys else None
-            key = window, id(slopes), queries
-            if key not in distinct:
-                of_layer = replace(mask, window=window, slopes=slopes)
-                attend = block.self_attn.attend
-                distinct[key] = prepared(attend, of_layer, (rows, queries), keys, ids.device)
-            masks.append(distinct[key])
-        return masks
+    def _passes(
+        self, columns: Columns, mask: Mask, cache: KVCache | None, last: int | None, x: Tensor
+    ) -> Iterator[LayerPass]:
+        """Yield what each layer reads besides its input; ``x``: input of the first layer."""
+        layout, config = self.layout, self.config
+        plain = [False] * len(self.layers)
+        caches: Sequence[LayerCache | None] = [None] * len(self.layers)
+        if cache is not None:
+            plain = caches_plain_keys(layout, config.num_key_value_heads)
+            caches = cache.layers
+        queries, keys = tables_of(layout, columns, plain, x.dtype)
+        attends = [block.self_attn.attend for block in self.layers]
+        masks = masks_of(layout, columns, mask, attends, (len(x), config.num_attention_heads))
+        changes = interventions_of(layout, columns, plain)
+        for index, layer in enumerate(layout.layers):
+            is_last = index == len(self.layers) - 1
+            yield LayerPass(
+                queries=queries[index],
+                keys=keys[index],
+                mask=masks[index],
+                cache=caches[index],
+                qk_norm=layer.qk_norm,
+                caches_plain_keys=plain[index],
+                intervene=changes[index],
+                last=last if is_last else None,
+            )
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute ``[..., vocab]`` from normalized states ``[..., hidden_size]``."""
@@ -282,18 +257,6 @@ class Decoder(LanguageModel):
         finally:
             for attention in layers:
                 attention.observe = None
-
-
-@lru_cache
-def bias_slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor | None:
-    """Return ALiBi's slopes ``[heads]``, 0 for key-value heads without bias; None if none has one.
-
-    Cached to avoid a host sync.
-    """
-    if not any(biased):
-        return None
-    slopes = torch.tensor(alibi_slopes(heads), device=device)
-    return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))
 
 
 def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -45,6 +45,11 @@ class LayerEncoding:
         """Spectra of neighbouring heads that share one, and the number of these heads."""
         return tuple((spectrum, len([*heads])) for spectrum, heads in groupby(self.spectra))
 
+    @cached_property
+    def biased(self) -> tuple[bool, ...]:
+        """Whether each head has ALiBi's bias."""
+        return tuple(spectrum.alibi for spectrum in self.spectra)
+
     def expanded(self, query_heads: int) -> LayerEncoding:
         """Return the layer with a spectrum for every query head."""
         queries_per_key = query_heads // len(self.spectra)

@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by a spectrum, and the temperature on the queries.
+"""Tensors of spectra: rotation of queries and keys, temperature of queries, ALiBi's slopes.
 
 The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m + M).
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.positional.encodings import alibi_slopes
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -163,3 +164,16 @@ def encode(x: Tensor, groups: Groups, *, tempered: bool = False) -> Tensor:
     heads_per_key = x.shape[1] // sum(group.kv_heads for group in groups)
     parts = x.split([group.kv_heads * heads_per_key for group in groups], dim=1)
     return torch.cat([encoded(part, g) for part, g in zip(parts, groups, strict=True)], dim=1)
+
+
+@lru_cache
+def bias_slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor | None:
+    """Return ALiBi's slope of each query head ``[heads]``; None if no head is ``biased``.
+
+    It is 0 for query heads of a key-value head, or of a query head, without bias. Cached to avoid a
+    host sync.
+    """
+    if not any(biased):
+        return None
+    slopes = torch.tensor(alibi_slopes(heads), device=device)
+    return slopes * torch.tensor(biased, device=device).repeat_interleave(heads // len(biased))

@@ -1,0 +1,122 @@
+"""Plan of a forward pass: what each layer reads besides its input, a function for each question.
+
+Nothing here causes a host sync. Lists have an entry for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trainer.model.attention import Change
+from trainer.model.backends import Attend, Mask, prepared
+from trainer.model.cache import KVCache
+from trainer.positional.intervention import intervene
+from trainer.positional.layout import Layout
+from trainer.positional.rotation import Groups, bias_slopes, head_groups
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Tokens of a forward pass: those in the cache, then the new ones.
+
+    ``positions``: of all of them, ``[Tk]``, or ``[B, Tk]`` if rows begin in different columns;
+    negative before a row begins. ``new``: positions of the new tokens. ``queries``: positions that
+    each layer computes. ``lengths``: tokens of the whole sequence, of all rows or of each row.
+    ``begins``: ``[B]``, the column of each row's first token; None: 0.
+    """
+
+    positions: Tensor
+    new: Tensor
+    queries: list[Tensor]
+    lengths: int | list[int]
+    begins: Tensor | None = None
+
+
+def columns_of(
+    ids: Tensor, layers: int, cache: KVCache | None, length: int | None, last: int | None
+) -> Columns:
+    """Return the columns of new ids ``[B, T]``; see :class:`LanguageModel` for ``length`` and
+    ``last``."""
+    past = 0 if cache is None else cache.length
+    positions = torch.arange(past + ids.shape[1], device=ids.device)
+    whole = length or len(positions)
+    lengths: int | list[int] = whole
+    begins = None
+    if cache is not None and cache.begins:
+        begins = torch.tensor(cache.begins, device=ids.device)
+        lengths = [whole - begin for begin in cache.begins]
+        positions = positions - begins[:, None]
+    new = positions[..., past:]
+    queries = [new] * layers
+    if last is not None:
+        queries[-1] = new[..., -last:]
+    return Columns(positions, new, queries, lengths, begins)
+
+
+def caches_plain_keys(layout: Layout, key_heads: int) -> list[bool]:
+    """Whether cached keys are encoded again in each forward pass: their frequencies depend on the
+    length, or each query head encodes its own copy of them."""
+    return [
+        len(layer.spectra) > key_heads or any(spectrum.long for spectrum, _ in layer.groups)
+        for layer in layout.layers
+    ]
+
+
+def tables_of(
+    layout: Layout, columns: Columns, plain: Sequence[bool], dtype: torch.dtype
+) -> tuple[list[Groups], list[Groups]]:
+    """Return the tables of the queries, and those of the keys: of all keys in ``plain`` layers."""
+
+    def at(positions: Tensor) -> list[Groups]:
+        return head_groups(layout, positions, columns.lengths, dtype)
+
+    new = at(columns.new)
+    queries, keys = list(new), new
+    if columns.queries[-1] is not columns.new:
+        queries[-1] = at(columns.queries[-1])[-1]
+    if any(plain) and columns.positions.shape != columns.new.shape:
+        both = zip(plain, at(columns.positions), new, strict=True)
+        keys = [of_all if is_plain else of_new for is_plain, of_all, of_new in both]
+    return queries, keys
+
+
+def masks_of(
+    layout: Layout, columns: Columns, mask: Mask, attends: Sequence[Attend], shape: Sequence[int]
+) -> list[Mask]:
+    """Return the masks; equal ones share the backend's preparation.
+
+    ``mask``: restrictions of all layers. ``attends``: their backends. ``shape``: rows, query heads.
+    """
+    rows, heads = shape
+    keys, device = columns.positions.shape[-1], columns.positions.device
+    distinct: dict[tuple[int | None, tuple[bool, ...], int], Mask] = {}
+    masks = []
+    for layer, positions, attend in zip(layout.layers, columns.queries, attends, strict=True):
+        window = layer.window if layer.window and layer.window < keys else None
+        queries = positions.shape[-1]
+        key = window, layer.biased, queries
+        if key not in distinct:
+            slopes = bias_slopes(heads, layer.biased, device)
+            of_layer = replace(mask, window=window, slopes=slopes)
+            distinct[key] = prepared(attend, of_layer, (rows, queries), keys, device)
+        masks.append(distinct[key])
+    return masks
+
+
+def interventions_of(
+    layout: Layout, columns: Columns, plain: Sequence[bool]
+) -> list[Change | None]:
+    """Return the changes of encoded queries and keys; see :func:`tables_of` for ``plain``."""
+    changes: list[Change | None] = []
+    for layer, queries, is_plain in zip(layout.layers, columns.queries, plain, strict=True):
+        keys = columns.positions if is_plain else columns.new
+        change = None
+        if layer.intervention is not None:
+            change = partial(intervene, layer.intervention, q_positions=queries, k_positions=keys)
+        changes.append(change)
+    return changes
