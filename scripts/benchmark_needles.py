@@ -41,7 +41,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from trainer.checkpoint import find_checkpoint, read_state
-from trainer.commands import compose_words, run_config
+from trainer.commands import compose_words, run_of
 from trainer.common.errors import UserError
 from trainer.common.processes import use_cores
 from trainer.config import NeedleTaskSettings
@@ -89,7 +89,7 @@ def exported(name: str, model: Decoder, tokenizer: Tokenizer, directory: str) ->
 def nano(directory: str) -> Pair:
     """Make a decoder of the shape ``model=nano`` with random weights."""
     tokenizer = train_tokenizer(stdlib_docs(), 1024, WORDS)
-    shape = run_config(compose_words(["model=nano"])).model
+    shape = run_of(compose_words(["model=nano"])).config.model
     config = replace(shape, vocab_size=tokenizer.get_vocab_size(), attention_backend="sdpa")
     return exported("nano", random_decoder(config, 64), tokenizer, directory)
 

@@ -30,7 +30,7 @@ from benchmarks import random_decoder
 from rich.console import Console
 from rich.table import Table
 
-from trainer.commands import compose_words, run_config
+from trainer.commands import compose_words, run_of
 from trainer.evaluation.held_out import token_losses
 
 VOCABULARY, TRAINED = 4096, 256
@@ -47,7 +47,7 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     """Return the seconds and MiB that one window takes."""
     torch.set_num_threads(threads)
     encoding, reads = CASES[case]
-    config = replace(run_config(compose_words(["model=nano"])).model, vocab_size=VOCABULARY)
+    config = replace(run_of(compose_words(["model=nano"])).config.model, vocab_size=VOCABULARY)
     model = random_decoder(config, TRAINED, encoding).eval()
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
     token_losses(model, windows[:, :TRAINED], 0, 16384)  # warm-up

@@ -10,12 +10,12 @@ import torch
 import trainer.report.pages
 import trainer.workflows.analyze
 import trainer.workflows.experiment  # noqa: F401
-from trainer.commands import compose_words, run_config
+from trainer.commands import compose_words, run_of
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 
 torch.set_num_threads(1)
-run_config(compose_words(["+experiment=drope_demo"]))
+run_of(compose_words(["+experiment=drope_demo"]))
 compose_words([])
 prepare_corpus(DataConfig(), TokenizerConfig())  # keeps the text of Python's documentation
 gc.collect()

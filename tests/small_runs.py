@@ -67,9 +67,9 @@ def base(tmp_path_factory):
 
 def trained_in(directory, base, **changes):
     """The configuration and the last checkpoint of a run of ``base`` with changes."""
-    config = parse(merged({**base, "run_dir": str(directory)}, changes))
+    run = parse(merged({**base, "run_dir": str(directory)}, changes))
     directory.mkdir(exist_ok=True)
-    return config, train(config, prepare_corpus(config.data, config.tokenizer))
+    return run.config, train(run, prepare_corpus(run.config.data, run.config.tokenizer))
 
 
 @pytest.fixture

@@ -13,11 +13,10 @@ import yaml
 
 from tests.program import ROOT
 from trainer import config as schema
-from trainer.commands import COMMANDS, compose_words, forget_absent_weights, run_config
+from trainer.commands import COMMANDS, compose_words, forget_absent_weights, run_of
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
-from trainer.runs.parsing import parse, runs_of
-from trainer.runs.phases import drop_step
+from trainer.runs.parsing import parse
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 PAPERS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["papers"]
@@ -29,7 +28,7 @@ LINES = sorted({c for paper in PAPERS for item in paper["items"] for c in item.g
 def test_every_experiment_composes_and_keeps_the_rules(name):
     job = compose_words([f"+experiment={name}"])
     forget_absent_weights(job.values)
-    config = run_config(job)
+    config = run_of(job).config
     assert config.run_dir == f"runs/{config.name}"
     assert config.trainer.max_steps >= 1
 
@@ -52,7 +51,7 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
         assert validated(schema.AnalysisRequest, composed.values).checkpoint
     elif name == "train":
         forget_absent_weights(composed.values)
-        assert run_config(composed).name
+        assert run_of(composed).config.name
 
 
 def test_every_key_is_documented_and_there_are_not_many():
@@ -77,12 +76,13 @@ def test_a_control_without_a_drop_has_the_norm_of_its_run_that_drops():
         "drop": {"at": 5},
         "controls": {"c": {"branch": "drop", "drop": {"at": None}}},
     }
-    assert drop_step(runs_of(parse(values))["c"]) is None
+    assert parse(values).controls["c"].phases.drop_step is None
 
 
 def test_defaults_of_the_schema_keep_its_rules():
-    assert parse({}).model.is_trained is False
-    assert parse(asdict(parse({}))) == parse({})
+    config = parse({}).config
+    assert config.model.is_trained is False
+    assert parse(asdict(config)).config == config
 
 
 BROKEN = {
@@ -140,7 +140,7 @@ def test_an_encoding_of_a_plugin_has_a_name(tmp_path):
         "@encoding\ndef standing_still(head_dim, training_length):\n    return Spectrum()\n"
     )
     words = [f"plugins=[{plugin}]", "positional.layers=[standing_still]"]
-    config = run_config(compose_words(words))
+    config = run_of(compose_words(words)).config
     assert config.positional.layers == ["standing_still"]
 
 
@@ -148,4 +148,4 @@ def test_an_encoding_of_a_plugin_has_a_name(tmp_path):
 def test_the_shape_of_trained_weights_is_not_chosen(word):
     job = compose_words(["model.from_pretrained=some/model", word])
     with pytest.raises(UserError, match=r"^model\.h.*: the trained weights bring their shape"):
-        run_config(job)
+        run_of(job)

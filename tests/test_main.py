@@ -18,7 +18,7 @@ from trainer.commands import (
     compose_words,
     explain,
     overrides_of,
-    run_config,
+    run_of,
 )
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import requeue
@@ -112,7 +112,7 @@ def jobs(monkeypatch, tmp_path):
     ran = []
 
     def execute(job):
-        config = run_config(job)
+        config = run_of(job).config
         ran.append((config.name, config.positional.layers))
         if config.name == "failing":
             raise UserError("trainer: it does not fit")
@@ -137,7 +137,7 @@ def test_names_are_text(jobs, name):
 
 def test_directories_are_text_and_numbers_may_have_underscores():
     words = ["run_dir=2026_12", "trainer.max_steps=1_000", "data.revision=2024"]
-    config = run_config(compose_words(words))
+    config = run_of(compose_words(words)).config
     assert (config.run_dir, config.data.revision) == ("2026_12", "2024")
     assert config.trainer.max_steps == 1000
 

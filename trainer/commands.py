@@ -22,7 +22,7 @@ from functools import reduce
 from itertools import product, takewhile
 from operator import getitem
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -39,6 +39,9 @@ from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.fields import validated
 from trainer.common.processes import is_alone, is_first_process, requeue
 from trainer.common.progress import show_log
+
+if TYPE_CHECKING:
+    from trainer.runs.phases import Run
 
 log = logging.getLogger(__name__)
 
@@ -289,14 +292,13 @@ def explain(error: BaseException) -> str:
 # ---- From a job to checked keys ----
 
 
-def run_config(job: Job) -> schema.RunConfig:
-    """Return the checked configuration of a composed run.
+def run_of(job: Job) -> Run:
+    """Return the run that a job describes, checked and resolved.
 
     Raises:
         UserError: a key of the shape is among the words, but trained weights bring theirs.
     """
     from trainer.runs.parsing import parse
-    from trainer.runs.phases import drop_step
 
     model = job.values["model"]
     if model["from_pretrained"] or model["from_run"]:
@@ -304,11 +306,11 @@ def run_config(job: Job) -> schema.RunConfig:
             if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
                 key = word.partition("=")[0].lstrip("+")
                 raise UserError(f"{key}: the trained weights bring their shape")
-    config = parse(job.values)
-    drops = drop_step(config) is not None or config.controls  # which may drop
-    if config.model.qk_norm.when == "after_drop" and not drops:
+    run = parse(job.values)
+    drops = run.phases.drop_step is not None or run.controls  # which may drop
+    if run.config.model.qk_norm.when == "after_drop" and not drops:
         raise UserError("model.qk_norm.when: 'after_drop', but there is no drop")
-    return config
+    return run
 
 
 def forget_absent_weights(values: dict[str, Any]) -> None:
@@ -339,17 +341,18 @@ def train(job: Job) -> None:
     """
     from trainer.runs.directory import check_start
 
-    config = run_config(job)
+    run = run_of(job)
     if is_first_process():
-        check_start(config)  # before torch is imported
+        check_start(run.config)  # before torch is imported
     from trainer.report.terminal import print_report
 
-    if job.values["drop"]["at"] is not None and config.drop.at is None:
+    if job.values["drop"]["at"] is not None and run.config.drop.at is None:
         log.warning("drop: the encoding has nothing to drop, so the run has no drop")
     from trainer.workflows.experiment import run_experiment
 
-    if (report := run_experiment(config)) is not None:
-        print_report(report, config.run_dir)
+    report = run_experiment(run)
+    if report is not None:
+        print_report(report, run.config.run_dir)
 
 
 def recalibrate(job: Job) -> None:
@@ -367,18 +370,19 @@ def recalibrate(job: Job) -> None:
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint
 
-    config = run_config(job)
+    run = run_of(job)
+    run_dir = run.directory
     for key, value in values.items():
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
-    to = Path(keys.to or Path(config.run_dir, "export"))
-    is_finished = Path(config.run_dir, FACTS).is_file() and not config.overwrite
+    to = Path(keys.to) if keys.to else run_dir / "export"
+    is_finished = (run_dir / FACTS).is_file() and not run.config.overwrite
     if keys.to and not is_finished and to.exists() and any(to.iterdir()):
         raise UserError(f"to: {keys.to!r} holds files")
-    report = workflow.recalibrate(config, values, keys.checkpoint, keys.minutes, began)
-    print_report(report, config.run_dir)
+    report = workflow.recalibrate(run, values, keys.checkpoint, keys.minutes, began)
+    print_report(report, str(run_dir))
     print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
     if not to.exists():
-        export_checkpoint(schema.ExportRequest(config.run_dir, str(to)))
+        export_checkpoint(schema.ExportRequest(str(run_dir), str(to)))
     print(f"For transformers: {to}")
 
 
@@ -420,10 +424,10 @@ def prepare(job: Job) -> None:
 
     python -m trainer prepare +experiment=NAME [KEY=VALUE ...]
     """
-    config = run_config(job)
+    run = run_of(job)
     from trainer.workflows.text import prepare_texts
 
-    for line in prepare_texts(config):
+    for line in prepare_texts(run):
         print(line)
 
 
@@ -440,9 +444,9 @@ def plan(job: Job) -> None:
     from trainer.workflows.plan import print_plan
 
     forget_absent_weights(job.values)
-    config = run_config(job)
-    gpus = 1 if config.strategy.name == "single" else keys.gpus
-    print_plan(tables_of(config, gpus, keys.mfu))
+    run = run_of(job)
+    gpus = 1 if run.config.strategy.name == "single" else keys.gpus
+    print_plan(tables_of(run, gpus, keys.mfu))
 
 
 def evaluate(job: Job) -> None:
@@ -461,8 +465,10 @@ def evaluate(job: Job) -> None:
     from trainer.report.terminal import print_report
     from trainer.workflows.evaluate import evaluate_lengths
 
-    if (outcome := evaluate_lengths(request, name)) is not None:
-        print_report(outcome[0], str(outcome[1]))
+    outcome = evaluate_lengths(request, name)
+    if outcome is not None:
+        report, directory = outcome
+        print_report(report, str(directory))
 
 
 def compare(job: Job) -> None:

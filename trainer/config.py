@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from trainer.common.errors import UserError
 from trainer.common.fields import Share, configuration
-from trainer.common.schedule import schedule
+from trainer.common.schedule import Schedule, schedule
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import LayerChoice
@@ -143,10 +142,16 @@ class ScheduleConfig:
     decay_fraction: Share = 0.2
     """Share of the phase over which wsd falls."""
 
-    def factor(self, step: int, length: int) -> float:
-        """Return the factor on the base learning rate for update ``step`` of ``length``."""
-        shape = {"peak": self.peak, "final": self.final, "decay_fraction": self.decay_fraction}
-        return schedule(length, self.name, warmup=self.warmup_steps, **shape)(step)
+    def over(self, steps: int) -> Schedule:
+        """Return the factor on the learning rates by update, over ``steps`` updates."""
+        return schedule(
+            steps,
+            self.name,
+            warmup=self.warmup_steps,
+            peak=self.peak,
+            final=self.final,
+            decay_fraction=self.decay_fraction,
+        )
 
 
 SAME = "same"
@@ -172,11 +177,11 @@ class ChangeConfig:
     @property
     def of_what(self) -> str:
         """Description of the choice, such as ``" of layers 0, 1"``; empty for all layers."""
-        parts = [
-            f"{name} {', '.join(map(str, chosen))}"
-            for name in ("layers", "heads")
-            if (chosen := getattr(self, name)) is not None
-        ]
+        parts = []
+        if self.layers is not None:
+            parts.append(f"layers {', '.join(map(str, self.layers))}")
+        if self.heads is not None:
+            parts.append(f"heads {', '.join(map(str, self.heads))}")
         return f" of {', '.join(parts)}" if parts else ""
 
 
@@ -251,20 +256,6 @@ class TrainerConfig:
     """Steps between checkpoints that are all kept; null: none."""
     max_time: Annotated[str, Field(pattern=r"^\d+:[0-5]\d:[0-5]\d$")] | None = None
     """Time as hours:minutes:seconds after which the run stops with a checkpoint; null: never."""
-
-    def accumulation(self, ranks: int = 1) -> int:
-        """Return the number of forward passes of a rank per optimizer step.
-
-        Raises:
-            UserError: the batch does not divide into micro-batches on the ranks.
-        """
-        micro = self.micro_batch_size or max(self.batch_size // ranks, 1)
-        if self.batch_size % (ranks * micro):
-            raise UserError(
-                f"trainer.batch_size: {self.batch_size} sequences do not divide into "
-                f"micro-batches of {micro} on {ranks} ranks"
-            )
-        return self.batch_size // (ranks * micro)
 
 
 @configuration
@@ -616,17 +607,6 @@ class RunConfig:
     controls: dict[Name, dict[str, Any]] = field(default_factory=dict)
     """Other runs to train and report beside this one: {name: changes}. branch: drop, or a step,
     resumes from this run's state there."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens per optimizer step."""
-        return self.trainer.batch_size * self.data.sequence_length
-
-    @property
-    def training_length(self) -> int:
-        """C: tokens of the sequences that the model is trained on last."""
-        lengths = [phase.sequence_length for phase in self.phases.values()]
-        return (lengths[-1] if lengths else None) or self.data.sequence_length
 
 
 # ---- Analysis ----

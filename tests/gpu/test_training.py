@@ -70,8 +70,9 @@ def test_twenty_steps_without_a_host_sync(base, tmp_path, name):
             "compile": False,
         },
     }
-    config = parse(merged(merged(base, changes), VARIANTS[name]))
-    train(config, prepare_corpus(config.data, config.tokenizer))
+    trained = parse(merged(merged(base, changes), VARIANTS[name]))
+    config = trained.config
+    train(trained, prepare_corpus(config.data, config.tokenizer))
 
 
 DEMO = [

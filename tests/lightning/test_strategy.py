@@ -12,11 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.comparing import assert_same_tensors, checkpoint_of, rows_of
+from tests.small_runs import SMALLEST
 from trainer.common.ranks import process_group
-from trainer.config import RunConfig, StrategyConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.lightning.strategy import parallelize, shard_like
-from trainer.model.config import ModelConfig
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
 from trainer.training import strategies
@@ -45,8 +44,8 @@ def initial(model, seed=0):
 
 
 def tiny(**more):
-    model = ModelConfig(32, 48, 2, 2, 1, None, 50, tie_word_embeddings=False)
-    return RunConfig(model=model, **more)
+    shape = {**SMALLEST, "vocab_size": 50, "tie_word_embeddings": False}
+    return parse({"model": shape, **more})
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
@@ -69,7 +68,7 @@ def test_weights_are_drawn_on_the_cpu_whatever_the_default_device_is():
 
 
 def test_a_sharded_model_starts_with_the_weights_of_a_single_device(alone):
-    config = tiny(strategy=StrategyConfig(name="fsdp2"), seed=3)
+    config = tiny(strategy={"name": "fsdp2"}, seed=3)
     model, plain = make_decoder(config, 50), make_decoder(config, 50)
     parallelize(model, torch.device("cpu"), "fsdp2")
     initial(model, 3)
@@ -129,7 +128,7 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     monkeypatch.setattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 5_000)
     changes = {"run_dir": str(tmp_path / "run"), "strategy": {"name": "ddp"}}
     steps = {"max_steps": 8, "compile": True}
-    config = parse(
+    run = parse(
         merged(
             base,
             {
@@ -143,5 +142,5 @@ def test_compiled_blocks_stay_whole_under_ddp(base, tmp_path, alone, monkeypatch
     (tmp_path / "run").mkdir()
     torch._dynamo.reset()
     with torch._dynamo.config.patch(optimize_ddp=True):  # restores what training sets
-        train(config, prepare_corpus(config.data, config.tokenizer))
+        train(run, prepare_corpus(run.config.data, run.config.tokenizer))
     assert counter.frame_count == 1

@@ -6,7 +6,7 @@ import transformers
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
-from trainer.commands import compose_words, run_config
+from trainer.commands import compose_words, run_of
 from trainer.positional.config import build_layout
 from trainer.positional.spectrum import Temperature
 
@@ -17,7 +17,7 @@ def preset(name, *words, length=8192):
     shape = [f"data.sequence_length={length}", f"model.num_hidden_layers={DEPTH}"]
     words = [f"positional={name}", *shape, *words]
     return build_layout(
-        run_config(compose_words(words)).positional,
+        run_of(compose_words(words)).config.positional,
         num_layers=DEPTH,
         num_key_value_heads=1,
         head_dim=HEAD,

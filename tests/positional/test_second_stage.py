@@ -15,7 +15,6 @@ from tests.positional.examples import encoded, one_layer, slowed
 from trainer.config import (
     ChangeConfig,
     DataConfig,
-    PhaseConfig,
     RescaleConfig,
     RunConfig,
 )
@@ -42,8 +41,9 @@ def spectrum_of(name="rope", head_dim=64, **parameters):
 
 def after_phase(layout, length, **changes):
     """A layout at the beginning of a phase with sequences of ``length`` tokens."""
-    (phase,) = phases_of(RunConfig(data=DataConfig(sequence_length=length)))
-    return layout_of_phase(layout, replace(phase, settings=PhaseConfig(1, **changes)))
+    config = RunConfig(data=DataConfig(sequence_length=length))
+    (phase,) = phases_of(config)
+    return layout_of_phase(config, replace(phase, **changes), layout)
 
 
 def tuned(spectrum, *lengths, method=None):

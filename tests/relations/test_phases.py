@@ -14,7 +14,7 @@ from tests.comparing import checkpoint_of, contents_of, rows_of
 from tests.small_runs import trained_in
 from trainer.checkpoint import read_state
 from trainer.runs.parsing import merged
-from trainer.runs.phases import ORDERS, phases_of
+from trainer.runs.phases import phases_of
 
 pytestmark = pytest.mark.slow
 
@@ -91,7 +91,7 @@ def test_a_chain_trains_as_its_first_phases_do_alone(count, chain, whole, tmp_pa
     rows = rows_of(config)
     assert rows == rows_of(whole[0])[: len(rows)]
     for of_whole, alone in zip(phases_of(whole[0]), phases_of(config), strict=False):
-        for name in ("start", "end", "tokens", "order", "samples", "change", "seed"):
+        for name in ("start", "end", "tokens", "samples", "has_change", "seed"):
             assert getattr(of_whole, name) == getattr(alone, name), (alone.name, name)
         assert_same(state_at(whole[0], alone.end), state_at(config, alone.end))
 
@@ -110,7 +110,7 @@ def test_a_phase_is_the_run_that_begins_with_the_weights_before_it(chain, whole,
     begin = phases_of(config)[number]
     alone = {
         **chain,
-        "seed": ORDERS * begin.order,
+        "seed": begin.seed - config.seed,
         "phases": {"dropped": CHAIN["dropped"]},
         "model": {
             "from_run": str(checkpoint_of(config, begin.start)),

@@ -28,7 +28,6 @@ from trainer.runs.models import (
     _files_fingerprint,
     encodings_of,
     find_model,
-    is_dropped,
     is_published,
     name_and_role,
     origin,
@@ -37,6 +36,7 @@ from trainer.runs.models import (
     without_home,
 )
 from trainer.runs.parsing import parse
+from trainer.runs.phases import phases_of
 
 
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
@@ -182,7 +182,7 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
 def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(monkeypatch):
     def left(step=20, **changes):
         values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
-        state = {"step": step, "config": plain(parse(values))}
+        state = {"step": step, "config": plain(parse(values).config)}
         monkeypatch.setattr(models, "find_checkpoint", Path)
         monkeypatch.setattr(models, "read_state", lambda path: state)
         return encodings_of("x")
@@ -196,7 +196,7 @@ def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(m
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     reference = str(checkpoint_of(finished[0]))
-    config = parse({"run_dir": "x", "model": {"from_run": reference}})
+    config = parse({"run_dir": "x", "model": {"from_run": reference}}).config
     saved = replace(finished[0].model, qk_norm=config.model.qk_norm, from_run=reference)
     assert config.model == replace(saved, vocab_size=config.model.vocab_size)
     assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
@@ -210,12 +210,18 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
 
 # Names
 
+
+def named(config, step=None):
+    return name_and_role(config, phases_of(config), step)
+
+
 DROPS = RunConfig(trainer=TrainerConfig(max_steps=20), drop=DropConfig(at=10))
 
 
 def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
-    assert [is_dropped(DROPS, step) for step in (0, 10, 11, 20)] == [False, False, True, True]
-    assert not is_dropped(replace(DROPS, drop=DropConfig()), 20)
+    phases = phases_of(DROPS)
+    assert [phases.is_dropped(step) for step in (0, 10, 11, 20)] == [False, False, True, True]
+    assert not phases_of(replace(DROPS, drop=DropConfig())).is_dropped(20)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +241,8 @@ def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
 )  # fmt: skip
 def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of, label_of):
     config = RunConfig(positional=PositionalConfig(**positional))
-    assert name_and_role(config) == (label_of, role_of)
-    dropped = name_and_role(replace(config, drop=DropConfig(at=0.5)))
+    assert named(config) == (label_of, role_of)
+    dropped = named(replace(config, drop=DropConfig(at=0.5)))
     assert dropped == (("DroPE", "drope") if role_of == "rope" else (f"{label_of}, dropped", None))
 
 
@@ -254,8 +260,8 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
 def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
     positional = PositionalConfig(encodings={"none": {"type": "nope"}})
     config = replace(DROPS, drop=DropConfig(at=10, **drop), positional=positional)
-    assert name_and_role(config) == expected
-    assert [name_and_role(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
+    assert named(config) == expected
+    assert [named(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
 
 
 def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
@@ -263,7 +269,11 @@ def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
         run = replace(DROPS, **changes)
         path = Path(place, "checkpoints", str(step))
         return SimpleNamespace(
-            name=name, run=run, path=path, state={"step": step}, reference=str(path)
+            name=name,
+            run=run,
+            path=path,
+            is_dropped=phases_of(run).is_dropped(step),
+            reference=str(path),
         )
 
     last = DROPS.trainer.max_steps

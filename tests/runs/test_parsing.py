@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.config import TrainerConfig
-from trainer.runs.parsing import merged, parse, runs_of
-from trainer.runs.phases import drop_step
+from trainer.config import RunConfig, TrainerConfig
+from trainer.runs.parsing import merged, parse
+from trainer.runs.phases import phases_of
 
 
 @pytest.mark.parametrize(
@@ -33,10 +35,12 @@ def controlled(*, drop=None, **controls):
 
 def test_a_control_is_the_run_with_its_changes_and_without_controls():
     values = controlled(drop=5, a={"branch": 3, "drop": {"at": 7}}, b={"seed": 4})
-    config, control, other = runs_of(parse(values)).values()
-    assert (control.run_dir, control.seed) == ("runs/x/controls/a", 0)
-    assert (control.controls, drop_step(control), drop_step(config)) == ({}, 7, 5)
-    assert other.seed == 4
+    run, control, other = parse(values).runs.values()
+    assert (control.directory, control.config.seed) == (Path("runs/x/controls/a"), 0)
+    assert (control.controls, control.config.controls) == ({}, {})
+    assert (control.phases.drop_step, run.phases.drop_step) == (7, 5)
+    assert (run.branch, control.branch, other.branch) == (None, 3, None)
+    assert other.config.seed == 4
 
 
 def test_branches_are_possible_from_every_step_until_which_both_are_changed_alike():
@@ -48,14 +52,14 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
 
 def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     values = {"data": {"sequence_length": 64}, "trainer": {"batch_size": 3, "max_steps": 10}}
-    config = parse({"run_dir": "x", **values, "drop": {"at": 2}})
-    assert (config.tokens_per_step, config.training_length, drop_step(config)) == (192, 64, 2)
+    phases = parse({"run_dir": "x", **values, "drop": {"at": 2}}).phases
+    assert (phases.last.tokens_per_step, phases.last.length, phases.drop_step) == (192, 64, 2)
     phases = {
         "a": {"steps": 2, "sequence_length": 32}, "b": {"steps": 3, "sequence_length": 128},
         "c": {"steps": 4, "drop": {}}, "d": {"steps": 1, "drop": {"to": "alibi"}},
     }  # fmt: skip
-    config = parse({"run_dir": "x", **values, "phases": phases})
-    assert (config.training_length, drop_step(config)) == (64, 5)  # of the last phase
+    phases = parse({"run_dir": "x", **values, "phases": phases}).phases
+    assert (phases.last.length, phases.drop_step) == (64, 5)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +80,10 @@ def test_a_control_that_cannot_be_compared_is_refused(control, message):
      (32, None, 1, True), (6, None, 2, True), (5, None, 2, False)],
 )  # fmt: skip
 def test_batches_divide_among_ranks_or_are_refused(batch, micro, processes, fits):
-    config = TrainerConfig(batch_size=batch, micro_batch_size=micro)
+    trainer = TrainerConfig(batch_size=batch, micro_batch_size=micro)
+    (phase,) = phases_of(RunConfig(trainer=trainer))
     if fits:
-        assert config.accumulation(processes) * processes * (micro or batch // processes) == batch
+        assert phase.micro_batches(processes) * processes * (micro or batch // processes) == batch
         return
     with pytest.raises(UserError, match=f"{batch} sequences do not divide .* on {processes} ranks"):
-        config.accumulation(processes)
+        phase.micro_batches(processes)

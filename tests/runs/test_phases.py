@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
-from trainer.config import DataConfig, PhaseConfig, RescaleConfig, RunConfig
+from trainer.config import DataConfig, RescaleConfig, RunConfig
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import kept_steps, layout_of_phase, phase_at, phases_of
+from trainer.runs.phases import ORDERS, layout_of_phase, phases_of
 
 SMALL = {
     "run_dir": "runs/small",
@@ -42,39 +42,40 @@ phase = st.fixed_dictionaries(
 
 @given(st.lists(phase, min_size=1, max_size=5))
 def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_length(given_phases):
-    config = configured({f"p{i}": phase for i, phase in enumerate(given_phases)})
-    phases, step, tokens, orders = phases_of(config), 0, 0, []
+    run = configured({f"p{i}": phase for i, phase in enumerate(given_phases)})
+    phases, step, tokens, orders = run.phases, 0, 0, []
     for wanted in given_phases:
         length, size = wanted.get("sequence_length", 32), wanted.get("batch_size", 4)
         for _ in range(wanted["steps"]):
             if not orders or orders[-1][0] != length:
                 orders.append([length, 0])
-            current = phase_at(phases, step)
-            assert current.config.data.sequence_length == length
-            assert current.order == len(orders) - 1
+            current = phases.at(step)
+            assert current.length == length
+            assert current.seed == ORDERS * (len(orders) - 1)
             assert current.first_sample(step) == orders[-1][1]
             assert current.tokens_at(step) == tokens
             orders[-1][1] += size
             step, tokens = step + 1, tokens + length * size
-    assert config.trainer.max_steps == step
-    assert phases[-1].tokens_at(step) == tokens
-    assert config.training_length == orders[-1][0]
+    assert run.config.trainer.max_steps == run.steps == step
+    assert phases.tokens == tokens
+    assert phases.last.length == orders[-1][0]
 
 
 def test_without_phases_a_drop_makes_two():
     values = merged(SMALL, {"drop": {"at": 40}, "trainer": {"max_steps": 50}})
-    config = parse(values)
-    before, after = phases_of(config)
+    run = parse(values)
+    before, after = run.phases
+    config = run.config
     assert (before.start, before.end, after.start, after.end) == (0, 40, 40, 50)
-    assert before.factor(20) == config.schedule.factor(20, 50)
-    assert after.factor(42) == config.drop.schedule.factor(2, 10)
+    assert before.factor(20) == config.schedule.over(50)(20)
+    assert after.factor(42) == config.drop.schedule.over(10)(2)
     assert after.first_sample(41) == 164
-    assert kept_steps(config) == frozenset()
+    assert run.kept_steps == frozenset()
 
 
 def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
-    config = configured({"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2}})
-    assert kept_steps(config) == {2, 4, 7}
+    run = configured({"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2}})
+    assert run.kept_steps == {2, 4, 7}
 
 
 @pytest.mark.parametrize(
@@ -101,14 +102,14 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
         name: {"files": [f"{name}.txt"], "source": "files", "weight": w}
         for name, w in (("a", 1), ("b", 2))
     }
-    config = configured(
+    run = configured(
         {
             "one": {"steps": 3}, "two": {"steps": 3, "weights": {"b": 2.0, "a": 1.0}},
             "three": {"steps": 3, "weights": {"a": 1.0, "b": 3.0}},
         },
         data={"mixture": mixture, "sequence_length": 64},
     )  # fmt: skip
-    assert [phase.order for phase in phases_of(config)] == [0, 0, 1]
+    assert [phase.seed // ORDERS for phase in run.phases] == [0, 0, 1]
 
 
 def run_of(**changes):
@@ -117,7 +118,7 @@ def run_of(**changes):
 
 def test_a_control_that_does_not_branch_off_may_read_other_samples():
     other = {"trainer": {"batch_size": 4}}
-    assert run_of(controls={"c": other}).controls == {"c": other}
+    assert run_of(controls={"c": other}).config.controls == {"c": other}
     with pytest.raises(
         UserError, match=r"^controls\.c\.branch: .* differ from the run.s before step 5"
     ):
@@ -129,7 +130,7 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
         name: {"files": [f"{name}.txt"], "source": "files", "weight": 1} for name in ("a", "b", "c")
     }
     rates = {"warmup_steps": 1, "peak": 0.5}
-    config = configured(
+    run = configured(
         {
             "one": {"steps": 2},
             "two": {"steps": 8, "sequence_length": 64, "batch_size": 2,
@@ -141,54 +142,57 @@ def test_phases_have_what_they_change_and_else_what_the_run_has():
         data={"mixture": mixture},
         seed=9,
     )  # fmt: skip
-    first, two, three, four, _ = phases_of(config)
-    assert [(phase.start, phase.end) for phase in phases_of(config)] == [
+    phases, config = run.phases, run.config
+    first, two, three, four, _ = phases
+    assert [(phase.start, phase.end) for phase in phases] == [
         (0, 2), (2, 10), (10, 15), (15, 19), (19, 22),
     ]  # fmt: skip
-    assert [bool(phase.change) for phase in phases_of(config)] == [False, False, True, True, False]
-    assert [phase.order for phase in phases_of(config)] == [0, 1, 2, 2, 2]
-    assert [phase.samples for phase in phases_of(config)] == [0, 0, 0, 20, 36]
-    assert [phase.seed - 9 for phase in phases_of(config)] == [
+    assert [phase.has_change for phase in phases] == [False, False, True, True, False]
+    assert [phase.samples for phase in phases] == [0, 0, 0, 20, 36]
+    assert [phase.seed - 9 for phase in phases] == [
         0, 1_000_003, 2_000_006, 2_000_006, 2_000_006,
     ]  # fmt: skip
-    assert [phase.tokens for phase in phases_of(config)] == [0, 256, 1280, 1920, 2432]
-    data, run = two.config.data, two.config.trainer
-    assert (data.sequence_length, run.batch_size, run.micro_batch_size) == (64, 2, 1)
-    assert {name: text["weight"] for name, text in data.mixture.items()} == {"c": 3.0, "a": 1.0}
-    assert first.config == three.config == four.config == config
-    assert three.factor(12) == config.phases["three"].schedule.factor(2, 5)
-    assert four.factor(16) == config.schedule.factor(16, 22)
+    assert [phase.tokens for phase in phases] == [0, 256, 1280, 1920, 2432]
+    assert (two.length, two.batch_size, two.micro_batch_size) == (64, 2, 1)
+    assert {name: text["weight"] for name, text in two.data.mixture.items()} == {"c": 3.0, "a": 1.0}
+    for phase in (first, three, four):
+        assert phase.data == config.data
+        assert (phase.batch_size, phase.micro_batch_size) == (4, None)
+    assert three.factor(12) == config.phases["three"].schedule.over(5)(2)
+    assert four.factor(16) == config.schedule.over(22)(16)
 
 
-def longer(length, rescale=None):
-    (single,) = phases_of(RunConfig(data=DataConfig(sequence_length=length)))
-    return replace(single, name="b", settings=PhaseConfig(1, rescale=rescale))
+def lengthened(layout, length, rescale=None):
+    """The layout of a phase with sequences of ``length`` tokens."""
+    config = RunConfig(data=DataConfig(sequence_length=length))
+    (single,) = phases_of(config)
+    return layout_of_phase(config, replace(single, name="b", rescale=rescale), layout)
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(None, 4.0), (3.0, 3.0)])
 def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor, expected):
     layout = tiny_decoder(training_length=64).layout
-    slowed = layout_of_phase(layout, longer(256, RescaleConfig("pi", factor)))
+    slowed = lengthened(layout, 256, RescaleConfig("pi", factor))
     wanted = [frequency / expected for frequency in layout.layers[0].spectra[0].inv_freq]
     assert slowed.layers[0].spectra[0].inv_freq == pytest.approx(wanted)
     with pytest.raises(UserError, match=r"phases\.b\.rescale: its sequences are no longer"):
-        layout_of_phase(layout, longer(32, RescaleConfig("pi")))
+        lengthened(layout, 32, RescaleConfig("pi"))
 
 
 def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
     layout = tiny_decoder(training_length=64, windows=[16, None]).layout
-    after = layout_of_phase(layout, longer(256, RescaleConfig(base=2e6)))
+    after = lengthened(layout, 256, RescaleConfig(base=2e6))
     windowed, whole = (layer.spectra[0] for layer in after.layers)
     assert windowed == layout.layers[0].spectra[0]
     assert whole == by_name("rope", 2 * len(whole.inv_freq), 256, base=2e6)
     assert after.training_length == 256
     slowed = layout.rescaled(RESCALINGS["yarn"], 4.0)
     with pytest.raises(ValueError, match="frequencies that are not"):
-        layout_of_phase(slowed, longer(256, RescaleConfig(base=2e6)))
+        lengthened(slowed, 256, RescaleConfig(base=2e6))
 
 
 def test_a_temperature_without_reference_refers_to_the_length_of_the_last_phase(tiny_decoder):
     values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
     values["spectra"][0]["temperature"]["reference"] = None
-    layout = layout_of_phase(Layout.from_dict(values), longer(1024))
+    layout = lengthened(Layout.from_dict(values), 1024)
     assert layout.at(1024).spectra[0].temperature.scale == 1

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from trainer.common.errors import PreemptedError
 from trainer.common.ranks import process_group
-from trainer.config import RunConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.parsing import parse
+from trainer.runs.phases import Run
 from trainer.training.fit import train
 
 
@@ -33,22 +33,24 @@ class TellRank1(L.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train_as_told(config: RunConfig, begin: str | None, stop: int | None) -> None:
+def train_as_told(run: Run, begin: str | None, stop: int | None) -> None:
     rank = dist.get_rank()
     if not rank:
-        directory = Path(config.run_dir) / "checkpoints"
+        directory = run.directory / "checkpoints"
         directory.mkdir(parents=True)
         if begin:
             shutil.copytree(begin, directory / Path(begin).name)
             shutil.copy(Path(begin).parent.parent / "metrics.csv", directory.parent)
+    config = run.config
     corpus = prepare_corpus(config.data, config.tokenizer)
     if stop is not None:
         try:
             tell = {"_target_": "__main__.TellRank1", "rank": rank, "step": stop}
-            train(replace(config, callbacks={"tell": tell}), corpus)
+            told = replace(config, callbacks={"tell": tell})
+            train(replace(run, config=told), corpus)
         except PreemptedError as error:
-            Path(config.run_dir, f"stopped-{rank}").write_text(str(error))
-    train(config, corpus)
+            Path(run.directory, f"stopped-{rank}").write_text(str(error))
+    train(run, corpus)
 
 
 torch.set_num_threads(1)

@@ -76,6 +76,10 @@ def configs(directory, runs):
     }
 
 
+def text_of(run):
+    return prepare_corpus(run.config.data, run.config.tokenizer)
+
+
 KEYS = ("loss", "gradient_norm")
 
 
@@ -89,8 +93,8 @@ def curves(directory):
     (directory / "a.jsonl").write_text("".join(lines))
     alone = configs(directory, ALONE)
     with patch("torch.compile", partial(torch.compile, backend="aot_eager")):
-        for config in alone.values():
-            train(config, prepare_corpus(config.data, config.tokenizer))
+        for run in alone.values():
+            train(run, text_of(run))
     for rank in run_ranks(2, __file__, directory, cwd=directory):
         if rank.returncode:
             raise RuntimeError(rank.stderr[-8000:])
@@ -106,8 +110,8 @@ def curves(directory):
 def main():
     torch.set_num_threads(1)
     with process_group("ddp"):
-        for config in configs(Path(sys.argv[1]), TOGETHER).values():
-            train(config, prepare_corpus(config.data, config.tokenizer))
+        for run in configs(Path(sys.argv[1]), TOGETHER).values():
+            train(run, text_of(run))
 
 
 if __name__ == "__main__":

@@ -59,13 +59,13 @@ def launch(base, directory, ranks, jobs):
         name: (merged({**base, "run_dir": str(directory / name)}, changes), begin, stop)
         for name, (changes, begin, stop) in jobs.items()
     }
-    config = parse(next(iter(jobs.values()))[0])
+    config = parse(next(iter(jobs.values()))[0]).config
     prepare_corpus(config.data, config.tokenizer)  # several processes would not
     path = directory / f"jobs-{ranks}.json"
     path.write_text(json.dumps(list(jobs.values()), default=str))
     for rank in run_ranks(ranks, SCRIPT, path, cwd=directory):
         assert rank.returncode == 0, rank.stderr[-8000:]
-    return {name: parse(values) for name, (values, _, _) in jobs.items()}
+    return {name: parse(values).config for name, (values, _, _) in jobs.items()}
 
 
 @pytest.fixture(scope="module")

@@ -85,9 +85,9 @@ def steps(base, tmp_path, monkeypatch, changes):
     monkeypatch.setattr(Tally, "lately_skipped_in_a_row", lambda _: 0)
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     stop = {"callbacks": {"stop": {"_target_": f"{__name__}.StopAfter", "step": 8}}}
-    config = parse(merged(merged(merged(base, rare), stop), changes))
+    run = parse(merged(merged(merged(base, rare), stop), changes))
     with pytest.raises(EnoughError):
-        train(config, prepare_corpus(config.data, config.tokenizer))
+        train(run, prepare_corpus(run.config.data, run.config.tokenizer))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -97,7 +97,7 @@ def test_steps_before_and_after_the_drop(base, tmp_path, monkeypatch, name):
 
 def test_reading_a_value_fails(base, tmp_path):
     """The check itself: a logged row reads the loss."""
-    config = parse(
+    run = parse(
         merged(
             base,
             {
@@ -108,4 +108,4 @@ def test_reading_a_value_fails(base, tmp_path):
         ),
     )
     with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
-        train(config, prepare_corpus(config.data, config.tokenizer))
+        train(run, prepare_corpus(run.config.data, run.config.tokenizer))

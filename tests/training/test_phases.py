@@ -20,7 +20,7 @@ from trainer.positional.rescaling import position_interpolation
 from trainer.runs.directory import read_metrics
 from trainer.runs.models import name_and_role, read_run
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import drop_step
+from trainer.runs.phases import phases_of
 
 PHASES = {
     "first": {"steps": 4},
@@ -51,7 +51,7 @@ def test_tokens_rates_and_phases_are_counted_over_all_of_them(whole):
     config, _ = whole
     rows = {row["step"]: row for row in rows_of(config)}
     assert config.trainer.max_steps == 12
-    assert drop_step(config) == 7
+    assert phases_of(config).drop_step == 7
     tokens = {step: step * 128 for step in (2, 4, 6, 7, 8, 9, 10, 12)}
     assert {step: row["tokens"] for step, row in rows.items()} == tokens
     assert {step: row["phase"] for step, row in rows.items()} == {
@@ -209,11 +209,14 @@ def test_a_run_that_begins_with_a_dropped_model_goes_on_and_drops_nothing_again(
 
     def config(from_run, norms="after_drop", **changes):
         model = {"from_run": from_run, "qk_norm": {"when": norms}}
-        return parse(merged(begun, {"model": model, **changes}))
+        return parse(merged(begun, {"model": model, **changes})).config
+
+    def name_of(config):
+        return name_and_role(config, phases_of(config))[0]
 
     last = config(whole.run_dir, drop={"at": None})
-    assert (name_and_role(last)[0], last.positional.layers) == ("NoPE, continued", ["nope"])
+    assert (name_of(last), last.positional.layers) == ("NoPE, continued", ["nope"])
     before = config(early, drop={"at": None}, norms="never")
-    assert (name_and_role(before)[0], before.positional) == ("RoPE", whole.positional)
-    assert drop_step(config(whole.run_dir)) is None
-    assert name_and_role(config(early))[0] == "DroPE"
+    assert (name_of(before), before.positional) == ("RoPE", whole.positional)
+    assert phases_of(config(whole.run_dir)).drop_step is None
+    assert name_of(config(early)) == "DroPE"

@@ -15,11 +15,12 @@ from trainer.checkpoint import BEFORE_DROP, read_state
 from trainer.common.errors import PreemptedError
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import train_tokenizer
+from trainer.runs.directory import plain
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.training.fit import train
-from trainer.training.run import effect_probe
+from trainer.training.measurements import effect_probe
 from trainer.workflows.text import open_corpus
 
 
@@ -60,9 +61,9 @@ def begin(base, published, tmp_path):
             "model": {"from_pretrained": str(published[0]), "qk_norm": {"when": "after_drop"}},
             "drop": {"at": 0, "effect_sequences": 4, "schedule": {"warmup_steps": 2}},
         }
-        config = parse(merged(values, changes))
+        run = parse(merged(values, changes))
         (tmp_path / name).mkdir(exist_ok=True)
-        return config, train(config, open_corpus(config))
+        return run.config, train(run, open_corpus(run))
 
     return go
 
@@ -70,11 +71,11 @@ def begin(base, published, tmp_path):
 @torch.no_grad()
 def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, published):
     config, run = begin()
-    corpus = open_corpus(config)
+    corpus = open_corpus(parse(plain(config)))
     assert (
         corpus.tokenizer.to_str() == Tokenizer.from_file(f"{published[0]}/tokenizer.json").to_str()
     )
-    probe = effect_probe(corpus, phases_of(config)[1])
+    probe = effect_probe(corpus, phases_of(config)[1], 4)
     ids, targets = probe[:, :-1], probe[:, 1:]
     logits = published[1](ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

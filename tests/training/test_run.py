@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,14 +33,14 @@ from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning.module import LanguageModule
 from trainer.model.decoder import initial_value
 from trainer.positional.layout import drop
-from trainer.runs.directory import write_metrics
+from trainer.runs.directory import plain, write_metrics
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.training import dashboards
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
-from trainer.training.run import effect_probe
+from trainer.training.measurements import effect_probe
 from trainer.training.setup import make_decoder
 
 VARIANTS = {
@@ -66,7 +65,7 @@ def test_effect_of_the_drop_matches_the_checkpoints(finished):
     """Before it with the encoding and without, and from the last one; on held-out text alone."""
     config, trained = finished
     corpus = prepare_corpus(config.data, config.tokenizer)
-    probe = effect_probe(corpus, phases_of(config)[1])
+    probe = effect_probe(corpus, phases_of(config)[1], 4)
     ids, targets = probe[:, :-1], probe[:, 1:]
 
     def losses(model):
@@ -127,7 +126,7 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
     model = read_run(path).decoder()
     corpus = prepare_corpus(config.data, config.tokenizer)
-    ids = effect_probe(corpus, phases_of(config)[1])[:, :-1]
+    ids = effect_probe(corpus, phases_of(config)[1], 4)[:, :-1]
     seen = {}
     for name, module in model.named_modules():
         if name.endswith(("q_proj", "k_proj")):
@@ -148,10 +147,11 @@ def test_control_branches_off_before_the_drop(finished, base, tmp_path):
     branch = Path(main.run_dir) / "checkpoints" / BEFORE_DROP
     configs = []
     for name, begin in (("control", branch), ("whole", None)):
-        config = parse(merged(base, {"run_dir": str(tmp_path / name)}))
-        config = replace(config, drop=replace(config.drop, at=None))
+        changes = {"run_dir": str(tmp_path / name), "drop": {"at": None}}
+        control = parse(merged(base, changes))
+        config = control.config
         (tmp_path / name).mkdir()
-        trained = train(config, prepare_corpus(config.data, config.tokenizer), begin)
+        trained = train(control, prepare_corpus(config.data, config.tokenizer), begin)
         assert read_run(trained).decoder().layout.layers[0].spectra[0].rotates
         configs.append(config)
     assert_same_tensors(*map(checkpoint_of, configs))
@@ -215,7 +215,7 @@ def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, 
     wandb.teardown()
     dashboards._wandb.cache_clear()  # another process
     config, _ = run(logger={"wandb": True, "offline": True})
-    log_results(config, {32: {"evaluation/loss/DroPE": 4.0}})
+    log_results(parse(plain(config)), {32: {"evaluation/loss/DroPE": 4.0}})
     wandb.teardown()
     first, second = sorted(Path(config.run_dir).rglob("*.wandb"), key=lambda p: p.stat().st_mtime)
     assert first.name == second.name
@@ -242,7 +242,9 @@ def test_two_accumulated_steps_are_those_of_autograd_clip_grad_norm_and_plain_ad
     config, trained = run(trainer=changes, drop={"at": None}, model={"qk_norm": {"when": "never"}})
     corpus = prepare_corpus(config.data, config.tokenizer)
     samples = TrainingSamples(corpus, config.data, config.seed)
-    model = make_decoder(config, vocabulary_size(corpus.tokenizer)).to_empty(device="cpu")
+    model = make_decoder(parse(plain(config)), vocabulary_size(corpus.tokenizer)).to_empty(
+        device="cpu"
+    )
     model.fill(lambda name, empty: initial_value(model.config, name, empty.shape, config.seed))
     matrices = [p for n, p in model.named_parameters() if "layers" in n and p.ndim == 2]
     others = [p for n, p in model.named_parameters() if not ("layers" in n and p.ndim == 2)]

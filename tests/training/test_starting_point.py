@@ -20,7 +20,6 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import phases_of
 from trainer.training.fit import starting_point
 from trainer.training.rows import epochs_read
 
@@ -96,14 +95,13 @@ def test_epochs_are_those_of_all_orders_of_samples_together(base, corpus):
         "c": {"steps": 4, "sequence_length": 64}, "d": {"steps": 2},
     }  # fmt: skip
     never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
-    config = parse(merged(base, {"run_dir": "x", "phases": phases, **never}))
-    trained = phases_of(config)
+    trained = parse(merged(base, {"run_dir": "x", "phases": phases, **never})).phases
     read = epochs_read(corpus, trained)
     (name,) = read(0)
     times = 0.0
     for step in range(11):
         phase = next(p for p in trained if p.start <= step < p.end)
-        order = TrainingSamples(corpus, phase.config.data, phase.seed)
+        order = TrainingSamples(corpus, phase.data, phase.seed)
         assert read(step)[name] == pytest.approx(times)
-        times += order.epochs(phase.config.trainer.batch_size)[name]
+        times += order.epochs(phase.batch_size)[name]
     assert read(11)[name] == pytest.approx(times)

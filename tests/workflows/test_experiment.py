@@ -17,8 +17,7 @@ from trainer.evaluation import engine
 from trainer.report.report import FACTS, RunSummary, troubles
 from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
-from trainer.runs.parsing import merged, parse, runs_of
-from trainer.runs.phases import drop_step, phases_of
+from trainer.runs.parsing import merged, parse
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
     branch_checkpoint,
@@ -29,6 +28,10 @@ from trainer.workflows.experiment import (
 )
 
 
+def label_of(run):
+    return name_and_role(run.config, run.phases)[0]
+
+
 def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
     controls = {
         "rope": {"branch": "drop", "drop": {"at": None}},
@@ -36,11 +39,11 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
         "nope": {"positional": {"layers": ["nope"]}, "drop": {"at": None}},
     }
     values = {"name": "x", "run_dir": "runs/x", "drop": {"at": 10}}
-    config = parse({**values, "controls": controls})
-    labels = {name: name_and_role(run)[0] for name, run in runs_of(config).items()}
+    run = parse({**values, "controls": controls})
+    labels = {name: label_of(each) for name, each in run.runs.items()}
     assert labels == {"main": "DroPE", "rope": "RoPE", "early": "DroPE", "nope": "NoPE"}
     checkpoints = Path("runs/x/checkpoints")
-    branches = {name: branch_checkpoint(config, name) for name in labels}
+    branches = {name: branch_checkpoint(run, each) for name, each in run.runs.items()}
     assert branches == {
         "main": None,
         "rope": checkpoints / "before-drop",
@@ -52,24 +55,23 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
 def test_an_encoding_without_rotation_has_nothing_to_drop():
     for name, step in (("rope", 850), ("alibi", 850), ("nope", None)):
         values = {"positional": {"layers": [name]}, "drop": {"at": 0.85}}
-        config = parse(values)
-        assert drop_step(config) == step
-        assert len(phases_of(config)) == (1 if step is None else 2)
-    assert name_and_role(config)[0] == "NoPE"
+        run = parse(values)
+        assert run.phases.drop_step == step
+        assert len(run.phases) == (1 if step is None else 2)
+    assert label_of(run) == "NoPE"
 
 
 def test_a_control_may_have_the_schedule_of_the_drop_and_keep_its_encoding():
     drop = {"at": 0.85, "schedule": {"peak": 0.5, "warmup_steps": 20}}
     controls = {"same": {"branch": "drop", "drop": {"to": "same"}}}
-    config = parse({"run_dir": "x", "drop": drop, "controls": controls})
-    run, control = runs_of(config).values()
-    of_run, of_control = phases_of(run), phases_of(control)
+    run, control = parse({"run_dir": "x", "drop": drop, "controls": controls}).runs.values()
+    of_run, of_control = run.phases, control.phases
     rates = [[phase.factor(step) for step in range(phase.start, 1000)] for phase in of_run]
     assert rates == [[p.factor(step) for step in range(p.start, 1000)] for p in of_control]
-    assert of_control[1].settings.optimizer_state == of_run[1].settings.optimizer_state == "reset"
-    assert of_run[1].settings.drop is not None
-    assert of_control[1].settings.drop is None
-    assert [name_and_role(run)[0] for run in (run, control)] == [
+    assert of_control[1].optimizer_state == of_run[1].optimizer_state == "reset"
+    assert of_run[1].drop is not None
+    assert of_control[1].drop is None
+    assert [label_of(run) for run in (run, control)] == [
         "DroPE",
         "RoPE, schedule of a drop",
     ]
@@ -82,27 +84,27 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(
     phases = {"phases": {"a": {"steps": 6}, "b": {"steps": 6, "batch_size": 3}}}
     values = {**base, "drop": {"at": None}, "model": {**base["model"], "qk_norm": {}}}
     with pytest.raises(UserError, match=r"^strategy: single uses one process, and 2 were started$"):
-        check_machine(runs_of(parse({**values, "run_dir": str(tmp_path / "x")})))
+        check_machine(parse({**values, "run_dir": str(tmp_path / "x")}))
     values["strategy"] = {"name": "ddp"}
     for changes in (phases, {"controls": {"odd": phases}}):
-        config = parse(merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
+        run = parse(merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):
-            check_machine(runs_of(config))
+            check_machine(run)
 
 
 def test_a_report_answers_for_its_evaluation_and_its_controls_alone(tmp_path):
     values = {"run_dir": str(tmp_path / "x"), "controls": {"a": {"seed": 1}}}
-    config = parse(values)
+    config = parse(values).config
     place = open_run_directory(config)
     assert not is_finished(config)
     (place / FACTS).write_text(json.dumps({"config": without_home(plain(config))}))
     assert is_finished(config)
-    assert is_finished(parse(values | {"name": "again"}))
+    assert is_finished(parse(values | {"name": "again"}).config)
     for changes in ({"evaluation": {"windows": 3}}, {"controls": {}}, {"overwrite": True}):
-        assert not is_finished(parse(values | changes))
+        assert not is_finished(parse(values | changes).config)
     (place / "checkpoints" / "step-000001").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
-        is_finished(parse(values | {"seed": 1}))
+        is_finished(parse(values | {"seed": 1}).config)
 
 
 EVALUATION = {
@@ -137,15 +139,15 @@ def measured(monkeypatch):
 @pytest.mark.slow
 def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, measured):
     run_dir = tmp_path / "run"
-    config = parse({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
+    planned = parse({**base, "run_dir": str(run_dir), "evaluation": EVALUATION})
     measured.limit = 3
     with pytest.raises(KeyboardInterrupt):
-        run_experiment(config)
+        run_experiment(planned)
     assert not (run_dir / "facts.json").exists()
     trained = (run_dir / "metrics.csv").read_text()
 
     measured.limit = None
-    report = run_experiment(config)
+    report = run_experiment(planned)
     assert (run_dir / "metrics.csv").read_text() == trained
     cells = report.rows.drop_duplicates(["method", "task", "length"])
     count = len(measured)
@@ -160,11 +162,13 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     assert any("Recalibration wins back" in o.claim for o in report.observations)
 
     # `evaluate` has nothing left to measure, and a finished run is shown as it was.
-    again, output = evaluate_lengths(EvaluationRequest(str(run_dir), evaluation=config.evaluation))
+    again, output = evaluate_lengths(
+        EvaluationRequest(str(run_dir), evaluation=planned.config.evaluation)
+    )
     assert output == run_dir / "evaluation"
     pd.testing.assert_frame_equal(again.trials, report.trials)
     assert len(measured) == count
-    same = run_experiment(config)
+    same = run_experiment(planned)
     assert same.observations == report.observations
 
 
@@ -195,11 +199,11 @@ def test_a_run_may_end_without_an_evaluation(base, tmp_path, measured):
 
 
 def made(tmp_path, rows, effects=None, **values):
-    config = parse({"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
+    run = parse({"run_dir": str(tmp_path), "trainer": {"max_steps": 20}, **values})
     state = {"effects": effects or {}}
     write_metrics(tmp_path / "metrics.csv", rows)
-    model = SimpleNamespace(run=config, name="Mine", parameters=123, state=state, home=tmp_path)
-    return summary_of(model)
+    model = SimpleNamespace(name="Mine", parameters=123, state=state)
+    return summary_of(run, model)
 
 
 def test_a_run_with_a_drop_and_a_longer_phase(tmp_path):
@@ -244,6 +248,6 @@ def test_a_run_whose_weights_are_not_finite_is_marked(tmp_path):
 
 @pytest.mark.parametrize("key", ["methods", "tasks"])
 def test_what_a_run_is_to_be_measured_by_exists_before_it_trains(base, key):
-    config = parse({**base, "evaluation": {key: ["none", "yarnn"]}})
+    run = parse({**base, "evaluation": {key: ["none", "yarnn"]}})
     with pytest.raises(UserError, match=rf"evaluation\.{key}: .*, got "):
-        check_machine(runs_of(config))
+        check_machine(run)

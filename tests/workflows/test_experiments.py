@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import reduce
-from pathlib import Path
-
 import pytest
 
 from tests.program import ROOT
@@ -79,24 +76,26 @@ def small(name, base, tmp_path):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "write_renderings", lambda *_: [])  # half of the time
-    config = parse(small(name, base, tmp_path))
-    report = run_experiment(config)
-    phases, run_dir = phases_of(config), Path(config.run_dir)
+    trained = parse(small(name, base, tmp_path))
+    report = run_experiment(trained)
+    config, phases, run_dir = trained.config, trained.phases, trained.directory
     rows = read_metrics(run_dir / "metrics.csv")
     assert [row["step"] for row in rows] == [*range(1, phases[-1].end + 1)]
     assert {row["phase"] for row in rows} == {*range(len(phases))}
     run, *others = report.runs
     assert len(others) == len(config.controls)
-    dropped = [phase.start for phase in phases if phase.settings.drop]
+    dropped = [phase.start for phase in phases if phase.drop]
     assert {change["step"] for change in run.changes} >= {*dropped}
     assert all(change["loss_end"] is not None for change in run.changes)
-    assert set(report.rows.length) == {config.training_length, 2 * config.training_length}
+    assert set(report.rows.length) == {phases.last.length, 2 * phases.last.length}
     assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         state = read_state(find_checkpoint(str(place)))
         saved = saved_config(state["config"])
-        last = reduce(layout_of_phase, phases_of(saved), configured_layout(saved))
-        assert last == Layout.from_dict(state["layout"])  # as was foreseen
+        layout = configured_layout(saved)
+        for phase in phases_of(saved):
+            layout = layout_of_phase(saved, phase, layout)
+        assert layout == Layout.from_dict(state["layout"])  # as was foreseen
 
 
 def _few(controls):

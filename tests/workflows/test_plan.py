@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,13 +12,19 @@ import yaml
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.commands import compose_words, run_config
+from trainer.commands import compose_words, run_of
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
-from trainer.runs.parsing import parse, runs_of
-from trainer.runs.phases import drop_step
-from trainer.training.setup import make_decoder
-from trainer.workflows.plan import activation_bytes, flops, longest, parameters, plan
+from trainer.runs.parsing import parse
+from trainer.workflows.plan import (
+    Requirements,
+    activation_bytes,
+    decoder,
+    flops,
+    longest,
+    parameters,
+    plan,
+)
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
 COSTS = yaml.safe_load((ROOT / "docs" / "reproduce.yaml").read_text())["costs"]
@@ -39,8 +44,8 @@ PUBLISHED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models_have_their_parameters(model):
-    config = run_config(compose_words([f"model={model}", "data.sequence_length=2048"]))
-    counted = parameters(make_decoder(config, 0))
+    run = run_of(compose_words([f"model={model}", "data.sequence_length=2048"]))
+    counted = parameters(decoder(run))
     assert (counted["in all"], counted["without embeddings and head"]) == PUBLISHED[model]
 
 
@@ -49,32 +54,31 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     values = {"name": "x", "run_dir": "x", "model": NANO, "controls": controls}
     values |= {"data": {"sequence_length": 64}, "drop": {"at": 0.75}}
     values |= {"trainer": {"max_steps": 100, "batch_size": 8}}
-    config = parse(values)
-    model = make_decoder(config, 0)
+    run = parse(values)
+    model = decoder(run)
     a_step = 3 * 8 * forward_flops(model.config, model.layout, 64)
-    rope = runs_of(config)["rope"]
-    assert flops(config) == 100 * a_step
-    assert flops(rope, begin=drop_step(config)) == 25 * a_step
-    rows = plan(config, 1, 0.5)["Training"]
+    assert flops(run) == 100 * a_step
+    assert flops(run.controls["rope"], begin=run.phases.drop_step) == 25 * a_step
+    rows = plan(run, 1, 0.5)["Training"]
     assert float(rows["operations of rope"]) == pytest.approx(25 * a_step, rel=1e-2)
 
 
 def test_operations_of_phases_are_those_of_their_lengths_and_batches():
     phases = {"short": {"steps": 10}, "long": {"steps": 3, "sequence_length": 256, "batch_size": 4}}
     values = {"model": NANO, "data": {"sequence_length": 64}, "phases": phases}
-    config = parse(values)
-    model = make_decoder(config, 0)
+    run = parse(values)
+    model = decoder(run)
     short, long = (3 * forward_flops(model.config, model.layout, n) for n in (64, 256))
-    assert flops(config) == 10 * 32 * short + 3 * 4 * long
-    assert flops(config, begin=11) == 2 * 4 * long
+    assert flops(run) == 10 * 32 * short + 3 * 4 * long
+    assert flops(run, begin=11) == 2 * 4 * long
 
 
 def test_hours_follow_from_operations_peak_and_mfu():
     """The peak of an H100 is 989.4 TFLOP/s in bf16."""
-    run = {"precision": "bf16", "max_steps": 10**9, "batch_size": 32}
-    config = parse({"model": NANO, "strategy": {"name": "ddp"}, "trainer": run})
-    hours = flops(config) / (989.4e12 * 0.25) / 3600
-    *_, rows = plan(config, 4, 0.25).values()
+    trainer = {"precision": "bf16", "max_steps": 10**9, "batch_size": 32}
+    run = parse({"model": NANO, "strategy": {"name": "ddp"}, "trainer": trainer})
+    hours = flops(run) / (989.4e12 * 0.25) / 3600
+    *_, rows = plan(run, 4, 0.25).values()
     assert rows["4 x H100 80GB HBM3"] == f"{hours / 4:,.3g} hours, {hours:,.0f} GPU-hours"
 
 
@@ -87,16 +91,15 @@ def test_the_vocabulary_has_the_words_of_the_needles():
 
 def test_the_longest_sequence_fills_four_fifths_of_a_gpu():
     """A token leaves h in every layer, and the activations of one layer (docs/running.md)."""
-    run = {"precision": "bf16", "batch_size": 8}
+    trainer = {"precision": "bf16", "batch_size": 8}
     strategy = {"name": "fsdp2", "activation_checkpointing": "full"}
-    config = parse({"model": NANO, "strategy": strategy, "trainer": run})
-    rows = plan(config, 8, 0.4)["Longest sequence that fits, about"]
+    run = parse({"model": NANO, "strategy": strategy, "trainer": trainer})
+    rows = plan(run, 8, 0.4)["Longest sequence that fits, about"]
     a_token = 2 * (3 * 64 + 5 * 64 + 4 * 64 + 3 * 64 + 4 * 160)
-    state = 16 * sum(p.numel() for p in make_decoder(config, 0).parameters()) / 8
+    state = 16 * sum(p.numel() for p in decoder(run).parameters()) / 8
     tokens = (0.8 * 139 * 2**30 - state) / a_token
     assert int(rows["H200"].split()[0].replace(",", "")) == pytest.approx(tokens, abs=1024)
-    large = replace(config, model=replace(config.model, hidden_size=1 << 18))
-    assert set(longest(large, 8).values()) == {"none"}
+    assert set(longest(Requirements(state=139 * 2**30, token=a_token)).values()) == {"none"}
 
 
 @pytest.mark.slow
@@ -121,8 +124,8 @@ def test_sharding_takes_the_state_off_a_gpu():
 @pytest.mark.slow
 def test_activations_are_about_those_that_autograd_saves():
     values = {"model": NANO | {"hidden_size": 128, "num_hidden_layers": 6, "vocab_size": 64}}
-    config = parse(values)
-    model = Decoder(config.model, make_decoder(config, 0).layout)
+    run = parse(values)
+    model = Decoder(run.config.model, run.layout)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 
@@ -137,7 +140,7 @@ def test_activations_are_about_those_that_autograd_saves():
         loss = model.loss(ids, ids)
     measured = sum(size for size, _ in saved.values()) / ids.numel()
     assert loss.requires_grad
-    assert activation_bytes(config.model, 4, "none") == pytest.approx(measured, rel=0.35)
+    assert activation_bytes(run.config.model, 4, "none") == pytest.approx(measured, rel=0.35)
 
 
 @pytest.mark.parametrize(

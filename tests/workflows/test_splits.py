@@ -23,10 +23,10 @@ from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import document_hash
 from trainer.data.tokenizer import SpecialTokens
 from trainer.positional.config import PositionalConfig, build_layout
+from trainer.runs.directory import plain
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
-from trainer.training.benchmarks import benchmark_tasks
-from trainer.training.run import effect_probe
+from trainer.training.measurements import benchmark_tasks, effect_probe
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import measure_models
@@ -62,7 +62,7 @@ def config(base, tmp_path_factory):
     }
     benchmarks = {"every": 2, "tasks": ["perplexity", "statements"], "lengths": [1, 4], "limit": 4}
     others = {"tokenizer": {"vocab_size": 600}, "run_dir": "x"}
-    return parse(merged(base, {"data": data, "benchmarks": benchmarks, **others}))
+    return parse(merged(base, {"data": data, "benchmarks": benchmarks, **others})).config
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,9 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 
 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
-    probe = effect_probe(corpus, phases_of(config)[0])
+    probe = effect_probe(corpus, phases_of(config)[0], 4)
     assert seen(probe[:, 1:].numpy()) == {"validation"}
-    *perplexities, short, long = benchmark_tasks(config, corpus)
+    *perplexities, short, long = benchmark_tasks(parse(plain(config)), corpus)
     for perplexity, statements in zip(perplexities, (short, long), strict=True):
         assert seen(perplexity.batches.args[0]) == {"validation"}
         assert seen(statements.batches.args[0].prompts) == {"validation"}

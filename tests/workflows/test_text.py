@@ -14,7 +14,6 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
-from trainer.config import RunConfig
 from trainer.data.tokenizer import SpecialTokens
 from trainer.runs.parsing import parse
 from trainer.workflows import text
@@ -29,8 +28,8 @@ def test_text_must_hold_the_longest_sequences_of_any_run(phases, length, monkeyp
     monkeypatch.setattr(text, "prepare_corpus", lambda data, *_, **__: data)
     controls = {"other": {"phases": phases}}
     for keys in ({"phases": phases}, {"controls": controls}):
-        config = parse({"run_dir": "x", "data": {"sequence_length": 32}, **keys})
-        assert open_corpus(config) == replace(config.data, sequence_length=length)
+        run = parse({"run_dir": "x", "data": {"sequence_length": 32}, **keys})
+        assert open_corpus(run) == replace(run.config.data, sequence_length=length)
 
 
 def test_a_checkpoint_without_its_state_keeps_no_run_from_resuming(tmp_path, monkeypatch):
@@ -44,15 +43,15 @@ def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypat
         return Tokenizer(WordLevel({word: 299}, unk_token=word))
 
     corpus = SimpleNamespace(tokenizer=tokenizer("a"))
-    config = RunConfig()
-    runs = [replace(config, model=replace(config.model, vocab_size=n)) for n in (300, 299)]
-    check_vocabularies({"main": runs[0]}, corpus)
+    run = parse({})
+    large, small = (parse({"model": {"vocab_size": size}}) for size in (300, 299))
+    check_vocabularies({"main": large}, corpus)
     with pytest.raises(UserError, match="expected at least 300, got 299"):
-        check_vocabularies({"main": config, "small": runs[1]}, corpus)
+        check_vocabularies({"main": run, "small": small}, corpus)
     own = SpecialTokens(tokenizer("b"), None, None, 0, frozenset())
     monkeypatch.setattr(text, "tokens_of_weights", lambda run: own)
     with pytest.raises(UserError, match="another tokenizer"):
-        check_vocabularies({"main": config}, corpus)
+        check_vocabularies({"main": run}, corpus)
 
 
 MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "revision": "2"}}}
@@ -83,10 +82,10 @@ def test_all_texts_of_a_mixture_have_the_tokenizer_of_the_first(tmp_path):
     write_texts(tmp_path / "texts")
     mixture = {name: {"files": [str(tmp_path / "texts" / f"{name}.jsonl")]} for name in "01"}
     data = {"source": "files", "mixture": mixture, "cache_dir": str(tmp_path / "cache")}
-    config = parse({"data": data, "tokenizer": {"vocab_size": 300}})
-    first, second = lines = list(prepare_texts(config))
+    run = parse({"data": data, "tokenizer": {"vocab_size": 300}})
+    first, second = lines = list(prepare_texts(run))
     for line in lines:
         assert re.fullmatch(r".*jsonl: \d+ documents, tokens train [\d,]+, val.*, test .*", line)
     places = [Path(line.rpartition(" in ")[2]) / "tokenizer.json" for line in (first, second)]
     assert places[0].read_text() == places[1].read_text()
-    assert list(prepare_texts(config)) == lines
+    assert list(prepare_texts(run)) == lines

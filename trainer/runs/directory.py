@@ -24,7 +24,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import expecting, write_atomically
 from trainer.config import SAME, RunConfig
-from trainer.runs.phases import drop_step
+from trainer.runs.phases import phases_of
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +103,11 @@ def lacks_schedule_control(runs: Sequence[str]) -> bool:
     """
     directories = [Path(run) for run in runs]
     configs = [saved_config(read_record(d)) for d in directories if (d / RECORD).is_file()]
-    controls = [c.get("drop") or {} for config in configs for c in config.controls.values()]
-    targets = [c.drop.to for c in configs] + [drop.get("to") for drop in controls]
-    return len({drop_step(c) is None for c in configs}) == 2 and SAME not in targets
+    drops = {phases_of(config).drop_step is not None for config in configs}
+    targets: list[str | None] = [config.drop.to for config in configs]
+    for config in configs:
+        targets += [(changes.get("drop") or {}).get("to") for changes in config.controls.values()]
+    return drops == {True, False} and SAME not in targets
 
 
 def read_record(directory: Path) -> dict[str, Any]:

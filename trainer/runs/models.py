@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -30,7 +30,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import checksum
 from trainer.common.processes import cores
-from trainer.config import SAME, DataConfig, RunConfig
+from trainer.config import SAME, ChangeConfig, DataConfig, RunConfig
 from trainer.data.checksums import checksums_once
 from trainer.data.corpus import Corpus
 from trainer.data.sources import cache_directory
@@ -45,7 +45,7 @@ from trainer.model.language_model import LanguageModel
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import is_published, saved_config
-from trainer.runs.phases import drop_step, phase_at, phases_of
+from trainer.runs.phases import Phases, phases_of
 
 # Finding
 
@@ -59,35 +59,84 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         UserError: there is none, it is damaged, or transformers cannot compute ``hf:DIRECTORY`` by
             itself.
     """
-    run: RunConfig | None = None
-    role: str | None = None
-    state: dict[str, Any] = {}
-    computed_by: str | None = None
-    read: Callable[[str, torch.dtype], LanguageModel]
-    lengths = [training_length]
     if reference.startswith("hf:"):
-        from trainer.interchange.adapted import read_adapted  # imports transformers
+        return _computed_by_transformers(reference, training_length)
+    if is_published(reference):
+        path = find_pretrained(reference)
+        weights, key = read_pretrained(reference), _files_fingerprint(path)
+        return _saved_model(
+            Path(reference).name, reference, path, weights, key, lengths=[training_length]
+        )
+    return _trained_here(reference, training_length)
 
-        path = Path(reference.removeprefix("hf:")).expanduser()
-        model = read_adapted(path)
-        name, computed_by = f"{path.resolve().name}-hf", f"transformers {version('transformers')}"
-        shape = model.config, model.layout
-        weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
-        read = partial(_read_by_transformers, path)
-        key = f"{computed_by} {_files_fingerprint(path)}"
-    elif is_published(reference):
-        path, weights = find_pretrained(reference), read_pretrained(reference)
-        name, read, key = Path(reference).name, weights.decoder, _files_fingerprint(path)
-    else:
-        path = check_sound(find_checkpoint(reference))
-        state, weights = read_state(path), read_run(path)
-        run, step = saved_config(state["config"]), state["step"]
-        read, key = weights.decoder, checksum(path / MANIFEST)
-        name, role = name_and_role(run, step)
-        if step != run.trainer.max_steps:
-            name = f"{name} ({CHECKPOINTS.get(path.name, path.name)})"
-        if step:
-            lengths.insert(0, phase_at(phases_of(run), step - 1).config.data.sequence_length)
+
+def _computed_by_transformers(reference: str, training_length: int | None) -> SavedModel:
+    """Find the model of ``hf:DIRECTORY``."""
+    from trainer.interchange.adapted import read_adapted  # imports transformers
+
+    path = Path(reference.removeprefix("hf:")).expanduser()
+    model = read_adapted(path)
+    program = f"transformers {version('transformers')}"
+    weights = Pretrained(
+        reference, model.config, model.layout, read_tokenizer(path), {}, read_token_files(path)
+    )
+    found = _saved_model(
+        f"{path.resolve().name}-hf",
+        reference,
+        path,
+        weights,
+        f"{program} {_files_fingerprint(path)}",
+        lengths=[training_length],
+    )
+    return replace(found, read=partial(_read_by_transformers, path), computed_by=program)
+
+
+def _trained_here(reference: str, training_length: int | None) -> SavedModel:
+    """Find the model in a run or one of its checkpoints."""
+    path = check_sound(find_checkpoint(reference))
+    state, weights = read_state(path), read_run(path)
+    run, step = saved_config(state["config"]), state["step"]
+    phases = phases_of(run)
+    name, role = name_and_role(run, phases, step)
+    if step != run.trainer.max_steps:
+        name = f"{name} ({CHECKPOINTS.get(path.name, path.name)})"
+    lengths = [training_length]
+    if step:
+        lengths.insert(0, phases.at(step - 1).length)
+    found = _saved_model(name, reference, path, weights, checksum(path / MANIFEST), lengths=lengths)
+    return replace(
+        found,
+        run=run,
+        role=role,
+        is_dropped=phases.is_dropped(step),
+        before_drop=_before_drop(path, phases, step),
+        state=state,
+    )
+
+
+def _before_drop(path: Path, phases: Phases, step: int) -> Path | None:
+    """Return the checkpoint from just before the drop of a model; None without a drop, or if its
+    sequences grew longer since."""
+    drop_step, before = phases.drop_step, path.parent / BEFORE_DROP
+    if not drop_step or step <= drop_step or not before.is_dir():
+        return None
+    return before if phases.at(drop_step - 1).length == phases.at(step - 1).length else None
+
+
+def _saved_model(
+    name: str,
+    reference: str,
+    path: Path,
+    weights: Pretrained,
+    key: str,
+    *,
+    lengths: Sequence[int | None],
+) -> SavedModel:
+    """Describe a model that is read from ``weights``.
+
+    ``key``: changes with the weights. ``lengths``: lengths of its training, one after another, the
+    last of which is C.
+    """
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
@@ -103,18 +152,15 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         path=path,
         tokens=tokens,
         layout=layout,
-        read=read,
+        read=weights.decoder,
         fingerprint=fingerprint(key, layout.training_length, sorted(tokens.stops)),
         parameters=parameters,
         longest_context=longest,
-        run=run,
-        role=role,
-        state=state,
-        computed_by=computed_by,
     )
 
 
 def _read_by_transformers(path: Path, device: str, dtype: torch.dtype) -> LanguageModel:
+    """Load a model that transformers computes; imports transformers when it is called."""
     from trainer.interchange.adapted import read_adapted  # imports transformers
 
     return read_adapted(path, dtype).to(device)
@@ -139,9 +185,9 @@ def find_models(
     models = distinct([find_model(reference, training_length) for reference in references])
     if with_origins:
         for model in [*models]:
-            before = before_drop(model)
-            if before is not None and model.name not in origins(models):
-                models.insert(models.index(model), find_model(str(before), training_length))
+            if model.before_drop is not None and model.name not in origins(models):
+                before = find_model(str(model.before_drop), training_length)
+                models.insert(models.index(model), before)
     first = models[0]
     for model in models:
         if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
@@ -203,7 +249,7 @@ def encodings_of(reference: str) -> PositionalConfig:
     config = saved_config(state["config"])
     positional = config.positional
     for phase in phases_of(config):
-        change = phase.settings.drop
+        change = phase.drop
         if change is not None and phase.start < state["step"] and not change.of_what:
             positional = replace(positional, layers=[change.to], heads={})
     return positional
@@ -232,30 +278,27 @@ ENCODING_TITLES = {
 }
 
 
-def is_dropped(config: RunConfig, step: int) -> bool:
-    """Whether a run has dropped its encoding after ``step`` steps.
-
-    A drop comes before the first batch of its phase: the checkpoint of that very step precedes it.
-    """
-    return (dropped_at := drop_step(config)) is not None and step > dropped_at
-
-
-def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str | None]:
+def name_and_role(
+    config: RunConfig, phases: Phases, step: int | None = None
+) -> tuple[str, str | None]:
     """Return the name of a run in tables and its role in the papers' claims.
 
     The role is ``drope`` if the run has dropped RoPE from all layers and heads, otherwise its
     encoding, with ``_window`` if it has windows; None for variants, and if heads of a layer differ.
     ``step``: number of steps trained; None: all.
     """
-    positional, depth, drops = config.positional, config.model.num_hidden_layers, []
+    positional, depth = config.positional, config.model.num_hidden_layers
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
-    if is_dropped(config, config.trainer.max_steps if step is None else step):
-        drops = [drop for phase in phases_of(config) if (drop := phase.settings.drop)]
+    drops: list[ChangeConfig] = []
+    if phases.is_dropped(phases.last.end if step is None else step):
+        drops = [phase.drop for phase in phases if phase.drop is not None]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
     variants, encoding = [], None
     if not positional.heads:
         kinds = dict.fromkeys(str(types.get(name, name)) for name in positional.layers[:depth])
-        encoding = "_".join(kinds) + ("_window" if any(positional.windows[:depth]) else "")
+        encoding = "_".join(kinds)
+        if any(positional.windows[:depth]):
+            encoding += "_window"
     if drops and not partial:
         if encoding == "rope":
             return "DroPE", "drope"
@@ -271,32 +314,19 @@ def name_and_role(config: RunConfig, step: int | None = None) -> tuple[str, str 
     return ", ".join([title, *variants]), None if variants else encoding
 
 
-def before_drop(model: SavedModel) -> Path | None:
-    """Return the checkpoint of a model from just before its drop; None without a drop, or if its
-    sequences grew longer since."""
-    run = model.run
-    if run is None or not is_dropped(run, model.state["step"]):
-        return None
-    path, step, phases = model.path.parent / BEFORE_DROP, drop_step(run), phases_of(run)
-    if not step or not path.is_dir():
-        return None
-    before, last = (phase_at(phases, n - 1).config for n in (step, model.state["step"]))
-    return path if before.data.sequence_length == last.data.sequence_length else None
-
-
 def origins(models: Sequence[SavedModel]) -> dict[str, str]:
     """Return for each model that dropped its encoding the name of the model that it came from: one
     of the same run, or else one with the same encoding that did not drop it."""
-    found = {}
+    names = {}
     for model in models:
         run = model.run
-        if run is None or not is_dropped(run, model.state["step"]):
+        if run is None or not model.is_dropped:
             continue
         others = [other for other in models if _keeps_encoding(other, run)]
         others.sort(key=lambda other: _is_of_other_run(other, model))
         if others:
-            found[model.name] = others[0].name
-    return found
+            names[model.name] = others[0].name
+    return names
 
 
 def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
@@ -305,7 +335,7 @@ def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
         return run.model.from_pretrained == model.reference
     shapes = [(c.model.hidden_size, c.model.num_hidden_layers) for c in (model.run, run)]
     is_same = model.run.positional == run.positional and shapes[0] == shapes[1]
-    return is_same and not is_dropped(model.run, model.state["step"])
+    return is_same and not model.is_dropped
 
 
 def _is_of_other_run(other: SavedModel, model: SavedModel) -> tuple[bool, bool]:
@@ -345,17 +375,17 @@ def environment(corpus: Corpus) -> dict[str, Any]:
 def origin(models: Sequence[SavedModel]) -> dict[str, str]:
     """Describe the origin of a page about models by time, command and places, without anything that
     identifies a person."""
-    places = []
+    sources = []
     for model in models:
-        place = f"{model.name}: {model.path}"
+        source = f"{model.name}: {model.path}"
         if "step" in model.state:
-            place += f", step {model.state['step']:,}"
+            source += f", step {model.state['step']:,}"
         if model.computed_by is not None:
-            place += f", computed by {model.computed_by}"
-        places.append(place)
+            source += f", computed by {model.computed_by}"
+        sources.append(source)
     words = shlex.join(["python", "-m", "trainer", *sys.argv[1:]])
     return {
         "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "Command": without_home(words),
-        "Of": without_home("; ".join(places)),
+        "Of": without_home("; ".join(sources)),
     }

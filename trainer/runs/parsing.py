@@ -1,4 +1,4 @@
-"""Plain values to a checked and completed configuration, its controls, and the rules between keys.
+"""Plain values to a checked and resolved run with its controls, and the rules between keys.
 
 A rule is here if breaking it would waste hours of training or give wrong numbers in silence.
 Everything else fails where it happens; an evaluation that fails resumes behind the finished
@@ -8,22 +8,24 @@ training.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
 from trainer.config import MAIN, DataConfig, NeedlesConfig, RunConfig
-from trainer.model.config import check_shape
-from trainer.positional.layout import Layout
+from trainer.model.config import ModelConfig, check_shape
 from trainer.runs.directory import plain
-from trainer.runs.phases import configured_layout, drop_step, layout_of_phase, phases_of
+from trainer.runs.phases import Run, configured_layout, layout_of_phase, phases_of
+
+if TYPE_CHECKING:
+    from trainer.interchange.pretrained import Pretrained
 
 NAMED_BY_USERS = "controls", "callbacks", "phases"
 """Groups whose keys users choose; null stands for none."""
 
 
-def parse(values: dict[str, Any]) -> RunConfig:
-    """Validate plain values into a complete ``RunConfig``.
+def parse(values: dict[str, Any]) -> Run:
+    """Check plain values, complete them, and resolve them to a run with its controls.
 
     A run whose ``drop`` would change nothing, such as one of NoPE, has none. A run that begins with
     trained weights has their shape.
@@ -32,57 +34,65 @@ def parse(values: dict[str, Any]) -> RunConfig:
         UserError: unknown keys, wrong types, or a broken rule.
         ValueError: an encoding does not fit the model, or a phase asks for an impossible change.
     """
-    values = values | {k: {} for k in NAMED_BY_USERS if values.get(k, ...) is None}
+    values = dict(values)
+    for name in NAMED_BY_USERS:
+        if name in values and values[name] is None:
+            values[name] = {}
     config = validated(RunConfig, values)
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
         config = replace(config, trainer=replace(config.trainer, max_steps=steps))
-    config, layout = _with_trained_shape(config)
+    weights = None
+    if config.model.is_trained:
+        # Reading weights needs torch, which a wrong configuration must not wait for.
+        from trainer.runs.models import encodings_of, starting_weights
+
+        weights = starting_weights(config.model)
+        assert weights is not None
+        config = replace(config, model=_trained_shape(config.model, weights))
+        if config.model.from_run is not None:
+            config = replace(config, positional=encodings_of(config.model.from_run))
     check_shape(config.model)
     _check_run(config)
-    layout = layout or configured_layout(config)
-    for phase in phases_of(config):
-        phase.config.trainer.accumulation()
-        layout = layout_of_phase(layout, phase)
-    drop, positional = config.drop, config.positional
-    names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
-    is_known = not config.phases and config.model.from_pretrained is None
-    if is_known and names == {drop.to} and not drop.windows:  # it would change nothing
-        config = replace(config, drop=replace(drop, at=None))
-    runs_of(config)
-    return config
+    first = configured_layout(config) if weights is None else weights.layout
+    phases, layout = phases_of(config), first
+    for phase in phases:
+        phase.micro_batches()
+        layout = layout_of_phase(config, phase, layout)
+    if _drops_nothing(config):
+        config = replace(config, drop=replace(config.drop, at=None))
+        phases = phases_of(config)
+    run = Run(config, phases, first, weights)
+    return replace(run, controls=_controls_of(run))
 
 
-def _with_trained_shape(config: RunConfig) -> tuple[RunConfig, Layout | None]:
-    """Return the configuration with the shape of the trained model that the run begins with, and
-    the model's layout; None without such a model.
-
-    Its encodings also come from the run that trained the weights.
-    """
-    model = config.model
-    if not model.is_trained:
-        return config, None
-    # Reading weights needs torch, which a wrong configuration must not wait for.
-    from trainer.runs.models import encodings_of, starting_weights
-
-    start = starting_weights(model)
-    assert start is not None
-    is_normed = any(layer.qk_norm for layer in start.layout.layers)
-    if not is_normed and model.qk_norm.when == "always":
+def _trained_shape(model: ModelConfig, weights: Pretrained) -> ModelConfig:
+    """Return the shape of trained weights, with the keys of ``model`` that a run may choose."""
+    qk_norm = model.qk_norm
+    if any(layer.qk_norm for layer in weights.layout.layers):
+        qk_norm = replace(weights.config.qk_norm, when="always")
+    elif qk_norm.when == "always":
         raise UserError("model.qk_norm.when: 'always', but the weights were trained without")
-    shape = replace(
-        start.config,
-        qk_norm=replace(start.config.qk_norm, when="always") if is_normed else model.qk_norm,
+    return replace(
+        weights.config,
+        qk_norm=qk_norm,
         attention_backend=model.attention_backend,
         from_pretrained=model.from_pretrained,
         from_run=model.from_run,
     )
-    if model.from_run is not None:
-        config = replace(config, positional=encodings_of(model.from_run))
-    return replace(config, model=shape), start.layout
+
+
+def _drops_nothing(config: RunConfig) -> bool:
+    """Whether the run has the encoding that takes the place of the dropped one from the start."""
+    drop, positional = config.drop, config.positional
+    if config.phases or config.model.from_pretrained is not None or drop.windows:
+        return False
+    names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
+    return names == {drop.to}
 
 
 def _check_run(config: RunConfig) -> None:
+    """Check the rules between keys of a run."""
     drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
     if (benchmarks.every is None) == bool(benchmarks.tasks):
         raise UserError("benchmarks.every: expected it with tasks")
@@ -100,53 +110,52 @@ def _check_run(config: RunConfig) -> None:
 # Controls
 
 
-def runs_of(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the configurations of the run, first and as ``main``, and of its controls by name:
-    the run's with the control's changes.
+def _controls_of(run: Run) -> dict[str, Run]:
+    """Return the controls of a run by name: its values with the control's changes.
 
     Raises:
         UserError: a control breaks a rule, or does not compare with its run.
     """
-    runs, values = {MAIN: config}, plain(config)
+    controls, values = {}, plain(run.config)
     for name, changes in values.pop("controls").items():
-        base = values | {"run_dir": f"{config.run_dir}/controls/{name}"}
+        base = values | {"run_dir": f"{run.config.run_dir}/controls/{name}"}
         branch = changes.pop("branch", None)
         try:
-            runs[name] = parse(merged(base, changes))
+            control = parse(merged(base, changes))
         except UserError as error:
             raise UserError(f"controls.{name}.{error}") from error
-        _check_control(config, runs[name], f"controls.{name}", branch)
-    return runs
+        _check_control(run, control, f"controls.{name}", branch)
+        controls[name] = replace(control, branch=branch, is_control=True)
+    return controls
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return ``base`` with ``changes`` applied: mappings merged, everything else replaced."""
-    result = dict(base)
-    for key, value in changes.items():
-        old = result.get(key)
-        result[key] = (
-            merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-        )
+    result = base | changes
+    for key in base.keys() & changes.keys():
+        if isinstance(base[key], dict) and isinstance(changes[key], dict):
+            result[key] = merged(base[key], changes[key])
     return result
 
 
-def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) -> None:
+def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     """Check that a control trains in the processes of its run, reads its text, and fits into its
     table."""
-    lengths = control.training_length, run.training_length
-    if lengths[0] != lengths[1]:
-        raise UserError(f"{key}: trains on {lengths[0]} tokens, the run on {lengths[1]}")
+    length, expected = control.phases.last.length, run.phases.last.length
+    if length != expected:
+        raise UserError(f"{key}: trains on {length} tokens, the run on {expected}")
     sequences: dict[str, Any] = {"sequence_length": 2, "document_mask": False}
     sequences |= {"needles": NeedlesConfig(), "weight": 1.0}  # which may differ
-    is_read = _texts(control, **sequences).items() <= _texts(run, **sequences).items()
-    if not is_read or control.tokenizer != run.tokenizer:
+    read, known = (_texts(each.config.data, **sequences) for each in (control, run))
+    if not read.items() <= known.items() or control.config.tokenizer != run.config.tokenizer:
         raise UserError(f"{key}.data: a control reads the texts and tokens of its run")
-    if (control.strategy.name == "single") != (run.strategy.name == "single"):
+    strategies = {control.config.strategy.name, run.config.strategy.name}
+    if "single" in strategies and len(strategies) > 1:
         raise UserError(f"{key}.strategy: a control trains in the processes of its run")
     if branch is None:
         return
-    step = drop_step(run) if branch == "drop" else branch
-    if not isinstance(step, int) or not 0 <= step <= run.trainer.max_steps:
+    step = run.phases.drop_step if branch == "drop" else branch
+    if not isinstance(step, int) or not 0 <= step <= run.steps:
         raise UserError(f"{key}.branch: expected 'drop' or a step of the run, got {branch!r}")
     if _before(run, step) != _before(control, step):
         raise UserError(
@@ -155,18 +164,19 @@ def _check_control(run: RunConfig, control: RunConfig, key: str, branch: Any) ->
         )
 
 
-def _texts(config: RunConfig, **same: Any) -> dict[str, DataConfig]:
-    """Return the texts of a run by name. All have the values ``same``, and one way of reading."""
+def _texts(data: DataConfig, **same: Any) -> dict[str, DataConfig]:
+    """Return the texts by name. All have the values ``same``, and one way of reading."""
     same |= {"num_workers": 0, "cache_dir": None}
-    return {name: replace(text, **same) for name, text in config.data.texts.items()}
+    return {name: replace(text, **same) for name, text in data.texts.items()}
 
 
-def _before(config: RunConfig, step: int) -> tuple[object, ...]:
+def _before(run: Run, step: int) -> tuple[object, ...]:
     """Return what determines the state of a run after ``step`` steps, except learning rates."""
-    phases = [
-        (part.start, part.change, part.config.trainer.batch_size, _texts(part.config))
-        for part in phases_of(config)
-        if part.start < step
-    ]
+    phases = []
+    for phase in run.phases:
+        if phase.start < step:
+            changes = phase.drop, phase.rescale, phase.optimizer_state
+            phases.append((phase.start, changes, phase.batch_size, _texts(phase.data)))
+    config = run.config
     model = replace(config.model, attention_backend="auto")
     return model, config.positional, config.optimizer.name, config.seed, phases

@@ -1,18 +1,32 @@
-"""A run as a list of phases: their settings, the samples that their steps read, and their layouts.
+"""A run, resolved once from its words: its phases, their layouts, its controls.
 
 Phases with equal sequence length and mixture share one order of samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from trainer.common.errors import UserError
-from trainer.config import SAME, PhaseConfig, RunConfig
+from trainer.common.schedule import Schedule
+from trainer.config import (
+    MAIN,
+    SAME,
+    ChangeConfig,
+    DataConfig,
+    PhaseConfig,
+    RescaleConfig,
+    RunConfig,
+)
 from trainer.positional.config import build_layout, spectrum_of
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import RESCALINGS, rebased
+
+if TYPE_CHECKING:
+    from trainer.interchange.pretrained import Pretrained
 
 ORDERS = 1_000_003
 """Distance between the seeds of two orders of samples in a run."""
@@ -20,98 +34,174 @@ ORDERS = 1_000_003
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a run, which begins after ``start`` steps.
+    """A part of a run, from update ``start`` to before update ``end``.
 
-    ``settings``: its number of steps, its schedule, and the changes at its start. ``config``: the
-    run's configuration with this phase's lengths, batch sizes and texts. ``tokens``: tokens read
-    before this phase. ``order``: number of its order of samples, of which ``samples`` were read
-    before this phase.
+    ``data``: its text, and the length of its sequences. ``batch_size``: sequences of an update.
+    ``micro_batch_size``: sequences of a rank's forward pass, or None for all that it has.
+    ``seed``: of its order of samples. ``samples``: samples of this order that were read before.
+    ``tokens``: tokens that the run read before. ``factor``: factor on the learning rates, by the
+    update of the run. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
     """
 
     name: str
     start: int
-    settings: PhaseConfig
-    config: RunConfig
-    tokens: int = 0
-    order: int = 0
-    samples: int = 0
+    end: int
+    data: DataConfig
+    batch_size: int
+    micro_batch_size: int | None
+    seed: int
+    samples: int
+    tokens: int
+    factor: Schedule = field(compare=False)
+    drop: ChangeConfig | None = None
+    rescale: RescaleConfig | None = None
+    optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
 
     @property
-    def end(self) -> int:
-        """Number of steps of the run after this phase."""
-        return self.start + self.settings.steps
+    def steps(self) -> int:
+        """Number of updates."""
+        return self.end - self.start
 
     @property
-    def change(self) -> tuple[object, ...]:
-        """Changes of the model and of the optimizer's state at its start; empty if there are
-        none."""
-        settings = self.settings
-        changed = settings.drop, settings.rescale, settings.optimizer_state
-        return () if changed == (None, None, "keep") else changed
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.data.sequence_length
+
+    @property
+    def has_change(self) -> bool:
+        """Whether the model or the optimizer's state changes at its start."""
+        changes_model = self.drop is not None or self.rescale is not None
+        return changes_model or self.optimizer_state != "keep"
 
     @property
     def description(self) -> str:
         """Description of the changes at its start."""
-        change, rescale = self.settings.drop, self.settings.rescale
-        if change is not None:
-            text = f"dropped the encoding ({change.to}){change.of_what}"
-            windows = ", ".join(str(window or "none") for window in change.windows or ())
+        if self.drop is not None:
+            text = f"dropped the encoding ({self.drop.to}){self.drop.of_what}"
+            windows = ", ".join(str(window or "none") for window in self.drop.windows or ())
             return f"{text}; windows {windows}" if windows else text
-        if rescale is not None and rescale.base is not None:
-            return f"new base of the frequencies ({rescale.base:,.0f})"
-        if rescale is not None:
-            return f"frequencies rescaled for longer sequences ({rescale.method})"
-        length = self.config.data.sequence_length
-        return f"phase {self.name!r} with sequences of {length:,} tokens"
+        if self.rescale is not None and self.rescale.base is not None:
+            return f"new base of the frequencies ({self.rescale.base:,.0f})"
+        if self.rescale is not None:
+            return f"frequencies rescaled for longer sequences ({self.rescale.method})"
+        return f"phase {self.name!r} with sequences of {self.length:,} tokens"
 
     @property
     def key(self) -> str:
         """Prefix of its metrics."""
-        return "drop" if self.settings.drop else f"phase_{self.name}"
+        return f"phase_{self.name}" if self.drop is None else "drop"
 
     @property
-    def seed(self) -> int:
-        """Seed of this phase's sample order."""
-        return self.config.seed + ORDERS * self.order
-
-    def factor(self, step: int) -> float:
-        """Return the learning-rate factor at ``step`` of the run.
-
-        A phase without a schedule follows the schedule of the whole run, also pretraining that a
-        drop ends early: DroPE takes a checkpoint from before the end of an ordinary run.
-        """
-        if (schedule := self.settings.schedule) is not None:
-            return schedule.factor(step - self.start, self.settings.steps)
-        return self.config.schedule.factor(step, self.config.trainer.max_steps)
+    def tokens_per_step(self) -> int:
+        """Tokens of an update."""
+        return self.batch_size * self.length
 
     def tokens_at(self, step: int) -> int:
         """Return the tokens read after ``step`` steps of the run, a step of this phase."""
-        return self.tokens + (step - self.start) * self.config.tokens_per_step
+        return self.tokens + (step - self.start) * self.tokens_per_step
 
     def first_sample(self, step: int) -> int:
         """Return the number of the first sample that a step reads."""
-        return self.samples + (step - self.start) * self.config.trainer.batch_size
+        return self.samples + (step - self.start) * self.batch_size
+
+    def micro_batches(self, ranks: int = 1) -> int:
+        """Return the number of forward passes of a rank for an update.
+
+        Raises:
+            UserError: the batch does not divide into micro-batches on the ranks.
+        """
+        size = self.micro_batch_size or max(self.batch_size // ranks, 1)
+        if self.batch_size % (ranks * size):
+            raise UserError(
+                f"trainer.batch_size: {self.batch_size} sequences do not divide into "
+                f"micro-batches of {size} on {ranks} ranks"
+            )
+        return self.batch_size // (ranks * size)
 
 
-def phases_of(config: RunConfig) -> tuple[Phase, ...]:
-    """Return the configured phases; by default pretraining and, with a drop, recalibration."""
+class Phases(tuple[Phase, ...]):
+    """The phases of a run, in order."""
+
+    __slots__ = ()
+
+    def at(self, step: int) -> Phase:
+        """Return the phase of update ``step`` (from 0); after the last update the last phase."""
+        return next(phase for phase in reversed(self) if step >= phase.start)
+
+    @property
+    def last(self) -> Phase:
+        """The last phase."""
+        return self[-1]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole run."""
+        return self.last.tokens_at(self.last.end)
+
+    @property
+    def drop_step(self) -> int | None:
+        """Number of steps trained before the first drop, or None."""
+        return next((phase.start for phase in self if phase.drop is not None), None)
+
+    def is_dropped(self, step: int) -> bool:
+        """Whether the encoding is dropped after ``step`` steps.
+
+        A drop comes before the first batch of its phase: the checkpoint of that very step precedes
+        it.
+        """
+        return self.drop_step is not None and step > self.drop_step
+
+
+def phases_of(config: RunConfig) -> Phases:
+    """Return the configured phases; by default pretraining and, with a drop, recalibration.
+
+    A phase without a schedule follows the schedule of the whole run, also pretraining that a drop
+    ends early: DroPE takes a checkpoint from before the end of an ordinary run.
+    """
     phases: list[Phase] = []
+    order, start, samples, tokens = 0, 0, 0, 0
+    of_run = config.schedule.over(config.trainer.max_steps)
     for name, settings in (config.phases or _default_phases(config)).items():
-        phase = Phase(name, 0, settings, config_in(config, settings))
-        if phases:
-            last = phases[-1]
-            end, order, samples = last.end, last.order, last.first_sample(last.end)
-            if last.config.data.texts != phase.config.data.texts:
-                order, samples = order + 1, 0
-            tokens = last.tokens_at(end)
-            phase = replace(phase, start=end, tokens=tokens, order=order, samples=samples)
+        data = text_of_phase(config.data, settings)
+        if phases and phases[-1].data.texts != data.texts:
+            order, samples = order + 1, 0
+        factor = of_run
+        if settings.schedule is not None:
+            factor = _delayed(settings.schedule.over(settings.steps), start)
+        phase = Phase(
+            name,
+            start,
+            start + settings.steps,
+            data,
+            batch_size=settings.batch_size or config.trainer.batch_size,
+            micro_batch_size=settings.micro_batch_size or config.trainer.micro_batch_size,
+            seed=config.seed + ORDERS * order,
+            samples=samples,
+            tokens=tokens,
+            factor=factor,
+            drop=settings.drop,
+            rescale=settings.rescale,
+            optimizer_state=settings.optimizer_state,
+        )
         phases.append(phase)
-    return tuple(phases)
+        start, samples, tokens = (
+            phase.end,
+            phase.first_sample(phase.end),
+            phase.tokens_at(phase.end),
+        )
+    return Phases(phases)
+
+
+def _delayed(schedule: Schedule, start: int) -> Schedule:
+    """Return a schedule that begins at update ``start``."""
+    return lambda step: schedule(step - start)
 
 
 def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
+    """Return the phases of a run that lists none."""
     steps, change = config.trainer.max_steps, config.drop
-    if (step := change.step(steps)) is None:
+    step = change.step(steps)
+    if step is None:
         return {"pretrain": PhaseConfig(steps)}
     recalibration = PhaseConfig(
         steps - step,
@@ -122,38 +212,57 @@ def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
     return {"pretrain": PhaseConfig(step), "recalibrate": recalibration}
 
 
-def config_in(config: RunConfig, phase: PhaseConfig) -> RunConfig:
-    """Return the run's configuration with a phase's lengths, batch sizes and texts."""
-    data, run = config.data, config.trainer
+def text_of_phase(data: DataConfig, phase: PhaseConfig) -> DataConfig:
+    """Return the run's text with a phase's length and weights."""
+    mixture = data.mixture
     if phase.weights is not None:
-        mixture = {
-            name: {**data.mixture[name], "weight": weight} for name, weight in phase.weights.items()
-        }
-        data = replace(data, mixture=mixture)
-    data = replace(data, sequence_length=phase.sequence_length or data.sequence_length)
-    run = replace(
-        run,
-        batch_size=phase.batch_size or run.batch_size,
-        micro_batch_size=phase.micro_batch_size or run.micro_batch_size,
-    )
-    return replace(config, data=data, trainer=run)
+        mixture = {name: data.mixture[name] | {"weight": w} for name, w in phase.weights.items()}
+    length = phase.sequence_length or data.sequence_length
+    return replace(data, mixture=mixture, sequence_length=length)
 
 
-def phase_at(phases: Sequence[Phase], step: int) -> Phase:
-    """Return the phase of update ``step`` (from 0); after the last update the last phase."""
-    return next(phase for phase in reversed(phases) if step >= phase.start)
+# A run
 
 
-def drop_step(config: RunConfig) -> int | None:
-    """Return the number of steps trained before the first drop, or None."""
-    return next((phase.start for phase in phases_of(config) if phase.settings.drop), None)
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run that a command trains or plans.
 
+    ``config``: its words, as its directory records them. ``layout``: the encoding that it begins
+    with. ``weights``: the trained model that it begins with, or None. ``controls``: runs that are
+    trained beside it, by name. ``is_control``: whether it is one of them. ``branch``: the step of
+    its main run whose state it continues from, or "drop", or None.
+    """
 
-def kept_steps(config: RunConfig) -> frozenset[int]:
-    """Return the steps with a checkpoint that stays: ends of phases, and branches of controls."""
-    ends = [phase.end for phase in phases_of(config)] if config.phases else ()
-    branches = [changes.get("branch") for changes in config.controls.values()]
-    return frozenset([*ends, *(step for step in branches if isinstance(step, int))])
+    config: RunConfig
+    phases: Phases
+    layout: Layout
+    weights: Pretrained | None = None
+    branch: int | Literal["drop"] | None = None
+    is_control: bool = False
+    controls: Mapping[str, Run] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> dict[str, Run]:
+        """This run as ``main``, and its controls, by name."""
+        return {MAIN: self, **self.controls}
+
+    @property
+    def directory(self) -> Path:
+        """Directory of the run."""
+        return Path(self.config.run_dir)
+
+    @property
+    def steps(self) -> int:
+        """Number of updates."""
+        return self.phases.last.end
+
+    @property
+    def kept_steps(self) -> frozenset[int]:
+        """Steps with a checkpoint that stays: ends of configured phases, branches of controls."""
+        ends = [phase.end for phase in self.phases] if self.config.phases else []
+        branches = [run.branch for run in self.controls.values() if isinstance(run.branch, int)]
+        return frozenset(ends + branches)
 
 
 # Layouts
@@ -176,7 +285,7 @@ def configured_layout(config: RunConfig) -> Layout:
     )
 
 
-def layout_of_phase(layout: Layout, phase: Phase) -> Layout:
+def layout_of_phase(config: RunConfig, phase: Phase, layout: Layout) -> Layout:
     """Return the layout that a phase begins with: the previous one, rescaled, extended and dropped.
 
     A rescaling starts from the length before; a new encoding is written for the length that it is
@@ -185,18 +294,17 @@ def layout_of_phase(layout: Layout, phase: Phase) -> Layout:
     Raises:
         ValueError: the change is impossible for this layout.
     """
-    config, rescale, change = phase.config, phase.settings.rescale, phase.settings.drop
-    length = config.data.sequence_length
+    rescale, change = phase.rescale, phase.drop
     if rescale is not None and rescale.base is not None:
         base = rescale.base
         layout = layout.map(lambda s: rebased(s, base), rescale.layers)
     elif rescale is not None:
-        factor = rescale.factor or length / layout.training_length
+        factor = rescale.factor or phase.length / layout.training_length
         if factor <= 1:
             key = f"phases.{phase.name}.rescale"
             raise UserError(f"{key}: its sequences are no longer than those before")
         layout = layout.rescaled(RESCALINGS[rescale.method], factor, rescale.layers)
-    layout = replace(layout, training_length=max(layout.training_length, length))
+    layout = replace(layout, training_length=max(layout.training_length, phase.length))
     if change is None:
         return layout
     return drop(

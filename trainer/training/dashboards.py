@@ -13,30 +13,30 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.common.files import write_atomically
-from trainer.config import RunConfig
 from trainer.runs.directory import read_metrics
+from trainer.runs.phases import Run
 from trainer.training.internals import without_anonymous
 
 LENGTH = "evaluation/length"
 """Name of the length in tokens in dashboards, against which scores are drawn."""
 
 
-def dashboards(config: RunConfig) -> list[Logger]:
+def dashboards(run: Run) -> list[Logger]:
     """Return the configured loggers besides ``metrics.csv``."""
-    loggers, place = [], Path(config.run_dir)
-    if config.logger.wandb:
-        is_control = place.parent.name == "controls"
-        name = f"{config.name}/{place.name}" if is_control else config.name
-        loggers.append(_wandb(place, name, config.name, config.logger.offline))
-    if config.logger.tensorboard:
+    loggers: list[Logger] = []
+    name, logger = run.config.name, run.config.logger
+    if logger.wandb:
+        title = f"{name}/{run.directory.name}" if run.is_control else name
+        loggers.append(_wandb(run.directory, title, name, logger.offline))
+    if logger.tensorboard:
         from lightning.pytorch.loggers import TensorBoardLogger
 
-        loggers.append(TensorBoardLogger(place, name="tensorboard", version=""))
+        loggers.append(TensorBoardLogger(run.directory, name="tensorboard", version=""))
     return loggers
 
 
 @lru_cache
-def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
+def _wandb(directory: Path, name: str, group: str, offline: bool) -> Logger:
     """Create a run's logger once: it stays open for results that are computed after training.
 
     Offline it begins with the rows of earlier processes: each process writes a directory of its own
@@ -44,7 +44,7 @@ def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
     """
     from lightning.pytorch.loggers import WandbLogger
 
-    path = place / "wandb_id"
+    path = directory / "wandb_id"
     if not path.exists():
         rank_zero_only(write_atomically)(path, secrets.token_hex(4))
     logger = WandbLogger(
@@ -55,18 +55,18 @@ def _wandb(place: Path, name: str, group: str, offline: bool) -> Logger:
         # Offline there is nothing to resume, and some versions warn of it.
         resume=None if offline else "allow",
         mode="offline" if offline else None,
-        save_dir=place,
+        save_dir=directory,
         reinit="create_new",  # the run's own stays open while its controls train
     )
     without_anonymous(logger)
-    for row in read_metrics(place / "metrics.csv") if offline else ():
+    for row in read_metrics(directory / "metrics.csv") if offline else ():
         logger.log_metrics(row, step=row.pop("step"))
     return logger
 
 
-def log_results(config: RunConfig, values: Mapping[int, Mapping[str, float]]) -> None:
+def log_results(run: Run, values: Mapping[int, Mapping[str, float]]) -> None:
     """Log an evaluation's ``values``, by length in tokens and name, to the dashboards."""
-    for logger in dashboards(config):
+    for logger in dashboards(run):
         dashboard: Any = logger
         is_wandb = type(logger).__name__ == "WandbLogger"
         for length, row in values.items():

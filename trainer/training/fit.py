@@ -8,9 +8,8 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from types import FrameType
@@ -19,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch import callbacks as of_lightning
+from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
@@ -26,15 +26,16 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import RECEIVED
 from trainer.common.progress import Progress
 from trainer.common.ranks import current_ranks, device_of, on_rank_zero
-from trainer.config import DataConfig, RunConfig
+from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
+from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.datamodule import Batches, StepLoader
 from trainer.lightning.drop import DropPositions
 from trainer.runs.directory import read_metrics, write_metrics
-from trainer.runs.models import name_and_role, starting_weights
-from trainer.runs.phases import kept_steps, phase_at, phases_of
+from trainer.runs.models import name_and_role
+from trainer.runs.phases import Phases, Run
 from trainer.training.dashboards import dashboards
 from trainer.training.run import RunCallback, check_divergence
 from trainer.training.setup import compiles, make_decoder, make_module, make_trainer, numerics
@@ -52,22 +53,15 @@ SETS_SCHEDULES = (
 
 
 def train(
-    config: RunConfig,
-    corpus: Corpus,
-    branch: Path | None = None,
-    *,
-    is_control: bool = False,
-    start_time: float | None = None,
+    run: Run, corpus: Corpus, branch: Path | None = None, *, start_time: float | None = None
 ) -> Path:
-    """Train to ``trainer.max_steps``, from the newest checkpoint of ``run_dir`` if there is one;
-    return the last checkpoint.
+    """Train to the last step, from the newest checkpoint of the run if there is one; return the
+    last checkpoint.
 
     Args:
-        config: the run.
+        run: the run.
         corpus: its text.
         branch: checkpoint of another run to continue, with its metrics, if this run has none.
-        is_control: go on if updates are skipped without end, so that the run which this one is
-            compared with is evaluated all the same.
         start_time: when the program began, in seconds since the epoch, from which
             ``trainer.max_time`` counts; None: now.
 
@@ -77,48 +71,50 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     gc.collect()  # the trainer of a run before is a reference cycle
-    callbacks = user_callbacks(config)  # refuses some, before anything is read or written
-    last_step = config.trainer.max_steps
-    directory = Path(config.run_dir) / "checkpoints"
-    checkpoint, state = starting_point(directory.parent, corpus, branch)
-    if not is_control and "tally" in state:
+    config, directory = run.config, run.directory / "checkpoints"
+    is_sharded = config.strategy.name in ("fsdp2", "hsdp")
+    # Refuses some, before anything is read or written.
+    callbacks = user_callbacks(config.callbacks, is_sharded=is_sharded)
+    checkpoint, state = starting_point(run.directory, corpus, branch)
+    if not run.is_control and "tally" in state:
         check_divergence(int(state["tally"]["skipped_in_a_row"]), state["step"], directory)
-    if state["step"] == last_step:
-        return directory / step_name(last_step)
+    last_checkpoint = directory / step_name(run.steps)
+    if state["step"] == run.steps:
+        return last_checkpoint
+    if checkpoint is None:
+        state["token_files"] = token_files_of(run.weights, corpus.tokenizer)
     torch.manual_seed(config.seed + current_ranks().rank)
-    weights = starting_weights(config.model) if checkpoint is None else None
-    # The published model's files about tokens, unless this run has another tokenizer.
-    if weights is not None and (
-        weights.tokenizer is None or same_tokens(weights.tokenizer, corpus.tokenizer)
-    ):
-        state["token_files"] = dict(weights.token_files)
-    model = make_decoder(config, vocabulary_size(corpus.tokenizer), weights)
-    module = make_module(config, model, weights, draws=checkpoint is None)
-    title = f"Training {name_and_role(config)[0]}"
+    model = make_decoder(run, vocabulary_size(corpus.tokenizer))
+    module = make_module(run, model, draws=checkpoint is None)
+    title = f"Training {name_and_role(config, run.phases)[0]}"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
     strategy = make_strategy(config.strategy.name, device_of(config.trainer.accelerator))
     with (
-        Progress(title, last_step, config.tokens_per_step) as progress,
-        numerics(config),
+        Progress(title, run.steps, run.phases.tokens / run.steps) as progress,
+        numerics(config.trainer),
         stop_requests(config.trainer.max_time, start_time or time.time()) as stop_requested,
-        closing(make_writer(config, directory)) as writer,
+        closing(make_writer(run, directory)) as writer,
     ):
-        run = RunCallback(
-            config,
-            corpus,
-            state,
-            writer=writer,
-            progress=progress,
-            stop_requested=stop_requested,
-            is_control=is_control,
+        callback = RunCallback(
+            run, corpus, state, writer=writer, progress=progress, stop_requested=stop_requested
         )
-        strategy.writer, strategy.describe = writer, partial(run.describe, module)
-        trainer = make_trainer(config, strategy, dashboards(config), [*callbacks, run])
-        trainer.fit(module, datamodule=PhaseData(config, corpus), ckpt_path=checkpoint)
-    if trainer.global_step < last_step:
+        strategy.writer, strategy.describe = writer, callback.describe
+        trainer = make_trainer(run, strategy, dashboards(run), [*callbacks, callback])
+        data = PhaseData(run.phases, corpus, compiles=compiles(config.trainer))
+        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+    if trainer.global_step < run.steps:
         raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
     module.to("meta")  # the checkpoint has its contents
-    return directory / step_name(last_step)
+    return last_checkpoint
+
+
+def token_files_of(weights: Pretrained | None, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return a published model's files about tokens, unless the run has another tokenizer."""
+    if weights is None:
+        return {}
+    if weights.tokenizer is not None and not same_tokens(weights.tokenizer, tokenizer):
+        return {}
+    return dict(weights.token_files)
 
 
 def starting_point(
@@ -134,7 +130,9 @@ def starting_point(
     """
     directory = run_dir / "checkpoints"
     on_rank_zero(lambda: _remove_partial(directory))
-    start = newest_checkpoint(directory) or (branch and check_sound(branch))
+    start = newest_checkpoint(directory)
+    if start is None and branch is not None:
+        start = check_sound(branch)
     state: dict[str, Any] = {"step": 0}
     if start is not None:
         state = on_rank_zero(lambda: read_state(start))
@@ -166,31 +164,31 @@ def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> N
     write_metrics(metrics, rows)
 
 
-def make_writer(config: RunConfig, directory: Path) -> Writer:
+def make_writer(run: Run, directory: Path) -> Writer:
     """Create the writer of a run's checkpoints."""
-    run = config.trainer
-    permanent = set(kept_steps(config))
-    if run.keep_every is not None:
-        permanent.update(range(run.keep_every, run.max_steps + 1, run.keep_every))
-    return Writer(directory, run.keep_checkpoints, permanent)
+    settings, permanent = run.config.trainer, set(run.kept_steps)
+    if settings.keep_every is not None:
+        permanent.update(range(settings.keep_every, run.steps + 1, settings.keep_every))
+    return Writer(directory, settings.keep_checkpoints, permanent)
 
 
-def user_callbacks(config: RunConfig) -> list[L.Callback]:
+def user_callbacks(
+    configured: Mapping[str, Mapping[str, Any]], *, is_sharded: bool
+) -> list[L.Callback]:
     """Create the configured callbacks.
 
     Raises:
         UserError: one of them would do something else in a run than its name says.
     """
     callbacks: list[L.Callback] = []
-    for name, values in config.callbacks.items():
+    for name, values in configured.items():
         arguments = dict(values)
-        target = ":".join(arguments.pop("_target_").rsplit(".", 1))
-        callback = resolve_name(target)(**arguments)
+        module, _, attribute = arguments.pop("_target_").rpartition(".")
+        callback = resolve_name(f"{module}:{attribute}")(**arguments)
         if isinstance(callback, DropPositions):
             raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
         if isinstance(callback, SETS_SCHEDULES):
             raise UserError(f"callbacks.{name}: learning rates and batches of a run are its own")
-        is_sharded = config.strategy.name in ("fsdp2", "hsdp")
         if is_sharded and isinstance(callback, of_lightning.WeightAveraging):
             raise UserError(f"callbacks.{name}: averages need whole weights (single or ddp)")
         callbacks.append(callback)
@@ -201,10 +199,9 @@ class PhaseData(L.LightningDataModule):
     """Batches of a run: Lightning asks for those of the present phase at the start of each epoch,
     and when it resumes within one."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus) -> None:
+    def __init__(self, phases: Phases, corpus: Corpus, *, compiles: bool) -> None:
         super().__init__()
-        self.config, self.corpus = config, corpus
-        self.phases = phases_of(config)
+        self.phases, self.corpus, self.compiles = phases, corpus, compiles
         self.shape: tuple[int, DataConfig] | None = None
         """Batch size and text of the last phase."""
 
@@ -212,16 +209,15 @@ class PhaseData(L.LightningDataModule):
         """Return this rank's micro-batches from the present step to the end of its phase."""
         trainer = self.trainer
         assert trainer is not None
-        phase = phase_at(self.phases, trainer.global_step)
-        settings, data = phase.config.trainer, phase.config.data
-        trainer.accumulate_grad_batches = settings.accumulation(trainer.world_size)
-        shape = settings.batch_size, data
-        if shape != self.shape and compiles(self.config):
+        phase = self.phases.at(trainer.global_step)
+        trainer.accumulate_grad_batches = phase.micro_batches(trainer.world_size)
+        shape = phase.batch_size, phase.data
+        if shape != self.shape and self.compiles:
             torch.compiler.reset()  # compile for this length; with others sizes become dynamic
         self.shape = shape
         batches = Batches(
-            TrainingSamples(self.corpus.mixed(data), data, phase.seed),
-            settings.batch_size,
+            TrainingSamples(self.corpus.mixed(phase.data), phase.data, phase.seed),
+            phase.batch_size,
             start=trainer.global_step,
             end=phase.end,
             offset=phase.first_sample(0),
@@ -229,7 +225,7 @@ class PhaseData(L.LightningDataModule):
             rank=trainer.global_rank,
             ranks=trainer.world_size,
         )
-        return StepLoader(batches, data.num_workers, trainer)
+        return StepLoader(batches, phase.data.num_workers, trainer)
 
 
 @contextmanager

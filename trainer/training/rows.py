@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import lightning as L
 import torch
@@ -13,7 +12,6 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.common.progress import Progress
 from trainer.common.ranks import current_ranks
-from trainer.config import RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.lightning.module import Batch, LanguageModule
@@ -21,7 +19,7 @@ from trainer.lightning.optimizers import global_norm
 from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.directory import COLUMNS, append_metrics
-from trainer.runs.phases import Phase
+from trainer.runs.phases import Phase, Phases, Run
 from trainer.training.setup import precision_of
 
 
@@ -29,23 +27,21 @@ class Rows:
     """Writes a row of metrics after an update, with the speed of training since the last row.
 
     Args:
-        config: the run.
+        run: the run.
         corpus: its text.
-        phases: its phases.
         progress: the bar that shows the last row.
         count: number of rows so far.
     """
 
     def __init__(
         self,
-        config: RunConfig,
+        run: Run,
         corpus: Corpus,
-        phases: Sequence[Phase],
         progress: Progress,
         count: int = 0,
     ) -> None:
-        self.config, self.phases, self.progress, self.count = config, phases, progress, count
-        self.epochs = epochs_read(corpus, phases)
+        self.run, self.progress, self.count = run, progress, count
+        self.epochs = epochs_read(corpus, run.phases)
         self.last_step = 0
         self.last_time = 0.0
         """Time of the last row, later by what was spent outside of training since."""
@@ -76,7 +72,7 @@ class Rows:
         metrics: dict[str, float] = {"tokens": phase.tokens_at(step)}
         for name, times in self.epochs(step).items():
             metrics[f"epochs/{name}"] = round(times, 6)
-        metrics["phase"] = self.phases.index(phase)
+        metrics["phase"] = self.run.phases.index(phase)
         metrics |= module.tally.read()
         metrics["parameter_norm"] = global_norm(p.detach() for p in module.parameters()).item()
         metrics["learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
@@ -85,7 +81,7 @@ class Rows:
             is_taken = name in COLUMNS  # a user's callback may log under a name of the run
             metrics[f"callback/{name}" if is_taken else name] = float(value)
         metrics |= pending
-        path = Path(self.config.run_dir) / "metrics.csv"
+        path = self.run.directory / "metrics.csv"
         rank_zero_only(append_metrics)(path, metrics | {"step": step})
         self.count += 1
         for logger in trainer.loggers:
@@ -98,31 +94,30 @@ class Rows:
         """Return tokens per second since the last row; on a GPU also peak memory in GiB, and the
         share of the dense peak of all ranks' GPUs if it is known."""
         now = time.perf_counter()
-        tokens = (step - self.last_step) * phase.config.tokens_per_step
+        tokens = (step - self.last_step) * phase.tokens_per_step
         rate = tokens / (now - self.last_time)
         self.last_step, self.last_time = step, now
         speed = {"tokens_per_second": round(rate, 1)}
         if module.device.type == "cuda":
             speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
-            peak = dense_peak(torch.cuda.get_device_name(), precision_of(self.config))
+            peak = dense_peak(torch.cuda.get_device_name(), precision_of(self.run.config.trainer))
             if peak is not None:
                 flops = flops_per_token(module.model, batch)
                 speed["mfu"] = rate * flops / (peak * current_ranks().world_size)
         return speed
 
 
-def epochs_read(corpus: Corpus, phases: Sequence[Phase]) -> Callable[[int], dict[str, float]]:
+def epochs_read(corpus: Corpus, phases: Phases) -> Callable[[int], dict[str, float]]:
     """Return a function from step to the number of times each text has been read."""
     samples = [
-        TrainingSamples(corpus.mixed(phase.config.data), phase.config.data, phase.seed)
-        for phase in phases
+        TrainingSamples(corpus.mixed(phase.data), phase.data, phase.seed) for phase in phases
     ]
 
     def read(step: int) -> dict[str, float]:
         total = {part.name: 0.0 for part in corpus.parts}
         for phase, of_phase in zip(phases, samples, strict=True):
             steps = max(min(step, phase.end) - phase.start, 0)
-            epochs = of_phase.epochs(steps * phase.config.trainer.batch_size)
+            epochs = of_phase.epochs(steps * phase.batch_size)
             for name, times in epochs.items():
                 total[name] += times
         return total

@@ -18,7 +18,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import check_signals
 from trainer.common.ranks import all_gather, current_ranks, of_rank_zero, process_group
-from trainer.config import MAIN, PERPLEXITY, STATEMENTS, RunConfig
+from trainer.config import PERPLEXITY, STATEMENTS, RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
@@ -33,8 +33,7 @@ from trainer.runs.directory import (
     read_metrics,
 )
 from trainer.runs.models import encodings, environment, find_models, without_home
-from trainer.runs.parsing import runs_of
-from trainer.runs.phases import drop_step, phases_of
+from trainer.runs.phases import Run
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
 from trainer.training.setup import check_device, set_environment, set_threads
@@ -44,7 +43,7 @@ from trainer.workflows.text import check_vocabularies, open_corpus
 log = logging.getLogger(__name__)
 
 
-def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> Report | None:
+def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
     An interrupted run resumes. A finished one stays unchanged, unless its evaluation or its
@@ -58,35 +57,28 @@ def run_experiment(config: RunConfig, beside: Sequence[str] = ()) -> Report | No
         UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
-    start_time, directory = time.time(), Path(config.run_dir)
-    configs = runs_of(config)
-    set_environment(config)
+    start_time, config = time.time(), run.config
+    set_environment(config.trainer)
     if of_rank_zero(lambda: is_finished(config)):
         log.info("Finished before: nothing is trained; overwrite=true starts again")
-        return None if current_ranks().rank else Report.read(directory)
-    set_threads(config)
-    check_machine(configs)
+        return None if current_ranks().rank else Report.read(run.directory)
+    set_threads(config.trainer)
+    check_machine(run)
     with ExitStack() as lock:
         # Without a process group, whose operations have a time limit: a machine may read for hours.
-        places = of_rank_zero(lambda: _open(config, configs, lock))
+        places = of_rank_zero(lambda: _open(run, lock))
         corpus = corpus_at(config.data, places)
         with process_group(config.strategy.name, config.trainer.accelerator):
             checkpoints = [
-                train(
-                    run,
-                    corpus,
-                    branch_checkpoint(config, name),
-                    is_control=name != MAIN,
-                    start_time=start_time,
-                )
-                for name, run in configs.items()
+                train(each, corpus, branch_checkpoint(run, each), start_time=start_time)
+                for each in run.runs.values()
             ]
             all_gather(None)  # all ranks have trained before one reads the checkpoints
     check_signals()  # of the last step
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
-    report = make_report(config, checkpoints, corpus, beside)
+    report = make_report(run, checkpoints, corpus, beside)
     if report is not None:
-        log_results(config, _by_length(report))
+        log_results(run, _by_length(report))
     return report
 
 
@@ -106,47 +98,47 @@ def is_finished(config: RunConfig) -> bool:
         return all(reported[key] == values[key] for key in keys)
 
 
-def check_machine(configs: dict[str, RunConfig]) -> None:
+def check_machine(run: Run) -> None:
     """Check what shows without the text: names of tasks and methods, devices, shards, batches.
 
     Raises:
         UserError: some of it does not fit.
     """
-    count = current_ranks().world_size
-    for config in configs.values():
-        check_names(config.evaluation)
-        check_device(config)
-        if config.strategy.name == "single" and count > 1:
-            raise UserError(f"strategy: single uses one process, and {count} were started")
-        size = config.strategy.shard_size
-        if config.strategy.name == "hsdp" and size and count % size:
-            raise UserError(f"strategy.shard_size: expected a divisor of {count} ranks, got {size}")
-        for phase in phases_of(config):
-            phase.config.trainer.accumulation(count)
+    ranks = current_ranks().world_size
+    for each in run.runs.values():
+        check_names(each.config.evaluation)
+        check_device(each.config.trainer)
+        strategy = each.config.strategy
+        size = strategy.shard_size
+        if strategy.name == "single" and ranks > 1:
+            raise UserError(f"strategy: single uses one process, and {ranks} were started")
+        if strategy.name == "hsdp" and size is not None and ranks % size:
+            raise UserError(f"strategy.shard_size: expected a divisor of {ranks} ranks, got {size}")
+        for phase in each.phases:
+            phase.micro_batches(ranks)
 
 
-def _open(config: RunConfig, configs: dict[str, RunConfig], lock: ExitStack) -> list[str]:
+def _open(run: Run, lock: ExitStack) -> list[str]:
     """Prepare text and directories, and return where the text lies."""
-    corpus = open_corpus(config)
-    check_vocabularies(configs, corpus)
-    lock.enter_context(locked(Path(config.run_dir)))
-    for run in configs.values():
-        open_run_directory(run)
-    log_to_file(Path(config.run_dir))
+    corpus = open_corpus(run)
+    check_vocabularies(run.runs, corpus)
+    lock.enter_context(locked(run.directory))
+    for each in run.runs.values():
+        open_run_directory(each.config)
+    log_to_file(run.directory)
     return [str(part.directory) for part in corpus.parts]
 
 
-def branch_checkpoint(config: RunConfig, control: str) -> Path | None:
-    """Return the checkpoint that a control continues from, if it branches off the run."""
-    branch = config.controls.get(control, {}).get("branch")
-    if branch is None:
+def branch_checkpoint(run: Run, control: Run) -> Path | None:
+    """Return the checkpoint of the run that a control continues from, if it branches off."""
+    if control.branch is None:
         return None
-    name = BEFORE_DROP if branch == "drop" else step_name(branch)
-    return Path(config.run_dir) / "checkpoints" / name
+    name = BEFORE_DROP if control.branch == "drop" else step_name(control.branch)
+    return run.directory / "checkpoints" / name
 
 
 def make_report(
-    config: RunConfig,
+    run: Run,
     checkpoints: Sequence[Path],
     corpus: Corpus,
     beside: Sequence[str] = (),
@@ -159,6 +151,7 @@ def make_report(
     ``checkpoints``: of the run itself, which is the first, and of its controls. ``beside``: names
     of other models to measure.
     """
+    config = run.config
     use_style(**asdict(config.plots))
     references = [*map(str, checkpoints), *beside]
     C, adds_origins = config.evaluation.training_length, config.evaluation.enabled and not beside
@@ -170,42 +163,41 @@ def make_report(
             measured,
             config.evaluation,
             held_out_of(corpus, models[0]),
-            Path(config.run_dir) / "evaluation" / "cells",
+            run.directory / "evaluation" / "cells",
             config.trainer.accelerator,
         )
     else:
-        C = config.training_length
+        C = run.phases.last.length
         report = Report(config.name, C, C, {}, environment(corpus))
     if report is None or current_ranks().rank:
         return None
-    runs = [summary_of(model) for model in models]
-    for trouble in troubles(runs):
+    summaries = [summary_of(*pair) for pair in zip(run.runs.values(), models, strict=True)]
+    for trouble in troubles(summaries):
         log.warning("%s", trouble)
     effects = models[0].state["effects"]
-    dropped = [p.name for p in phases_of(config) if p.settings.drop and p.name in effects]
+    drops = [phase.name for phase in run.phases if phase.drop is not None]
     report = replace(
         report,
         config=without_home(plain(config)),
-        runs=tuple(runs),
-        drop=effects[dropped[0]] if dropped else None,
+        runs=tuple(summaries),
+        drop=next((effects[name] for name in drops if name in effects), None),
     )
-    return publish(report, measured, Path(config.run_dir))
+    return publish(report, measured, run.directory)
 
 
-def summary_of(model: SavedModel) -> RunSummary:
-    """Return what the training of a finished run shows."""
-    config, rows = model.run, read_metrics(model.home / "metrics.csv")
-    assert config is not None
+def summary_of(run: Run, model: SavedModel) -> RunSummary:
+    """Return what the training of a finished run shows; ``model``: its last checkpoint."""
+    rows = read_metrics(run.directory / "metrics.csv")
     last = rows[-1] if rows else {}
     speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
-    step = drop_step(config)
+    step = run.phases.drop_step
     dropped = "" if step is None else f", dropped at step {step}"
     return RunSummary(
         name=model.name,
-        encoding=f"{encodings(config)}{dropped}",
+        encoding=f"{encodings(run.config)}{dropped}",
         parameters=model.parameters,
-        steps=config.trainer.max_steps,
-        tokens=phases_of(config)[-1].tokens_at(config.trainer.max_steps),
+        steps=run.steps,
+        tokens=run.phases.tokens,
         curve=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
         skipped=last.get("skipped_steps", 0),
         finite=math.isfinite(last.get("parameter_norm", 0.0)),

@@ -10,7 +10,7 @@ from trainer.common.processes import use_cores
 from trainer.config import ExportRequest
 from trainer.interchange.export import export_model
 from trainer.model.decoder import Decoder
-from trainer.runs.models import find_model, is_dropped
+from trainer.runs.models import find_model
 from trainer.runs.phases import phases_of
 
 log = logging.getLogger(__name__)
@@ -32,9 +32,10 @@ def export_checkpoint(request: ExportRequest) -> str:
     step, scale = state["step"], request.logit_scale
     log.info("Exporting %s, step %d", saved.path, step)
     # A drop or a rescaling that leaves positions ends what longer sequences taught before.
-    is_changed = config.model.from_run is not None or any(
-        p.start < step and (p.settings.drop or p.settings.rescale) for p in phases_of(config)
-    )
+    is_changed = config.model.from_run is not None
+    for phase in phases_of(config):
+        if phase.start < step and (phase.drop is not None or phase.rescale is not None):
+            is_changed = True
     has_positions = layout.rotates or any(s.alibi for s in layout.spectra) or layout.follows_length
     longest = layout.training_length if is_changed and has_positions else saved.longest_context
     scaled = layout.map(
@@ -43,12 +44,13 @@ def export_checkpoint(request: ExportRequest) -> str:
     model = saved.load()
     assert isinstance(model, Decoder)
     model.layout = scaled.with_training_length(longest)
+    encoding = "dropped" if saved.is_dropped else "kept"
     began_with = config.model.from_pretrained or config.model.from_run
     card = (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
         f"# {config.name}\n\n"
         f"{saved.parameters:,} parameters, {step:,} steps, "
-        f"positional encoding {'dropped' if is_dropped(config, step) else 'kept'}, "
+        f"positional encoding {encoding}, "
         f"training length {layout.training_length:,} tokens.\n"
     )
     if began_with:

@@ -5,8 +5,10 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -14,18 +16,18 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from trainer.config import RunConfig
+from trainer.config import RunConfig, StrategyConfig
 from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
-from trainer.runs.parsing import runs_of
-from trainer.runs.phases import Phase, configured_layout, drop_step, phase_at, phases_of
+from trainer.runs.phases import Phase, Run
 
 GPUS = {"A100-SXM4-80GB": 79, "H100 80GB HBM3": 79, "H200": 139}
 """Memory in GiB of GPUs, by their names in :func:`trainer.model.flops.dense_peak`."""
 FREE = 0.2
 """Share of a GPU's memory that stays free for everything that is not counted."""
+GIB = 1 << 30
 ROUNDED = 1024
 """The longest sequence is rounded down to a multiple of this."""
 ON_A_NODE = 8
@@ -36,7 +38,7 @@ STATE_BYTES = 16
 """Bytes of a parameter while it trains: weight, gradient and AdamW's two moments in float32."""
 
 
-def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
+def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     """Return names and values by title.
 
     ``gpus``: number of GPUs; ``mfu``: share of their dense peak that training reaches.
@@ -44,23 +46,19 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: the vocabulary is that of a finished tokenizer, which is not read here.
     """
-    trained = None if config.tokenizer.path else config.tokenizer.vocab_size + len(WORDS)
-    shape = replace(config.model, vocab_size=config.model.vocab_size or trained)
-    config = replace(config, model=shape)
-    steps, phases, drop = config.trainer.max_steps, phases_of(config), drop_step(config)
-    training = {"steps": f"{steps:,} of {config.tokens_per_step:,} tokens"}
+    config, phases, model = run.config, run.phases, decoder(run)
+    training = {"steps": f"{run.steps:,} of {phases.last.tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
-    tokens = phases[-1].tokens_at(steps)
-    training["tokens"] = f"{tokens:,}"
+    training["tokens"] = f"{phases.tokens:,}"
+    drop = phases.drop_step
     if drop is not None:
-        remaining = tokens - phase_at(phases, drop).tokens
+        remaining = phases.tokens - phases.at(drop).tokens
         training["drop"] = f"after step {drop:,}, then {remaining:,} tokens"
     operations = 0.0
-    for name, run in runs_of(config).items():
-        branch = config.controls.get(name, {}).get("branch")
-        begin = drop if branch == "drop" else branch
-        count = flops(run, begin or 0)
+    for name, each in run.runs.items():
+        begin = drop if each.branch == "drop" else each.branch
+        count = flops(each, begin or 0)
         training[f"operations of {name}"] = f"{count:.3g}"
         operations += count
     times = {}
@@ -69,27 +67,43 @@ def plan(config: RunConfig, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
-    counts = parameters(decoder(config))
+    counts = parameters(model)
+    a_gpu = Requirements(
+        state=state_bytes(config.strategy, counts["in all"], gpus),
+        token=bytes_of_token(config),
+    )
     return {
         "Parameters": {name: f"{count:,}" for name, count in counts.items()},
         "Training": training,
-        f"Memory of each of {gpus} GPUs, about": memory(config, gpus),
-        "Longest sequence that fits, about": longest(config, gpus),
+        f"Memory of each of {gpus} GPUs, about": memory(run, a_gpu, gpus),
+        "Longest sequence that fits, about": longest(a_gpu),
         f"Time at {mfu:.0%} of the peak": times,
     }
 
 
+class Requirements(NamedTuple):
+    """Bytes on a GPU: of weights, gradients and optimizer state, and of a token's activations."""
+
+    state: float
+    token: int
+
+
 def _in_words(phase: Phase) -> str:
-    length, size = phase.config.data.sequence_length, phase.config.trainer.batch_size
-    steps, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
-    change = f", {phase.description}" if phase.settings.drop or phase.settings.rescale else ""
-    return f"{steps:,} steps of {size:,} x {length:,}: {tokens:,} tokens{change}"
+    """Describe the steps, the tokens and the change of a phase."""
+    tokens = phase.tokens_at(phase.end) - phase.tokens
+    text = f"{phase.steps:,} steps of {phase.batch_size:,} x {phase.length:,}: {tokens:,} tokens"
+    if phase.drop is not None or phase.rescale is not None:
+        text += f", {phase.description}"
+    return text
 
 
-def decoder(config: RunConfig) -> Decoder:
-    """Return the decoder that a run begins with, without weights; its vocabulary must be known."""
+def decoder(run: Run) -> Decoder:
+    """Return the decoder that a run begins with, without weights; a tokenizer that is trained has
+    its configured size, and the words of the needles."""
+    model, tokenizer = run.config.model, run.config.tokenizer
+    trained = None if tokenizer.path else tokenizer.vocab_size + len(WORDS)
     with torch.device("meta"):
-        return Decoder(config.model, configured_layout(config))
+        return Decoder(replace(model, vocab_size=model.vocab_size or trained), run.layout)
 
 
 def parameters(model: nn.Module) -> dict[str, int]:
@@ -112,50 +126,47 @@ def parameters(model: nn.Module) -> dict[str, int]:
     }
 
 
-def flops(config: RunConfig, begin: int = 0) -> float:
-    """Return the operations of a run's steps from step ``begin``; its vocabulary must be known."""
-    model, total = decoder(config), 0.0
-    for phase in phases_of(config):
+def flops(run: Run, begin: int = 0) -> float:
+    """Return the operations of a run's steps from step ``begin``."""
+    model, total = decoder(run), 0.0
+    for phase in run.phases:
         steps = max(phase.end - max(phase.start, begin), 0)
-        length, sequences = phase.config.data.sequence_length, phase.config.trainer.batch_size
-        total += steps * sequences * training_flops(model.config, model.layout, length)
+        a_sequence = training_flops(model.config, model.layout, phase.length)
+        total += steps * phase.batch_size * a_sequence
     return total
 
 
-def memory(config: RunConfig, gpus: int) -> dict[str, str]:
+def memory(run: Run, a_gpu: Requirements, gpus: int) -> dict[str, str]:
     """Return the memory of a GPU by its use, in the phase with the largest micro-batch."""
 
     def micro_batch(phase: Phase) -> tuple[int, int]:
-        run = phase.config.trainer
-        return run.micro_batch_size or -(-run.batch_size // gpus), phase.config.data.sequence_length
+        return phase.micro_batch_size or math.ceil(phase.batch_size / gpus), phase.length
 
-    rows, length = max(map(micro_batch, phases_of(config)), key=lambda shape: shape[0] * shape[1])
-    activations = rows * length * bytes_of_token(config) / (1 << 30)
-    state = state_bytes(config, gpus) / (1 << 30)
+    rows, length = max(map(micro_batch, run.phases), key=math.prod)
+    activations, state = rows * length * a_gpu.token / GIB, a_gpu.state / GIB
     return {
-        "micro-batch": f"{rows:,} x {length:,} tokens, strategy {config.strategy.name}",
+        "micro-batch": f"{rows:,} x {length:,} tokens, strategy {run.config.strategy.name}",
         "activations": f"{activations:,.1f} GiB",
         "weights, gradients, optimizer": f"{state:,.1f} GiB",
         "in all": f"{activations + state:,.1f} GiB",
     }
 
 
-def longest(config: RunConfig, gpus: int) -> dict[str, str]:
+def longest(a_gpu: Requirements) -> dict[str, str]:
     """Return for each kind of GPU the longest sequence that it trains, one at a time."""
     lengths = {}
     for name, memory in GPUS.items():
-        room = (1 - FREE) * memory * (1 << 30) - state_bytes(config, gpus)
-        tokens = int(room / bytes_of_token(config)) // ROUNDED * ROUNDED
+        room = (1 - FREE) * memory * GIB - a_gpu.state
+        tokens = int(room / a_gpu.token) // ROUNDED * ROUNDED
         lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
     return lengths
 
 
-def state_bytes(config: RunConfig, gpus: int) -> float:
+def state_bytes(strategy: StrategyConfig, parameters: int, gpus: int) -> float:
     """Return the bytes of weights, gradients and optimizer state on each GPU."""
-    strategy = config.strategy
     of_node = strategy.shard_size or min(gpus, ON_A_NODE)
     shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
-    return STATE_BYTES * sum(p.numel() for p in decoder(config).parameters()) / shards
+    return STATE_BYTES * parameters / shards
 
 
 def bytes_of_token(config: RunConfig) -> int:

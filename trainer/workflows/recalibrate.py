@@ -33,6 +33,8 @@ from trainer.positional.layout import Layout
 from trainer.report.report import Report
 from trainer.runs.directory import RECORD, is_published, open_run_directory, plain, read_record
 from trainer.runs.models import read_run
+from trainer.runs.parsing import parse
+from trainer.runs.phases import Run
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.plan import STATE_BYTES, activation_bytes
 from trainer.workflows.text import open_corpus
@@ -258,7 +260,7 @@ def chosen_keys(
 
 
 def recalibrate(
-    config: RunConfig, values: Mapping[str, Any], model: str, minutes: float, began: float
+    run: Run, values: Mapping[str, Any], model: str, minutes: float, began: float
 ) -> Report:
     """Drop, recalibrate, and evaluate beside the model as it was; resume what is begun.
 
@@ -270,34 +272,35 @@ def recalibrate(
     Raises:
         PreemptedError: the run was asked to stop.
     """
-    run_dir, evaluation = Path(config.run_dir), config.evaluation
-    is_resumed = (run_dir / "checkpoints").is_dir() and not config.overwrite
+    config = run.config
+    is_resumed = (run.directory / "checkpoints").is_dir() and not config.overwrite
     if "evaluation.tokens" in values and not is_resumed:
-        corpus = open_corpus(config)
+        corpus = open_corpus(run)
         longest = min(corpus.validation.longest, corpus.test.longest)
-        fitting = [n for n in evaluation.tokens or () if n <= longest]
-        config = replace(config, evaluation=replace(evaluation, tokens=fitting))
+        fitting = [length for length in config.evaluation.tokens or () if length <= longest]
+        config = replace(config, evaluation=replace(config.evaluation, tokens=fitting))
     open_run_directory(config)
     config = replace(config, overwrite=False)
 
     def train(config: RunConfig) -> Report:
-        report = run_experiment(config, [model])
+        report = run_experiment(parse(plain(config)), [model])
         assert report is not None, "recalibrate uses one process"
         return report
 
-    run, end = config.trainer, began + 60 * minutes * DEADLINE
-    if not run.max_time:
+    trainer, end = config.trainer, began + 60 * minutes * DEADLINE
+    if not trainer.max_time:
         seconds = max(1, math.ceil(end - time.time()))
         limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         try:
-            return train(replace(config, trainer=replace(run, max_time=limit)))
+            return train(replace(config, trainer=replace(trainer, max_time=limit)))
         except PreemptedError as stop:
             if stop.reason != "time limit":
                 raise
-        steps = read_state(find_checkpoint(str(run_dir)))["step"] + 1
+        steps = read_state(find_checkpoint(config.run_dir))["step"] + 1
         log.info(
-            "The time for training is over: %s of %s steps", f"{steps:,}", f"{run.max_steps:,}"
+            "The time for training is over: %s of %s steps", f"{steps:,}", f"{trainer.max_steps:,}"
         )
-        config = replace(config, trainer=replace(run, max_steps=steps))
-        write_atomically(run_dir / RECORD, yaml.safe_dump(plain(config), sort_keys=False))
+        config = replace(config, trainer=replace(trainer, max_steps=steps))
+        record = yaml.safe_dump(plain(config), sort_keys=False)
+        write_atomically(run.directory / RECORD, record)
     return train(config)

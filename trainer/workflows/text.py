@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 from trainer.checkpoint import read_state, regular_checkpoints
 from trainer.common.errors import UserError
 from trainer.common.ranks import current_ranks
-from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, of_all_texts, prepare
 from trainer.data.sources import cache_directory, describe
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
-from trainer.runs.models import starting_weights
-from trainer.runs.parsing import runs_of
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import Run
 
 
-def tokens_of_weights(config: RunConfig) -> SpecialTokens | None:
+def tokens_of_weights(run: Run) -> SpecialTokens | None:
     """Return the tokens of the weights that the run begins with, unless another is configured.
 
     Raises:
         UserError: the weights came without one.
     """
-    if config.tokenizer.path or (start := starting_weights(config.model)) is None:
+    weights = run.weights
+    if run.config.tokenizer.path is not None or weights is None:
         return None
-    return special_tokens(start.require_tokenizer(), start.token_files, start.end_of_text)
+    return special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
 
 
-def prepare_texts(config: RunConfig) -> Iterator[str]:
+def prepare_texts(run: Run) -> Iterator[str]:
     """Prepare every text of a run; yield a line for each that is complete."""
-    tokenizer = tokens_of_weights(config) or config.tokenizer
-    for text in config.data.texts.values():
+    tokenizer = tokens_of_weights(run) or run.config.tokenizer
+    for text in run.config.data.texts.values():
         directory = prepare(text, tokenizer)
         tokenizer = of_all_texts(tokenizer, directory, cache_directory(text))
         manifest = Manifest.load(directory)
@@ -42,7 +39,7 @@ def prepare_texts(config: RunConfig) -> Iterator[str]:
         yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
 
 
-def open_corpus(config: RunConfig) -> Corpus:
+def open_corpus(run: Run) -> Corpus:
     """Open the run's text, which holds the longest sequences of the run and its controls, with the
     tokenizer of its pretrained model, if it has one.
 
@@ -52,28 +49,27 @@ def open_corpus(config: RunConfig) -> Corpus:
     Raises:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
-    wanted = None
+    config, wanted = run.config, None
     if not config.overwrite:
-        for path in regular_checkpoints(Path(config.run_dir, "checkpoints")):
+        for path in regular_checkpoints(run.directory / "checkpoints"):
             with suppress(ValueError, OSError):  # damaged, or of another format
                 wanted = read_state(path)["texts"]
-    phases = [phase for run in runs_of(config).values() for phase in phases_of(run)]
-    longest = max(phase.config.data.sequence_length for phase in phases)
+    longest = max(phase.length for each in run.runs.values() for phase in each.phases)
     data = replace(config.data, sequence_length=longest)
-    tokenizer = tokens_of_weights(config) or config.tokenizer
+    tokenizer = tokens_of_weights(run) or config.tokenizer
     alone = current_ranks().world_size == 1
     return prepare_corpus(data, tokenizer, alone=alone, wanted=wanted)
 
 
-def check_vocabularies(configs: Mapping[str, RunConfig], corpus: Corpus) -> None:
+def check_vocabularies(runs: Mapping[str, Run], corpus: Corpus) -> None:
     """Check that the tokens of the text are those of the model of every run.
 
     Raises:
         UserError: a model has fewer embeddings than there are tokens, or weights of other tokens.
     """
     size = vocabulary_size(corpus.tokenizer)
-    for name, config in configs.items():
-        embeddings, tokens = config.model.vocab_size, tokens_of_weights(config)
+    for name, run in runs.items():
+        embeddings, tokens = run.config.model.vocab_size, tokens_of_weights(run)
         if tokens is not None and not same_tokens(tokens.tokenizer, corpus.tokenizer):
             raise UserError(f"model: the weights of {name} have another tokenizer than the text")
         if embeddings is not None and embeddings < size:

@@ -1,0 +1,168 @@
+"""What is measured of the model in training: held-out losses around its changes, and benchmarks.
+
+Benchmarks are scores of tasks as in DroPE's Fig. 10. They are taken before the first step of
+trained weights, every so many steps, directly after a change of the model, and after the last step
+of every phase, on the same questions every time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.common.ranks import all_gather, current_ranks
+from trainer.data.corpus import Corpus, held_out_windows
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.task import Task
+from trainer.evaluation.tasks import make_tasks
+from trainer.lightning.drop import losses_of
+from trainer.lightning.module import evaluating
+from trainer.lightning.strategy import whole_model
+from trainer.model.decoder import Decoder
+from trainer.runs.phases import Phase, Run
+
+log = logging.getLogger(__name__)
+
+
+class Measurements:
+    """Measures a run's model, and keeps what checkpoints hold of that.
+
+    Args:
+        run: the run.
+        corpus: its text.
+        state: ``state.json`` of the checkpoint that it begins with.
+    """
+
+    def __init__(self, run: Run, corpus: Corpus, state: dict[str, Any]) -> None:
+        self.run, self.corpus = run, corpus
+        self.tasks = benchmark_tasks(run, corpus)
+        self.effects: dict[str, dict[str, Any]] = dict(state.get("effects", {}))
+        """Losses before and after the change of each phase, by its name."""
+        self.milestones: list[dict[str, Any]] = list(state.get("benchmarks", ()))
+        """Benchmarks so far, see :class:`~trainer.report.report.RunSummary`."""
+        self.pending: dict[str, float] = dict(state.get("pending_metrics", {}))
+        """More values of the next row."""
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether an encoding was dropped."""
+        drops = [phase.name for phase in self.run.phases if phase.drop is not None]
+        return any(name in self.effects for name in drops)
+
+    def probe(self, phase: Phase) -> Sequence[Tensor]:
+        """Return the probe of a phase, see :func:`effect_probe`, in micro-batches."""
+        rows = phase.micro_batch_size or phase.batch_size // current_ranks().world_size
+        sequences = self.run.config.drop.effect_sequences
+        return effect_probe(self.corpus, phase, sequences).split(rows)
+
+    def note_change(self, phase: Phase, before: list[float], after: list[float]) -> None:
+        """Note the losses of the probe's sequences before and after a phase's change."""
+        loss_before, loss_after = fmean(before), fmean(after)
+        self.effects[phase.name] = {
+            "step": phase.start,
+            "what": phase.description,
+            "length": phase.length,
+            "loss_before": loss_before,
+            "loss_after": loss_after,
+            "loss_end": None,
+            "sequences": {"before": before, "after": after},
+        }
+        self.pending[f"{phase.key}/loss_before"] = loss_before
+        self.pending[f"{phase.key}/loss_after"] = loss_after
+        text = "Step %d: %s; held-out loss %.3f before, %.3f after"
+        log.info(text, phase.start, phase.description, loss_before, loss_after)
+
+    def measure_end(self, model: Decoder, phase: Phase) -> None:
+        """Measure the held-out loss at the end of a phase that began with a change."""
+        if phase.name not in self.effects:
+            return
+        losses = losses_of(model, self.probe(phase))
+        loss, effect = fmean(losses), self.effects[phase.name]
+        sequences = effect["sequences"] | {"end": losses}
+        self.effects[phase.name] = effect | {"loss_end": loss, "sequences": sequences}
+        self.pending[f"{phase.key}/loss_end"] = loss
+        name = f"phase {phase.name!r}" if phase.drop is None else "recalibration"
+        log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, loss, name)
+
+    def measure_benchmarks(self, model: Decoder, step: int) -> None:
+        """Add a milestone after ``step`` updates, the same on all ranks."""
+        if not self.tasks:
+            return
+        phases, tokens = self.run.phases, self.run.config.evaluation.batch_tokens
+        scores = benchmark_scores(model, self.tasks, tokens, phases.last.length)
+        self.milestones.append(
+            {
+                "step": step,
+                "tokens": phases.at(step).tokens_at(step),
+                "dropped": self.has_dropped,
+                "scores": scores,
+            }
+        )
+        for key, score in scores.items():
+            if math.isfinite(score):
+                self.pending[f"benchmark/{key}"] = score
+
+    def state(self) -> dict[str, Any]:
+        """Return what ``state.json`` holds of the measurements."""
+        return {
+            "pending_metrics": dict(self.pending),
+            "effects": dict(self.effects),
+            "benchmarks": list(self.milestones),
+        }
+
+
+def effect_probe(corpus: Corpus, phase: Phase, sequences: int) -> Tensor:
+    """Return the validation text ``[sequences, T + 1]`` on which the effect of a change is
+    measured; a mixture has the weights of the phase."""
+    validation = corpus.mixed(phase.data).validation
+    windows = held_out_windows(validation, sequences, phase.length)
+    return F.pad(torch.from_numpy(windows), (1, 0), value=corpus.first_token)
+
+
+def benchmark_tasks(run: Run, corpus: Corpus) -> list[Task]:
+    """Return the tasks of a run, each at every length."""
+    config, C = run.config, run.phases.last.length
+    benchmarks = config.benchmarks
+    if benchmarks.every is None:
+        return []
+    lengths = sorted({round(C * factor) for factor in benchmarks.lengths})
+    text = HeldOut(corpus, corpus.validation, (corpus.first_token,), config.data.needles.share)
+    evaluation = replace(
+        config.evaluation,
+        tasks=benchmarks.tasks,
+        windows=benchmarks.limit,
+        limit=benchmarks.limit,
+    )
+    return make_tasks(text, evaluation, lengths, C)[0]
+
+
+def benchmark_scores(
+    model: Decoder, tasks: Sequence[Task], batch_tokens: int, training_length: int
+) -> dict[str, float]:
+    """Return scores by task and length in training lengths; NaN without questions.
+
+    Ranks share the questions; all call this together and get the same scores.
+    """
+    ranks = current_ranks()
+    share = slice(ranks.rank, None, ranks.world_size)
+    scores: dict[str, float] = {}
+    with evaluating(model):
+        model = whole_model(model)
+        for task in tasks:
+            batches = task.batches(model, batch_tokens // ranks.world_size)[share]
+            values = [value for batch in batches for value in batch()]
+            for key in task.titles:
+                own = [value for _, name, value in values if name == key]
+                of_all = [value for of_rank in all_gather(own) for value in of_rank]
+                mean = sum(of_all) / len(of_all) if of_all else math.nan
+                score = math.exp(mean) if task.metric == "loss" else mean
+                scores[f"{key}/{task.length / training_length:g}x"] = score
+    return scores
