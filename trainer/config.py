@@ -206,10 +206,10 @@ class DropConfig(ChangeConfig):
 
 @configuration
 class OptimizerConfig:
-    """Optimizer and its rates."""
+    """Optimizer and its rates; each optimizer reads the keys that it has."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon (for the matrices of the blocks, AdamW for the rest)."""
+    name: str = "adamw"
+    """adamw, muon (for the matrices of the blocks, AdamW for the rest), or a plugin's optimizer."""
     lr: PositiveFloat = 3e-4
     """Learning rate of AdamW, times the schedule."""
     betas: tuple[Share, Share] = (0.9, 0.95)
@@ -220,6 +220,8 @@ class OptimizerConfig:
     """Also decay embeddings and the head."""
     muon_lr: PositiveFloat = 0.02
     """Learning rate of Muon, times the schedule."""
+    arguments: dict[str, Any] | None = None
+    """Other settings of an optimizer that a plugin registers; null: none."""
 
 
 @configuration

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import lightning as L
 import torch
@@ -47,13 +47,15 @@ class LanguageModule(L.LightningModule):
         lr: learning rate of AdamW.
         schedule: maps the number of updates done to a factor on the learning rates, such as
             :func:`~trainer.common.schedule.schedule`; None: constant.
-        optimizer: adamw, or muon (for the matrices of blocks, AdamW for the rest).
+        optimizer: name of a registered optimizer: adamw, or muon (for the matrices of blocks,
+            AdamW for the rest), or one of your own.
         gradient_clip: largest norm of a gradient, unless ``Trainer(gradient_clip_val=...)`` says
             another; 0: no clipping. Updates whose loss or gradient is not finite are skipped.
         attention: a backend, or auto.
         prepare: distributes a model of the meta device and sets its weights, given model and
             device.
-        optimizer_options: other arguments of :func:`~trainer.lightning.optimizers.make_optimizer`.
+        optimizer_options: other settings of its function in
+            :mod:`trainer.lightning.optimizers`.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class LanguageModule(L.LightningModule):
         lr: float = 3e-4,
         *,
         schedule: Schedule | None = None,
-        optimizer: Literal["adamw", "muon"] = "adamw",
+        optimizer: str = "adamw",
         gradient_clip: float = 1.0,
         attention: str = "auto",
         prepare: Callable[[Decoder, torch.device], None] | None = None,

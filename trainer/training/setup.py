@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import warnings
@@ -19,8 +20,9 @@ from torch import Tensor
 from trainer.common.errors import UserError
 from trainer.common.processes import cores, use_cores
 from trainer.common.ranks import best_precision, current_ranks, device_type
-from trainer.config import TrainerConfig
+from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.lightning.module import LanguageModule
+from trainer.lightning.optimizers import OPTIMIZERS
 from trainer.lightning.strategy import parallelize, shard_like
 from trainer.model.decoder import Decoder, initial_value
 from trainer.runs.phases import Run
@@ -139,17 +141,36 @@ def make_module(run: Run, model: Decoder, *, draws: bool = True) -> LanguageModu
         if draws:
             model.fill(value)
 
-    optimizer = asdict(run.config.optimizer)
     return LanguageModule(
         model,
-        optimizer.pop("lr"),
         schedule=lambda step: phases.at(step).factor(step),
-        optimizer=optimizer.pop("name"),
+        optimizer=run.config.optimizer.name,
         gradient_clip=trainer.gradient_clip,
         attention=model.config.attention_backend,
         prepare=prepare,
-        **optimizer,
+        **optimizer_settings(run.config.optimizer),
     )
+
+
+def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """Return the settings of an optimizer's function: the keys of the group that it takes, and
+    ``arguments``.
+
+    Raises:
+        UserError: there is no such optimizer, or it has no such settings.
+    """
+    if config.name not in OPTIMIZERS:
+        names = ", ".join(OPTIMIZERS)
+        raise UserError(f"optimizer.name: expected one of {names}, got {config.name!r}")
+    signature = inspect.signature(OPTIMIZERS[config.name])
+    values = asdict(config)
+    settings = {key: values[key] for key in signature.parameters if key in values}
+    settings |= config.arguments or {}
+    try:
+        signature.bind(None, **settings)
+    except TypeError as error:
+        raise UserError(f"optimizer.arguments: {config.name}: {error}") from None
+    return settings
 
 
 def make_trainer(

@@ -36,7 +36,12 @@ from trainer.runs.models import encodings, environment, find_models, without_hom
 from trainer.runs.phases import Run
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
-from trainer.training.setup import check_device, set_environment, set_threads
+from trainer.training.setup import (
+    check_device,
+    optimizer_settings,
+    set_environment,
+    set_threads,
+)
 from trainer.workflows.evaluate import held_out_of, measure_models, publish
 from trainer.workflows.text import check_vocabularies, open_corpus
 
@@ -108,6 +113,7 @@ def check_machine(run: Run) -> None:
     for each in run.runs.values():
         check_names(each.config.evaluation)
         check_device(each.config.trainer)
+        optimizer_settings(each.config.optimizer)
         strategy = each.config.strategy
         size = strategy.shard_size
         if strategy.name == "single" and ranks > 1:
