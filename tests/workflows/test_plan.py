@@ -19,11 +19,11 @@ from trainer.runs.parsing import parse
 from trainer.workflows.plan import (
     Requirements,
     activation_bytes,
-    decoder,
     flops,
     longest,
     parameters,
     plan,
+    shape_of,
 )
 
 EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("*.yaml"))
@@ -45,7 +45,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_models_have_their_parameters(model):
     run = run_of(compose_words([f"model={model}", "data.sequence_length=2048"]))
-    counted = parameters(decoder(run))
+    counted = parameters(shape_of(run))
     assert (counted["in all"], counted["without embeddings and head"]) == PUBLISHED[model]
 
 
@@ -55,8 +55,7 @@ def test_operations_of_a_branch_count_from_where_it_branches():
     values |= {"data": {"sequence_length": 64}, "drop": {"at": 0.75}}
     values |= {"trainer": {"max_steps": 100, "batch_size": 8}}
     run = parse(values)
-    model = decoder(run)
-    a_step = 3 * 8 * forward_flops(model.config, model.layout, 64)
+    a_step = 3 * 8 * forward_flops(run.config.model, run.layout, 64)
     assert flops(run) == 100 * a_step
     assert flops(run.controls["rope"], begin=run.phases.drop_step) == 25 * a_step
     rows = plan(run, 1, 0.5)["Training"]
@@ -67,8 +66,7 @@ def test_operations_of_phases_are_those_of_their_lengths_and_batches():
     phases = {"short": {"steps": 10}, "long": {"steps": 3, "sequence_length": 256, "batch_size": 4}}
     values = {"model": NANO, "data": {"sequence_length": 64}, "phases": phases}
     run = parse(values)
-    model = decoder(run)
-    short, long = (3 * forward_flops(model.config, model.layout, n) for n in (64, 256))
+    short, long = (3 * forward_flops(run.config.model, run.layout, n) for n in (64, 256))
     assert flops(run) == 10 * 32 * short + 3 * 4 * long
     assert flops(run, begin=11) == 2 * 4 * long
 
@@ -96,16 +94,36 @@ def test_the_longest_sequence_fills_four_fifths_of_a_gpu():
     run = parse({"model": NANO, "strategy": strategy, "trainer": trainer})
     rows = plan(run, 8, 0.4)["Longest sequence that fits, about"]
     a_token = 2 * (3 * 64 + 5 * 64 + 4 * 64 + 3 * 64 + 4 * 160)
-    state = 16 * sum(p.numel() for p in decoder(run).parameters()) / 8
+    state = 16 * sum(p.numel() for p in Decoder(run.config.model, run.layout).parameters()) / 8
     tokens = (0.8 * 139 * 2**30 - state) / a_token
     assert int(rows["H200"].split()[0].replace(",", "")) == pytest.approx(tokens, abs=1024)
     assert set(longest(Requirements(state=139 * 2**30, token=a_token)).values()) == {"none"}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": False, "qkv_bias": True, "head_dim": 16},
+        {"num_key_value_heads": 1, "qk_norm": {"when": "after_drop"}},
+        {"qk_norm": {"when": "always", "kind": "full", "targets": "k"}},
+    ],
+)
+def test_parameters_are_those_of_the_decoder(changes):
+    run = parse({"model": NANO | changes})
+    with torch.device("meta"):
+        model = Decoder(run.config.model, run.layout)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    counted = parameters(run.config.model)
+    assert counted["attention"] == sum(n for name, n in sizes.items() if "self_attn" in name)
+    assert counted["MLP"] == sum(n for name, n in sizes.items() if "mlp" in name)
+    assert counted["in all"] == sum(sizes.values())
+
+
 @pytest.mark.slow
-def test_lightning_is_not_imported_for_a_plan(tmp_path):
+def test_nothing_heavy_is_imported_for_a_plan(tmp_path):
     code = "import sys; from trainer.__main__ import main; main(['plan']);"
-    code += "print(sorted({'lightning', 'scipy', 'transformers', 'datasets'} & sys.modules.keys()))"
+    heavy = {"lightning", "scipy", "torch", "transformers", "datasets"}
+    code += f"print(sorted({heavy} & sys.modules.keys()))"
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

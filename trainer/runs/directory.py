@@ -126,11 +126,13 @@ def read_record(directory: Path) -> dict[str, Any]:
 def is_published(reference: str) -> bool:
     """Whether a model is published weights, in a directory or on the hub, and not a run.
 
-    OWNER/NAME is looked for on the hub if there is no directory OWNER here.
+    OWNER/NAME is looked for on the hub if there is no directory OWNER here; ``runs/NAME`` is a run.
     """
     path = Path(reference).expanduser()
-    is_on_hub = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) and not path.parent.exists()
-    return bool(is_on_hub) or (path / "config.json").is_file()
+    if (path / "config.json").is_file():
+        return True
+    is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) is not None
+    return is_id and not path.parent.exists() and str(path.parent) != "runs"
 
 
 def check_model(reference: str) -> None:

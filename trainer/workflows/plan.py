@@ -10,16 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from torch import nn
 
+from trainer.common.errors import UserError
 from trainer.config import RunConfig, StrategyConfig
 from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
-from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, training_flops
 from trainer.runs.phases import Phase, Run
 
@@ -44,9 +42,9 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     ``gpus``: number of GPUs; ``mfu``: share of their dense peak that training reaches.
 
     Raises:
-        ValueError: the vocabulary is that of a finished tokenizer, which is not read here.
+        UserError: the vocabulary is that of a finished tokenizer.
     """
-    config, phases, model = run.config, run.phases, decoder(run)
+    config, phases = run.config, run.phases
     training = {"steps": f"{run.steps:,} of {phases.last.tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
@@ -67,7 +65,7 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
-    counts = parameters(model)
+    counts = parameters(shape_of(run))
     a_gpu = Requirements(
         state=state_bytes(config.strategy, counts["in all"], gpus),
         token=bytes_of_token(config),
@@ -97,41 +95,54 @@ def _in_words(phase: Phase) -> str:
     return text
 
 
-def decoder(run: Run) -> Decoder:
-    """Return the decoder that a run begins with, without weights; a tokenizer that is trained has
-    its configured size, and the words of the needles."""
+def shape_of(run: Run) -> ModelConfig:
+    """Return the shape of a run's model; a tokenizer that is trained has its configured size, and
+    the words of the needles.
+
+    Raises:
+        UserError: the vocabulary is that of a finished tokenizer.
+    """
     model, tokenizer = run.config.model, run.config.tokenizer
-    trained = None if tokenizer.path else tokenizer.vocab_size + len(WORDS)
-    with torch.device("meta"):
-        return Decoder(replace(model, vocab_size=model.vocab_size or trained), run.layout)
+    if model.vocab_size is not None:
+        return model
+    if tokenizer.path is not None:
+        raise UserError("model.vocab_size: expected it with tokenizer.path, which is not read here")
+    return replace(model, vocab_size=tokenizer.vocab_size + len(WORDS))
 
 
-def parameters(model: nn.Module) -> dict[str, int]:
-    """Return the numbers of parameters by part."""
-    parts = {
-        "embeddings": "embed_tokens",
-        "head": "lm_head",
-        "attention": "self_attn",
-        "MLP": "mlp",
-    }
-    counts = {
-        part: sum(p.numel() for name, p in model.named_parameters() if module in name)
-        for part, module in parts.items()
-    }
-    total = sum(p.numel() for p in model.parameters())
-    return counts | {
-        "norms": total - sum(counts.values()),
+def parameters(config: ModelConfig) -> dict[str, int]:
+    """Return the numbers of parameters of a decoder by part, from its shape."""
+    h, layers, a_head = config.hidden_size, config.num_hidden_layers, config.head_size
+    q, k = config.num_attention_heads * a_head, config.num_key_value_heads * a_head
+    embeddings = (config.vocab_size or 0) * h
+    head = 0 if config.tie_word_embeddings else embeddings
+    attention = 2 * h * (q + k)
+    if config.qkv_bias:
+        attention += q + 2 * k
+    if config.qk_norm.when != "never":
+        gains = {"q": q, "k": k} if config.qk_norm.kind == "full" else {"q": a_head, "k": a_head}
+        for target, size in gains.items():
+            if config.qk_norm.targets in ("both", target):
+                attention += size
+    mlp, norms = 3 * h * config.intermediate_size, 2 * layers * h + h
+    total = embeddings + head + layers * (attention + mlp) + norms
+    return {
+        "embeddings": embeddings,
+        "head": head,
+        "attention": layers * attention,
+        "MLP": layers * mlp,
+        "norms": norms,
         "in all": total,
-        "without embeddings and head": total - counts["embeddings"] - counts["head"],
+        "without embeddings and head": total - embeddings - head,
     }
 
 
 def flops(run: Run, begin: int = 0) -> float:
     """Return the operations of a run's steps from step ``begin``."""
-    model, total = decoder(run), 0.0
+    shape, total = shape_of(run), 0.0
     for phase in run.phases:
         steps = max(phase.end - max(phase.start, begin), 0)
-        a_sequence = training_flops(model.config, model.layout, phase.length)
+        a_sequence = training_flops(shape, run.layout, phase.length)
         total += steps * phase.batch_size * a_sequence
     return total
 
