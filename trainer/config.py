@@ -142,16 +142,11 @@ class ScheduleConfig:
     decay_fraction: Share = 0.2
     """Share of the phase over which wsd falls."""
 
-    def over(self, steps: int) -> Schedule:
-        """Return the factor on the learning rates by update, over ``steps`` updates."""
-        return schedule(
-            steps,
-            self.name,
-            warmup=self.warmup_steps,
-            peak=self.peak,
-            final=self.final,
-            decay_fraction=self.decay_fraction,
-        )
+    def over(self, steps: int, start: int = 0) -> Schedule:
+        """Return the factor on the learning rates by update, over ``steps`` from ``start`` on."""
+        shape = {"peak": self.peak, "final": self.final, "decay_fraction": self.decay_fraction}
+        factor = schedule(steps, self.name, warmup=self.warmup_steps, **shape)
+        return lambda step: factor(step - start)
 
 
 SAME = "same"

@@ -34,7 +34,6 @@ from trainer.runs.directory import (
     read_metrics,
     read_record,
     saved_config,
-    warn_of_lost_rows,
     write_metrics,
 )
 
@@ -159,13 +158,6 @@ def test_other_bytes_are_named_by_their_file(place, name, content):
     (place / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}: expected (the|rows)"):
         read_record(place) if name == "config.yaml" else read_metrics(place / name)
-
-
-@pytest.mark.parametrize(("last", "is_said"), [(20, False), (19, True), (None, True)])
-def test_lost_rows_of_metrics_are_said(tmp_path, caplog, last, is_said):
-    rows = [{"step": step} for step in range(1, (last or 0) + 1)]
-    warn_of_lost_rows(tmp_path / "metrics.csv", rows, 25, 10)
-    assert ("are lost" in caplog.text) == is_said
 
 
 def test_a_lock_that_a_dead_process_left_names_the_command_that_removes_it(place):

@@ -53,13 +53,13 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
 def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
     values = {"data": {"sequence_length": 64}, "trainer": {"batch_size": 3, "max_steps": 10}}
     phases = parse({"run_dir": "x", **values, "drop": {"at": 2}}).phases
-    assert (phases.last.tokens_per_step, phases.last.length, phases.drop_step) == (192, 64, 2)
+    assert (phases[-1].tokens_per_step, phases[-1].length, phases.drop_step) == (192, 64, 2)
     phases = {
         "a": {"steps": 2, "sequence_length": 32}, "b": {"steps": 3, "sequence_length": 128},
         "c": {"steps": 4, "drop": {}}, "d": {"steps": 1, "drop": {"to": "alibi"}},
     }  # fmt: skip
     phases = parse({"run_dir": "x", **values, "phases": phases}).phases
-    assert (phases.last.length, phases.drop_step) == (64, 5)
+    assert (phases[-1].length, phases.drop_step) == (64, 5)
 
 
 @pytest.mark.parametrize(

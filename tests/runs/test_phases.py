@@ -58,7 +58,7 @@ def test_steps_read_on_where_the_one_before_ended_and_begin_anew_with_another_le
             step, tokens = step + 1, tokens + length * size
     assert run.config.trainer.max_steps == run.steps == step
     assert phases.tokens == tokens
-    assert phases.last.length == orders[-1][0]
+    assert phases[-1].length == orders[-1][0]
 
 
 def test_without_phases_a_drop_makes_two():

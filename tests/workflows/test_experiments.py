@@ -87,7 +87,7 @@ def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkey
     dropped = [phase.start for phase in phases if phase.drop]
     assert {change["step"] for change in run.changes} >= {*dropped}
     assert all(change["loss_end"] is not None for change in run.changes)
-    assert set(report.rows.length) == {phases.last.length, 2 * phases.last.length}
+    assert set(report.rows.length) == {phases[-1].length, 2 * phases[-1].length}
     assert (run_dir / "facts.json").is_file()
     for place in (run_dir, *(run_dir / "controls" / control for control in config.controls)):
         state = read_state(find_checkpoint(str(place)))

@@ -4,39 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trainer.common.errors import UserError
-
 MOMENTUM = 0.95
 """Momentum of Muon."""
 BATCH = 2**26
 """Elements of matrices that are orthogonalized together; one matrix at least."""
-
-
-class Parameters(NamedTuple):
-    """Parameters of a decoder: matrices of its blocks, embeddings with an untied head, and norms
-    and biases."""
-
-    matrices: list[nn.Parameter]
-    embeddings: list[nn.Parameter]
-    vectors: list[nn.Parameter]
-
-    def groups(
-        self, weight_decay: float, *, decay_embeddings: bool = False
-    ) -> list[dict[str, Any]]:
-        """Return them as groups of an optimizer: matrices have weight decay, embeddings have it
-        with ``decay_embeddings``, norms and biases never."""
-        of_embeddings = weight_decay if decay_embeddings else 0.0
-        return [
-            {"params": self.matrices, "weight_decay": weight_decay},
-            {"params": self.embeddings, "weight_decay": of_embeddings},
-            {"params": self.vectors, "weight_decay": 0.0},
-        ]
 
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -47,59 +24,28 @@ OPTIMIZERS: dict[str, Make] = {}
 def optimizer(function: Make) -> Make:
     """Register an optimizer under the name of its function.
 
-    The function gets the :class:`Parameters` of a model and, by keyword, its settings, ``lr`` among
-    them. The optimizer's state must consist of tensors, which checkpoints hold.
+    The function gets three groups of parameters with their weight decay: matrices of blocks,
+    embeddings with an untied head, norms and biases. Its keyword arguments are its settings, ``lr``
+    among them. The optimizer's state must consist of tensors, which checkpoints hold.
     """
     OPTIMIZERS[function.__name__] = function
     return function
 
 
-def make_optimizer(model: nn.Module, name: str = "adamw", **settings: Any) -> torch.optim.Optimizer:
-    """Create a registered optimizer over all parameters of ``model``.
-
-    Every group stores ``initial_lr``, which schedules multiply. ``settings``: of its function.
-
-    Raises:
-        UserError: there is no such optimizer.
-    """
-    if name not in OPTIMIZERS:
-        raise UserError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
-    parameters = Parameters([], [], [])
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            parameters.vectors.append(parameter)
-        elif "embed_tokens" in parameter_name or "lm_head" in parameter_name:
-            parameters.embeddings.append(parameter)
-        else:
-            parameters.matrices.append(parameter)
-    made = OPTIMIZERS[name](parameters, **settings)
-    for group in made.param_groups:
-        group["initial_lr"] = group["lr"]
-    return made
-
-
 @optimizer
 def adamw(
-    parameters: Parameters,
-    *,
-    lr: float = 3e-4,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.1,
-    decay_embeddings: bool = False,
+    groups: list[dict[str, Any]], *, lr: float = 3e-4, betas: tuple[float, float] = (0.9, 0.95)
 ) -> torch.optim.Optimizer:
     """Create AdamW."""
-    groups = parameters.groups(weight_decay, decay_embeddings=decay_embeddings)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 @optimizer
 def muon(
-    parameters: Parameters,
+    groups: list[dict[str, Any]],
     *,
     lr: float = 3e-4,
     betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.1,
-    decay_embeddings: bool = False,
     muon_lr: float = 0.02,
 ) -> torch.optim.Optimizer:
     """Create Muon for the matrices of blocks, with AdamW for the rest.
@@ -107,11 +53,44 @@ def muon(
     Raises:
         ValueError: the model is sharded.
     """
-    if any(isinstance(matrix, DTensor) for matrix in parameters.matrices):
+    matrices, *rest = groups
+    if any(isinstance(matrix, DTensor) for matrix in matrices["params"]):
         raise ValueError("optimizer: muon needs whole matrices (one process or DDP)")
-    matrices, *rest = parameters.groups(weight_decay, decay_embeddings=decay_embeddings)
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
     return MuonWithAdamW(matrices | {"lr": muon_lr, "momentum": MOMENTUM}, adamw)
+
+
+def make_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    *,
+    weight_decay: float = 0.1,
+    decay_embeddings: bool = False,
+    **settings: Any,
+) -> torch.optim.Optimizer:
+    """Create a registered optimizer over all parameters of ``model``.
+
+    Matrices of blocks have weight decay; embeddings and an untied head have it with
+    ``decay_embeddings``; norms and biases never. Every group stores ``initial_lr``, which schedules
+    multiply. ``settings``: arguments of its function.
+    """
+    matrices, embeddings, vectors = [], [], []
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            vectors.append(parameter)
+        elif "embed_tokens" in parameter_name or "lm_head" in parameter_name:
+            embeddings.append(parameter)
+        else:
+            matrices.append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": embeddings, "weight_decay": weight_decay if decay_embeddings else 0.0},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    made = OPTIMIZERS[name](groups, **settings)
+    for group in made.param_groups:
+        group["initial_lr"] = group["lr"]
+    return made
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

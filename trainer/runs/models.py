@@ -6,7 +6,7 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -59,84 +59,39 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         UserError: there is none, it is damaged, or transformers cannot compute ``hf:DIRECTORY`` by
             itself.
     """
-    if reference.startswith("hf:"):
-        return _computed_by_transformers(reference, training_length)
-    if is_published(reference):
-        path = find_pretrained(reference)
-        weights, key = read_pretrained(reference), _files_fingerprint(path)
-        return _saved_model(
-            Path(reference).name, reference, path, weights, key, lengths=[training_length]
-        )
-    return _trained_here(reference, training_length)
-
-
-def _computed_by_transformers(reference: str, training_length: int | None) -> SavedModel:
-    """Find the model of ``hf:DIRECTORY``."""
-    from trainer.interchange.adapted import read_adapted  # imports transformers
-
-    path = Path(reference.removeprefix("hf:")).expanduser()
-    model = read_adapted(path)
-    program = f"transformers {version('transformers')}"
-    weights = Pretrained(
-        reference, model.config, model.layout, read_tokenizer(path), {}, read_token_files(path)
-    )
-    found = _saved_model(
-        f"{path.resolve().name}-hf",
-        reference,
-        path,
-        weights,
-        f"{program} {_files_fingerprint(path)}",
-        lengths=[training_length],
-    )
-    return replace(found, read=partial(_read_by_transformers, path), computed_by=program)
-
-
-def _trained_here(reference: str, training_length: int | None) -> SavedModel:
-    """Find the model in a run or one of its checkpoints."""
-    path = check_sound(find_checkpoint(reference))
-    state, weights = read_state(path), read_run(path)
-    run, step = saved_config(state["config"]), state["step"]
-    phases = phases_of(run)
-    name, role = name_and_role(run, phases, step)
-    if step != run.trainer.max_steps:
-        name = f"{name} ({CHECKPOINTS.get(path.name, path.name)})"
+    role: str | None = None
+    run: RunConfig | None = None
+    state: dict[str, Any] = {}
+    computed_by: str | None = None
+    is_dropped = False
+    before: Path | None = None
     lengths = [training_length]
-    if step:
-        lengths.insert(0, phases.at(step - 1).length)
-    found = _saved_model(name, reference, path, weights, checksum(path / MANIFEST), lengths=lengths)
-    return replace(
-        found,
-        run=run,
-        role=role,
-        is_dropped=phases.is_dropped(step),
-        before_drop=_before_drop(path, phases, step),
-        state=state,
-    )
+    read: Callable[[str, torch.dtype], LanguageModel]
+    if reference.startswith("hf:"):
+        from trainer.interchange.adapted import read_adapted  # imports transformers
 
-
-def _before_drop(path: Path, phases: Phases, step: int) -> Path | None:
-    """Return the checkpoint from just before the drop of a model; None without a drop, or if its
-    sequences grew longer since."""
-    drop_step, before = phases.drop_step, path.parent / BEFORE_DROP
-    if not drop_step or step <= drop_step or not before.is_dir():
-        return None
-    return before if phases.at(drop_step - 1).length == phases.at(step - 1).length else None
-
-
-def _saved_model(
-    name: str,
-    reference: str,
-    path: Path,
-    weights: Pretrained,
-    key: str,
-    *,
-    lengths: Sequence[int | None],
-) -> SavedModel:
-    """Describe a model that is read from ``weights``.
-
-    ``key``: changes with the weights. ``lengths``: lengths of its training, one after another, the
-    last of which is C.
-    """
+        path = Path(reference.removeprefix("hf:")).expanduser()
+        model = read_adapted(path)
+        name, computed_by = f"{path.resolve().name}-hf", f"transformers {version('transformers')}"
+        shape = model.config, model.layout
+        weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
+        read = partial(_read_by_transformers, path)
+        key = f"{computed_by} {_files_fingerprint(path)}"
+    elif is_published(reference):
+        path, weights = find_pretrained(reference), read_pretrained(reference)
+        name, read, key = Path(reference).name, weights.decoder, _files_fingerprint(path)
+    else:
+        path = check_sound(find_checkpoint(reference))
+        state, weights = read_state(path), read_run(path)
+        run, step = saved_config(state["config"]), state["step"]
+        read, key, phases = weights.decoder, checksum(path / MANIFEST), phases_of(run)
+        name, role = name_and_role(run, phases, step)
+        if step != run.trainer.max_steps:
+            name = f"{name} ({CHECKPOINTS.get(path.name, path.name)})"
+        if step:
+            lengths.insert(0, phases.at(step - 1).length)
+        is_dropped = phases.is_dropped(step)
+        before = _before_drop(path, phases, step)
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
@@ -152,11 +107,26 @@ def _saved_model(
         path=path,
         tokens=tokens,
         layout=layout,
-        read=weights.decoder,
+        read=read,
         fingerprint=fingerprint(key, layout.training_length, sorted(tokens.stops)),
         parameters=parameters,
         longest_context=longest,
+        run=run,
+        role=role,
+        is_dropped=is_dropped,
+        before_drop=before,
+        state=state,
+        computed_by=computed_by,
     )
+
+
+def _before_drop(path: Path, phases: Phases, step: int) -> Path | None:
+    """Return the checkpoint from just before the drop of a model; None without a drop, or if its
+    sequences grew longer since."""
+    drop_step, before = phases.drop_step, path.parent / BEFORE_DROP
+    if not drop_step or step <= drop_step or not before.is_dir():
+        return None
+    return before if phases.at(drop_step - 1).length == phases.at(step - 1).length else None
 
 
 def _read_by_transformers(path: Path, device: str, dtype: torch.dtype) -> LanguageModel:
@@ -290,7 +260,7 @@ def name_and_role(
     positional, depth = config.positional, config.model.num_hidden_layers
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
     drops: list[ChangeConfig] = []
-    if phases.is_dropped(phases.last.end if step is None else step):
+    if phases.is_dropped(phases[-1].end if step is None else step):
         drops = [phase.drop for phase in phases if phase.drop is not None]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
     variants, encoding = [], None

@@ -141,7 +141,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     """Check that a control trains in the processes of its run, reads its text, and fits into its
     table."""
-    length, expected = control.phases.last.length, run.phases.last.length
+    length, expected = control.phases[-1].length, run.phases[-1].length
     if length != expected:
         raise UserError(f"{key}: trains on {length} tokens, the run on {expected}")
     sequences: dict[str, Any] = {"sequence_length": 2, "document_mask": False}

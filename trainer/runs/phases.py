@@ -58,11 +58,6 @@ class Phase:
     optimizer_state: Literal["keep", "reset", "reset_new"] = "keep"
 
     @property
-    def steps(self) -> int:
-        """Number of updates."""
-        return self.end - self.start
-
-    @property
     def length(self) -> int:
         """Tokens of a sequence."""
         return self.data.sequence_length
@@ -129,14 +124,9 @@ class Phases(tuple[Phase, ...]):
         return next(phase for phase in reversed(self) if step >= phase.start)
 
     @property
-    def last(self) -> Phase:
-        """The last phase."""
-        return self[-1]
-
-    @property
     def tokens(self) -> int:
         """Tokens of the whole run."""
-        return self.last.tokens_at(self.last.end)
+        return self[-1].tokens_at(self[-1].end)
 
     @property
     def drop_step(self) -> int | None:
@@ -167,7 +157,7 @@ def phases_of(config: RunConfig) -> Phases:
             order, samples = order + 1, 0
         factor = of_run
         if settings.schedule is not None:
-            factor = _delayed(settings.schedule.over(settings.steps), start)
+            factor = settings.schedule.over(settings.steps, start)
         phase = Phase(
             name,
             start,
@@ -190,11 +180,6 @@ def phases_of(config: RunConfig) -> Phases:
             phase.tokens_at(phase.end),
         )
     return Phases(phases)
-
-
-def _delayed(schedule: Schedule, start: int) -> Schedule:
-    """Return a schedule that begins at update ``start``."""
-    return lambda step: schedule(step - start)
 
 
 def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
@@ -255,7 +240,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Number of updates."""
-        return self.phases.last.end
+        return self.phases[-1].end
 
     @property
     def kept_steps(self) -> frozenset[int]:

@@ -96,27 +96,14 @@ class Measurements:
         """Add a milestone after ``step`` updates, the same on all ranks."""
         if not self.tasks:
             return
-        phases, tokens = self.run.phases, self.run.config.evaluation.batch_tokens
-        scores = benchmark_scores(model, self.tasks, tokens, phases.last.length)
-        self.milestones.append(
-            {
-                "step": step,
-                "tokens": phases.at(step).tokens_at(step),
-                "dropped": self.has_dropped,
-                "scores": scores,
-            }
-        )
+        phases, batch_tokens = self.run.phases, self.run.config.evaluation.batch_tokens
+        scores = benchmark_scores(model, self.tasks, batch_tokens, phases[-1].length)
+        tokens = phases.at(step).tokens_at(step)
+        milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}
+        self.milestones.append(milestone)
         for key, score in scores.items():
             if math.isfinite(score):
                 self.pending[f"benchmark/{key}"] = score
-
-    def state(self) -> dict[str, Any]:
-        """Return what ``state.json`` holds of the measurements."""
-        return {
-            "pending_metrics": dict(self.pending),
-            "effects": dict(self.effects),
-            "benchmarks": list(self.milestones),
-        }
 
 
 def effect_probe(corpus: Corpus, phase: Phase, sequences: int) -> Tensor:
@@ -129,18 +116,13 @@ def effect_probe(corpus: Corpus, phase: Phase, sequences: int) -> Tensor:
 
 def benchmark_tasks(run: Run, corpus: Corpus) -> list[Task]:
     """Return the tasks of a run, each at every length."""
-    config, C = run.config, run.phases.last.length
-    benchmarks = config.benchmarks
-    if benchmarks.every is None:
+    config, C = run.config.benchmarks, run.phases[-1].length
+    if config.every is None:
         return []
-    lengths = sorted({round(C * factor) for factor in benchmarks.lengths})
-    text = HeldOut(corpus, corpus.validation, (corpus.first_token,), config.data.needles.share)
-    evaluation = replace(
-        config.evaluation,
-        tasks=benchmarks.tasks,
-        windows=benchmarks.limit,
-        limit=benchmarks.limit,
-    )
+    lengths = sorted({round(C * factor) for factor in config.lengths})
+    share, limit = run.config.data.needles.share, config.limit
+    text = HeldOut(corpus, corpus.validation, (corpus.first_token,), share)
+    evaluation = replace(run.config.evaluation, tasks=config.tasks, windows=limit, limit=limit)
     return make_tasks(text, evaluation, lengths, C)[0]
 
 

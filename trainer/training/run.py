@@ -91,9 +91,9 @@ class RunCallback(Checkpoint):
         done = [phase for phase in self.run.phases if phase.end <= step]
         checkpoint["loops"] = loops_at(
             trainer,
-            epoch=sum(phase.steps > 0 for phase in done),
+            epoch=sum(phase.end > phase.start for phase in done),
             batches=(step - self.phase.start) * self.phase.micro_batches(ranks),
-            batches_before=sum(phase.steps * phase.micro_batches(ranks) for phase in done),
+            batches_before=sum((p.end - p.start) * p.micro_batches(ranks) for p in done),
             step=step,
         )
 
@@ -219,6 +219,7 @@ class RunCallback(Checkpoint):
 
     def describe(self, module: LanguageModule) -> dict[str, Any]:
         """Return what ``state.json`` of a checkpoint holds of the run."""
+        measurements = self.measurements
         return {
             "step": module.global_step,
             "model": asdict(module.model.config),
@@ -229,7 +230,9 @@ class RunCallback(Checkpoint):
             "texts": self.corpus.fingerprints,
             "tally": module.tally.state(),
             "rows": self.rows.count,
-            **self.measurements.state(),
+            "pending_metrics": dict(measurements.pending),
+            "effects": dict(measurements.effects),
+            "benchmarks": list(measurements.milestones),
         }
 
 

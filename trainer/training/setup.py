@@ -153,8 +153,7 @@ def make_module(run: Run, model: Decoder, *, draws: bool = True) -> LanguageModu
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings of an optimizer's function: the keys of the group that it takes, and
-    ``arguments``.
+    """Return the settings of an optimizer: the keys of the group that it takes, and ``arguments``.
 
     Raises:
         UserError: there is no such optimizer, or it has no such settings.
@@ -162,15 +161,12 @@ def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
     if config.name not in OPTIMIZERS:
         names = ", ".join(OPTIMIZERS)
         raise UserError(f"optimizer.name: expected one of {names}, got {config.name!r}")
-    signature = inspect.signature(OPTIMIZERS[config.name])
-    values = asdict(config)
-    settings = {key: values[key] for key in signature.parameters if key in values}
-    settings |= config.arguments or {}
-    try:
-        signature.bind(None, **settings)
-    except TypeError as error:
-        raise UserError(f"optimizer.arguments: {config.name}: {error}") from None
-    return settings
+    takes = inspect.signature(OPTIMIZERS[config.name]).parameters
+    arguments = config.arguments or {}
+    if unknown := arguments.keys() - takes.keys():
+        raise UserError(f"optimizer.arguments: {config.name} has no {', '.join(sorted(unknown))}")
+    shared = {*takes, "weight_decay", "decay_embeddings"}
+    return {key: x for key, x in asdict(config).items() if key in shared} | arguments
 
 
 def make_trainer(

@@ -144,10 +144,7 @@ def branch_checkpoint(run: Run, control: Run) -> Path | None:
 
 
 def make_report(
-    run: Run,
-    checkpoints: Sequence[Path],
-    corpus: Corpus,
-    beside: Sequence[str] = (),
+    run: Run, checkpoints: Sequence[Path], corpus: Corpus, beside: Sequence[str] = ()
 ) -> Report | None:
     """Evaluate all runs as saved, and write the report; return None on other ranks than the first.
 
@@ -173,7 +170,7 @@ def make_report(
             config.trainer.accelerator,
         )
     else:
-        C = run.phases.last.length
+        C = run.phases[-1].length
         report = Report(config.name, C, C, {}, environment(corpus))
     if report is None or current_ranks().rank:
         return None

@@ -45,7 +45,7 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         UserError: the vocabulary is that of a finished tokenizer.
     """
     config, phases = run.config, run.phases
-    training = {"steps": f"{run.steps:,} of {phases.last.tokens_per_step:,} tokens"}
+    training = {"steps": f"{run.steps:,} of {phases[-1].tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
     training["tokens"] = f"{phases.tokens:,}"
@@ -88,8 +88,8 @@ class Requirements(NamedTuple):
 
 def _in_words(phase: Phase) -> str:
     """Describe the steps, the tokens and the change of a phase."""
-    tokens = phase.tokens_at(phase.end) - phase.tokens
-    text = f"{phase.steps:,} steps of {phase.batch_size:,} x {phase.length:,}: {tokens:,} tokens"
+    steps, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
+    text = f"{steps:,} steps of {phase.batch_size:,} x {phase.length:,}: {tokens:,} tokens"
     if phase.drop is not None or phase.rescale is not None:
         text += f", {phase.description}"
     return text
