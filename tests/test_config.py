@@ -124,6 +124,25 @@ def test_wrong_values_are_a_line_each():
     assert lines[0].endswith(", got 'x'")
 
 
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("drop.at", {"drop": {"at": "abc"}}),
+        ("phases.a.drop.of_what", {"phases": {"a": {"steps": 1, "drop": {"of_what": 5}}}}),
+        ("controls", {"controls": 5}),
+        ("controls.x", {"controls": {"x": 5}}),
+        ("controls.x.nokey", {"controls": {"x": {"nokey": 1}}}),
+        ("controls.x.drop.at", {"controls": {"x": {"drop": {"at": "abc"}}}}),
+        ("evaluation.lengths.1", {"evaluation": {"lengths": [1, "b"]}}),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_begins_with_its_key(key, values):
+    with pytest.raises(UserError) as refused:
+        parse(values)
+    assert str(refused.value).split(": ")[0] == key
+    assert "\n" not in str(refused.value)
+
+
 def test_an_option_of_one_s_own_builds_on_another(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [nano, _self_]\nhidden_size: 32\n")

@@ -129,6 +129,37 @@ def test_a_command_runs_once_and_a_sweep_for_each_value(jobs):
     assert jobs == [("one", ["rope"]), ("rope", ["rope"]), ("nope", ["nope"])]
 
 
+def test_jobs_of_a_sweep_without_names_get_names_of_their_own(jobs):
+    main(["--multirun", "seed=0,1", "positional=rope,nope", "trainer.max_steps=5"])
+    main(["--multirun", "seed=0,1", "+experiment=ladder_1m"])
+    assert [name for name, _ in jobs[:4]] == [
+        "run-seed-0-positional-rope",
+        "run-seed-0-positional-nope",
+        "run-seed-1-positional-rope",
+        "run-seed-1-positional-nope",
+    ]
+    assert [name for name, _ in jobs[4:]] == ["ladder_1m_0", "ladder_1m_1"]
+
+
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("=5", "'=5'"),
+        ("+=5", "'+=5'"),
+        ("plugins=[my.txt]", "plugins: "),
+        ("controls=5", "controls: "),
+        ("controls={x:{nokey:1}}", "+controls.x="),
+        ("+controls.x=5", "controls.x: "),
+        ("+controls.x={nokey:1}", "controls.x.nokey: "),
+    ],
+)
+def test_a_mistake_in_a_word_is_a_line_that_names_it(capsys, tmp_path, monkeypatch, word, part):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.txt").write_text("some words")
+    (line,) = error_of(capsys, word)
+    assert part in line
+
+
 @pytest.mark.parametrize("name", ["2026_12_01", "2026", "1e3", "007"])
 def test_names_are_text(jobs, name):
     main([f"name={name}"])

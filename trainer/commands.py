@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from difflib import get_close_matches
 from functools import reduce
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -109,6 +109,9 @@ def overrides_of(name: str, words: Iterable[str]) -> list[str]:
     the command has a default for that group or not. Names are text: Hydra would read numbers.
     """
     words = list(words)
+    for word in words:
+        if word.lstrip("+~").startswith("="):
+            raise UserError(f"expected KEY=VALUE, got {word!r}")
     paths = list(takewhile(lambda word: _is_path(word) and name not in WITHOUT_PATH, words))
     words = [re.sub(r"^\+(evaluation|analysis)=", r"\1=", word) for word in words[len(paths) :]]
     words = [re.sub(r"^(name|run_dir)=([\w.+-]+)$", r"\1='\2'", word) for word in words]
@@ -129,9 +132,13 @@ def job_of(config: DictConfig, hydra_config: Any) -> Job:
     """
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
     values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
-    for of_run in (values, *(values.get("controls") or {}).values()):
-        for path in of_run.get("plugins") or ():
-            runpy.run_path(path)
+    controls = values.get("controls")
+    runs = [values, *controls.values()] if isinstance(controls, dict) else [values]
+    runs = [run for run in runs if isinstance(run, dict)]  # others are refused later
+    for path in chain.from_iterable(run.get("plugins") or () for run in runs):
+        if not path.endswith(".py"):
+            raise UserError(f"plugins: expected Python files, got {path!r}")
+        runpy.run_path(path)
     return Job(values, hydra_config.runtime.choices, list(hydra_config.overrides.task))
 
 
@@ -161,6 +168,8 @@ def run_command(name: str, words: Sequence[str]) -> None:
         settings = HydraConfig.get()
         try:
             sys.argv = argv  # as a page about the results quotes it
+            if settings.mode == RunMode.MULTIRUN:
+                sweep.name_job(config, settings)
             job = job_of(config, settings)
             if not is_alone():
                 check_alike(job.values)
@@ -211,6 +220,15 @@ class Sweep:
                 key = override.get_key_element()
                 choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
         return [" ".join(job) for job in product(*choices)]
+
+    def name_job(self, config: DictConfig, settings: Any) -> None:
+        """Add a job's overrides to its name, unless names were given, or depend on keys."""
+        values: Any = OmegaConf.to_container(config)
+        name = values.get("name")
+        is_named = any(re.match(r"\+*(name|run_dir)=", word) for word in self.words)
+        if isinstance(name, str) and "${" not in name and not is_named:
+            overrides = re.sub(r"[^\w.+-]+", "-", self.names()[settings.job.num])
+            config.name = f"{name}-{overrides}"
 
     def fail(self, settings: Any, error: Exception) -> None:
         """Say that a job failed, and note it; the next one follows unless other ranks run."""
@@ -283,6 +301,8 @@ def explain(error: BaseException) -> str:
         known = [str(key) for key in cause.parent_node]
         for near in get_close_matches(str(cause.key), known, 1):
             text += f"; the nearest is {near!r}"
+        if not known:
+            text += f"; +{cause.full_key}=VALUE adds it"
     if isinstance(cause, ImportError | HydraException):
         extras = [extra for word, extra in EXTRAS.items() if word in text]
         text += "".join(f"; pip install '.[{extra}]' brings it" for extra in extras[:1])

@@ -302,7 +302,8 @@ def test_an_error_within_a_step_leaves_the_rate_of_the_schedule():
 
 def test_rewarming_is_refused_with_deepspeed():
     """Its engine steps by itself."""
-    trainer = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy), optimizers=[])
+    strategy = object.__new__(DeepSpeedStrategy)
+    trainer = SimpleNamespace(strategy=strategy, optimizers=[], callbacks=[])
     with pytest.raises(UserError, match=r"DropPositions\.rewarm: expected 0"):
         DropPositions(3, rewarm=2).on_fit_start(trainer, Llama())
     DropPositions(3).on_fit_start(trainer, Llama())
@@ -451,6 +452,21 @@ def test_two_callbacks_drop_in_steps_and_resume_between(tmp_path, at, is_reused)
     assert dropped_layers(first) + dropped_layers(module) == ["11"] * 2 + ["01"] * 2 + ["00"] * 2
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_of_drops_of_the_same_layers_the_later_one_stays_after_a_resume(tmp_path, is_reversed):
+    def trainer(steps):
+        drops = [DropPositions(2, to="alibi"), DropPositions(4, to="nope")]
+        return trainer_of(*(drops[::-1] if is_reversed else drops), max_steps=steps)
+
+    first = Own()
+    half = trainer(5)
+    half.fit(first, batches())
+    half.save_checkpoint(tmp_path / "a.ckpt")
+    module = Own()
+    trainer(6).fit(module, batches(), ckpt_path=tmp_path / "a.ckpt")
+    assert module.layouts == [first.layouts[-1]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Watched, Own])
 @pytest.mark.parametrize("is_reused", [False, True])
@@ -555,6 +571,13 @@ def test_scripts_of_the_page_run_on_a_directory_of_prepared_text(number, base, t
         assert not variables["model"].layout.rotates
     else:
         assert variables["module"].model.config.rope_parameters["factor"] == 1e30
+
+
+def test_a_text_of_more_tokens_than_the_decoder_has_embeddings_is_refused(base):
+    corpus = prepare_corpus(DataConfig(**base["data"]), TokenizerConfig(**base["tokenizer"]))
+    data = TokenData(corpus, 32, 4, workers=0)
+    with pytest.raises(UserError, match=r"vocab_size: expected at least \d+, got 64"):
+        trainer_of(max_steps=1).fit(ours(), data)
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (2, 2), (1, 4)])

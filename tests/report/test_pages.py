@@ -91,6 +91,21 @@ def test_the_page_has_the_rows_of_the_tables(tmp_path):
     assert re.findall(r'class="best">([\d.]+)<', page) == ["100.0", "100.0"]
 
 
+def test_tables_and_figures_of_an_earlier_report_are_removed(tmp_path):
+    write_renderings(replace(example(), **EXPERIMENT), tmp_path)
+    alone = tmp_path / "alone"
+    small = replace(example(), tasks={})
+    rows = small.rows[small.rows.task == small.rows.task.iloc[0]]
+    small = replace(small, rows=rows)
+    (tmp_path / "tables" / "notes.md").touch()
+    for place in (tmp_path, alone):
+        write_renderings(small, place)
+    for name in ("tables", "figures"):
+        expected = {path.name for path in (alone / name).glob("*")}
+        assert {path.name for path in (tmp_path / name).glob("*")} - {"notes.md"} == expected
+    assert (tmp_path / "tables" / "notes.md").exists()
+
+
 def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
     run = RunSummary("RoPE", "rope", 1000, 20, 1280, ((10, 7.1), (20, 7.0)))
     page = page_of(report(runs=(run,)), tmp_path)

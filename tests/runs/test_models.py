@@ -65,6 +65,7 @@ def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finishe
 
 def test_published_weights_are_a_directory_of_theirs_or_a_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    assert not is_published("runs/b")
     for place in ("runs/a", "llama"):
         Path(place).mkdir(parents=True)
     Path("llama/config.json").touch()

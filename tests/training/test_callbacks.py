@@ -156,3 +156,9 @@ def test_operations_are_those_of_the_documents_in_the_batch(tiny_decoder):
     assert flops_per_token(model, batch) == pytest.approx(total / 16)
     plain = training_flops(config, layout, 8) / 8
     assert flops_per_token(model, {"input_ids": ids}) == pytest.approx(plain)
+
+
+def test_a_callback_that_cannot_work_without_a_logger_is_said_in_a_line(run):
+    monitor = {"_target_": "lightning.pytorch.callbacks.LearningRateMonitor"}
+    with pytest.raises(UserError, match=r"^callbacks: .*LearningRateMonitor.* no logger"):
+        run(callbacks={"rates": monitor})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from trainer.common.errors import UserError
 
@@ -41,8 +43,19 @@ def validated(schema: type[T], values: dict[str, Any]) -> T:
     try:
         return adapter(schema).validate_python(values)
     except ValidationError as error:
-        lines = (
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        )
+        # Of the types of a union the last one is named.
+        problems = {_key_of(e, values): f"{e['msg']}, got {e['input']!r}" for e in error.errors()}
+        lines = (f"{key}: {problem}" for key, problem in problems.items())
         raise UserError("\n".join(lines)) from None
+
+
+def _key_of(error: ErrorDetails, values: Any) -> str:
+    """Return the key that an error is about; its location names the types of a union, too."""
+    names = []
+    for name in error["loc"]:
+        with suppress(KeyError, TypeError):
+            values = values[name]
+            names.append(str(name))
+    if error["type"] == "missing":
+        names.append(str(error["loc"][-1]))
+    return ".".join(names)

@@ -108,7 +108,7 @@ def of_rank_zero(function: Callable[[], T]) -> T:
     """
     if current_ranks().world_size == 1:
         return function()
-    key, store = f"value {next(VALUES)}", meeting_store()
+    key, store = f"value {next(MEETINGS)}", meeting_store()
     if current_ranks().rank == 0:
         store.set(key, json.dumps(function()))
     while not store.check([key]):
@@ -116,22 +116,19 @@ def of_rank_zero(function: Callable[[], T]) -> T:
     return json.loads(store.get(key))
 
 
-def meet() -> int:
-    """Wait for all ranks to come here, without a time limit; return the number of the meeting."""
-    number, store = next(MEETINGS), meeting_store()
-    key = f"meeting {number}"
-    store.add(key, 1)
-    while store.add(key, 0) < current_ranks().world_size:
+def meet() -> str:
+    """Wait for all ranks to come here, without a time limit; return a name of this meeting."""
+    name, store = f"meeting {next(MEETINGS)}", meeting_store()
+    store.add(name, 1)
+    while store.add(name, 0) < current_ranks().world_size:
         time.sleep(POLL)
-    return number
+    return name
 
 
 POLL = 0.1
 """Seconds between two looks into the store."""
-VALUES = count()
-"""Numbers of the values that rank 0 has told."""
 MEETINGS = count()
-"""Numbers of the meetings of all ranks: process groups must not read each other's addresses."""
+"""Numbers of the occasions on which all ranks have met."""
 
 
 @cache
@@ -185,11 +182,11 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks.world_size > 1:
-        number = meet()
+        meeting = meet()
         dist.init_process_group(
             backend,
             timeout=timedelta(minutes=30),
-            store=dist.PrefixStore(f"group {number}", meeting_store()),
+            store=dist.PrefixStore(meeting, meeting_store()),
             rank=ranks.rank,
             world_size=ranks.world_size,
         )

@@ -58,8 +58,7 @@ def checksums_once(directory: Path, names: Sequence[str], cache: Path) -> Checks
     """Return the checksums of files of a directory, which one process of a machine computes while
     the others wait, and again only if their sizes or times have changed.
 
-    ``cache``: directory that remembers them, for each machine; if it cannot be written, every
-    process reads the files.
+    ``cache``: directory that remembers them; if it cannot be written, every process reads.
     """
     directory = directory.resolve()
     paths = [directory / name for name in names]

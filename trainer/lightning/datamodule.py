@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from trainer.lightning.module import updates_done
+from trainer.model.config import check_vocabulary
+from trainer.model.decoder import Decoder
 
 if TYPE_CHECKING:
     from trainer.data.corpus import Corpus
@@ -119,8 +121,13 @@ class TokenData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's micro-batches from the trainer's step on."""
+        from trainer.data.tokenizer import vocabulary_size
+
         assert self.trainer is not None
         assert self.samples is not None
+        for part in self.trainer.lightning_module.modules():
+            if isinstance(part, Decoder) and not isinstance(self.corpus, str | Path):
+                check_vocabulary(part.config, vocabulary_size(self.corpus.tokenizer))
         repeat_interrupted_step(self.trainer)
         batches = Batches(
             self.samples,

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -219,12 +220,15 @@ class DropPositions(L.Callback):
     # Before the first update
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the drop will work, or repeat it in a module that has not seen it; prepare
-        rewarming."""
+        """Check that the drop will work, or repeat all that were in a module that has not seen
+        them; prepare rewarming."""
         if self.dropped_at is None:
             self._check(pl_module)
-        else:
-            self._change(pl_module)
+        callbacks: list[L.Callback] = getattr(trainer, "callbacks")  # noqa: B009 - not declared
+        drops = [callback for callback in callbacks if isinstance(callback, DropPositions)]
+        done = [(drop.dropped_at, drop) for drop in drops if drop.dropped_at is not None]
+        for _, callback in sorted(done, key=itemgetter(0)):  # not in the order of the list
+            callback._change(pl_module)
         if not self.rewarm:
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):

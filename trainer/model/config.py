@@ -97,3 +97,13 @@ def check_shape(config: ModelConfig) -> None:
         raise UserError(f"model.head_dim: expected an even number, got {config.head_size}")
     if heads % kv:
         raise UserError(f"model.num_key_value_heads: {kv} do not divide {heads} attention heads")
+
+
+def check_vocabulary(config: ModelConfig, tokens: int) -> None:
+    """Check that a model has an embedding for each of ``tokens`` tokens of a text.
+
+    Raises:
+        UserError: it has fewer.
+    """
+    if config.vocab_size is not None and config.vocab_size < tokens:
+        raise UserError(f"model.vocab_size: expected at least {tokens}, got {config.vocab_size}")

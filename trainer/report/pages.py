@@ -47,7 +47,10 @@ VARIABLES = {
 
 def write_renderings(report: Report, directory: Path) -> None:
     """Write ``figures/NAME.svg``, ``.pdf`` and ``.png``, ``tables/NAME.tex`` and ``.md``, and
-    ``report.html`` with all of them in it."""
+    ``report.html`` with all of them in it, in the place of those of an earlier report."""
+    for pattern in ("tables/[0-9]*", "figures/*.svg", "figures/*.pdf", "figures/*.png"):
+        for path in directory.glob(pattern):
+            path.unlink()
     shown = tables(report)
     write_tables(shown, directory / "tables")
     counts = Counter(VERDICTS[observation.shown] for observation in report.observations)

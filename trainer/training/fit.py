@@ -18,6 +18,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch import callbacks as of_lightning
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
@@ -101,7 +102,10 @@ def train(
         strategy.writer, strategy.describe = writer, callback.describe
         trainer = make_trainer(run, strategy, dashboards(run), [*callbacks, callback])
         data = PhaseData(run.phases, corpus, compiles=compiles(config.trainer))
-        trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
+        except MisconfigurationException as error:  # of a callback, such as one without a logger
+            raise UserError(f"callbacks: {error}") from error
     if trainer.global_step < run.steps:
         raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
     module.to("meta")  # the checkpoint has its contents

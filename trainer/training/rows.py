@@ -30,7 +30,6 @@ class Rows:
         run: the run.
         corpus: its text.
         progress: the bar that shows the last row.
-        count: number of rows so far.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, of_all_texts, prepare
 from trainer.data.sources import cache_directory, describe
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
+from trainer.model.config import check_vocabulary
 from trainer.runs.phases import Run
 
 
@@ -69,8 +70,7 @@ def check_vocabularies(runs: Mapping[str, Run], corpus: Corpus) -> None:
     """
     size = vocabulary_size(corpus.tokenizer)
     for name, run in runs.items():
-        embeddings, tokens = run.config.model.vocab_size, tokens_of_weights(run)
+        tokens = tokens_of_weights(run)
         if tokens is not None and not same_tokens(tokens.tokenizer, corpus.tokenizer):
             raise UserError(f"model: the weights of {name} have another tokenizer than the text")
-        if embeddings is not None and embeddings < size:
-            raise UserError(f"model.vocab_size: expected at least {size}, got {embeddings}")
+        check_vocabulary(run.config.model, size)
