@@ -15,7 +15,8 @@ from torch.nn.attention.bias import CausalBias
 from tests.reference import attend
 from trainer.common.errors import UserError
 from trainer.model import backends
-from trainer.model.backends import BACKENDS, Mask, bias, choose_backend, prepared
+from trainer.model import decoder as decoder_module
+from trainer.model.backends import BACKENDS, Mask, Use, bias, choose_backend, prepared
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -82,15 +83,15 @@ def assert_is_attention(backend, mask, new=T, kv_heads=KV_HEADS):
 @masks
 @new_tokens
 def test_attention_on_the_cpu(mask, new):
-    assert_is_attention(BACKENDS["sdpa"], mask, new)
+    assert_is_attention(BACKENDS["sdpa"].attend, mask, new)
 
 
 @masks
 @pytest.mark.parametrize("block", [1, 5])
 def test_sdpa_in_blocks_of_queries(monkeypatch, mask, block):
     monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", block)
-    assert_is_attention(BACKENDS["sdpa"], mask)
-    assert_is_attention(BACKENDS["sdpa"], mask, new=7)
+    assert_is_attention(BACKENDS["sdpa"].attend, mask)
+    assert_is_attention(BACKENDS["sdpa"].attend, mask, new=7)
 
 
 def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
@@ -103,7 +104,7 @@ def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
         return kernel(q, k, v, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", recorded)
-    assert_is_attention(BACKENDS["sdpa"], Mask(window=4))
+    assert_is_attention(BACKENDS["sdpa"].attend, Mask(window=4))
     assert max(widths) == 3 + 4 - 1
 
 
@@ -120,7 +121,7 @@ def slow_flex(monkeypatch):
 @masks
 @new_tokens
 def test_flex(mask, new):
-    assert_is_attention(BACKENDS["flex"], mask, new)
+    assert_is_attention(BACKENDS["flex"].attend, mask, new)
 
 
 @pytest.mark.slow
@@ -130,7 +131,7 @@ def test_flex_of_the_last_positions_alone(tiny_decoder):
     """The last layer has fewer queries than the others, and thus another block mask."""
     model, ids = tiny_decoder(training_length=T, windows=[5]), torch.arange(2 * T).view(2, T)
     for block in model.layers:
-        block.self_attn.attend = BACKENDS["flex"]
+        block.self_attn.attend = BACKENDS["flex"].attend
     torch.testing.assert_close(model(ids, last=3), model(ids)[:, -3:])
 
 
@@ -138,7 +139,7 @@ def test_heads_that_change_in_a_run_are_compiled_as_one_graph():
     """From the second number on the compiler takes it for a symbol."""
 
     def some(q, k, v, heads):
-        return BACKENDS["sdpa"](q[:, : 2 * heads], k[:, :heads], v[:, :heads], Mask())
+        return BACKENDS["sdpa"].attend(q[:, : 2 * heads], k[:, :heads], v[:, :heads], Mask())
 
     q, k = torch.randn(1, 8, T, 8), torch.randn(1, 4, T, 8)
     compiled = torch.compile(some, backend="eager", fullgraph=True)
@@ -201,7 +202,7 @@ def fake_flash(monkeypatch):
 
 @masks
 def test_flash(fake_flash, mask):
-    assert_is_attention(BACKENDS["flash"], mask)
+    assert_is_attention(BACKENDS["flash"].attend, mask)
     assert fake_flash == ["dense" if mask.documents is None else "packed"]
 
 
@@ -209,14 +210,14 @@ def test_flash(fake_flash, mask):
 @pytest.mark.parametrize("new", [5, 1])
 @pytest.mark.parametrize("name", ["plain", "window", "alibi"])
 def test_flash_with_a_cache(name, new):
-    assert_is_attention(BACKENDS["flash"], MASKS[name], new)
+    assert_is_attention(BACKENDS["flash"].attend, MASKS[name], new)
 
 
 def test_gradients_are_those_of_the_definition(monkeypatch):
     monkeypatch.setitem(backends.QUERY_BLOCK, "cpu", 5)
     leaves = [x.requires_grad_() for x in inputs()]
     weights, mask = torch.randn(B, HEADS, T, D), MASKS["all"]
-    ours = torch.autograd.grad((BACKENDS["sdpa"](*leaves, mask) * weights).sum(), leaves)
+    ours = torch.autograd.grad((BACKENDS["sdpa"].attend(*leaves, mask) * weights).sum(), leaves)
     q, k, v = leaves = [x.detach().double().requires_grad_() for x in leaves]
     keys, values = (x.repeat_interleave(2, dim=1) for x in (k, v))
     i, j = torch.arange(T)[:, None], torch.arange(T)
@@ -258,7 +259,7 @@ def test_on_a_gpu_sdpa_asks_for_nothing_that_only_the_slow_kernel_does(
         for name in ("documents", "slopes")
         if (value := getattr(mask, name)) is not None
     }
-    BACKENDS["sdpa"](q, k, v, replace(mask, **of_gpu))
+    BACKENDS["sdpa"].attend(q, k, v, replace(mask, **of_gpu))
     assert sdpa_calls
     for has_own_keys, attn_mask, options in sdpa_calls:
         if not has_own_keys and new > 1:
@@ -273,7 +274,7 @@ def chosen(monkeypatch, name="auto", capability=(8, 0), has_flash=False, cudnn=0
     monkeypatch.setattr(backends, "_has_flash_attn", lambda: has_flash)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
     needs = {"masked": False, "half": True, "length": 2048, "head_size": 64, **changes}
-    return choose_backend(name, "cuda", **needs)
+    return choose_backend(name, Use("cuda", **needs))
 
 
 @pytest.mark.parametrize(
@@ -317,9 +318,11 @@ def test_cudnn_is_for_plain_training_at_lengths_it_is_right_at(monkeypatch, cudn
 def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
     for name in ("flash", "flex"):
         with pytest.raises(UserError, match="needs a GPU"):
-            choose_backend(name, "cpu", masked=False, half=True, length=None, head_size=64)
-    with pytest.raises(UserError, match="needs the package flash-attn"):
+            choose_backend(name, Use("cpu", False, True, None, 64))
+    with pytest.raises(UserError, match="the package flash-attn"):
         chosen(monkeypatch, "flash")
+    with pytest.raises(UserError, match="expected one of auto, sdpa, cudnn, flash, flex"):
+        chosen(monkeypatch, "eager")
     assert chosen(monkeypatch, "flash", has_flash=True) == "flash"
 
 
@@ -338,6 +341,37 @@ def test_sdpa_forbids_cudnns_kernel_and_cudnn_leaves_it_to_the_caller(
     q, k = (torch.zeros(1, 2, length, 8, device="meta") for length in (queries, 4))
     with backends.cudnn_attention(allowed):
         for name in ("sdpa", "cudnn", "sdpa"):
-            BACKENDS[name](q, k, k, Mask())
+            BACKENDS[name].attend(q, k, k, Mask())
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
     assert seen == [False, allowed, False]
+
+
+@torch.no_grad()
+def test_a_function_registers_itself_as_a_backend(monkeypatch, tiny_decoder):
+    monkeypatch.setattr(backends, "BACKENDS", dict(BACKENDS))
+    monkeypatch.setattr(decoder_module, "BACKENDS", backends.BACKENDS)
+    shapes = []
+
+    def count_keys(mask, shape, keys, device):
+        shapes.append((shape, keys))
+        return replace(mask, blocks=keys)
+
+    @backends.backend(
+        needs="a short head",
+        supports=lambda use: use.head_size <= 8,
+        suits=lambda use: use.masked,
+        prepare=count_keys,
+    )
+    def counted(q, k, v, mask):
+        assert mask.blocks == k.shape[2]
+        return backends.sdpa(q, k, v, mask)
+
+    ids = torch.arange(2 * T).view(2, T)
+    windowed, plain = tiny_decoder(windows=[5]), tiny_decoder()
+    expected = windowed(ids)
+    assert plain.use_backend("auto", "cpu") == "sdpa"
+    assert windowed.use_backend("auto", "cpu") == plain.use_backend("counted", "cpu") == "counted"
+    torch.testing.assert_close(windowed(ids), expected)
+    assert shapes == [((2, T), T)]
+    with pytest.raises(UserError, match="'counted' needs a short head"):
+        choose_backend("counted", Use("cpu", False, True, None, 64))

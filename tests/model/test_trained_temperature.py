@@ -79,7 +79,7 @@ def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
     documents[:, 20:] = 1
     expected = model(IDS, documents=documents)
     for block in model.layers:
-        block.self_attn.attend = BACKENDS["sdpa"]
+        block.self_attn.attend = BACKENDS["sdpa"].attend
     torch.testing.assert_close(model(IDS, documents=documents), expected, rtol=0, atol=1e-5)
     cache = model.empty_cache(2, 50)
     parts = [model(IDS[:, a:b], cache=cache, length=50) for a, b in ((0, 30), (30, 31), (31, 50))]

@@ -147,14 +147,14 @@ def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, as
 
 def test_everything_is_put_back(tiny_decoder):
     model = tiny_decoder()
-    model.layers[1].self_attn.attend = BACKENDS["flex"]
+    model.layers[1].self_attn.attend = BACKENDS["flex"].attend
     with cudnn_attention(True):  # as in training at a fixed length
         with evaluating(model):
             assert not torch.is_grad_enabled()
             assert not torch.backends.cuda.cudnn_sdp_enabled()
-            assert {block.self_attn.attend for block in model.layers} == {BACKENDS["sdpa"]}
+            assert {block.self_attn.attend for block in model.layers} == {BACKENDS["sdpa"].attend}
         assert torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.raises(RuntimeError), evaluating(model):
         raise RuntimeError
     assert torch.is_grad_enabled()
-    assert model.layers[1].self_attn.attend is BACKENDS["flex"]
+    assert model.layers[1].self_attn.attend is BACKENDS["flex"].attend

@@ -1,4 +1,4 @@
-"""Causal attention: masks, the backends ``sdpa``, ``flash`` and ``flex``, and the choice of one.
+"""Causal attention: masks, backends, each a function that registers itself, and the choice of one.
 
 All backends take queries ``[B, Hq, Tq, D]``, keys and values ``[B, Hkv, Tk, D]`` with Tk >= Tq and
 a :class:`Mask` from :func:`prepared`, and return ``[B, Hq, Tq, D]``. The last query sees the last
@@ -70,6 +70,52 @@ class Mask:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
+Prepare = Callable[[Mask, tuple[int, int], int, torch.device], Mask]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a model asks of its backend.
+
+    ``device``: "cpu" or "cuda". ``masked``: whether there are document masks, windows or ALiBi.
+    ``half``: whether queries and keys have 16 bits. ``length``: tokens of each sequence in
+    training; None: sequences have many lengths, as in an evaluation. ``head_size``: channels.
+    """
+
+    device: str
+    masked: bool
+    half: bool
+    length: int | None
+    head_size: int
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Row of :data:`BACKENDS`.
+
+    ``needs``: what it needs, for a message. ``supports``: whether it can serve a use. ``suits``:
+    whether ``auto`` prefers it there to the backends after it. ``prepare``: see :func:`prepared`.
+    """
+
+    attend: Attend
+    needs: str = ""
+    supports: Callable[[Use], bool] = lambda use: True
+    suits: Callable[[Use], bool] = lambda use: False
+    prepare: Prepare | None = None
+
+
+BACKENDS: dict[str, Backend] = {}
+"""Backends by the names of their functions, in the order in which ``auto`` considers them."""
+
+
+def backend(**row: Any) -> Callable[[Attend], Attend]:
+    """Register a function as a backend; see :class:`Backend`. A file of ``plugins`` may do so."""
+
+    def register(attend: Attend) -> Attend:
+        BACKENDS[attend.__name__] = Backend(attend, **row)
+        return attend
+
+    return register
 
 
 def allowed(mask: Mask, queries: range, keys: range, device: torch.device) -> Tensor:
@@ -115,6 +161,7 @@ def bounds_of(documents: Tensor) -> Tensor:
     return F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
 
 
+@backend()
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Compute :func:`cudnn` without cuDNN's kernel.
 
@@ -127,6 +174,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return cudnn(q, k, v, mask)
 
 
+def _supports_cudnn(use: Use) -> bool:
+    """Whether torch prefers cuDNN's kernel, which is right there.
+
+    It makes a plan for every new shape, which costs half a second, and has had wrong results and
+    gradients with masks and at lengths that are no multiple of 128. SDPA passes it over where
+    computation is deterministic.
+    """
+    is_plain = use.half and not use.masked and not torch.are_deterministic_algorithms_enabled()
+    if use.device != "cuda" or not is_plain or use.length is None or use.length % 128:
+        return False
+    is_new = (torch.backends.cudnn.version() or 0) > CUDNN
+    fits = use.head_size <= 128 and use.head_size % 8 == 0
+    return is_new and fits and torch.cuda.get_device_capability() in CUDNN_GPUS
+
+
+@backend(
+    needs="a GPU for which torch prefers cuDNN, 16 bits, no masks, lengths of a multiple of 128",
+    supports=_supports_cudnn,
+    suits=lambda use: True,
+)
 def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Compute torch's scaled_dot_product_attention, in blocks of queries if it needs a mask.
 
@@ -202,6 +269,26 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.reshape(q.shape)
 
 
+def _supports_flash(use: Use) -> bool:
+    """Whether the package flash-attn can serve a use."""
+    if use.device != "cuda" or not use.half or use.head_size > 256:
+        return False
+    return torch.cuda.get_device_capability() >= (8, 0) and _has_flash_attn()
+
+
+def _with_bounds(mask: Mask, shape: tuple[int, int], keys: int, device: torch.device) -> Mask:
+    """Add the bounds of documents."""
+    if mask.documents is None or mask.bounds is not None:
+        return mask
+    return replace(mask, bounds=bounds_of(mask.documents))
+
+
+@backend(
+    needs="a GPU from Ampere on, the package flash-attn, 16 bits, heads of at most 256 channels",
+    supports=_supports_flash,
+    suits=lambda use: use.masked or torch.cuda.get_device_capability() < (9, 0),
+    prepare=_with_bounds,
+)
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call the flash-attn package (CUDA); documents use its variable-length kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
@@ -225,6 +312,28 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     return out.unflatten(0, (B, T)).transpose(1, 2)
 
 
+def _with_blocks(mask: Mask, shape: tuple[int, int], keys: int, device: torch.device) -> Mask:
+    """Add FlexAttention's block mask: which blocks contain visible scores, and which ones."""
+    rows, queries = shape
+    past, documents, window = keys - queries, mask.documents, mask.window or keys
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        near = (j <= i + past) & (j > i + past - window)
+        return near if documents is None else near & (documents[b, i + past] == documents[b, j])
+
+    rows_apart = rows if documents is not None else None
+    create = _compiled("create_block_mask")
+    blocks = create(seen, rows_apart, None, queries, keys, device=device)
+    return replace(mask, blocks=blocks)
+
+
+@backend(
+    needs="a GPU",
+    supports=lambda use: use.device == "cuda",
+    # It would be compiled for each of an evaluation's many lengths.
+    suits=lambda use: use.masked and use.length is not None,
+    prepare=_with_blocks,
+)
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call torch's FlexAttention (GPU): any mask and ALiBi in one kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
@@ -266,18 +375,6 @@ def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., A
     return call
 
 
-def _block_mask(mask: Mask, rows: int, queries: int, keys: int, device: torch.device) -> Any:
-    """Build FlexAttention's block mask: which blocks contain visible scores, and which ones."""
-    past, documents, window = keys - queries, mask.documents, mask.window or keys
-
-    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        near = (j <= i + past) & (j > i + past - window)
-        return near if documents is None else near & (documents[b, i + past] == documents[b, j])
-
-    rows_apart = rows if documents is not None else None
-    return _compiled("create_block_mask")(seen, rows_apart, None, queries, keys, device=device)
-
-
 def prepared(
     attend: Attend, mask: Mask, shape: tuple[int, int], keys: int, device: torch.device
 ) -> Mask:
@@ -285,64 +382,31 @@ def prepared(
 
     ``shape``: rows of the batch, and queries per row. ``keys``: keys per row.
     """
-    rows, queries = shape
-    if queries == 1 or mask.begins is not None:
+    if shape[1] == 1 or mask.begins is not None:
         return mask
-    if attend is flex:
-        return replace(mask, blocks=_block_mask(mask, rows, queries, keys, device))
-    if attend is flash and mask.documents is not None and mask.bounds is None:
-        return replace(mask, bounds=bounds_of(mask.documents))
+    for row in BACKENDS.values():
+        if row.attend is attend and row.prepare is not None:
+            return row.prepare(mask, shape, keys, device)
     return mask
 
 
-BACKENDS: dict[str, Attend] = {"sdpa": sdpa, "cudnn": cudnn, "flash": flash, "flex": flex}
-"""Backends by name; ``cudnn`` is for training of unmasked sequences of one length."""
-
-
-def choose_backend(
-    name: str, device: str, *, masked: bool, half: bool, length: int | None, head_size: int
-) -> str:
+def choose_backend(name: str, use: Use) -> str:
     """Return the key in :data:`BACKENDS` of the configured backend, or of the fastest that suits.
 
-    Args:
-        name: ``auto``, ``sdpa`` (also with cuDNN's kernel), ``flash`` or ``flex``.
-        device: "cpu" or "cuda".
-        masked: whether there are document masks, windows or ALiBi.
-        half: whether queries and keys have 16 bits.
-        length: tokens of every sequence in training; None: sequences have many lengths, as in an
-            evaluation.
-        head_size: channels of a head.
+    ``name``: ``auto`` or a backend; ``sdpa`` also with cuDNN's kernel.
 
     Raises:
-        UserError: the configured backend cannot run here.
+        UserError: the configured backend does not exist or cannot run here.
     """
-    if device != "cuda":
-        if name in ("flash", "flex"):
-            raise UserError(f"model.attention_backend: {name!r} needs a GPU")
-        return "sdpa"
-    gpu = torch.cuda.get_device_capability()
-    can_flash = half and head_size <= 256 and gpu >= (8, 0) and _has_flash_attn()
-    if name == "flash" and not can_flash:
-        raise UserError(
-            "model.attention_backend: 'flash' needs the package flash-attn, 16 bits, an Ampere GPU "
-            "or later, and heads of at most 256 channels"
-        )
-    # cuDNN makes a plan for every new shape, which costs half a second, and has had wrong results
-    # and gradients with masks and at lengths that are no multiple of 128. SDPA passes it over where
-    # computation is deterministic.
-    regular = length is not None and length % 128 == 0 and head_size <= 128 and head_size % 8 == 0
-    preferred = gpu in CUDNN_GPUS and (torch.backends.cudnn.version() or 0) > CUDNN
-    cudnn = regular and preferred and half and not masked
-    if name in ("auto", "sdpa") and cudnn and not torch.are_deterministic_algorithms_enabled():
-        return "cudnn"
-    if name != "auto":
-        return name
-    if not masked and (not can_flash or gpu >= (9, 0)):
-        return "sdpa"
-    if can_flash:
-        return "flash"
-    # FlexAttention would be compiled for each of an evaluation's many lengths.
-    return "sdpa" if length is None else "flex"
+    if name == "auto":
+        suiting = (n for n, row in BACKENDS.items() if row.supports(use) and row.suits(use))
+        return next(suiting, "sdpa")
+    if name not in BACKENDS:
+        expected = ", ".join(["auto", *BACKENDS])
+        raise UserError(f"model.attention_backend: expected one of {expected}, got {name!r}")
+    if not BACKENDS[name].supports(use):
+        raise UserError(f"model.attention_backend: {name!r} needs {BACKENDS[name].needs}")
+    return "cudnn" if name == "sdpa" and _supports_cudnn(use) else name
 
 
 @cache

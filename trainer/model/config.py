@@ -57,8 +57,8 @@ class ModelConfig:
     initializer_by_depth: bool = True
     """Divide o_proj and down_proj by sqrt(2 num_hidden_layers) at the start; false: as
     transformers does, and DroPE's Table 5."""
-    attention_backend: Literal["auto", "sdpa", "flash", "flex"] = "auto"
-    """Kernel of attention: auto, sdpa, flash, flex."""
+    attention_backend: str = "auto"
+    """Kernel of attention: auto, sdpa, flash, flex, or one that a plugin registers."""
     from_pretrained: str | None = None
     """Directory or hub id with weights to start from, with their shape, positions
     and tokenizer; null: random weights."""

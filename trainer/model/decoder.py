@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.attention import Attention, LayerPass, Linear, RMSNorm
-from trainer.model.backends import BACKENDS, Mask, choose_backend
+from trainer.model.backends import BACKENDS, Mask, Use, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
@@ -143,17 +143,12 @@ class Decoder(LanguageModel):
         """
         windows = any(layer.window for layer in self.layout.layers)
         biased = any(spectrum.alibi for spectrum in self.layout.spectra)
-        name = choose_backend(
-            name,
-            device,
-            masked=documents or windows or biased,
-            half=half,
-            length=length,
-            head_size=self.config.head_size,
-        )
+        masked = documents or windows or biased
+        name = choose_backend(name, Use(device, masked, half, length, self.config.head_size))
+        attend = BACKENDS[name].attend
         for block in self.layers:
-            if block.self_attn.attend is not BACKENDS[name]:  # compiled guards stay quick
-                block.self_attn.attend = BACKENDS[name]
+            if block.self_attn.attend is not attend:  # compiled guards stay quick
+                block.self_attn.attend = attend
         return name
 
     def hidden_states(
