@@ -1,6 +1,7 @@
 """Spectra out of rope_parameters against transformers' own frequencies and attention factors, and
 parameters out of spectra, in the plainest numbers."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -15,19 +16,22 @@ from tests.positional.examples import slowed
 from trainer.hf import NO_ROTATION
 from trainer.interchange.hf_rope import (
     ROPE_TYPES,
-    rope_parameters,
+    rope_forms,
+    rotate_alike,
     spectrum_from_rope_parameters,
 )
-from trainer.positional.encodings import by_name
+from trainer.positional.encodings import ENCODINGS, by_name
+from trainer.positional.layout import Layout, drop, uniform
 from trainer.positional.rescaling import (
     RESCALINGS,
     dynamic,
     ntk_aware,
     position_interpolation,
     rebased,
+    rescaled,
     yarn,
 )
-from trainer.positional.spectrum import LongFrequencies, Spectrum
+from trainer.positional.spectrum import LongFrequencies, Spectrum, Step
 
 C, D = 4096, 64
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -55,6 +59,15 @@ def theirs(values, head_dim=D, training_length=C, seq_len=None):
 
 def ours(values, head_dim=D, training_length=C):
     return spectrum_from_rope_parameters({"rope_theta": 1e4} | values, head_dim, training_length)
+
+
+def rope_parameters(spectrum, head_dim, length):
+    """The first form that rotates like the spectrum, as an export chooses it; None if none does."""
+    for form in rope_forms(spectrum, head_dim, length):
+        held = spectrum_from_rope_parameters(form, head_dim, length)
+        if rotate_alike(held, spectrum, head_dim, length):
+            return form
+    return None
 
 
 def assert_same(values, head_dim=D, training_length=C, seq_len=None):
@@ -284,3 +297,82 @@ def test_no_type_expresses_growth_of_rescaled_frequencies():
 def test_a_new_base_is_written_as_rope_theta():
     changed = rebased(by_name("rope", 64, 4096, base=5e4), 2e6)
     assert rope_parameters(changed, 64, 65536) == {"rope_type": "default", "rope_theta": 2e6}
+
+
+TYPES_OF_ENCODINGS = {
+    **dict.fromkeys(("rope", "high_frequency"), "default"),
+    **dict.fromkeys(("half_rope", "rope_id", "p_rope", "hope", "hope_published"), "proportional"),
+    "cope": "longrope",
+    **dict.fromkeys(("nope", "alibi"), "llama3"),
+}
+TYPES_OF_RESCALINGS = {
+    "pi": "linear",
+    "ntk": "default",
+    **dict.fromkeys(("ntk_by_parts", "yarn"), "yarn"),
+    **dict.fromkeys(("llama3", "ntk_by_parts_turns", "yarn_turns"), "llama3"),
+    **dict.fromkeys(("yarn_full_range", "cope"), "longrope"),
+}
+
+
+def written(spectrum):
+    """The spectrum after a checkpoint, with its origin."""
+    layout = uniform(spectrum, layers=1, heads=1, training_length=C)
+    return Layout.from_dict(json.loads(json.dumps(layout.to_dict()))).spectra[0]
+
+
+def assert_turns_in_transformers(spectrum, kind):
+    """The exported form has that type, and transformers' own frequencies from it are ours."""
+    form = rope_parameters(written(spectrum), D, C)
+    assert form["rope_type"] == kind
+    expected, _ = theirs(form)
+    padded = [*spectrum.inv_freq, *[0.0] * (D // 2 - len(spectrum.inv_freq))]
+    torch.testing.assert_close(torch.tensor(padded), expected, rtol=5e-6, atol=1e-19)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_the_form_of_each_encoding_has_its_frequencies_in_transformers(name):
+    assert_turns_in_transformers(by_name(name, D, C), TYPES_OF_ENCODINGS[name])
+
+
+@pytest.mark.parametrize("name", RESCALINGS)
+def test_the_form_of_each_rescaling_has_its_frequencies_in_transformers(name):
+    spectrum = rescaled(by_name("rope", D, C), RESCALINGS[name], C, 4.0)
+    assert_turns_in_transformers(spectrum, TYPES_OF_RESCALINGS[name])
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_a_file_says_is_the_origin_of_its_spectrum(name):
+    values, head_dim, length = PUBLISHED[name]
+    spectrum = spectrum_from_rope_parameters(values, head_dim, length)
+    assert bool(spectrum.origin) == spectrum.rotates
+    steps = {"linear": "position_interpolation", "dynamic": "dynamic", "yarn": "yarn"}
+    expected = steps.get(values["rope_type"], "")
+    assert expected in ("", *(step.name for step in spectrum.origin[1:]))
+    assert written(spectrum).origin == spectrum.origin
+
+
+def test_origins_follow_rescalings_and_end_with_a_drop():
+    plain = by_name("rope", D, C, base=500.0)
+    assert plain.origin == (
+        Step("rope", {"base": 500.0, "rotary_fraction": 1.0, "angle_scale": 1.0}),
+    )
+    slow = rescaled(plain, yarn, C, 4.0)
+    assert slow.origin == (*plain.origin, Step("yarn", {"factor": 4.0, "training_length": C}))
+    layout = uniform(slow, layers=1, heads=1, training_length=C)
+    assert drop(layout).spectra[0].origin == ()
+
+
+def test_a_layout_that_was_stored_without_origins_turns_and_is_written_all_the_same():
+    """Plain RoPE as such, other frequencies as a factor for every pair."""
+    for change, kind in ((None, "default"), (yarn, "longrope")):
+        spectrum = by_name("rope", D, C)
+        if change is not None:
+            spectrum = rescaled(spectrum, change, C, 4.0)
+        values = uniform(spectrum, layers=1, heads=1, training_length=C).to_dict()
+        del values["spectra"][0]["origin"]
+        read = Layout.from_dict(values).spectra[0]
+        assert read == spectrum
+        assert read.origin == ()
+        assert rope_parameters(read, D, C)["rope_type"] == kind
+        slower = rescaled(read, position_interpolation, C, 2.0)
+        assert slower.origin == ()

@@ -146,4 +146,4 @@ def _standing_still(spectrum: Spectrum, bands: Sequence[int]) -> Spectrum:
         return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
     long = spectrum.long and replace(spectrum.long, inv_freq=still(spectrum.long.inv_freq))
-    return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long)
+    return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long, origin=())

@@ -48,7 +48,8 @@ def _as_json(value: Any) -> Any:
         content = hashlib.sha256(value.tobytes()).hexdigest()
         return ["array", value.dtype.str, value.shape, content]
     if is_dataclass(value) and not isinstance(value, type):
-        items = {field.name: getattr(value, field.name) for field in fields(value)}
+        compared = [field.name for field in fields(value) if field.compare]  # not origins
+        items = {name: getattr(value, name) for name in compared}
         return [type(value).__name__, items]
     if isinstance(value, partial):
         return ["partial", value.func, value.args, value.keywords]

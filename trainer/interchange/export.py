@@ -10,6 +10,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from trainer.common.files import partial_directory
 from trainer.interchange.hf_config import ARCHITECTURES, OWN, SHAPE, Architecture, from_hf_config
 from trainer.interchange.hf_rope import (
     Parameters,
-    rope_parameters,
+    rope_forms,
     rotate_alike,
     spectrum_from_rope_parameters,
 )
@@ -155,10 +156,8 @@ def config_of(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     """Return the ``config.json``, but for tokens, of the first architecture that represents a
     decoder of this shape and layout: what it says is read back and compared."""
     turning = [s for s in layout.spectra if s.rotates] or [Spectrum()]
-    rope = rope_parameters(turning[0], config.head_size, layout.longest)
-    for name, architecture in ARCHITECTURES.items():
-        if rope is None:
-            break
+    forms = rope_forms(turning[0], config.head_size, layout.longest)
+    for rope, (name, architecture) in product(forms, ARCHITECTURES.items()):
         values = _shape(name, config, layout) | _native_values(layout, architecture, rope)
         with suppress(StrictDataclassError):  # a Llama's heads have to divide its width
             if _computes_alike(*from_hf_config(values), config, layout):

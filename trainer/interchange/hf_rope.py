@@ -7,15 +7,14 @@ Older files call the parameters ``rope_scaling``. Every rope type of transformer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from trainer.common.errors import UserError
-from trainer.positional.encodings import geometric
+from trainer.positional.encodings import geometric, p_rope
+from trainer.positional.encodings import rope as plain_rope
 from trainer.positional.rescaling import (
     dynamic,
     llama3,
@@ -25,7 +24,7 @@ from trainer.positional.rescaling import (
     rescaled,
     yarn,
 )
-from trainer.positional.spectrum import Frequencies, Spectrum
+from trainer.positional.spectrum import Frequencies, Spectrum, Step
 
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"
 KEYS = {
@@ -65,7 +64,8 @@ def spectrum_from_rope_parameters(
         raise UserError(f"rope_parameters: unknown keys {', '.join(sorted(unknown))}")
     original = rope.get("original_max_position_embeddings", training_length)
     share, pairs = rope.get("partial_rotary_factor", 1.0), head_dim // 2
-    plain = Spectrum(geometric(rope["rope_theta"], int(head_dim * share) // 2))
+    rotated = int(head_dim * share) // 2 / pairs
+    plain = plain_rope(head_dim, base=rope["rope_theta"], rotary_fraction=rotated)
     if kind == "default":
         return plain
     if kind == "linear":
@@ -73,9 +73,7 @@ def spectrum_from_rope_parameters(
     if kind == "dynamic":
         return dynamic(plain, ntk_aware, training_length, growth=rope["factor"])
     if kind == "proportional":  # of all pairs, the fastest rotate
-        all_pairs = geometric(rope["rope_theta"], pairs)
-        rotating = int(share * pairs)
-        plain = Spectrum(all_pairs[:rotating] + (0.0,) * (pairs - rotating))
+        plain = p_rope(head_dim, base=rope["rope_theta"], p=int(share * pairs) / pairs)
         return rescaled(plain, position_interpolation, original, rope.get("factor", 1.0))
     if kind == "longrope":
         scaled = longrope(plain, rope["short_factor"], rope["long_factor"], original)
@@ -91,7 +89,8 @@ def spectrum_from_rope_parameters(
         spectrum = rescaled(plain, partial(yarn, **ramp), original, rope["factor"])
         spectrum = replace(spectrum, rotary_scale=_yarn_scale(rope))
     # Files divide frequencies by a huge factor if their type cannot express 0.
-    return replace(spectrum, inv_freq=tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq))
+    inv_freq = tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq)
+    return replace(spectrum, inv_freq=inv_freq, origin=spectrum.origin if any(inv_freq) else ())
 
 
 def _yarn_scale(rope: Parameters) -> float:
@@ -105,21 +104,87 @@ def _yarn_scale(rope: Parameters) -> float:
     return rope.get("attention_factor", inferred)
 
 
-def rope_parameters(spectrum: Spectrum, head_dim: int, training_length: int) -> Parameters | None:
-    """Return parameters with which transformers rotates all pairs of a head like this spectrum.
+def rope_forms(spectrum: Spectrum, head_dim: int, training_length: int) -> list[Parameters]:
+    """Return parameters with which transformers may rotate all pairs of a head like this spectrum.
 
-    Prefers the most specific type that fits: ``default``, ``linear``, ``dynamic``,
-    ``proportional``, ``llama3``, ``yarn``; otherwise ``longrope``, which can express any
-    frequencies; None if no type fits. ``yarn`` and ``longrope`` also express the scale of rotated
-    channels. The caller handles the rest of that scale and the temperature. Pairs that the spectrum
+    First come those of its origin, or plain RoPE if that is unknown, then ``longrope``, which can
+    express any two sets of frequencies. The caller compares them with the spectrum, and handles its
+    temperature and those scales of rotated channels that a type lacks. Pairs that the spectrum
     lacks, at the end of the head, do not rotate.
     """
-    for candidate in _candidates(spectrum, head_dim, training_length):
-        with suppress(ValueError, ZeroDivisionError):  # a candidate may be out of bounds
-            read_back = spectrum_from_rope_parameters(candidate, head_dim, training_length)
-            if rotate_alike(read_back, spectrum, head_dim, training_length):
-                return candidate
-    return None
+    pairs, inv_freq = head_dim // 2, spectrum.inv_freq
+    if not spectrum.rotates:
+        from trainer.hf import NO_ROTATION  # imports transformers
+
+        return [{"rope_theta": 10_000.0} | NO_ROTATION]
+    form = None
+    if spectrum.origin:
+        form = _form_of_origin(spectrum, pairs)
+    elif len(inv_freq) > 1 and inv_freq[1] > 0:
+        form = {"rope_type": "default", "rope_theta": float(f"{inv_freq[1] ** -pairs:.10g}")}
+    forms = [] if form is None else [form]
+    if spectrum.long is None or spectrum.long.stretch is None:
+        forms.append(_any_frequencies(spectrum, pairs, training_length))
+    return forms
+
+
+def _form_of_origin(spectrum: Spectrum, pairs: int) -> Parameters | None:
+    """Return the parameters that an origin amounts to; None if no type of transformers does."""
+    encoding, *steps = spectrum.origin
+    count, moving = len(spectrum.inv_freq), sum(f > 0 for f in spectrum.inv_freq)
+    base, factor = _geometry(encoding, count)
+    while steps and steps[0].name in ("position_interpolation", "ntk_aware", "rebased"):
+        step = steps.pop(0)
+        if step.name == "position_interpolation":
+            factor *= step.parameters["factor"]
+        elif step.name == "ntk_aware":
+            base *= step.parameters["factor"] ** (count / max(count - 1, 1))
+        else:
+            base = step.parameters["base"]
+    form: Parameters = {"rope_type": "default", "rope_theta": base ** (pairs / count)}
+    if steps:
+        is_plain = len(steps) == 1 and moving == pairs and factor == 1
+        return _form_of_step(steps[0], form, spectrum) if is_plain else None
+    if moving < pairs:
+        # int() truncates 28.999... to 28.
+        exact = int(moving / pairs * pairs) == moving
+        share = (moving if exact else moving + 0.5) / pairs
+        form |= {"rope_type": "proportional", "partial_rotary_factor": share}
+    elif factor != 1:
+        form["rope_type"] = "linear"
+    return form if factor == 1 else form | {"factor": factor}
+
+
+def _geometry(encoding: Step, pairs: int) -> tuple[float, float]:
+    """Return (base, d) if pair m of an encoding's ``pairs`` turns by base^(-m / pairs) / d a token,
+    or not at all; any numbers for an encoding that is not like this."""
+    values = {"training_length": 1} | encoding.parameters
+    if "base" in values:
+        base = values["base"] or values["training_length"] / (2 * math.pi)
+        return base, 1 / values.get("angle_scale", 1.0)
+    fastest = values.get("fastest_wavelength", 2 * math.pi)
+    slowest = values.get("slowest_wavelength", values["training_length"])
+    slowest = slowest or values["training_length"] / 2
+    return (slowest / fastest) ** (pairs / max(pairs - 1, 1)), fastest / (2 * math.pi)
+
+
+def _form_of_step(step: Step, form: Parameters, spectrum: Spectrum) -> Parameters | None:
+    """Return the parameters of plain RoPE, ``form``, after a rescaling; None if it has no type."""
+    values = dict(step.parameters)
+    if step.name == "dynamic" and values["method"] == "ntk_aware":
+        return form | {"rope_type": "dynamic", "factor": values["growth"]}
+    values["original_max_position_embeddings"] = values.pop("training_length", None)
+    if step.name in ("llama3", "ntk_by_parts_turns", "yarn_turns"):
+        ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0 if step.name == "llama3" else 32.0}
+        return form | {"rope_type": "llama3"} | ends | values
+    if step.name not in ("yarn", "ntk_by_parts"):
+        return None
+    form |= {"rope_type": "yarn", "truncate": True} | values
+    attention = spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale)
+    # Omit YaRN's default: not every engine reads the key.
+    if not math.isclose(attention, 0.1 * math.log(values["factor"]) + 1, rel_tol=1e-9):
+        form["attention_factor"] = attention
+    return form
 
 
 def _whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
@@ -141,76 +206,6 @@ def rotate_alike(a: Spectrum, b: Spectrum, head_dim: int, training_length: int) 
     return True
 
 
-def _candidates(spectrum: Spectrum, head_dim: int, training_length: int) -> Iterator[Parameters]:
-    """Yield every candidate worth a comparison."""
-    pairs = head_dim // 2
-    moving = [f for f in spectrum.inv_freq if f > 0]
-    if not moving:
-        from trainer.hf import NO_ROTATION  # imports transformers
-
-        yield {"rope_theta": 10_000.0} | NO_ROTATION
-        return
-    theta, factor = 10_000.0, _short(1 / moving[0])
-    if len(moving) > 1:
-        theta = _short((moving[0] / moving[-1]) ** (pairs / (len(moving) - 1)))
-    default: Parameters = {"rope_type": "default", "rope_theta": theta}
-    yield default
-    yield default | {"rope_type": "linear", "factor": factor}
-    if spectrum.long is not None:
-        yield default | {"rope_type": "dynamic", "factor": spectrum.long.growth}
-    # int() truncates 28.999... to 28.
-    exact = int(len(moving) / pairs * pairs) == len(moving)
-    share = {"partial_rotary_factor": (len(moving) if exact else len(moving) + 0.5) / pairs}
-    yield default | {"rope_type": "proportional"} | share
-    yield default | {"rope_type": "proportional", "factor": factor} | share
-    if len(moving) == pairs:
-        # Outside the ramps of YaRN and Llama 3, neighbours differ by the ratio of plain RoPE.
-        steps = (_short((a / b) ** pairs) for a, b in pairwise(moving))
-        for base in dict.fromkeys(steps):
-            if base > 1:
-                yield from _ramps(spectrum, base, training_length)
-    yield _any_frequencies(spectrum, pairs, training_length)
-
-
-def _ramps(spectrum: Spectrum, theta: float, length: int) -> Iterator[Parameters]:
-    """Yield types that divide slow pairs by a factor, fast pairs by 1, others on a ramp."""
-    plain = geometric(theta, len(spectrum.inv_freq))
-    shares = [f / g for f, g in zip(spectrum.inv_freq, plain, strict=True)]
-    factor = _short(1 / shares[-1])
-    if not factor > 1:
-        return
-    common = {"rope_theta": theta, "factor": factor}
-    shares_kept = [(share - 1 / factor) / (1 - 1 / factor) for share in shares]
-    between = [(f, k) for f, k in zip(plain, shares_kept, strict=True) if 1e-6 < k < 1 - 1e-6]
-    if len(between) > 1:
-        # The kept share is linear in the frequency: 0 at one turn, 1 at the fast end.
-        (f, kept_f), (g, kept_g) = between[0], between[-1]
-        slope = (kept_f - kept_g) / (f - g)
-        slow, fast = f - kept_f / slope, f + (1 - kept_f) / slope
-        if 0 < slow < fast:
-            yield common | {
-                "rope_type": "llama3",
-                "low_freq_factor": 1.0,
-                "high_freq_factor": _short(fast / slow),
-                "original_max_position_embeddings": round(2 * math.pi / slow),
-            }
-    attention = spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale)
-    # Omit YaRN's default: not every engine reads the key.
-    usual = math.isclose(attention, 0.1 * math.log(factor) + 1, rel_tol=1e-9)
-    beside = {} if usual else {"attention_factor": attention}
-    for original in dict.fromkeys((round(length / factor), length)):
-        for truncate in (True, False):
-            yield (
-                common
-                | beside
-                | {
-                    "rope_type": "yarn",
-                    "original_max_position_embeddings": original,
-                    "truncate": truncate,
-                }
-            )
-
-
 def _any_frequencies(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
     """Return LongRoPE parameters with a factor for every pair."""
     long = spectrum.long
@@ -230,9 +225,3 @@ def _any_frequencies(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
         "original_max_position_embeddings": original,
         "attention_factor": spectrum.rotary_scale,
     }
-
-
-def _short(value: float) -> float:
-    """Return the shortest decimal number within rounding: 10000 for 9999.999999."""
-    digits = (float(f"{value:.{n}g}") for n in range(1, 17))
-    return next((d for d in digits if math.isclose(d, value, rel_tol=1e-11)), value)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from trainer.common.errors import UserError
-from trainer.positional.spectrum import Spectrum, Temperature, cope_shares
+from trainer.positional.spectrum import Spectrum, Step, Temperature, cope_shares
 
 ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
 
@@ -24,10 +26,22 @@ def encoding(function: F) -> F:
     """Register an encoding under the name of its function.
 
     Parameters named ``head_dim`` and ``training_length`` receive the channels of a head and C, in
-    tokens. Those after ``*`` are configuration keys with numbers, or None, as defaults.
+    tokens. Those after ``*`` are configuration keys with numbers, or None, as defaults. A spectrum
+    that rotates remembers all of them but ``head_dim`` as its origin.
     """
-    ENCODINGS[function.__name__] = function
-    return function
+    signature = inspect.signature(function)
+
+    @wraps(function)
+    def with_origin(*args: Any, **values: Any) -> Spectrum:
+        spectrum = function(*args, **values)
+        bound = signature.bind(*args, **values)
+        bound.apply_defaults()
+        parameters = {key: bound.arguments[key] for key in bound.arguments if key != "head_dim"}
+        origin = (Step(function.__name__, parameters),)
+        return replace(spectrum, origin=origin) if spectrum.rotates else spectrum
+
+    ENCODINGS[function.__name__] = with_origin
+    return cast("F", with_origin)
 
 
 def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Spectrum:

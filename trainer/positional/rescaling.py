@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,13 @@ GEOMETRIC = 1e-4
 been read from float32 tables."""
 Rescaling = Callable[[Frequencies, int], Stretch]
 """Method of context extension: how to slow frequencies that were trained at a length."""
+
+
+def _named(rescaling: Rescaling) -> tuple[str, dict[str, Any]]:
+    """Return the name of a method and its options, for an origin."""
+    if isinstance(rescaling, partial):
+        return rescaling.func.__name__, rescaling.keywords
+    return rescaling.__name__, {}
 
 
 def _by_share(shares: np.ndarray) -> Stretch:
@@ -199,6 +207,7 @@ def rescaled(
     """
     if factor == 1:
         return spectrum
+    name, options = _named(rescaling)
     stretch = rescaling(spectrum.inv_freq, training_length)
     inv_freq = stretch.frequencies(spectrum.inv_freq, factor)
     long = long_frequencies(spectrum, training_length)
@@ -208,6 +217,7 @@ def rescaled(
         inv_freq=inv_freq,
         rotary_scale=spectrum.rotary_scale + stretch.attention * math.log(factor),
         long=None if others == inv_freq else LongFrequencies(long.length, others),
+        origin=spectrum.after(name, factor=factor, training_length=training_length, **options),
     )
 
 
@@ -230,7 +240,7 @@ def rebased(spectrum: Spectrum, base: float) -> Spectrum:
     changed = (
         moving[0] * base ** (-m / pairs) if f else 0.0 for m, f in enumerate(spectrum.inv_freq)
     )
-    return replace(spectrum, inv_freq=tuple(changed))
+    return replace(spectrum, inv_freq=tuple(changed), origin=spectrum.after("rebased", base=base))
 
 
 def dynamic(
@@ -253,7 +263,9 @@ def dynamic(
     long = long_frequencies(spectrum, training_length)
     stretch = rescaling(long.inv_freq, training_length)
     long = replace(long, stretch=stretch, growth=growth, reference=training_length)
-    return replace(spectrum, long=long)
+    name, options = _named(rescaling)
+    origin = spectrum.after("dynamic", method=name, growth=growth, **options)
+    return replace(spectrum, long=long, origin=origin)
 
 
 def longrope(
@@ -278,7 +290,8 @@ def longrope(
     short_freq = divided(spectrum.inv_freq, short)
     long_freq = divided(before.inv_freq, long)
     others = None if short_freq == long_freq else LongFrequencies(before.length, long_freq)
-    return replace(spectrum, inv_freq=short_freq, long=others)
+    origin = spectrum.after("longrope", training_length=before.length)
+    return replace(spectrum, inv_freq=short_freq, long=others, origin=origin)
 
 
 RESCALINGS: dict[str, Rescaling] = {

@@ -8,7 +8,7 @@ empty one; the decoder only reads it. C, the training length in tokens, belongs 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Frequencies = tuple[float, ...]
@@ -121,6 +121,15 @@ class LongFrequencies:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Encoding or rescaling by the name of its function, and its parameters."""
+
+    __pydantic_config__ = READ
+    name: str
+    parameters: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Spectrum:
     """Encoding of one head.
 
@@ -130,7 +139,9 @@ class Spectrum:
     bias linear in the distance, the only encoding without rotation. ``rotary_scale``: factor on the
     rotated channels of queries and keys (YaRN's and LongRoPE's attention factor in Hugging Face
     models); the other channels keep their size. ``long``: frequencies for long sequences; None, the
-    usual case: the same at any length.
+    usual case: the same at any length. ``origin``: the encoding and the rescalings that gave these
+    frequencies, in order; empty: unknown, or no rotation. Spectra with the same numbers are equal
+    whatever their origin.
     """
 
     __pydantic_config__ = READ
@@ -139,6 +150,7 @@ class Spectrum:
     alibi: bool = False
     rotary_scale: float = 1.0
     long: LongFrequencies | None = None
+    origin: tuple[Step, ...] = field(default=(), compare=False)
 
     @property
     def rotary_dim(self) -> int:
@@ -161,7 +173,7 @@ class Spectrum:
         if not self.follows_length:
             return self
         temperature = self.temperature.at(length, training_length)
-        plain = replace(self, temperature=temperature, long=None)
+        plain = replace(self, temperature=temperature, long=None, origin=())
         long = self.long
         if long is None or length <= long.length:
             return plain
@@ -173,6 +185,10 @@ class Spectrum:
             inv_freq=long.stretch.frequencies(long.inv_freq, s),
             rotary_scale=self.rotary_scale + long.stretch.attention * math.log(s),
         )
+
+    def after(self, name: str, **parameters: Any) -> tuple[Step, ...]:
+        """Return the origin after one more step; empty if it is unknown."""
+        return (*self.origin, Step(name, parameters)) if self.origin else ()
 
     def with_temperature(self, **changes: Any) -> Spectrum:
         """Return this spectrum with some fields of its temperature replaced."""
