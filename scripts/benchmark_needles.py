@@ -49,9 +49,9 @@ from trainer.data.needles import WORDS, NeedleVocabulary, make_trials
 from trainer.data.sources import stdlib_docs
 from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.evaluation.answering import answers
-from trainer.evaluation.held_out import statement_batches
+from trainer.evaluation.held_out import Haystack
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
+from trainer.evaluation.needles import NEEDLE_TASKS, statement_batches
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.evaluation.task import PromptTask
 from trainer.interchange.export import export_model

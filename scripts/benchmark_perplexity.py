@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.commands import compose_words, run_of
-from trainer.evaluation.held_out import token_losses
+from trainer.evaluation.perplexity import token_losses
 
 VOCABULARY, TRAINED = 4096, 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}

@@ -25,9 +25,8 @@ from pydantic_core import to_jsonable_python
 from trainer import config as schema
 from trainer.commands import COMMANDS, CONF, compose_words
 from trainer.data.sources import BUILT_IN
-from trainer.evaluation.methods import FITS, TITLES
-from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.tasks import GROUPS
+from trainer.evaluation.methods import known_methods
+from trainer.evaluation.tasks import TASKS
 from trainer.positional.encodings import ENCODINGS
 from trainer.runs.directory import FREE_TO_CHANGE
 from trainer.workflows.analyze import TOPICS
@@ -244,13 +243,16 @@ def name_sections() -> Iterator[str]:
     """Yield the names that keys take: of encodings, methods, tasks, options and extras."""
     encodings = [[f"`{name}`", parameters(f), summary(f)] for name, f in ENCODINGS.items()]
     yield f"## Encodings\n\n{table(('name', 'keys', 'frequencies'), encodings)}"
-    methods = [[f"`{name}`", title, "yes" * (name in FITS)] for name, title in TITLES.items()]
+    methods = [
+        [f"`{name}`", method.title, "yes" * method.is_fitted]
+        for name, method in sorted(known_methods().items())
+    ]
     heads = ("name", "in tables", "fitted on text")
     yield f"## Methods\n\n[What they do](evaluation.md#methods).\n\n{table(heads, methods)}"
     rows = [
         [
             "`evaluation.tasks`",
-            names([*GROUPS, *NEEDLE_TASKS]),
+            names(sorted(TASKS)),
             "[evaluation](evaluation.md#tasks)",
         ],
         ["`analysis.kind`", names(["all", "drop", *TOPICS]), "[geometry](geometry.md)"],

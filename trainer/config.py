@@ -15,7 +15,6 @@ from trainer.common.schedule import Schedule, schedule
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import LayerChoice
-from trainer.positional.rescaling import RESCALINGS
 
 Length = Annotated[int, Field(ge=2)]
 """Tokens of a sequence."""
@@ -30,13 +29,6 @@ MAIN = "main"
 PERIOD = 10_000
 """Samples in which each text of a mixture has exactly its share."""
 Window = Literal["hann", "hamming", "blackman", "rectangular"]
-PERPLEXITY = "perplexity"
-"""Task whose trials are losses of windows instead of scores."""
-STATEMENTS = "statements"
-"""Task that training sequences can contain; its score is called retrieval."""
-RULER, LONGBENCH, MANY_SHOT = "ruler", "longbench", "many_shot"
-MULTIPLE_CHOICE, HARNESS = "multiple_choice", "harness"
-"""Groups of tasks, each with settings of its name."""
 
 
 # ---- Text ----
@@ -507,13 +499,13 @@ class EvaluationConfig:
     """Lengths in multiples of the training length."""
     tokens: Annotated[list[Length], Field(min_length=1)] | None = None
     """Lengths in tokens, in place of lengths; null: lengths."""
-    tasks: Names = field(default_factory=lambda: [PERPLEXITY, STATEMENTS])
+    tasks: Names = field(default_factory=lambda: ["perplexity", "statements"])
     """perplexity, statements (for runs trained with data.needles), standard, noisy,
     multi_key, multi_query, multi_value, sentence, ruler, longbench, many_shot, multiple_choice,
     harness."""
     windows: PositiveInt = 96
-    """Held-out windows of the task perplexity at each length. Their last C tokens count, or as many
-    as the shortest length has."""
+    """Held-out windows of the task perplexity at each length. Their last C tokens count, or all
+    of shorter ones."""
     limit: PositiveInt | None = None
     """Most windows, trials or questions of a task and length, for a quick look; null: all."""
     batch_tokens: PositiveInt = 16384
@@ -524,6 +516,8 @@ class EvaluationConfig:
     many_shot: ManyShotSettings = field(default_factory=ManyShotSettings)
     multiple_choice: MultipleChoiceSettings = field(default_factory=MultipleChoiceSettings)
     harness: HarnessSettings = field(default_factory=HarnessSettings)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Settings of tasks that a plugin registers with a class of its own, by the task's name."""
 
 
 # ---- A run ----
@@ -533,9 +527,9 @@ class EvaluationConfig:
 class RescaleConfig:
     """Frequencies slowed at the start of a phase, for good."""
 
-    method: Annotated[str, Field(pattern=f"^({'|'.join(RESCALINGS)})$")] = "yarn"
+    method: str = "yarn"
     """pi, ntk, ntk_by_parts, yarn, llama3, yarn_full_range, ntk_by_parts_turns, yarn_turns,
-    cope."""
+    cope, or a plugin's."""
     factor: Annotated[float, Field(gt=1)] | None = None
     """How much longer sequences get; null: the phase's over the longest before."""
     base: Annotated[float, Field(gt=1)] | None = None

@@ -24,6 +24,7 @@ from trainer.data.corpus import (
     held_out_windows,
     parts_of_windows,
     prepare_corpus,
+    windows_with_fixed_ends,
 )
 from trainer.data.tokenizer import (
     END_OF_TEXT,
@@ -311,3 +312,23 @@ def test_shares_are_those_of_the_weights_as_far_as_there_is_text(count, items):
 def test_without_limits_the_largest_remainders_are_rounded_up():
     assert divided(10, [0.26, 0.26, 0.48], [10, 10, 10]) == [3, 2, 5]
     assert divided(64, [0.02, 0.98], [64, 64]) == [1, 63]
+
+
+def test_windows_end_at_the_same_places_whatever_their_length():
+    """At i / n of the text; what is longer than the text before its end begins in its end."""
+    text = held_out(range(100))
+    for length in (1, 10, 25, 60, 100):
+        windows = windows_with_fixed_ends(text, 4, length)
+        for row, last in zip(windows, (24, 49, 74, 99), strict=True):
+            assert row.tolist() == [(last - length + 1 + i) % 100 for i in range(length)]
+    assert windows_with_fixed_ends(text, 9, 60, apart=30)[:, -1].tolist() == [32, 65, 99]
+    with pytest.raises(UserError, match="expected 101 tokens"):
+        windows_with_fixed_ends(text, 1, 101)
+
+
+def test_windows_of_a_mixture_end_in_each_of_its_texts():
+    text = held_out(range(100), range(1000, 1040), weights=(3, 1))
+    ends = windows_with_fixed_ends(text, 8, 20)[:, -1]
+    assert sorted(ends.tolist()) == [15, 32, 49, 65, 82, 99, 1019, 1039]
+    assert (ends >= 1000).tolist() == (parts_of_windows(text, 8, 20) == 1).tolist()
+    assert (windows_with_fixed_ends(text, 8, 50) < 1000).all()

@@ -13,9 +13,8 @@ import pytest
 from scripts import write_keys
 from tests import program
 from tests.program import ROOT
-from trainer.evaluation.methods import TITLES
-from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.tasks import GROUPS
+from trainer.evaluation.methods import known_methods
+from trainer.evaluation.tasks import TASKS
 from trainer.positional.rescaling import RESCALINGS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -164,8 +163,8 @@ def test_the_page_of_keys_is_what_its_script_writes():
 
 def test_the_page_of_evaluation_names_every_method_and_task():
     page = (ROOT / "docs" / "evaluation.md").read_text("utf-8")
-    methods = [name for name in TITLES if name.removeprefix("dynamic_") not in RESCALINGS]
-    names = [*methods, *RESCALINGS, *NEEDLE_TASKS, *GROUPS]
+    methods = [name for name in known_methods() if name.removeprefix("dynamic_") not in RESCALINGS]
+    names = [*methods, *RESCALINGS, *TASKS]
     assert [name for name in names if f"`{name}`" not in page and f"={name} " not in page] == []
 
 
@@ -182,9 +181,10 @@ def place(tmp_path_factory):
         re.DOTALL,
     )
     (directory / "my_callbacks.py").write_text(callback[1])
-    for page, name in ("encodings.md", "my_encoding.py"), ("evaluation.md", "my_task.py"):
-        code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-        (directory / name).write_text(code[1])
+    for page in "encodings.md", "evaluation.md":
+        text = (ROOT / "docs" / page).read_text()
+        for name, code in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.DOTALL):
+            (directory / name).write_text(code)
     for text in yaml_files(ROOT / "docs" / "running.md"):
         path = directory / re.search(r"^# (my_conf/\S+)", text, re.MULTILINE)[1]
         path.parent.mkdir(parents=True, exist_ok=True)

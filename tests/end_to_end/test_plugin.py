@@ -16,14 +16,17 @@ from tests.program import ROOT, run
 from trainer.__main__ import main
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.sources import TEXT_SOURCES
+from trainer.evaluation.method import METHODS
 from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.task import TASKS
+from trainer.positional.rescaling import RESCALINGS, TITLES
 from trainer.workflows.analyze import TOPICS
 
 PAGES = ("docs/encodings.md", "docs/evaluation.md", "CONTRIBUTING.md")
 GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
 FILES = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", GUIDE, re.DOTALL)
 COMMANDS = {
-    words[0]: words
+    "measure" if "name=measures" in words else words[0]: words
     for command in re.findall(r"```sh\npython -m trainer (.*?)```", GUIDE, re.DOTALL)
     if "plugins=" in command and (words := shlex.split(command.replace("\\\n", " ")))
 }
@@ -61,12 +64,12 @@ def place(tmp_path_factory):
 def command(place, monkeypatch):
     """Runs a command of the guide in that directory; what its files register is forgotten."""
     monkeypatch.chdir(place)
-    tasks, topics = dict(NEEDLE_TASKS), dict(TOPICS)
-    sources = dict(TEXT_SOURCES)
+    registries = NEEDLE_TASKS, TASKS, METHODS, RESCALINGS, TITLES, TOPICS, TEXT_SOURCES
+    before = [dict(registry) for registry in registries]
     yield lambda name, *words: main([*COMMANDS[name], *words])
-    for registry, before in ((NEEDLE_TASKS, tasks), (TOPICS, topics), (TEXT_SOURCES, sources)):
+    for registry, items in zip(registries, before, strict=True):
         registry.clear()
-        registry.update(before)
+        registry.update(items)
 
 
 def test_an_encoding_trains_drops_and_evaluates(place):
@@ -88,6 +91,33 @@ def test_a_task_has_cells_in_the_table(command, place):
     trials = pd.read_parquet(place / "runs/linear/lengths/niah/trials.parquet")
     colours = trials[trials.task == "colour"]
     assert colours.groupby("model").size().tolist() == [3, 3]  # before its drop, and dropped
+
+
+def test_a_task_of_another_kind_a_rescaling_and_a_method_have_rows(command, place):
+    command("measure")
+    results = pd.read_csv(place / "runs/linear/lengths/measures/results.csv", keep_default_na=False)
+    rows = results[results.task == "repeat"]
+    methods = ["none", "root", "dynamic_root", "half_window"]
+    assert set(rows.method) <= set(methods)
+    assert {"none", "half_window"} <= set(rows.method)
+    assert set(rows.n) == {4}
+    page = (place / "runs/linear/lengths/measures/report.html").read_text()
+    assert "root of PI" in page
+    assert "Repeated tokens" in page
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("+evaluation.settings.repeat.trial=3", "evaluation.settings.repeat.trial: Unexpected"),
+        ("+evaluation.settings={standard_x: {}}", "evaluation.settings: expected some of"),
+        ("evaluation.choice.text=statements", "evaluation.choice.text: expected some of"),
+    ],
+)
+def test_settings_that_no_task_has_are_refused(command, capsys, word, message):
+    with pytest.raises(SystemExit):
+        command("measure", word)
+    assert message in capsys.readouterr().err
 
 
 def test_a_source_is_prepared(command, capsys):

@@ -13,6 +13,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.store import fingerprint
+from trainer.evaluation.task import TaskInputs
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,18 @@ def model(tiny_decoder, corpus):
     return tiny_decoder(model={"vocab_size": corpus.tokenizer.get_vocab_size()})
 
 
-def fit_text(*ids, count, longest, weights=None):
+def task_inputs(settings, encoder=None, documents=(), lengths=(), training_length=32, limit=99):
+    """Inputs of tasks that read an encoder's texts and some documents."""
+    text = SimpleNamespace(encoder=encoder, documents=documents)
+    return TaskInputs(text, lengths, training_length, limit, settings)
+
+
+def fit_text(*ids, count, weights=None):
     """Windows of one text or a mixture of several, each with such token ids."""
     text = held_out(*ids, weights=weights)
     key = fingerprint([[int(token) for token in of_text] for of_text in ids])
     corpus = SimpleNamespace(first_token=0, fingerprint=key)
-    return FitText(HeldOut(corpus, text, (), None), count, longest)
+    return FitText(HeldOut(corpus, text, (), None), count)
 
 
 def values_of(task, model, batch_tokens):

@@ -15,13 +15,18 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
-from trainer.data.corpus import held_out_windows
-from trainer.evaluation import dope, engine, held_out
-from trainer.evaluation.engine import measure
+from trainer.data.corpus import windows_with_fixed_ends
+from trainer.evaluation import dope, engine
+from trainer.evaluation import perplexity as losses
+from trainer.evaluation.engine import Setup, measure
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import HeldOut, perplexity, statements, token_losses
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.needles import statements
+from trainer.evaluation.perplexity import perplexity, token_losses
 from trainer.evaluation.results import rows_of
 from trainer.evaluation.store import Store
+from trainer.evaluation.task import TaskInputs
+from trainer.evaluation.tasks import make_tasks
 
 LENGTHS = [32, 64]
 
@@ -51,15 +56,15 @@ def rows(trials):
 
 
 def fit_text(corpus, count=2):
-    return FitText(HeldOut(corpus, corpus.validation, (), None), count, 64)
+    return FitText(HeldOut(corpus, corpus.validation, (), None), count)
 
 
 def reported(corpus):
-    return HeldOut(corpus, corpus.test, (), None)
+    return HeldOut(corpus, corpus.test, (), 1.0)
 
 
 def perplexities(corpus):
-    return perplexity(reported(corpus), LENGTHS, 3, 32)
+    return perplexity(TaskInputs(reported(corpus), LENGTHS, 32, 99, 3))
 
 
 @pytest.fixture
@@ -74,7 +79,8 @@ def evaluation(model, corpus, tmp_path):
     def go(methods=("none", "crop", "yarn"), trials=5, folder=".", tokens=4096):
         config = EvaluationConfig(methods=list(methods), batch_tokens=tokens)
         needles = NeedleTaskSettings(trials=trials, needles=2, seed=1)
-        tasks = perplexities(corpus) + statements(reported(corpus), LENGTHS, needles)
+        inputs = TaskInputs(reported(corpus), LENGTHS, 32, 99, needles)
+        tasks = perplexities(corpus) + statements(inputs)
         text, store = fit_text(corpus), Store(tmp_path / folder)
         trials, _ = evaluated(model, config, text, tasks, store, load)
         return trials, len(loads)
@@ -85,7 +91,8 @@ def evaluation(model, corpus, tmp_path):
 def evaluated(model, config, text, tasks, store, load=None):
     """Trials of a configuration's methods for one model, and notes."""
     methods = {"tiny": config.methods}
-    return measure([saved("tiny", model, load)], methods, tasks, config, text, store, "cpu")
+    setup = Setup(config, text, store, "cpu")
+    return measure([saved("tiny", model, load)], methods, tasks, setup)
 
 
 def keys_of(folder):
@@ -116,7 +123,7 @@ def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corp
     measured, _ = evaluation(["crop"])
     (got,) = [r["value"] for r in rows(measured) if r["metric"] == "loss" and r["length"] == 64]
     losses = []
-    for window in held_out_windows(corpus.test, 3, 64):
+    for window in windows_with_fixed_ends(corpus.test, 3, 64):
         for first in (16, 32):
             ids = torch.tensor([corpus.end_of_text, *window[first : first + 32]])
             logits = model(ids[None, :-1])[0].double()
@@ -152,15 +159,16 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     config, methods = EvaluationConfig(), {name: ["none"] for name in "ab"}
     del shape
     tasks, text = perplexities(corpus), fit_text(corpus)
-    measure(models, methods, tasks, config, text, Store(tmp_path), "cpu")
+    measure(models, methods, tasks, Setup(config, text, Store(tmp_path), "cpu"))
     assert alive == [0, 0, 0]
 
 
 def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
     fitted = TemperatureSettings(models="all")
-    config = EvaluationConfig(methods=["none", "yarn", "temperature"], temperature=fitted)
+    methods = ["none", "yarn", "temperature"]
+    config = EvaluationConfig(methods=methods, temperature=fitted)
 
-    for windows, cells in ((1, 3), (2, 5)):
+    for windows, cells in ((1, 5), (8, 7)):
         text = fit_text(corpus, windows)
         evaluated(model, config, text, perplexities(corpus), Store(tmp_path))
         assert len(keys_of(tmp_path)) == cells
@@ -176,6 +184,31 @@ def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):
         )
         heads = ", ".join(f"L{layer}H{head}" for layer, head in chosen)
         assert note == (f"tiny, DoPE: {heads}, chosen on 3 texts of {length} tokens (validation)")
+
+
+@pytest.mark.parametrize("more", [[1, 2, 3], [2, 2.5], [1, 2]])
+def test_adding_a_length_measures_that_length_alone(model, corpus, tmp_path, more):
+    """Cells and fits of a length have the same names beside any other lengths."""
+
+    def keys(lengths, folder):
+        config = EvaluationConfig(
+            lengths=lengths,
+            methods=["none", "yarn", "dope", "temperature"],
+            tasks=["perplexity", "statements", "standard", "multi_key"],
+            temperature=TemperatureSettings(coefficient=0.4, models="all"),
+            needles=NeedleTaskSettings(trials=2, depths=(0.0, 1.0), needles=2, new_tokens=1),
+            windows=3,
+        )
+        tokens = [round(300 * length) for length in lengths]
+        tasks, _ = make_tasks(reported(corpus), config, tokens, 300)
+        wanted = [task for task in tasks if task.length == 600]
+        text = FitText(reported(corpus), 2)
+        evaluated(model, config, text, wanted, Store(tmp_path / folder))
+        return {path.name for path in (tmp_path / folder).iterdir()}
+
+    alone, beside = keys([2], "alone"), keys(more, "beside")
+    assert {key for key in alone if key.startswith("cell")} <= beside
+    assert len(alone - beside) == 1  # the temperature's, which may depend on all lengths
 
 
 def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
@@ -202,7 +235,7 @@ def test_a_resumed_evaluation_reports_choices_made_before_the_interruption(
         patch.setattr(engine, "_measure", killed)
         with pytest.raises(KeyboardInterrupt):
             go("killed")
-    assert len(list((tmp_path / "killed").glob("fit-*"))) == 2
+    assert len(list((tmp_path / "killed").glob("fit-*"))) == 3  # heads at each length, c for both
     assert go("killed") == whole
     for path in (tmp_path / "killed").glob("fit-*"):
         shutil.rmtree(path)
@@ -223,7 +256,7 @@ def test_an_interrupted_cell_resumes_with_the_batches_that_are_stored(
         read.append(windows.shape)
         return token_losses(model, windows, *rest, **options)
 
-    monkeypatch.setattr(held_out, "token_losses", counting)
+    monkeypatch.setattr(losses, "token_losses", counting)
     with pytest.raises(KeyboardInterrupt):
         evaluation(["none"], folder="killed", tokens=64)
     assert read == [(2, 32), (1, 32)]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.data.conftest import held_out
 from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.prepared import windows_at
-from trainer.evaluation.held_out import token_losses, unigram_loss
+from trainer.evaluation.perplexity import token_losses, unigram_loss
 
 
 def counted_up(size):

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.evaluation.conftest import task_inputs
 from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.data.tokenizer import train_tokenizer
@@ -258,9 +259,9 @@ def test_tasks_are_read_from_their_files(tmp_path):
     (tmp_path / "qasper.jsonl").write_text(line, encoding="utf-8")
     encoder = Encoder(BYTES, (), 5)
     settings = LongBenchSettings(str(tmp_path), ["qasper"])
-    (task,) = longbench_tasks(settings, encoder, 2048)
+    (task,) = longbench_tasks(task_inputs(settings, encoder, training_length=2048))
     assert task.name == "longbench_qasper"
     (prompt,) = task.prompts(4096)
     assert "é\u2028" in BYTES.decode(prompt.tokens)
     with pytest.raises(FileNotFoundError, match="narrativeqa"):
-        longbench_tasks(LongBenchSettings(str(tmp_path)), encoder, 2048)
+        longbench_tasks(task_inputs(LongBenchSettings(str(tmp_path)), encoder))

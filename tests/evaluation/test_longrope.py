@@ -16,7 +16,7 @@ from tests.evaluation.conftest import fit_text
 from tests.positional.examples import one_layer, slowed
 from trainer.config import EvaluationConfig, LongRopeSettings
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import HeldOut, token_losses
+from trainer.evaluation.held_out import Haystack, HeldOut
 from trainer.evaluation.likelihood import Encoder, Request
 from trainer.evaluation.longrope import (
     CRITICAL,
@@ -28,7 +28,7 @@ from trainer.evaluation.longrope import (
     needle_requests,
     with_factors,
 )
-from trainer.evaluation.needles import Haystack
+from trainer.evaluation.perplexity import token_losses
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
@@ -199,7 +199,7 @@ def test_perplexity_and_needles_search_by_their_losses_on_their_texts(tiny_decod
     """Of the last tokens that are answers alone, where it searches by needles (LongRoPE2)."""
     size = {"vocab_size": corpus.tokenizer.get_vocab_size()}
     model = tiny_decoder(training_length=100, model=size)
-    text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 3, 400)
+    text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 3)
     asked = needle_requests(text.held_out.haystack, 2, 400)
     for name, loss in (
         ("perplexity", lambda: text.loss(model, text.spread(2, 400), 800)),
@@ -217,11 +217,11 @@ def fitted(model, text, settings):
 
 
 def test_perplexity_is_searched_on_windows_that_spread_over_all(model, monkeypatch):
-    read, text = [], fit_text(range(40), count=9, longest=32)
+    read, text = [], fit_text(range(40), count=9)
     monkeypatch.setattr(FitText, "loss", lambda text, model, rows, _: read.append(rows) or 1.0)
     for count, chosen in ((1, [0]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
         fitted(model, text, LongRopeSettings(evaluations=1, windows=count))
-        assert read.pop()[:, 0].tolist() == chosen
+        np.testing.assert_array_equal(read.pop(), text.windows(32)[chosen])
 
 
 def test_factors_divide_the_frequencies_beyond_the_training_length():

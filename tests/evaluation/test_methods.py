@@ -25,16 +25,14 @@ from trainer.config import (
 )
 from trainer.evaluation import dope
 from trainer.evaluation.methods import (
-    TITLES,
     applicable,
+    known_methods,
     layout_inputs,
     layouts_for,
-    longest_fit,
-    tempered,
-    why_idle,
+    why_not,
 )
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.temperature import GRID
+from trainer.evaluation.temperature import GRID, tempered
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS
 
@@ -44,7 +42,7 @@ CONFIG = EvaluationConfig(
     longrope=LongRopeSettings(evaluations=9, windows=1),
     temperature=TemperatureSettings(coefficient=0.5, models="all"),
 )
-TEXT = fit_text(range(50), count=2, longest=8)
+TEXT = fit_text(range(50), count=2)
 
 
 @pytest.fixture
@@ -52,7 +50,7 @@ def fitting(tiny_decoder):
     def make(**positional):
         ids = np.random.default_rng(0).integers(1, 50, 300)
         model = tiny_decoder(**positional)
-        return SimpleNamespace(model=model, text=fit_text(ids, count=2, longest=64))
+        return SimpleNamespace(model=model, text=fit_text(ids, count=2))
 
     return make
 
@@ -312,29 +310,17 @@ def test_methods_that_cannot_change_a_model_say_why(fitting):
         ("temperature", mistral, CONFIG, "no such layer"),
     ):
         model = fitting(**encoding).model
-        said = why_idle(name, SimpleNamespace(layout=model.layout, computed_by=None), config)
+        said = why_not(name, SimpleNamespace(layout=model.layout, computed_by=None), config)
         assert said == "" if why is None else why in said
-
-
-def test_the_longest_text_that_fits_read_is_known_before_them():
-    config = replace(CONFIG, choice=ChoiceSettings(length=4.0))
-    assert longest_fit(["none", "yarn"], config) == 0
-    assert longest_fit(["yarn", "dope"], config) == 4
-    assert longest_fit(["longrope", "none"], config) == 2
-    assert longest_fit(["longrope+dope"], config) == 4
-    once = replace(CONFIG, temperature=replace(CONFIG.temperature, lengths=[1.5]))
-    assert longest_fit(["temperature"], once) == 1.5
-    assert longest_fit(["dope+temperature"], once) == 2
 
 
 def test_the_key_of_fits_follows_the_text_and_its_windows():
     others = [
-        fit_text(range(1, 51), count=2, longest=8),
+        fit_text(range(1, 51), count=2),
         replace(TEXT, count=3),
-        replace(TEXT, longest=9),
         replace(TEXT, held_out=replace(TEXT.held_out, bos=(1,))),
     ]
-    assert len({fingerprint(layout_inputs(text, CONFIG)) for text in (TEXT, *others)}) == 5
+    assert len({fingerprint(layout_inputs("dope", text, CONFIG)) for text in (TEXT, *others)}) == 4
 
 
 def test_the_key_of_fits_has_the_prompts_that_heads_are_chosen_on(tmp_path):
@@ -344,10 +330,10 @@ def test_the_key_of_fits_has_the_prompts_that_heads_are_chosen_on(tmp_path):
     settings = []
     for content in ("{}", "{} "):
         file.write_text(content)
-        settings.append(layout_inputs(TEXT, config))
+        settings.append(layout_inputs("dope", TEXT, config))
     for choice in (ChoiceSettings(length=2.0), ChoiceSettings(texts=1), config.choice):
         changed = replace(CONFIG, choice=choice)
-        settings.append(layout_inputs(TEXT, changed))
+        settings.append(layout_inputs("dope", TEXT, changed))
     assert len({str(each) for each in settings}) == 5
     assert config.needles in settings[0]
 
@@ -371,7 +357,8 @@ def test_temperatures_of_the_papers(coefficient, exponent):
 
 
 def test_every_part_has_a_distinct_title():
-    assert len(set(TITLES.values())) == len(TITLES)
+    methods = known_methods().values()
+    assert len({method.title for method in methods}) == len(methods)
 
 
 @pytest.fixture

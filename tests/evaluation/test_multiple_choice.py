@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.evaluation.conftest import values_of
+from tests.evaluation.conftest import task_inputs, values_of
 from trainer.config import MultipleChoiceSettings
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.likelihood import Request
@@ -68,13 +68,13 @@ def write(path, labels):
 def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     write(tmp_path / "t.jsonl.gz", [label, 0])
     settings = MultipleChoiceSettings(str(tmp_path), ["t"])
-    (task,) = multiple_choice_tasks(settings, KnownEncoder(), [100])
+    (task,) = multiple_choice_tasks(task_inputs(settings, KnownEncoder(), lengths=[100]))
     values = values_of(task, SimpleNamespace(context=None), 100)
     assert [*task.titles] == ["t_acc", "t_acc_norm"]
     for key, hit in zip(task.titles, right, strict=True):
         assert [(trial, x) for trial, name, x in values if name == key] == [(0, hit), (1, 1)]
     assert len(task.trials) == 2
-    (first,) = multiple_choice_tasks(settings, KnownEncoder(), [100], 1)
+    (first,) = multiple_choice_tasks(task_inputs(settings, KnownEncoder(), lengths=[100], limit=1))
     assert len(first.trials) == 1
 
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
+from tests.evaluation.conftest import task_inputs
 from tests.golden.files import GOLDEN
 from trainer.common.errors import UserError
 from trainer.config import RulerSettings
@@ -210,7 +211,7 @@ def question_files(tmp_path_factory):
 def tasks(question_files):
     """The thirteen with the texts that the programs read, by their names."""
     settings = RulerSettings(trials=2, **question_files)
-    made, _ = ruler_tasks(settings, Encoder(words_and_marks(), (), 0), [FILE["essay"]])
+    made = ruler_tasks(task_inputs(settings, Encoder(words_and_marks(), (), 0), [FILE["essay"]]))
     return {task.name: task for task in made}
 
 
@@ -302,7 +303,7 @@ def task(tokenizer, question_files):
 
     def make(name, trials=4, bos=(BOS,)):
         settings = RulerSettings([name], trials, **question_files)
-        ((made,), _) = ruler_tasks(settings, Encoder(tokenizer, bos, BOS), DOCUMENTS)
+        (made,) = ruler_tasks(task_inputs(settings, Encoder(tokenizer, bos, BOS), DOCUMENTS))
         return made
 
     return make
@@ -339,7 +340,8 @@ def test_a_trial_depends_on_task_length_and_number_alone(task, name):
 
 
 def test_tasks_without_their_files_are_noted(tokenizer):
-    tasks, notes = ruler_tasks(RulerSettings(trials=3), Encoder(tokenizer, (BOS,), BOS), DOCUMENTS)
+    inputs = task_inputs(RulerSettings(trials=3), Encoder(tokenizer, (BOS,), BOS), DOCUMENTS)
+    tasks, notes = ruler_tasks(inputs), inputs.notes
     assert [task.name for task in tasks] == [name for name in TASKS if not name.startswith("qa")]
     assert [note.split()[0] for note in notes] == ["qa_1", "qa_2"]
 

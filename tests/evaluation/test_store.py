@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import held_out
-from trainer.evaluation.held_out import HeldOut, perplexity
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.perplexity import perplexity
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import Store, fingerprint
-from trainer.evaluation.task import PromptTask
+from trainer.evaluation.task import PromptTask, TaskInputs
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def test_a_perplexity_depends_on_all_that_it_reads():
 
     def print_of(length=4, ids=ids, first_token=0, last=2):
         text = HeldOut(SimpleNamespace(first_token=first_token), held_out(ids), (), None)
-        return perplexity(text, [8, length], 1, last)[1].fingerprint
+        return perplexity(TaskInputs(text, [8, length], last, 1, 1))[1].fingerprint
 
     for other in ({"ids": ids + 1}, {"first_token": 1}, {"last": 3}):
         assert print_of(**other) != print_of()

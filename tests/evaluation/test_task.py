@@ -14,19 +14,28 @@ from tokenizers.processors import TemplateProcessing
 from tests.evaluation.conftest import values_of
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig, NeedleTaskSettings
-from trainer.data.corpus import held_out_windows
+from trainer.data.corpus import windows_with_fixed_ends
 from trainer.evaluation.answering import answers
-from trainer.evaluation.held_out import HeldOut, perplexity, statements
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.needles import statements
+from trainer.evaluation.perplexity import perplexity
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.task import PromptTask
+from trainer.evaluation.task import PromptTask, TaskInputs
 from trainer.evaluation.tasks import make_tasks
+
+
+def inputs(corpus, lengths, settings):
+    return TaskInputs(HeldOut(corpus, corpus.test, (), 1.0), lengths, 32, 99, settings)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("last", [24, 5])
 def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
-    windows, text = held_out_windows(corpus.test, 3, 64), HeldOut(corpus, corpus.test, (), None)
-    tasks = perplexity(text, [24, 64], 3, last)
+    windows, text = (
+        windows_with_fixed_ends(corpus.test, 3, 64),
+        HeldOut(corpus, corpus.test, (), None),
+    )
+    tasks = perplexity(TaskInputs(text, [24, 64], last, 99, 3))
     for task, length in zip(tasks, (24, 64), strict=True):
         losses = []
         for window in windows[:, -length:]:
@@ -40,12 +49,11 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
 
 def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
     settings = NeedleTaskSettings(trials=8, needles=2, seed=1)
-    text = HeldOut(corpus, corpus.test, (), None)
-    (alone,) = statements(text, [64], settings)
-    *_, beside = statements(text, [16, 32, 64], settings)
+    (alone,) = statements(inputs(corpus, [64], settings))
+    *_, beside = statements(inputs(corpus, [16, 32, 64], settings))
     assert alone.fingerprint == beside.fingerprint
     for other in (replace(settings, seed=2), replace(settings, needles=3)):
-        assert statements(text, [64], other)[0].fingerprint != alone.fingerprint
+        assert statements(inputs(corpus, [64], other))[0].fingerprint != alone.fingerprint
 
 
 @torch.no_grad()
@@ -53,7 +61,7 @@ def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):
 def test_cropped_statements_are_asked_with_as_many_tokens_as_are_read(model, corpus, reads):
     """An end-of-text token and the last of the prompt, in a plain loop."""
     end, settings = corpus.end_of_text, NeedleTaskSettings(trials=8, needles=2, seed=1)
-    (task,) = statements(HeldOut(corpus, corpus.test, (), None), [64], settings)
+    (task,) = statements(inputs(corpus, [64], settings))
     seen = []
     handle = model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     model.context = reads

@@ -19,7 +19,7 @@ from trainer.config import (
 )
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.methods import layouts_for, longest_fit
+from trainer.evaluation.methods import layouts_for
 from trainer.evaluation.temperature import GRID, tempered
 
 
@@ -32,8 +32,7 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
         longrope=LongRopeSettings(search="needles", evaluations=2, windows=1),
         temperature=TemperatureSettings(models="all", lengths=[12.0]),
     )
-    longest = round(32 * longest_fit([name], config))
-    text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 2, longest)
+    text = FitText(HeldOut(corpus, corpus.test, (corpus.end_of_text,), None), 2)
     (layout,), notes = layouts_for(name, model.layout, [10.0], config, lambda: model, text)
     assert layout != model.layout
     assert any("logits times" in note for note in notes)
@@ -41,7 +40,7 @@ def test_what_comes_before_a_temperature_is_fitted_at_its_lengths(model, corpus,
 
 C = 8
 CONFIG = EvaluationConfig(lengths=[2, 4], temperature=TemperatureSettings(models="all"))
-TEXT = fit_text(np.random.default_rng(0).integers(0, 50, 100), count=3, longest=32)
+TEXT = fit_text(np.random.default_rng(0).integers(0, 50, 100), count=3)
 WINDOWS = {n: TEXT.windows(n) for n in (16, 32)}
 
 

@@ -7,8 +7,14 @@ import math
 import numpy as np
 import pandas as pd
 
-from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
+from trainer.evaluation.results import (
+    MEAN,
+    PERPLEXITY,
+    STATEMENTS,
+    TRIAL_COLUMNS,
+    averaged,
+    rows_of,
+)
 from trainer.report.report import Observation, Report, RunSummary
 
 TRAINED = 1024

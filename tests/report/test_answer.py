@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.report.examples import cell, loss, report, statements
-from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.report.answer import answer_of, sentence
 from trainer.report.tables import tables, write_tables
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tests.report.examples import cell, change, loss, report
-from trainer.config import PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.report.figures import benchmarks, training
 from trainer.report.figures import plots as plots_of
 from trainer.report.report import RunSummary

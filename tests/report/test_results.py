@@ -10,8 +10,7 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.report.examples import EXPERIMENT, cell, example, loss, report
-from trainer.config import PERPLEXITY
-from trainer.evaluation.results import averaged, by_text
+from trainer.evaluation.results import PERPLEXITY, averaged, by_text
 from trainer.evaluation.statistics import estimate
 from trainer.report.report import FACTS, Report
 

@@ -16,7 +16,7 @@ from tests.comparing import (
     checkpoint_of,
     rows_of,
 )
-from tests.evaluation.conftest import values_of
+from tests.evaluation.conftest import task_inputs, values_of
 from tests.training.test_distributed import launch, variant
 from trainer.checkpoint import read_state
 from trainer.config import MultipleChoiceSettings
@@ -104,7 +104,9 @@ def test_scores_are_those_of_the_saved_model(run, asked, tmp_path):
     corpus = prepare_corpus(config.data, config.tokenizer)
     model = read_run(checkpoint_of(config)).decoder().eval()
     encoder = Encoder(corpus.tokenizer, (corpus.first_token,), corpus.first_token)
-    for task in multiple_choice_tasks(MultipleChoiceSettings(tasks=[TASK]), encoder, [128], 5):
+    for task in multiple_choice_tasks(
+        task_inputs(MultipleChoiceSettings(tasks=[TASK]), encoder, lengths=[128], limit=5)
+    ):
         values = values_of(task, model, 4096)
         for key in task.titles:
             scores = [value for _, name, value in values if name == key]

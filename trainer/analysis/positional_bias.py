@@ -69,7 +69,7 @@ VERSIONS = {
     "model": ("this model", 1),
 }
 """Labels and style numbers of a model before training and as it is."""
-RESCALINGS: dict[str, Rescaling] = {
+COMPARED: dict[str, Rescaling] = {
     "pi": position_interpolation,
     "ntk": ntk_aware,
     "yarn": ntk_by_parts_turns,
@@ -334,14 +334,14 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
     """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency, for each of
-    :data:`RESCALINGS`.
+    :data:`COMPARED`.
 
     Frequencies are taken at a length of C tokens. Pairs that do not rotate have the factor 1.
     """
     inv_freq = spectrum.at(training_length, training_length).inv_freq
     moving = np.array(inv_freq) > 0
     factors = {}
-    for name, rescaling in RESCALINGS.items():
+    for name, rescaling in COMPARED.items():
         scaled = rescaling(inv_freq, training_length).frequencies(inv_freq, factor)
         factors[name] = np.divide(scaled, inv_freq, out=np.ones(len(moving)), where=moving)
     return factors

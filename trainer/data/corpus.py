@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,11 +56,11 @@ def held_out_windows(
     Raises:
         UserError: the text is shorter than one window.
     """
-    if text.longest < length:
-        raise UserError(
-            f"data: expected {length} tokens of held-out text or more, got {text.longest}"
-        )
-    shares = _shares(text, count, length, apart)
+
+    def most(tokens: int) -> int:
+        return count if apart is None else (tokens - length) // apart + 1
+
+    shares = _shares(text, count, length, most)
     windows = [
         windows_at(ids, np.linspace(0, len(ids) - length, share).astype(np.int64), length)
         for (_, ids), share in zip(text.parts, shares, strict=True)
@@ -68,24 +68,51 @@ def held_out_windows(
     return np.concatenate(windows)[_spread(shares)]
 
 
+def windows_with_fixed_ends(
+    text: HeldOutText, count: int, length: int, apart: int | None = None
+) -> Integers:
+    """Return ``[count, length]`` tokens that end at the same places whatever their length.
+
+    Window i of n, counted from 1, ends at i / n of its part of the text; one that is longer than
+    what is before its end begins in the end of the part. The parts share the windows as in
+    :func:`held_out_windows`, among those that have ``length`` tokens. ``apart``: least distance
+    between two ends.
+
+    Raises:
+        UserError: the text is shorter than one window.
+    """
+
+    def most(tokens: int) -> int:
+        return count if apart is None else max(1, tokens // apart)
+
+    shares = _shares(text, count, length, most)
+    windows = []
+    for (_, ids), share in zip(text.parts, shares, strict=True):
+        for end in (np.arange(1, share + 1) * len(ids) // max(share, 1)).tolist():
+            windows.append(np.take(ids, np.arange(end - length, end), mode="wrap"))
+    return np.stack(windows).astype(np.int64)[_spread(shares)]
+
+
 def parts_of_windows(text: HeldOutText, count: int, length: int) -> Integers:
-    """Return the index of the part of each window of :func:`held_out_windows`."""
-    shares = _shares(text, count, length, None)
+    """Return the index of the part of each window, of either function."""
+    shares = _shares(text, count, length, lambda tokens: count)
     return np.repeat(np.arange(len(shares)), shares)[_spread(shares)]
 
 
-def _shares(text: HeldOutText, count: int, length: int, apart: int | None) -> list[int]:
-    """Divide windows among the parts of a text, as far as each has room for them."""
-    most = []
-    for _, ids in text.parts:
-        spare = len(ids) - length
-        if spare < 0:
-            most.append(0)
-        elif apart is None:
-            most.append(count)
-        else:
-            most.append(spare // apart + 1)
-    return divided(count, [weight for weight, _ in text.parts], most)
+def _shares(text: HeldOutText, count: int, length: int, most: Callable[[int], int]) -> list[int]:
+    """Divide windows among the parts of a text, as far as each has room for them.
+
+    ``most``: returns the most windows of a part with so many tokens.
+
+    Raises:
+        UserError: the text is shorter than one window.
+    """
+    if text.longest < length:
+        raise UserError(
+            f"data: expected {length} tokens of held-out text or more, got {text.longest}"
+        )
+    room = [most(len(ids)) if len(ids) >= length else 0 for _, ids in text.parts]
+    return divided(count, [weight for weight, _ in text.parts], room)
 
 
 def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:

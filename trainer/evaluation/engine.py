@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
@@ -22,7 +22,7 @@ from trainer.common.progress import Progress
 from trainer.common.ranks import best_precision
 from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.methods import layout_inputs, layouts_for, title_of, tokens_read
+from trainer.evaluation.methods import is_joint, layout_inputs, layouts_for, title_of, tokens_read
 from trainer.evaluation.results import TRIAL_COLUMNS
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store, fingerprint
@@ -41,25 +41,42 @@ class Cell(NamedTuple):
     key: str
 
 
+class Setup(NamedTuple):
+    """What all cells share: ``config`` of methods and computation, ``text`` of fits, ``store`` of
+    layouts and values, and ``device``, "cpu" or "cuda"."""
+
+    config: EvaluationConfig
+    text: FitText
+    store: Store
+    device: str
+
+    @property
+    def dtype(self) -> Literal["fp32", "bf16"]:
+        """Data type of the weights."""
+        return self.config.dtype or best_precision(self.device)
+
+    def inputs(self, model: SavedModel) -> dict[str, Any]:
+        """Return what all keys of a model have: its contents, and what changes digits of values."""
+        precision = matmul_precision(self.dtype, self.device)
+        settings = [self.config.batch_tokens, self.device, precision]
+        return {"model": model.fingerprint, "settings": settings}
+
+
 def measure(
     models: Sequence[SavedModel],
     methods: Mapping[str, Sequence[str]],
     tasks: Sequence[Task],
-    config: EvaluationConfig,
-    text: FitText,
-    store: Store,
-    device: str,
+    setup: Setup,
 ) -> tuple[pd.DataFrame, list[str]]:
     """Return the trials of all cells, ordered by model, method, length and task, in
     :data:`TRIAL_COLUMNS` and ``seconds`` (of all trials of a cell together), and a sentence for
-    each value that was fitted on ``text``.
+    each value that was fitted on text.
 
     This process measures its share of what is not stored yet, and waits for the others.
 
-    ``methods``: those that apply to each model, by its name. ``device``: "cpu" or "cuda".
+    ``methods``: those that apply to each model, by its name.
     """
-    dtype = config.dtype or best_precision(device)
-    computation = [config.batch_tokens, device, matmul_precision(dtype, device)]
+    store, batch_tokens = setup.store, setup.config.batch_tokens
     sizes = {task: task.length * len(task.trials) for task in tasks}
     total, done = sum(sizes.values()) * sum(map(len, methods.values())), 0
     cells: list[Cell] = []
@@ -67,66 +84,90 @@ def measure(
     with Progress("Evaluating", max(total, 1)) as progress:
         for model in models:
             # The weights are read if anything is missing, and freed before the next model's.
-            load = cache(partial(model.for_inference, device, dtype))
-            planned, fitted = _plan(
-                model, methods[model.name], tasks, config, computation, load, text, store
-            )
-            notes += fitted
-            for number, cell in enumerate(planned, len(cells)):
+            load = cache(partial(model.for_inference, setup.device, setup.dtype))
+            fits = _fits(model, methods[model.name], tasks, setup)
+            for fit in fits[store.rank :: store.ranks]:
+                _make_layouts(model, fit, load, setup)
+            cells_of_model: list[Cell] = []
+            for fit in fits:
+                layouts, fitted = _layouts_of(fit, store)
+                title = f"{model.name}, {title_of(fit.method)}"
+                notes += [f"{title}: {note}" for note in fitted]
+                cells_of_model += _cells(model, fit.method, layouts, tasks, setup)
+            for number, cell in enumerate(cells_of_model, len(cells)):
                 if not _is_complete(store.values(cell.key)):
-                    for share in _measure(cell, number, load(), config.batch_tokens, store):
+                    for share in _measure(cell, number, load(), batch_tokens, store):
                         progress.advance_to(done + share * sizes[cell.task])
                 done += sizes[cell.task]
-            cells += planned
-    return pd.concat([_trials(cell, store) for cell in cells], ignore_index=True), notes
+            cells += cells_of_model
+    trials = pd.concat([_trials(cell, store) for cell in cells], ignore_index=True)
+    return trials, [*dict.fromkeys(notes)]
 
 
-def _plan(
-    model: SavedModel,
-    methods: Sequence[str],
-    tasks: Sequence[Task],
-    config: EvaluationConfig,
-    computation: Sequence[Any],
-    load: Callable[[], LanguageModel],
-    text: FitText,
-    store: Store,
-) -> tuple[list[Cell], list[str]]:
-    """Return a model's cells with any trials, and the sentences about its methods.
+class Fit(NamedTuple):
+    """Layouts of a method that are made together: at all lengths in a joint fit, or at one."""
 
-    This process makes the layouts of every n-th method, and waits for the others. ``computation``:
-    settings that change digits of values. ``load``: reads the model, if a method is fitted.
-    """
+    method: str
+    lengths: Sequence[int]
+    key: str
+
+
+def _fits(
+    model: SavedModel, methods: Sequence[str], tasks: Sequence[Task], setup: Setup
+) -> list[Fit]:
+    """Return a model's fits at the lengths of the tasks."""
     lengths = [*dict.fromkeys(task.length for task in tasks)]
-    inputs = {"model": model.fingerprint, "settings": computation}
-    factors = [length / model.training_length for length in lengths]
-    layout_list = adapter(list[Layout])
-    keys = {}
+    fits = []
     for method in methods:
-        of_method = {"method": [method, layout_inputs(text, config)], "lengths": lengths}
-        keys[method] = f"fit-{fingerprint(inputs | of_method)}"
-    for method in [*keys][store.rank :: store.ranks]:
-        if not store.values(keys[method]):
-            layouts, notes = layouts_for(method, model.layout, factors, config, load, text)
-            values = {"layouts": layout_list.dump_python(layouts), "notes": notes}
-            store.add(keys[method], values)
+        inputs = layout_inputs(method, setup.text, setup.config)
+        size = len(lengths) if is_joint(method) else 1
+        for first in range(0, len(lengths), size):
+            together = lengths[first : first + size]
+            key = f"fit-{fingerprint(setup.inputs(model), inputs, together)}"
+            fits.append(Fit(method, together, key))
+    return fits
+
+
+def _make_layouts(
+    model: SavedModel, fit: Fit, load: Callable[[], LanguageModel], setup: Setup
+) -> None:
+    """Store the layouts of a fit unless they are; ``load`` reads the model, if text is needed."""
+    if not setup.store.values(fit.key):
+        factors = [length / model.training_length for length in fit.lengths]
+        config, text = setup.config, setup.text
+        layouts, notes = layouts_for(fit.method, model.layout, factors, config, load, text)
+        values = {"layouts": adapter(list[Layout]).dump_python(layouts), "notes": notes}
+        setup.store.add(fit.key, values)
+
+
+def _layouts_of(fit: Fit, store: Store) -> tuple[dict[int, Layout], list[str]]:
+    """Return the layouts of a fit by length, and the sentences about it, when they are stored."""
+    stored = store.wait(fit.key)[0]
+    layouts = adapter(list[Layout]).validate_python(stored["layouts"])
+    return dict(zip(fit.lengths, layouts, strict=True)), stored["notes"]
+
+
+def _cells(
+    model: SavedModel,
+    method: str,
+    layouts: Mapping[int, Layout],
+    tasks: Sequence[Task],
+    setup: Setup,
+) -> list[Cell]:
+    """Return the cells with any trials of a model and method at some lengths."""
     cells: list[Cell] = []
-    sentences: list[str] = []
-    for method, key in keys.items():
-        fitted = store.wait(key)[0]
-        layouts = layout_list.validate_python(fitted["layouts"])
-        sentences += [f"{model.name}, {title_of(method)}: {note}" for note in fitted["notes"]]
-        for length, layout in zip(lengths, layouts, strict=True):
-            of_cell = {
-                "layout": fingerprint(layout),
-                "reads": tokens_read(method, model.layout),
-                "length": length,
-            }
-            for task in tasks:
-                if task.length == length and len(task.trials):
-                    of_task = {"task": [*task.titles, task.fingerprint]}
-                    name = f"cell-{fingerprint(inputs | of_cell | of_task)}"
-                    cells.append(Cell(model, method, layout, task, name))
-    return cells, sentences
+    for length, layout in layouts.items():
+        inputs = setup.inputs(model) | {
+            "layout": fingerprint(layout),
+            "reads": tokens_read(method, model.layout),
+            "length": length,
+        }
+        for task in tasks:
+            if task.length == length and len(task.trials):
+                of_task = {"task": [*task.titles, task.fingerprint]}
+                key = f"cell-{fingerprint(inputs | of_task)}"
+                cells.append(Cell(model, method, layout, task, key))
+    return cells
 
 
 def _measure(

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from trainer.config import EvaluationConfig
-from trainer.data.corpus import divided, held_out_windows, parts_of_windows
+from trainer.data.corpus import divided, parts_of_windows, windows_with_fixed_ends
 from trainer.data.order import Integers
-from trainer.evaluation.held_out import HeldOut, token_losses
-from trainer.evaluation.many_shot import SEED, many_shot_tasks
+from trainer.evaluation import many_shot
+from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import NEEDLE_TASKS
+from trainer.evaluation.perplexity import token_losses
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
@@ -22,24 +23,28 @@ LayoutAt = Callable[[float], Layout]
 """A layout for every extension factor s."""
 Notes = list[str]
 """Sentences about what was fitted."""
+VALIDATION = "validation"
+"""Value of ``evaluation.choice.text`` beside names of tasks."""
+
+
+def choice_names() -> list[str]:
+    """Return the values of ``evaluation.choice.text``: tasks whose prompts are drawn by a seed."""
+    return [VALIDATION, *NEEDLE_TASKS, *many_shot.TASKS]
 
 
 @dataclass(frozen=True)
 class FitText:
     """Validation text for fits, which is not part of the reported text.
 
-    ``count``: number of windows of each length. ``longest``: tokens of the longest windows that
-    any fit reads.
+    ``count``: number of windows of each length.
     """
 
     held_out: HeldOut
     count: int
-    longest: int
 
     def windows(self, length: int) -> Integers:
         """Return ``[N, length]`` tokens; the windows of all lengths end at the same places."""
-        windows = held_out_windows(self.held_out.split, self.count, self.longest)
-        return windows[:, self.longest - length :]
+        return windows_with_fixed_ends(self.held_out.split, self.count, length)
 
     def spread(self, count: int, length: int) -> Integers:
         """Return ``[count, length]`` windows, or all if there are fewer.
@@ -47,13 +52,12 @@ class FitText:
         They are spread evenly over each text of a mixture, in the texts' shares of all windows.
         Neighbouring windows overlap, so that the first ones are nearly one text.
         """
-        text_of = parts_of_windows(self.held_out.split, self.count, self.longest)
+        text_of = parts_of_windows(self.held_out.split, self.count, length)
         texts, sizes = (x.tolist() for x in np.unique(text_of, return_counts=True))
         shares = divided(min(count, len(text_of)), sizes, sizes)
-        rows = [
-            np.flatnonzero(text_of == text)[_spread_evenly(share, size)]
-            for text, size, share in zip(texts, sizes, shares, strict=True)
-        ]
+        rows = []
+        for text, size, share in zip(texts, sizes, shares, strict=True):
+            rows.append(np.flatnonzero(text_of == text)[_spread_evenly(share, size)])
         return self.windows(length)[np.sort(np.concatenate(rows))]
 
     def choice(self, config: EvaluationConfig, length: int) -> Tensor:
@@ -65,7 +69,7 @@ class FitText:
         differ by less than an example.
         """
         name, texts = config.choice.text, config.choice.texts
-        if name == "validation":
+        if name == VALIDATION:
             return torch.from_numpy(self.spread(texts, length))
         haystack = self.held_out.haystack
         if name in NEEDLE_TASKS:
@@ -73,7 +77,7 @@ class FitText:
             task = NEEDLE_TASKS[name](haystack, needles)
         else:
             shots = replace(config.many_shot, trials=texts)
-            tasks = many_shot_tasks(shots, haystack.encoder, seed=SEED + 1)
+            tasks = many_shot.many_shot_tasks(shots, haystack.encoder, many_shot.SEED + 1)
             task = next(task for task in tasks if task.name == name)
         prompts = task.prompts(length)
         rows = [prompts[i].tokens for i in _spread_evenly(min(texts, len(prompts)), len(prompts))]

@@ -1,33 +1,109 @@
-"""Held-out text of a model, and the tasks on its windows: perplexity and trained statements."""
+"""Held-out text of a model: its tokens, its documents, and these as a haystack for needles."""
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import numpy as np
-import pandas as pd
-import torch
-from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
-from torch import Tensor
+from tokenizers import Tokenizer
 
-from trainer.config import PERPLEXITY, STATEMENTS, NeedleTaskSettings
-from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
-from trainer.data.needles import NeedleVocabulary, Trials, make_trials
+from trainer.common.errors import UserError
+from trainer.data.corpus import Corpus, HeldOutText
 from trainer.data.order import Integers
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.needles import Haystack
-from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Batch, Task, Value
-from trainer.model.language_model import LanguageModel
 
 HAYSTACK = 1 << 22
 """Tokens of held-out documents that haystacks are made of."""
-UNIGRAM_TOKENS = 2**20
-"""Tokens of a text whose frequencies are counted."""
+NEAR = 0.05
+"""Share of an excerpt by which a place may miss its depth to stand between sentences or words."""
+SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
+ANCHOR = "."
+"""Text before another one, so that a tokenizer treats the latter as the middle of a text."""
+
+
+@dataclass(eq=False)
+class Haystack:
+    """Documents as one token stream, with a blank line before each."""
+
+    encoder: Encoder
+    documents: Sequence[str]
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The encoder's."""
+        return self.encoder.tokenizer
+
+    @cached_property
+    def tokens(self) -> Integers:
+        """The stream, computed on first use."""
+        blank = self.encode("\n\n")
+        encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
+        return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])
+
+    @cached_property
+    def numbers(self) -> str:
+        """All runs of five or more digits in the text, so that new values can avoid them."""
+        return " ".join(n for text in self.documents for n in re.findall(r"[0-9]{5,}", text))
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text that follows another one."""
+        before = len(self._anchor)
+        ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
+        if ids[:before] == self._anchor:
+            return ids[before:]
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def begin(self, length: int, random: np.random.Generator) -> int:
+        """Return the index at which an excerpt of ``length`` tokens begins, random and if possible
+        at a sentence or line.
+
+        Raises:
+            UserError: the stream is too short.
+        """
+        room = len(self.tokens) - length
+        if room < 0:
+            raise UserError(
+                f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
+            )
+        starts = np.concatenate([[0], self.places[0]])
+        return int(starts[random.integers(np.searchsorted(starts, room, side="right"))])
+
+    def place(self, begin: int, length: int, depth: float) -> int:
+        """Return the number of an excerpt's tokens to insert something after, at a depth from 0
+        to 1.
+
+        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
+        preferred to the exact place.
+        """
+        wanted = round(depth * length)
+        if 0 < wanted < length:
+            for places in self.places:
+                inside = slice(*np.searchsorted(places, [begin + 1, begin + length]))
+                away = np.abs(places[inside] - begin - wanted)
+                if away.min(initial=length) <= NEAR * length:
+                    return int(places[inside][away.argmin()]) - begin
+        return wanted
+
+    @cached_property
+    def places(self) -> tuple[Integers, Integers]:
+        """Ascending indices of tokens that begin with white space: after a sentence or line, and
+        after any word."""
+        ids, kinds = np.unique(self.tokens, return_inverse=True)
+        known = len(self.tokenizer.decode(self._anchor))
+        texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
+        texts = [text[known:] for text in texts]
+        opens = np.array([text[:1].isspace() for text in texts])[kinds]
+        breaks = np.array([text[:1] == "\n" for text in texts])[kinds]
+        stops = np.array([bool(SENTENCE_ENDS.search(text.rstrip())) for text in texts])[kinds]
+        ends = breaks[1:] | (opens[1:] & stops[:-1])
+        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)
@@ -57,151 +133,3 @@ class HeldOut:
     def encoder(self) -> Encoder:
         """Encoder of questions, which begin as prompts do."""
         return Encoder(self.corpus.tokenizer, self.bos, self.corpus.first_token)
-
-
-def perplexity(text: HeldOut, lengths: Sequence[int], count: int, last: int) -> list[Task]:
-    """Return the task of the loss on the ``last`` tokens of windows, at each length.
-
-    There are ``count`` windows, or as many as share no scored token: an interval over windows takes
-    these as independent. The windows of all lengths end at the same places, so that their losses
-    are paired.
-
-    Raises:
-        UserError: the text is shorter than the longest length.
-    """
-    longest = held_out_windows(text.split, count, max(lengths), apart=last)
-    first_token, tasks = text.corpus.first_token, []
-    for length in lengths:
-        windows = longest[:, -length:]
-        task = Task(
-            {PERPLEXITY: "Held-out perplexity"},
-            length,
-            fingerprint(windows, last, first_token),
-            pd.DataFrame(index=range(len(windows))),
-            partial(_loss_batches, windows, first_token, last),
-            metric="loss",
-        )
-        tasks.append(task)
-    return tasks
-
-
-def _loss_batches(
-    windows: Integers, first_token: int, last: int, model: LanguageModel, batch_tokens: int
-) -> list[Batch]:
-    """Return batches of windows, whose values are the mean losses on their last tokens; NaN if one
-    is not finite."""
-    size = max(1, batch_tokens // windows.shape[1])
-
-    def read(first: int) -> list[Value]:
-        batch = windows[first : first + size]
-        losses = token_losses(model, batch, first_token, batch_tokens, reads=model.context)
-        means = losses.double()[:, -last:].mean(dim=1).tolist()
-        finite = (loss if math.isfinite(loss) else math.nan for loss in means)
-        return [(number, PERPLEXITY, loss) for number, loss in enumerate(finite, first)]
-
-    return [partial(read, first) for first in range(0, len(windows), size)]
-
-
-@torch.no_grad()
-def token_losses(
-    model: LanguageModel,
-    windows: Integers,
-    first_token: int,
-    batch_tokens: int,
-    *,
-    reads: int | None = None,
-) -> Tensor:
-    """Return the loss of every token of windows ``[N, T]``, in nats, float32 on the CPU.
-
-    Every window ``[T]`` follows ``first_token``, as in training, and all its tokens are
-    predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
-    sequence.
-
-    ``reads``: largest number of tokens read to predict one, including the first token (None:
-    all before it). The window is then read in pieces of ``reads`` tokens that overlap by half. Only
-    the second half of a piece counts, with at least half of ``reads`` tokens before it, and both
-    halves of the first piece. The pieces end with the window, so that its last tokens are read
-    alike at every length.
-    """
-    T = windows.shape[1]
-    size = min(reads or T, T)
-    stride = max(1, size // 2)
-    starts = [*range(T - size, 0, -stride), 0]
-    cut = sliding_window_view(windows, size, axis=1)[:, starts].reshape(-1, size)
-    read = []
-    together = model.sequences_at_once(size, batch_tokens)
-    for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
-        ids = tokens.roll(1, dims=1)
-        ids[:, 0] = first_token
-        read.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
-    pieces = torch.cat(read).view(len(windows), len(starts), size)
-    losses = pieces.new_empty(windows.shape)
-    for piece, start in reversed([*enumerate(starts)]):
-        begin = size - stride if start else 0
-        losses[:, start + begin : start + size] = pieces[:, piece, begin:]
-    return losses
-
-
-def statements(text: HeldOut, lengths: Sequence[int], settings: NeedleTaskSettings) -> list[Task]:
-    """Return the task at each length: multi-key needles in the words of the demo's training
-    sequences.
-
-    See :mod:`trainer.data.needles`. The windows of held-out text end at the same tokens at every
-    length.
-    """
-    vocabulary = NeedleVocabulary.from_tokenizer(text.corpus.tokenizer)
-    numbers, first_token, tasks = np.arange(settings.trials), text.corpus.first_token, []
-    longest = held_out_windows(text.split, settings.trials, max(lengths))
-    for length in lengths:
-        windows = longest[:, -length:].copy()
-        windows[:, 0] = first_token
-        trials = make_trials(
-            windows, numbers, vocabulary, settings.needles, settings.seed, settings.changes
-        )
-        task = Task(
-            {STATEMENTS: "Stated numbers found"},
-            length,
-            fingerprint(trials, first_token),
-            pd.DataFrame({"depth": np.round(1 - trials.depths / length, 4)}),
-            partial(statement_batches, trials, first_token),
-        )
-        tasks.append(task)
-    return tasks
-
-
-def statement_batches(
-    trials: Trials, first_token: int, model: LanguageModel, batch_tokens: int
-) -> list[Batch]:
-    """Return batches of trials, with 1 for each whose answer is the most likely next token, else 0.
-
-    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
-    (at least one trial), so memory is linear in the length.
-    """
-    prompts = trials.prompts[:, -(model.context or trials.prompts.shape[1]) :].copy()
-    prompts[:, 0] = first_token
-    size = model.sequences_at_once(prompts.shape[1], batch_tokens)
-
-    @torch.no_grad()
-    def read(first: int) -> list[Value]:
-        ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
-        predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
-        hits = predicted == trials.answers[first : first + size]
-        return [(number, STATEMENTS, float(hit)) for number, hit in enumerate(hits, first)]
-
-    return [partial(read, first) for first in range(0, len(prompts), size)]
-
-
-def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> float:
-    """Return the loss on ``text``, in nats, of a model that knows only how frequent the tokens of
-    ``counted`` are, each of the ``vocabulary`` counted once more."""
-
-    def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
-        """Return the share of each token, over the parts by their weights."""
-        total = np.zeros(vocabulary)
-        for weight, ids in split.parts:
-            counts = np.bincount(ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
-            total += weight * counts / max(1, counts.sum())
-        return total / total.sum()
-
-    known, wanted = shares(counted, 1), shares(text, 0)
-    return float(-(wanted * np.log(known)).sum())

@@ -34,7 +34,7 @@ import yaml
 from trainer.config import LongBenchSettings
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt, check_room
-from trainer.evaluation.task import PromptTask
+from trainer.evaluation.task import PromptTask, TaskInputs, task
 
 HUB_NAME, HUB_FILE = "THUDM/LongBench", "data.zip"
 """The file holds ``data/TASK.jsonl``; the data set's loading script would be foreign code."""
@@ -211,9 +211,8 @@ def label(contexts: float) -> str:
     return "16×+ ctx" if low == 16 else f"{low}–{2 * low or 2}× ctx"
 
 
-def longbench_tasks(
-    settings: LongBenchSettings, encoder: Encoder, training_length: int
-) -> list[PromptTask]:
+@task("longbench", settings="longbench")
+def longbench_tasks(inputs: TaskInputs) -> list[PromptTask]:
     """Return the tasks.
 
     Their files ``TASK.jsonl`` are in a directory, or else in the archive of the hub or its cache.
@@ -221,6 +220,7 @@ def longbench_tasks(
     Raises:
         OSError: a file does not exist.
     """
+    settings: LongBenchSettings = inputs.settings
     files: Traversable
     if settings.directory is not None:
         files = Path(settings.directory)
@@ -232,5 +232,5 @@ def longbench_tasks(
     for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):
         lines = (files / f"{name}.jsonl").read_text("utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
-        tasks.append(longbench_task(name, rows, encoder, training_length))
+        tasks.append(longbench_task(name, rows, inputs.text.encoder, inputs.training_length))
     return tasks

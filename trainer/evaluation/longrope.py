@@ -19,8 +19,10 @@ from numpy.typing import NDArray
 
 from trainer.config import EvaluationConfig, NeedleTaskSettings
 from trainer.evaluation.fitting import FitText, LayoutAt, Notes
+from trainer.evaluation.held_out import Haystack
 from trainer.evaluation.likelihood import Request, log_likelihoods
-from trainer.evaluation.needles import TOKENS_PER_VALUE, Haystack, standard
+from trainer.evaluation.method import far_rotation, method, own_decoder
+from trainer.evaluation.needles import TOKENS_PER_VALUE, standard
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 from trainer.positional.rescaling import (
@@ -48,6 +50,7 @@ CRITICAL = (1.0, 0.9, 0.8, 0.7)
 """Critical pairs to begin with, in units of the theoretical one."""
 
 
+@method("longrope", "LongRoPE", own_decoder, far_rotation, is_fitted=True)
 def fit_longrope(
     before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
 ) -> LayoutAt:

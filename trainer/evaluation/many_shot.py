@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.task import PromptTask
+from trainer.evaluation.task import PromptTask, TaskInputs, task
 
 TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
 DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
@@ -117,6 +118,13 @@ def many_shot_tasks(
 
     scoring = right_final_answer, lambda text, _: NEXT in text
     return [PromptTask(name, tokenizer, partial(prompts, name), *scoring) for name in TASKS]
+
+
+@task("many_shot", settings="many_shot")
+def many_shot(inputs: TaskInputs) -> list[PromptTask]:
+    """Return the tasks for the settings."""
+    settings = replace(inputs.settings, trials=inputs.trials)
+    return many_shot_tasks(settings, inputs.text.encoder)
 
 
 def boxed(text: str) -> str | None:

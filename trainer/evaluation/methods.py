@@ -1,13 +1,12 @@
-"""Methods by name: parts joined by ``+``, each a change of the layout for an extension factor.
+"""Methods of the program, and methods by name: parts joined by ``+``.
 
-:func:`changed` makes the changes that need no text. The parts in :data:`FITS` are fitted on
-held-out text, for the layout of the parts before them, so that every intervention can be combined
-with every rescaling.
+Each part changes the layout of the parts before it, so that every intervention can be combined with
+every rescaling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -17,65 +16,62 @@ from trainer.analysis import weighted_rope
 from trainer.analysis.frequency_entropy import choose_factors
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig
-from trainer.evaluation import dope
-from trainer.evaluation.fitting import FitText, LayoutAt, Notes
-from trainer.evaluation.longrope import fit_longrope
+from trainer.evaluation import dope, longrope, temperature  # noqa: F401 - they register methods
+from trainer.evaluation.fitting import VALIDATION, FitText, LayoutAt, Notes
+from trainer.evaluation.method import METHODS, Method, far_rotation, method, own_decoder, rotation
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
-from trainer.evaluation.temperature import fit_temperature, tempered
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
-from trainer.positional.rescaling import RESCALINGS, ntk_aware
+from trainer.positional.rescaling import RESCALINGS, TITLES, Rescaling, ntk_aware
 from trainer.positional.spectrum import Spectrum
 
-TITLES = {
-    AS_IS: AS_IS_TITLE,
-    "crop": "cropped",
-    "window": "sliding window",
-    "pi": "PI",
-    "ntk": "NTK-aware",
-    "ntk_by_parts": "NTK-by-parts",
-    "yarn": "YaRN",
-    "llama3": "Llama 3",
-    "yarn_full_range": "YaRN over all frequencies",
-    "ntk_by_parts_turns": "NTK-by-parts over turns",
-    "yarn_turns": "YaRN over turns",
-    "cope": "CoPE",
-    "dynamic_ntk_alpha": "dynamic NTK (alpha)",
-    "longrope": "LongRoPE",
-    "temperature": "temperature",
-    "temperature_rope_id": "RoPE-ID temperature",
-    "dope": "DoPE",
-    "weighted_rope": "Weighted RoPE",
-    "drop": "dropped",
-}
-"""Titles of all parts in tables, by the names of ``evaluation.methods``."""
-TITLES |= {f"dynamic_{name}": f"dynamic {TITLES[name]}" for name in RESCALINGS}
+CROP = "crop"
+"""Method that shortens the text."""
 
 
-def changed(layout: Layout, part: str, factor: float, config: EvaluationConfig) -> Layout:
-    """Return the layout after a part that is not fitted, for sequences of ``factor`` times the
-    training length."""
-    s, layers = max(factor, 1.0), config.layers
-    if part in RESCALINGS:
-        layout = layout.rescaled(RESCALINGS[part], s, layers)
-    elif part == "dynamic_ntk_alpha":  # s = alpha n / C - (alpha - 1) (DoPE, App. A.2)
-        alpha = s if config.dynamic_ntk_alpha is None else config.dynamic_ntk_alpha
-        layout = layout.dynamically_rescaled(ntk_aware, alpha, layers)
-    elif part.startswith("dynamic_"):  # with the length of each sequence
-        rescaling = RESCALINGS[part.removeprefix("dynamic_")]
-        layout = layout.dynamically_rescaled(rescaling, layers=layers)
-    elif part == "temperature_rope_id":  # (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or another exponent
-        layout = tempered(layout, 0.1, config.temperature.rope_id_exponent, layers)
-    elif part == "window":  # no wider than C
-        C = layout.training_length
-        windows = (replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
-        layout = replace(layout, layers=tuple(windows))
-    elif part == "drop":  # no recalibration; a trained temperature stays
-        layout = layout.map(lambda spectrum: Spectrum(temperature=spectrum.temperature))
-    elif part not in (AS_IS, "crop"):  # crop shortens the text, not the layout
-        raise KeyError(part)
+@method(AS_IS, AS_IS_TITLE)
+@method(CROP, "cropped")
+def unchanged(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
+    """Return the layout itself."""
     return layout
+
+
+@method("window", "sliding window", own_decoder)
+def windowed(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
+    """Let queries see no more than C keys."""
+    C = layout.training_length
+    windows = (replace(layer, window=min(layer.window or C, C)) for layer in layout.layers)
+    return replace(layout, layers=tuple(windows))
+
+
+@method("dynamic_ntk_alpha", "dynamic NTK (alpha)", own_decoder, far_rotation)
+def dynamic_ntk_alpha(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
+    """Slow each sequence by s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
+    alpha = config.dynamic_ntk_alpha
+    if alpha is None:
+        alpha = max(factor, 1.0)
+    return layout.dynamically_rescaled(ntk_aware, alpha, config.layers)
+
+
+@method("drop", "dropped")
+def dropped(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
+    """Drop every encoding, without recalibration; a trained temperature stays."""
+    return layout.map(lambda spectrum: Spectrum(temperature=spectrum.temperature))
+
+
+def rescaled(
+    rescaling: Rescaling, layout: Layout, factor: float, config: EvaluationConfig
+) -> Layout:
+    """Slow all sequences by the s of the evaluation."""
+    return layout.rescaled(rescaling, max(factor, 1.0), config.layers)
+
+
+def dynamically_rescaled(
+    rescaling: Rescaling, layout: Layout, factor: float, config: EvaluationConfig
+) -> Layout:
+    """Slow each sequence by its own s."""
+    return layout.dynamically_rescaled(rescaling, layers=config.layers)
 
 
 def fit_choice(
@@ -108,45 +104,64 @@ def fit_choice(
     return lambda factor: change(config.choice.length or factor)(before(factor))
 
 
-Fit = Callable[[LayoutAt, LanguageModel, FitText, EvaluationConfig, Notes], LayoutAt]
-"""Maps the layouts before a part to those after it, and adds to the notes."""
-FITS: dict[str, Fit] = {
-    "longrope": fit_longrope,
-    "temperature": fit_temperature,
-    "dope": partial(fit_choice, "dope"),
-    "weighted_rope": partial(fit_choice, "weighted_rope"),
-}
+method("dope", "DoPE", own_decoder, rotation, is_fitted=True)(partial(fit_choice, "dope"))
+method("weighted_rope", "Weighted RoPE", rotation, is_fitted=True)(
+    partial(fit_choice, "weighted_rope")
+)
 
 
-def title_of(method: str) -> str:
+def known_methods() -> dict[str, Method]:
+    """Return the registered methods, and each rescaling with the s of the evaluation and with that
+    of every sequence, by name."""
+    methods = dict(METHODS)
+    for name, function in RESCALINGS.items():
+        fixed, dynamic = partial(rescaled, function), partial(dynamically_rescaled, function)
+        needs = own_decoder, far_rotation
+        methods[name] = Method(TITLES[name], fixed, (far_rotation,))
+        methods[f"dynamic_{name}"] = Method(f"dynamic {TITLES[name]}", dynamic, needs)
+    return methods
+
+
+def parts_of(name: str) -> list[Method]:
+    """Return the parts of a method from left to right."""
+    known = known_methods()
+    return [known[part] for part in name.split("+")]
+
+
+def title_of(name: str) -> str:
     """Return the method's name in tables."""
-    return " + ".join(TITLES[part] for part in method.split("+"))
+    return " + ".join(part.title for part in parts_of(name))
 
 
-def tokens_read(method: str, layout: Layout) -> int | None:
+def tokens_read(name: str, layout: Layout) -> int | None:
     """Return the number of last tokens that the model reads (None: all tokens)."""
-    return layout.training_length if "crop" in method.split("+") else None
+    return layout.training_length if CROP in name.split("+") else None
 
 
-def longest_fit(methods: Collection[str], config: EvaluationConfig) -> float:
-    """Return the length of the longest text that methods are fitted on, in training lengths; 0 if
-    none is fitted."""
-    read = dict.fromkeys(FITS, config.lengths)
-    if config.temperature.lengths:
-        read["temperature"] = config.temperature.lengths
-    if config.choice.length is not None:
-        read["dope"] = read["weighted_rope"] = [config.choice.length]
-    parts = {part for method in methods for part in method.split("+")}
-    return max((length for part in parts & FITS.keys() for length in read[part]), default=0)
+def changed(name: str, layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
+    """Return the layout after a method that is not fitted, for sequences of ``factor`` times the
+    training length."""
+    for part in parts_of(name):
+        layout = part.apply(layout, factor, config)
+    return layout
 
 
-def layout_inputs(text: FitText, config: EvaluationConfig) -> list[Any]:
+def is_joint(name: str) -> bool:
+    """Return whether one fit of a method depends on all lengths of the evaluation."""
+    return any(part.is_joint for part in parts_of(name))
+
+
+def layout_inputs(name: str, text: FitText, config: EvaluationConfig) -> list[Any]:
     """Return all inputs of a method's layouts besides the model and the lengths, for their key."""
     held_out = text.held_out
-    inputs: list[Any] = [held_out.corpus.fingerprint, held_out.bos, text.count, text.longest]
-    inputs += [config.lengths, config.layers, config.dynamic_ntk_alpha, config.temperature]
+    inputs: list[Any] = [name, [part.apply for part in parts_of(name)]]
+    if is_joint(name):
+        inputs += config.lengths
+    inputs += [held_out.corpus.fingerprint, held_out.bos, text.count]
+    inputs += [config.layers, config.dynamic_ntk_alpha, config.temperature]
     inputs += [config.longrope, config.choice, config.dope, config.weighted_rope]
-    if config.choice.text != "validation":  # a task's prompts
+    inputs += [config.settings.get(part) for part in name.split("+")]
+    if config.choice.text != VALIDATION:  # a task's prompts
         inputs += [config.needles, config.many_shot]
         if file := config.many_shot.file:
             inputs.append(Path(file).read_text(encoding="utf-8"))
@@ -154,7 +169,7 @@ def layout_inputs(text: FitText, config: EvaluationConfig) -> list[Any]:
 
 
 def layouts_for(
-    method: str,
+    name: str,
     layout: Layout,
     factors: Sequence[float],
     config: EvaluationConfig,
@@ -168,13 +183,13 @@ def layouts_for(
     config = replace(config, layers=layout.chosen(config.layers))
     notes: Notes = []
 
-    def after(part: str, before: LayoutAt) -> LayoutAt:
-        if part in FITS:
-            return FITS[part](before, load(), text, config, notes)
-        return lambda factor: changed(before(factor), part, factor, config)
+    def after(part: Method, before: LayoutAt) -> LayoutAt:
+        if part.is_fitted:
+            return part.apply(before, load(), text, config, notes)
+        return lambda factor: part.apply(before(factor), factor, config)
 
     layout_at: LayoutAt = lambda factor: layout  # noqa: E731
-    for part in method.split("+"):
+    for part in parts_of(name):
         layout_at = cache(after(part, layout_at))
     return [*map(layout_at, factors)], [*dict.fromkeys(notes)]
 
@@ -191,35 +206,20 @@ def applicable(
     """
     methods: dict[str, list[str]] = {model.name: [] for model in models}
     notes = []
-    for method in config.methods:
-        reasons = {model.name: why_idle(method, model, config) for model in models}
-        for name in (name for name, why in reasons.items() if not why):
-            methods[name].append(method)
+    for name in config.methods:
+        reasons = {model.name: why_not(name, model, config) for model in models}
+        for model in models:
+            if not reasons[model.name]:
+                methods[model.name].append(name)
         if all(reasons.values()):
-            why = "; ".join(f"{name} {why}" for name, why in reasons.items())
-            notes.append(f"{method}: {why}.")
+            why = "; ".join(f"{model} {reason}" for model, reason in reasons.items())
+            notes.append(f"{name}: {why}.")
     if len(notes) == len(config.methods):
         raise UserError(f"evaluation.methods: {' '.join(notes)}")
     return methods, notes
 
 
-def why_idle(method: str, model: SavedModel, config: EvaluationConfig) -> str:
+def why_not(name: str, model: SavedModel, config: EvaluationConfig) -> str:
     """Return why a method cannot change a model; empty if it can."""
-    parts, layout = {*method.split("+")}, model.layout
-    chosen = layout.of_layers(config.layers)
-    dynamic = {part for part in parts if part.startswith("dynamic_")}
-    slowing = parts & {*RESCALINGS, "longrope"} | dynamic
-    tempering = parts & {"temperature", "temperature_rope_id"}
-    # transformers rotates all heads of a layer alike, the same at every length, in its own windows.
-    if model.computed_by and (dynamic or parts & {"longrope", "dope", "window"}):
-        return "is computed by transformers, and this method needs the decoder of this program"
-    if (slowing or parts & {"dope", "weighted_rope"}) and not layout.rotates:
-        return "has no rotation"
-    if (slowing and not chosen.rotates) or (tempering and not chosen.layers):
-        return "has no such layer that sees more than the training length (evaluation.layers)"
-    if tempering and any(x.temperature.is_trained(layout.training_length) for x in layout.spectra):
-        return "was trained with logits that follow the length"
-    has_positions = any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra)
-    if "temperature" in parts and has_positions and config.temperature.models != "all":
-        return "has positions (evaluation.temperature.models=all)"
-    return ""
+    needs = [need for part in parts_of(name) for need in part.needs]
+    return next(filter(None, (need(model, config) for need in needs)), "")

@@ -19,7 +19,7 @@ from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Request, log_likelihoods
 from trainer.evaluation.store import fingerprint
-from trainer.evaluation.task import Batch, Task, Value
+from trainer.evaluation.task import Batch, Task, TaskInputs, Value, task
 from trainer.model.language_model import LanguageModel
 
 UNCONDITIONAL = 1_000_000
@@ -62,13 +62,9 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
     return questions
 
 
-def multiple_choice_tasks(
-    settings: MultipleChoiceSettings,
-    encoder: Encoder,
-    lengths: Sequence[int],
-    limit: int | None = None,
-) -> list[Task]:
-    """Return a task for every file and length, of the file's first ``limit`` questions.
+@task("multiple_choice", settings="multiple_choice")
+def multiple_choice_tasks(inputs: TaskInputs) -> list[Task]:
+    """Return a task for every file and length, of the file's first questions.
 
     A score is 1 if the right choice has the largest value. ``acc`` compares log-likelihoods,
     ``acc_norm`` log-likelihoods per character of the answer (as in lm-eval). A length limits what
@@ -79,13 +75,16 @@ def multiple_choice_tasks(
         OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
         UserError: a choice is missing or has no token.
     """
+    settings: MultipleChoiceSettings = inputs.settings
     directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")
     tasks = []
     for name in settings.tasks:
-        questions = read_questions(directory / f"{name}.jsonl.gz", encoder, limit)
+        questions = read_questions(
+            directory / f"{name}.jsonl.gz", inputs.text.encoder, inputs.limit
+        )
         titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in ("acc", "acc_norm")}
         trials = pd.DataFrame(index=range(len(questions)))
-        for length in lengths:
+        for length in inputs.lengths:
             batches = partial(_batches, name, questions, length)
             tasks.append(Task(titles, length, fingerprint(questions), trials, batches))
     return tasks

@@ -11,20 +11,22 @@ suits models that were never taught to answer. As in RULER (Hsieh et al. 2024), 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import resources
 from itertools import chain, compress
 
 import numpy as np
+import pandas as pd
+import torch
 import wonderwords
-from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
-from trainer.data.order import Integers
-from trainer.evaluation.likelihood import Encoder
+from trainer.data.corpus import windows_with_fixed_ends
+from trainer.data.needles import NeedleVocabulary, Trials, make_trials
+from trainer.evaluation.held_out import Haystack
+from trainer.evaluation.results import STATEMENTS
 from trainer.evaluation.scoring import (
     Prompt,
     Score,
@@ -36,95 +38,9 @@ from trainer.evaluation.scoring import (
     rouge_1_recall,
     string_match_all,
 )
-from trainer.evaluation.task import PromptTask
-
-NEAR = 0.05
-"""Share of an excerpt by which a place may miss its depth to stand between sentences or words."""
-SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
-ANCHOR = "."
-"""Text before another one, so that a tokenizer treats the latter as the middle of a text."""
-
-
-@dataclass(eq=False)
-class Haystack:
-    """Documents as one token stream, with a blank line before each."""
-
-    encoder: Encoder
-    documents: Sequence[str]
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The encoder's."""
-        return self.encoder.tokenizer
-
-    @cached_property
-    def tokens(self) -> Integers:
-        """The stream, computed on first use."""
-        blank = self.encode("\n\n")
-        encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
-        return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])
-
-    @cached_property
-    def numbers(self) -> str:
-        """All runs of five or more digits in the text, so that new values can avoid them."""
-        return " ".join(n for text in self.documents for n in re.findall(r"[0-9]{5,}", text))
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text that follows another one."""
-        before = len(self._anchor)
-        ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
-        if ids[:before] == self._anchor:
-            return ids[before:]
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    def begin(self, length: int, random: np.random.Generator) -> int:
-        """Return the index at which an excerpt of ``length`` tokens begins, random and if possible
-        at a sentence or line.
-
-        Raises:
-            UserError: the stream is too short.
-        """
-        room = len(self.tokens) - length
-        if room < 0:
-            raise UserError(
-                f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
-            )
-        starts = np.concatenate([[0], self.places[0]])
-        return int(starts[random.integers(np.searchsorted(starts, room, side="right"))])
-
-    def place(self, begin: int, length: int, depth: float) -> int:
-        """Return the number of an excerpt's tokens to insert something after, at a depth from 0
-        to 1.
-
-        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
-        preferred to the exact place.
-        """
-        wanted = round(depth * length)
-        if 0 < wanted < length:
-            for places in self.places:
-                inside = slice(*np.searchsorted(places, [begin + 1, begin + length]))
-                away = np.abs(places[inside] - begin - wanted)
-                if away.min(initial=length) <= NEAR * length:
-                    return int(places[inside][away.argmin()]) - begin
-        return wanted
-
-    @cached_property
-    def places(self) -> tuple[Integers, Integers]:
-        """Ascending indices of tokens that begin with white space: after a sentence or line, and
-        after any word."""
-        ids, kinds = np.unique(self.tokens, return_inverse=True)
-        known = len(self.tokenizer.decode(self._anchor))
-        texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
-        texts = [text[known:] for text in texts]
-        opens = np.array([text[:1].isspace() for text in texts])[kinds]
-        breaks = np.array([text[:1] == "\n" for text in texts])[kinds]
-        stops = np.array([bool(SENTENCE_ENDS.search(text.rstrip())) for text in texts])[kinds]
-        ends = breaks[1:] | (opens[1:] & stops[:-1])
-        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+from trainer.evaluation.store import fingerprint
+from trainer.evaluation.task import Batch, PromptTask, Task, TaskInputs, Value, task
+from trainer.model.language_model import LanguageModel
 
 
 @cache
@@ -257,21 +173,30 @@ MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]
 """
 
 NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], PromptTask]] = {}
-"""Makers of tasks by their names in ``evaluation.tasks``."""
+"""Tasks of prompts with needles, by their names in ``evaluation.tasks``."""
 
 
 def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts], MakePrompts]:
     """Register a function that makes prompts as the task of its name.
 
-    Use it in a file that ``plugins`` names. ``score`` compares an answer with the right ones;
-    ``stop`` says whether an answer can end early (None: never).
+    Use it in a file that ``plugins`` names; settings are those of ``evaluation.needles``.
+    ``score`` compares an answer with the right ones; ``stop`` says whether an answer can end early
+    (None: never).
     """
 
     def register(make: MakePrompts) -> MakePrompts:
         name = make.__name__
-        NEEDLE_TASKS[name] = lambda haystack, settings: PromptTask(
-            name, haystack.tokenizer, partial(make, haystack, settings), score, stop
-        )
+
+        def prompt_task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
+            prompts = partial(make, haystack, settings)
+            return PromptTask(name, haystack.tokenizer, prompts, score, stop)
+
+        @task(name, settings="needles")
+        def tasks(inputs: TaskInputs) -> list[PromptTask]:
+            settings = replace(inputs.settings, trials=inputs.trials)
+            return [prompt_task(inputs.text.haystack, settings)]
+
+        NEEDLE_TASKS[name] = prompt_task
         return make
 
     return register
@@ -337,3 +262,59 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
         opening="This is a very long story book: <book>",
     )
     return hidden(haystack, settings, length, lambda *_: quiz)
+
+
+@task(STATEMENTS, settings="needles")
+def statements(inputs: TaskInputs) -> list[Task]:
+    """Return the task at each length: multi-key needles in the words of the demo's training
+    sequences, or no task and a note if these had none.
+
+    See :mod:`trainer.data.needles`. The windows of held-out text end at the same tokens at every
+    length, as in the task of perplexity.
+    """
+    if not inputs.text.training_share:
+        inputs.notes.append(
+            "The task 'statements' was left out: the training text of the first model "
+            "carried none, or is not known (data.needles.share)."
+        )
+        return []
+    settings, corpus, count = inputs.settings, inputs.text.corpus, inputs.trials
+    vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
+    longest = windows_with_fixed_ends(inputs.text.split, count, max(inputs.lengths))
+    numbers, needles = np.arange(count), settings.needles
+    tasks = []
+    for length in inputs.lengths:
+        windows = longest[:, -length:].copy()
+        windows[:, 0] = corpus.first_token
+        trials = make_trials(windows, numbers, vocabulary, needles, settings.seed, settings.changes)
+        of_length = Task(
+            {STATEMENTS: "Stated numbers found"},
+            length,
+            fingerprint(trials, corpus.first_token),
+            pd.DataFrame({"depth": np.round(1 - trials.depths / length, 4)}),
+            partial(statement_batches, trials, corpus.first_token),
+        )
+        tasks.append(of_length)
+    return tasks
+
+
+def statement_batches(
+    trials: Trials, first_token: int, model: LanguageModel, batch_tokens: int
+) -> list[Batch]:
+    """Return batches of trials, with 1 for each whose answer is the most likely next token, else 0.
+
+    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
+    (at least one trial), so memory is linear in the length.
+    """
+    prompts = trials.prompts[:, -(model.context or trials.prompts.shape[1]) :].copy()
+    prompts[:, 0] = first_token
+    size = model.sequences_at_once(prompts.shape[1], batch_tokens)
+
+    @torch.no_grad()
+    def read(first: int) -> list[Value]:
+        ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
+        predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
+        hits = predicted == trials.answers[first : first + size]
+        return [(number, STATEMENTS, float(hit)) for number, hit in enumerate(hits, first)]
+
+    return [partial(read, first) for first in range(0, len(prompts), size)]

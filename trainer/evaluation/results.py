@@ -14,6 +14,10 @@ from trainer.evaluation.statistics import average, estimate, mean_estimate
 AS_IS = "none"
 AS_IS_TITLE = "as is"
 """Key and title of the method that leaves a model as it was trained."""
+PERPLEXITY = "perplexity"
+"""Task whose trials are losses of windows instead of scores."""
+STATEMENTS = "statements"
+"""Task that training sequences can contain; its score is called retrieval."""
 MEAN = "mean"
 """Task of rows with the mean over all scored tasks."""
 
@@ -21,10 +25,10 @@ COLUMNS = (
     *("run", "model", "method", "task", "length", "factor", "reach"),
     *("metric", "value", "low", "high", "n", "seed", "seconds"),
 )
-"""Columns of every results.csv. ``metric``: ``score``, or ``loss``, on the last tokens of windows,
-which are the same at every length. ``low``, ``high``: 95% interval; ``n``: independent texts;
-``factor``: length over training length; ``reach``: longest length that the model's own encoding
-reaches."""
+"""Columns of every results.csv. ``metric``: ``score``, or ``loss``, on the last C tokens of
+windows, which are the same at every length. ``low``, ``high``: 95% interval; ``n``: independent
+texts; ``factor``: length over training length; ``reach``: longest length that the model's own
+encoding reaches."""
 TRIAL_COLUMNS = (
     *("model", "method", "task", "length", "factor"),
     *("metric", "text", "value", "depth", "label"),

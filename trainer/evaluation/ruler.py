@@ -26,11 +26,10 @@ from uuid import UUID
 
 from tokenizers import Tokenizer
 
-from trainer.config import RulerSettings
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import Prompt, once_right, string_match_all, string_match_part
-from trainer.evaluation.task import PromptTask
+from trainer.evaluation.task import PromptTask, TaskInputs, task
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """A meaningless line of a haystack."""
@@ -403,14 +402,14 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
         return [first, *others]
 
 
-def ruler_tasks(
-    settings: RulerSettings, encoder: Encoder, documents: Sequence[str]
-) -> tuple[list[PromptTask], list[str]]:
-    """Return the available tasks, and a sentence for each unavailable one.
+@task("ruler", settings="ruler")
+def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
+    """Return the available tasks, with a note for each unavailable one.
 
-    ``documents``: English text for the haystacks, read from the beginning in every trial,
-    repeatedly if it is shorter than the length.
+    The documents of the text are the haystacks' English, read from the beginning in every trial,
+    repeatedly if they are shorter than the length.
     """
+    encoder, documents = inputs.text.encoder, inputs.text.documents
     asks: dict[str, Ask] = {
         **{name: partial(search, documents=documents, **x) for name, x in SEARCHES.items()},
         "vt": partial(variable_tracking, example_lines=lines_of_example(encoder.tokenizer)),
@@ -418,16 +417,15 @@ def ruler_tasks(
         "fwe": frequent_words,
     }
     tasks: list[PromptTask] = []
-    notes: list[str] = []
-    for name in settings.tasks or TASKS:
-        trials, score = settings.trials, string_match_all
+    for name in inputs.settings.tasks or TASKS:
+        trials, score = inputs.trials, string_match_all
         if name in READERS:
             key, read = READERS[name]
-            if (file := getattr(settings, key)) is None:
-                notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
+            if (file := getattr(inputs.settings, key)) is None:
+                inputs.notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
             items, score = read(file), string_match_part
             asks[name], trials = document_questions(items), min(trials, len(items))
         prompts = partial(ruler_prompts, name, asks[name], encoder, trials)
         tasks.append(PromptTask(name, encoder.tokenizer, prompts, score, once_right(score)))
-    return tasks, notes
+    return tasks

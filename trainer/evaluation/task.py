@@ -1,12 +1,17 @@
-"""A task measures a model at one length; a task of prompts scores answers in words."""
+"""A task measures a model at one length; a task of prompts scores answers in words.
+
+A function that makes tasks registers itself with :func:`task`, in a file that ``plugins`` names
+too; its name is then known to ``evaluation.tasks``.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -14,6 +19,7 @@ from tokenizers import Tokenizer
 
 from trainer.evaluation.answering import answers
 from trainer.evaluation.answering import batches as batches_of_prompts
+from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.scoring import Prompt, Score, Stop, check_room
 from trainer.evaluation.store import fingerprint
 from trainer.model.language_model import LanguageModel
@@ -120,3 +126,45 @@ def _cropped(prompt: Prompt, context: int | None) -> Prompt:
         return prompt
     tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
     return replace(prompt, tokens=tokens, group=None)
+
+
+@dataclass(frozen=True)
+class TaskInputs:
+    """What tasks are made of: held-out text, ``lengths`` and C in tokens, the most trials of a task
+    and length, the settings that the task is registered with, and ``notes`` for the report, to
+    which it may add sentences."""
+
+    text: HeldOut
+    lengths: Sequence[int]
+    training_length: int
+    limit: int
+    settings: Any = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def trials(self) -> int:
+        """The number of trials that the settings say, or the limit."""
+        return min(self.settings.trials, self.limit)
+
+
+MakeTasks = Callable[[TaskInputs], Sequence[Task | PromptTask]]
+"""Returns a task for each length, or prompts that can be asked at any."""
+TASKS: dict[str, tuple[MakeTasks, str | type | None]] = {}
+"""What :func:`task` registered, by the names of ``evaluation.tasks``."""
+
+M = TypeVar("M", bound=MakeTasks)
+
+
+def task(name: str, settings: str | type | None = None) -> Callable[[M], M]:
+    """Register a function that makes tasks under a name of ``evaluation.tasks``.
+
+    ``settings``: the key below ``evaluation`` whose value it gets, or a class that
+    :func:`~trainer.common.fields.configuration` made, whose keys are those of
+    ``evaluation.settings.NAME``.
+    """
+
+    def register(make: M) -> M:
+        TASKS[name] = make, settings
+        return make
+
+    return register

@@ -8,6 +8,8 @@ import numpy as np
 
 from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText, LayoutAt, Notes
+from trainer.evaluation.method import far_layers, method
+from trainer.evaluation.saved_model import SavedModel
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import LayerChoice, Layout
 
@@ -32,6 +34,21 @@ def tempered(
     )
 
 
+@method("temperature_rope_id", "RoPE-ID temperature", far_layers)
+def rope_id_temperature(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
+    """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or another exponent."""
+    return tempered(layout, 0.1, config.temperature.rope_id_exponent, config.layers)
+
+
+def no_positions(model: SavedModel, config: EvaluationConfig) -> str:
+    """Need a model without positions, unless ``evaluation.temperature.models`` is all."""
+    has_positions = any(spectrum.rotates or spectrum.alibi for spectrum in model.layout.spectra)
+    if has_positions and config.temperature.models != "all":
+        return "has positions (evaluation.temperature.models=all)"
+    return ""
+
+
+@method("temperature", "temperature", far_layers, no_positions, is_fitted=True, is_joint=True)
 def fit_temperature(
     before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
 ) -> LayoutAt:

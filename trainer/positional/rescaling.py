@@ -3,8 +3,8 @@
 PI, NTK-aware, NTK-by-parts and YaRN (DroPE Eq. 3 and App. A), Llama 3's, CoPE, LongRoPE, and
 RoPE-ID's (App. A.9).
 
-A method of :data:`RESCALINGS` takes frequencies and the length they were trained at. It returns a
-:class:`Stretch`, which says how an extension by any factor s = length / C slows them.
+A function that :func:`rescaling` registers takes frequencies and the length they were trained at.
+It returns a :class:`Stretch`, which says how an extension by any factor s = length / C slows them.
 :func:`rescaled` applies it with a fixed s, :func:`dynamic` with the s of each sequence.
 """
 
@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,13 +31,31 @@ GEOMETRIC = 1e-4
 been read from float32 tables."""
 Rescaling = Callable[[Frequencies, int], Stretch]
 """Method of context extension: how to slow frequencies that were trained at a length."""
+R = TypeVar("R", bound=Callable[..., Stretch])
 
 
-def _named(rescaling: Rescaling) -> tuple[str, dict[str, Any]]:
-    """Return the name of a method and its options, for an origin."""
-    if isinstance(rescaling, partial):
-        return rescaling.func.__name__, rescaling.keywords
-    return rescaling.__name__, {}
+RESCALINGS: dict[str, Rescaling] = {}
+"""Methods of context extension by name."""
+TITLES: dict[str, str] = {}
+"""Their titles in tables."""
+
+
+def rescaling(name: str, title: str) -> Callable[[R], R]:
+    """Register a function as the rescaling of a name, which a run's phases and an evaluation's
+    methods then know; use it in a file that ``plugins`` names, too."""
+
+    def register(function: R) -> R:
+        RESCALINGS[name], TITLES[name] = function, title
+        return function
+
+    return register
+
+
+def _named(method: Rescaling) -> tuple[str, dict[str, Any]]:
+    """Return the name of a method's function and its options, for an origin."""
+    if isinstance(method, partial):
+        return method.func.__name__, method.keywords
+    return method.__name__, {}
 
 
 def _by_share(shares: np.ndarray) -> Stretch:
@@ -69,11 +87,13 @@ def _indices(inv_freq: Frequencies) -> tuple[np.ndarray, float]:
     return np.log(max(moving) / known) / step, step
 
 
+@rescaling("pi", "PI")
 def position_interpolation(inv_freq: Frequencies, training_length: int) -> Stretch:
     """PI (Chen et al. 2023): every frequency divided by s."""
     return Stretch((0.0,) * len(inv_freq), (1.0,) * len(inv_freq))
 
 
+@rescaling("ntk", "NTK-aware")
 def ntk_aware(inv_freq: Frequencies, training_length: int) -> Stretch:
     """NTK-aware scaling (bloc97 2023): pair m of M is divided by s^(m / (M - 1)).
 
@@ -84,6 +104,7 @@ def ntk_aware(inv_freq: Frequencies, training_length: int) -> Stretch:
     return Stretch((0.0,) * len(inv_freq), tuple(m / last for m in range(len(inv_freq))))
 
 
+@rescaling("ntk_by_parts", "NTK-by-parts")
 def ntk_by_parts(
     inv_freq: Frequencies,
     training_length: int,
@@ -115,6 +136,7 @@ def ntk_by_parts(
     return _by_share(1 - ramp)
 
 
+@rescaling("yarn", "YaRN")
 def yarn(inv_freq: Frequencies, training_length: int, **ramp: Any) -> Stretch:
     """YaRN (Peng et al. 2023) as transformers computes it.
 
@@ -127,20 +149,7 @@ def yarn(inv_freq: Frequencies, training_length: int, **ramp: Any) -> Stretch:
     return replace(parts, attention=0.1) if _has_order(inv_freq) else parts
 
 
-def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
-    """YaRN-style scaling for encodings that are fast throughout (RoPE-ID, App. A.9).
-
-    The fastest pair stays as it is, the slowest is divided by s, and the ramp between them is
-    linear in the logarithm of the frequency, which for RoPE-ID's log-spaced pairs is the pair's
-    index (the paper does not say over what it interpolates). RoPE-ID has a temperature of its own
-    in place of an attention factor.
-    """
-    if not _has_order(inv_freq):
-        return _by_share(np.ones(len(inv_freq)))
-    indices, _ = _indices(inv_freq)
-    return _by_share(np.clip(1 - indices / (sum(f > 0 for f in inv_freq) - 1), 0, 1))
-
-
+@rescaling("llama3", "Llama 3")
 def llama3(
     inv_freq: Frequencies,
     training_length: int,
@@ -159,6 +168,22 @@ def llama3(
     return _by_share(np.clip(share, 0, 1))
 
 
+@rescaling("yarn_full_range", "YaRN over all frequencies")
+def yarn_full_range(inv_freq: Frequencies, training_length: int) -> Stretch:
+    """YaRN-style scaling for encodings that are fast throughout (RoPE-ID, App. A.9).
+
+    The fastest pair stays as it is, the slowest is divided by s, and the ramp between them is
+    linear in the logarithm of the frequency, which for RoPE-ID's log-spaced pairs is the pair's
+    index (the paper does not say over what it interpolates). RoPE-ID has a temperature of its own
+    in place of an attention factor.
+    """
+    if not _has_order(inv_freq):
+        return _by_share(np.ones(len(inv_freq)))
+    indices, _ = _indices(inv_freq)
+    return _by_share(np.clip(1 - indices / (sum(f > 0 for f in inv_freq) - 1), 0, 1))
+
+
+@rescaling("ntk_by_parts_turns", "NTK-by-parts over turns")
 def ntk_by_parts_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
     """NTK-by-parts scaling as published (Peng et al. 2023; DroPE Eq. 11; DoPE App. A.2).
 
@@ -167,6 +192,7 @@ def ntk_by_parts_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
     return llama3(inv_freq, training_length, high_freq_factor=32.0)
 
 
+@rescaling("yarn_turns", "YaRN over turns")
 def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
     """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and :func:`yarn`'s attention
     factor. DroPE's Eq. 11 has the frequencies alone."""
@@ -174,6 +200,7 @@ def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
     return replace(parts, attention=0.1) if any(inv_freq) else parts
 
 
+@rescaling("cope", "CoPE")
 def cope(inv_freq: Frequencies, training_length: int, *, clipped: int = 20) -> Stretch:
     """CoPE (arXiv 2602.05258): the slowest pairs fade out, by the same shares at every s above 1.
 
@@ -198,7 +225,7 @@ def long_frequencies(spectrum: Spectrum, training_length: int) -> LongFrequencie
 
 
 def rescaled(
-    spectrum: Spectrum, rescaling: Rescaling, training_length: int, factor: float
+    spectrum: Spectrum, method: Rescaling, training_length: int, factor: float
 ) -> Spectrum:
     """Slow a spectrum for an extension by ``factor`` in sequences of every length.
 
@@ -207,11 +234,11 @@ def rescaled(
     """
     if factor == 1:
         return spectrum
-    name, options = _named(rescaling)
-    stretch = rescaling(spectrum.inv_freq, training_length)
+    name, options = _named(method)
+    stretch = method(spectrum.inv_freq, training_length)
     inv_freq = stretch.frequencies(spectrum.inv_freq, factor)
     long = long_frequencies(spectrum, training_length)
-    others = rescaling(long.inv_freq, training_length).frequencies(long.inv_freq, factor)
+    others = method(long.inv_freq, training_length).frequencies(long.inv_freq, factor)
     return replace(
         spectrum,
         inv_freq=inv_freq,
@@ -244,7 +271,7 @@ def rebased(spectrum: Spectrum, base: float) -> Spectrum:
 
 
 def dynamic(
-    spectrum: Spectrum, rescaling: Rescaling, training_length: int, growth: float = 1.0
+    spectrum: Spectrum, method: Rescaling, training_length: int, growth: float = 1.0
 ) -> Spectrum:
     """Slow a spectrum by the s of each sequence (DroPE, App. C.2).
 
@@ -261,9 +288,9 @@ def dynamic(
     if not spectrum.rotates:
         return spectrum
     long = long_frequencies(spectrum, training_length)
-    stretch = rescaling(long.inv_freq, training_length)
+    stretch = method(long.inv_freq, training_length)
     long = replace(long, stretch=stretch, growth=growth, reference=training_length)
-    name, options = _named(rescaling)
+    name, options = _named(method)
     origin = spectrum.after("dynamic", method=name, growth=growth, **options)
     return replace(spectrum, long=long, origin=origin)
 
@@ -292,17 +319,3 @@ def longrope(
     others = None if short_freq == long_freq else LongFrequencies(before.length, long_freq)
     origin = spectrum.after("longrope", training_length=before.length)
     return replace(spectrum, inv_freq=short_freq, long=others, origin=origin)
-
-
-RESCALINGS: dict[str, Rescaling] = {
-    "pi": position_interpolation,
-    "ntk": ntk_aware,
-    "ntk_by_parts": ntk_by_parts,
-    "yarn": yarn,
-    "llama3": llama3,
-    "yarn_full_range": yarn_full_range,
-    "ntk_by_parts_turns": ntk_by_parts_turns,
-    "yarn_turns": yarn_turns,
-    "cope": cope,
-}
-"""Methods of context extension by name."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from trainer.config import PERPLEXITY
-from trainer.evaluation.results import AS_IS
+from trainer.evaluation.results import AS_IS, PERPLEXITY
 from trainer.evaluation.statistics import mean_estimate
 from trainer.report.report import Report, RowKey
 from trainer.report.tables import factor_label, perplexity, values_by_text

@@ -22,8 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import AS_IS
+from trainer.evaluation.results import AS_IS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import Estimate, change, wilson
 from trainer.report.report import Observation, Report, RunSummary
 from trainer.report.tables import rate

@@ -13,8 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from trainer.config import PERPLEXITY, STATEMENTS
-from trainer.evaluation.results import AS_IS, MEAN
+from trainer.evaluation.results import AS_IS, MEAN, PERPLEXITY, STATEMENTS
 from trainer.plotting import (
     ColourScale,
     Grid,

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from trainer import plotting
 from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
-from trainer.config import STATEMENTS
+from trainer.evaluation.results import STATEMENTS
 from trainer.plotting import Plot, save
 from trainer.report.answer import answer_of, sentence
 from trainer.report.figures import plots

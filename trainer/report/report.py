@@ -20,9 +20,8 @@ from pydantic import ConfigDict
 
 from trainer.common.fields import adapter
 from trainer.common.files import expecting, write_atomically
-from trainer.config import PERPLEXITY, STATEMENTS
 from trainer.data.needles import NAMES, WORDS
-from trainer.evaluation.results import AS_IS, COLUMNS, MEAN, TRIAL_COLUMNS
+from trainer.evaluation.results import AS_IS, COLUMNS, MEAN, PERPLEXITY, STATEMENTS, TRIAL_COLUMNS
 
 FACTS = "facts.json"
 """Name of the file that marks results as complete."""

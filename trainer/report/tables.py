@@ -12,8 +12,7 @@ import pandas as pd
 
 from trainer.common.errors import UserError
 from trainer.common.files import write_atomically
-from trainer.config import PERPLEXITY
-from trainer.evaluation.results import AS_IS, MEAN, averaged, by_text
+from trainer.evaluation.results import AS_IS, MEAN, PERPLEXITY, averaged, by_text
 from trainer.evaluation.statistics import ROUNDING, sign_mark
 from trainer.report.report import FACTS, Report, RowKey, read_csv
 
@@ -224,7 +223,7 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
         return Cell(f"{value:{digits}}", best=row.value == lowest[row.length])
 
     note = (
-        "exp of the mean loss on the last tokens of held-out sequences, the same at every length, "
+        "exp of the mean loss on the last C tokens of held-out windows, the same at every length, "
         "so that more context only adds what lies before them."
     )
     title = report.tasks[PERPLEXITY]

@@ -32,9 +32,10 @@ from trainer.common.ranks import device_type
 from trainer.config import AnalysisConfig, AnalysisRequest, EvaluationConfig
 from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
+from trainer.evaluation.held_out import Haystack
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.methods import FITS, changed, title_of, why_idle
-from trainer.evaluation.needles import Haystack, magic_numbers
+from trainer.evaluation.methods import changed, parts_of, title_of, why_not
+from trainer.evaluation.needles import magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import use_style
@@ -139,16 +140,13 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
         UserError: the method changes nothing in this model, or is fitted on text.
     """
     config = EvaluationConfig(methods=[name])
-    if why := why_idle(name, saved, config):
+    if why := why_not(name, saved, config):
         raise UserError(f"analysis.method: {saved.name} {why}")
-    parts = name.split("+")
-    if FITS.keys() & parts:
+    if any(part.is_fitted for part in parts_of(name)):
         raise UserError(f"analysis.method: expected one that is not fitted on text, got {name}")
-    layout, factor = saved.layout, max(1.0, length / saved.training_length)
-    config = replace(config, layers=layout.chosen(config.layers))
-    for part in parts:
-        layout = changed(layout, part, factor, config)
-    model.layout = layout
+    factor = max(1.0, length / saved.training_length)
+    config = replace(config, layers=saved.layout.chosen(config.layers))
+    model.layout = changed(name, saved.layout, factor, config)
     log.info("%s is read with %s, set for %s tokens", saved.name, title_of(name), f"{length:,}")
 
 

@@ -19,10 +19,11 @@ from trainer.common.ranks import best_precision, current_ranks, device_of, devic
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.evaluation.engine import measure
+from trainer.evaluation.engine import Setup, measure
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.held_out import HeldOut, unigram_loss
-from trainer.evaluation.methods import applicable, longest_fit, title_of
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.methods import applicable, title_of
+from trainer.evaluation.perplexity import unigram_loss
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
 from trainer.evaluation.store import Store
@@ -174,12 +175,11 @@ def measure_models(
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
     used = [*dict.fromkeys(method for applied in methods.values() for method in applied)]
-    longest = round(longest_fit(used, config) * C)
-    fit = FitText(replace(text, split=corpus.validation), config.fit_windows, longest)
+    fit = FitText(replace(text, split=corpus.validation), config.fit_windows)
     for note in task_notes:
         log.warning("%s", note)
     store = Store(directory, ranks.rank, ranks.world_size)
-    trials, fit_notes = measure(models, methods, tasks, config, fit, store, device)
+    trials, fit_notes = measure(models, methods, tasks, Setup(config, fit, store, device))
     if ranks.rank:
         return None
     titles = {method: title_of(method) for method in used}

@@ -18,8 +18,9 @@ from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import check_signals
 from trainer.common.ranks import all_gather, current_ranks, of_rank_zero, process_group
-from trainer.config import PERPLEXITY, STATEMENTS, RunConfig
+from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, corpus_at
+from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
 from trainer.plotting import use_style

@@ -1,0 +1,80 @@
+"""Methods change a model's layout for an extension factor; some are fitted on text.
+
+A function registers itself with :func:`method`, in a file that ``plugins`` names too; its name is
+then known to ``evaluation.methods``, alone or joined with others by ``+``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trainer.config import EvaluationConfig
+from trainer.evaluation.saved_model import SavedModel
+
+Need = Callable[[SavedModel, EvaluationConfig], str]
+"""Returns why a method cannot change a model; empty if it can."""
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Method:
+    """``title``: in tables. ``apply``: maps a layout, a factor s and the configuration to a layout;
+    if it ``is_fitted``, see :func:`~trainer.evaluation.temperature.fit_temperature`. ``needs``: of
+    the model.
+    ``is_joint``: whether one fit depends on all lengths of the evaluation."""
+
+    title: str
+    apply: Callable[..., Any]
+    needs: tuple[Need, ...] = ()
+    is_fitted: bool = False
+    is_joint: bool = False
+
+
+METHODS: dict[str, Method] = {}
+"""Registered methods by the names of ``evaluation.methods``."""
+
+
+def method(
+    name: str, title: str, *needs: Need, is_fitted: bool = False, is_joint: bool = False
+) -> Callable[[F], F]:
+    """Register a function as :class:`Method` ``name``."""
+
+    def register(function: F) -> F:
+        METHODS[name] = Method(title, function, needs, is_fitted, is_joint)
+        return function
+
+    return register
+
+
+def own_decoder(model: SavedModel, config: EvaluationConfig) -> str:
+    """Need the decoder of this program: transformers rotates all heads of a layer alike, the same
+    at every length, in its own windows."""
+    if not model.computed_by:
+        return ""
+    return "is computed by transformers, and this method needs the decoder of this program"
+
+
+def rotation(model: SavedModel, config: EvaluationConfig) -> str:
+    """Need heads that rotate."""
+    return "" if model.layout.rotates else "has no rotation"
+
+
+NO_LAYER = "has no such layer that sees more than the training length (evaluation.layers)"
+
+
+def far_rotation(model: SavedModel, config: EvaluationConfig) -> str:
+    """Need heads that rotate in the layers of ``evaluation.layers``."""
+    if not model.layout.rotates:
+        return rotation(model, config)
+    return "" if model.layout.of_layers(config.layers).rotates else NO_LAYER
+
+
+def far_layers(model: SavedModel, config: EvaluationConfig) -> str:
+    """Need layers of ``evaluation.layers`` whose logits do not follow the length."""
+    layout = model.layout
+    if not layout.of_layers(config.layers).layers:
+        return NO_LAYER
+    is_trained = any(x.temperature.is_trained(layout.training_length) for x in layout.spectra)
+    return "was trained with logits that follow the length" if is_trained else ""

@@ -1,0 +1,132 @@
+"""The task of the loss on the last tokens of held-out windows."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.data.corpus import HeldOutText, windows_with_fixed_ends
+from trainer.data.order import Integers
+from trainer.evaluation.results import PERPLEXITY, counted
+from trainer.evaluation.store import fingerprint
+from trainer.evaluation.task import Batch, Task, TaskInputs, Value, task
+from trainer.model.language_model import LanguageModel
+
+UNIGRAM_TOKENS = 2**20
+"""Tokens of a text whose frequencies are counted."""
+
+
+@task(PERPLEXITY, settings="windows")
+def perplexity(inputs: TaskInputs) -> list[Task]:
+    """Return the task of the loss on the last C tokens of windows, or on all of shorter ones.
+
+    There are as many windows as the settings say, or as share no scored token: an interval over
+    windows takes these as independent. The windows of all lengths end at the same places, so that
+    their losses are paired. These places depend on the longest length only if a text of a mixture
+    is shorter than that.
+
+    Raises:
+        UserError: the text is shorter than the longest length.
+    """
+    split, first_token = inputs.text.split, inputs.text.corpus.first_token
+    number, C = min(inputs.settings, inputs.limit), inputs.training_length
+    whole = windows_with_fixed_ends(split, number, max(inputs.lengths), apart=C)
+    if len(whole) < number:
+        inputs.notes.append(
+            f"Losses are over {counted(len(whole), 'window')}, not {number} "
+            f"(evaluation.windows): the held-out text of {len(split):,} tokens has no more whose "
+            f"last {C:,} do not overlap."
+        )
+    tasks = []
+    for length in inputs.lengths:
+        windows, last = whole[:, -length:], min(C, length)
+        of_length = Task(
+            {PERPLEXITY: "Held-out perplexity"},
+            length,
+            fingerprint(windows, last, first_token),
+            pd.DataFrame(index=range(len(windows))),
+            partial(_loss_batches, windows, first_token, last),
+            metric="loss",
+        )
+        tasks.append(of_length)
+    return tasks
+
+
+def _loss_batches(
+    windows: Integers, first_token: int, last: int, model: LanguageModel, batch_tokens: int
+) -> list[Batch]:
+    """Return batches of windows, whose values are the mean losses on their last tokens; NaN if one
+    is not finite."""
+    size = max(1, batch_tokens // windows.shape[1])
+
+    def read(first: int) -> list[Value]:
+        batch = windows[first : first + size]
+        losses = token_losses(model, batch, first_token, batch_tokens, reads=model.context)
+        means = losses.double()[:, -last:].mean(dim=1).tolist()
+        finite = (loss if math.isfinite(loss) else math.nan for loss in means)
+        return [(number, PERPLEXITY, loss) for number, loss in enumerate(finite, first)]
+
+    return [partial(read, first) for first in range(0, len(windows), size)]
+
+
+@torch.no_grad()
+def token_losses(
+    model: LanguageModel,
+    windows: Integers,
+    first_token: int,
+    batch_tokens: int,
+    *,
+    reads: int | None = None,
+) -> Tensor:
+    """Return the loss of every token of windows ``[N, T]``, in nats, float32 on the CPU.
+
+    Every window ``[T]`` follows ``first_token``, as in training, and all its tokens are
+    predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
+    sequence.
+
+    ``reads``: largest number of tokens read to predict one, including the first token (None:
+    all before it). The window is then read in pieces of ``reads`` tokens that overlap by half. Only
+    the second half of a piece counts, with at least half of ``reads`` tokens before it, and both
+    halves of the first piece. The pieces end with the window, so that its last tokens are read
+    alike at every length.
+    """
+    T = windows.shape[1]
+    size = min(reads or T, T)
+    stride = max(1, size // 2)
+    starts = [*range(T - size, 0, -stride), 0]
+    cut = sliding_window_view(windows, size, axis=1)[:, starts].reshape(-1, size)
+    read = []
+    together = model.sequences_at_once(size, batch_tokens)
+    for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
+        ids = tokens.roll(1, dims=1)
+        ids[:, 0] = first_token
+        read.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
+    pieces = torch.cat(read).view(len(windows), len(starts), size)
+    losses = pieces.new_empty(windows.shape)
+    for piece, start in reversed([*enumerate(starts)]):
+        begin = size - stride if start else 0
+        losses[:, start + begin : start + size] = pieces[:, piece, begin:]
+    return losses
+
+
+def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> float:
+    """Return the loss on ``text``, in nats, of a model that knows only how frequent the tokens of
+    ``counted`` are, each of the ``vocabulary`` counted once more."""
+
+    def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
+        """Return the share of each token, over the parts by their weights."""
+        total = np.zeros(vocabulary)
+        for weight, ids in split.parts:
+            counts = np.bincount(ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra
+            total += weight * counts / max(1, counts.sum())
+        return total / total.sum()
+
+    known, wanted = shares(counted, 1), shares(text, 0)
+    return float(-(wanted * np.log(known)).sum())
