@@ -68,6 +68,8 @@ KEPT = {
     "evaluate": "The same command resumes after the batches that are measured.",
 }
 """What a command that is stopped says of its work."""
+NOT_OF_WEIGHTS = "model.attention_backend", "model.qk_norm.", "model.from_"
+"""Beginnings of keys that a run with trained weights may choose."""
 OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
 """The group whose options a command's help lists."""
 
@@ -112,17 +114,30 @@ def overrides_of(name: str, words: Iterable[str]) -> list[str]:
     for word in words:
         if word.lstrip("+~").startswith("="):
             raise UserError(f"expected KEY=VALUE, got {word!r}")
-    paths = list(takewhile(lambda word: _is_path(word) and name not in WITHOUT_PATH, words))
-    words = [re.sub(r"^\+(evaluation|analysis)=", r"\1=", word) for word in words[len(paths) :]]
-    words = [re.sub(r"^(name|run_dir)=([\w.+-]+)$", r"\1='\2'", word) for word in words]
-    if name == "compare" and paths:
-        return [f"runs={json.dumps(paths, ensure_ascii=False)}", *words]
-    keyed = [f"checkpoint={json.dumps(path, ensure_ascii=False)}" for path in paths[:1]]
-    return [*keyed, *paths[1:], *words]
+    first: list[str] = []
+    if name == "compare":
+        paths = list(takewhile(_is_path, words))
+        words = words[len(paths) :]
+        if paths:
+            first = [f"runs={json.dumps(paths, ensure_ascii=False)}"]
+    elif name not in WITHOUT_PATH and words and _is_path(words[0]):
+        first = [f"checkpoint={json.dumps(words.pop(0), ensure_ascii=False)}"]
+    return first + [_as_hydra_reads(word) for word in words]
 
 
 def _is_path(word: str) -> bool:
+    """Whether a word is a path, and no key: something may lie at a path that holds ``=``."""
     return word[:1] not in tuple("-+~") and ("=" not in word or os.path.lexists(word))
+
+
+def _as_hydra_reads(word: str) -> str:
+    """Return a word without the plus of a group, and with quotes around a name."""
+    key, _, value = word.partition("=")
+    if key in ("+evaluation", "+analysis"):
+        return word[1:]
+    if key in ("name", "run_dir") and re.fullmatch(r"[\w.+-]+", value):
+        return f"{key}='{value}'"
+    return word
 
 
 def job_of(config: DictConfig, hydra_config: Any) -> Job:
@@ -189,7 +204,8 @@ def run_command(name: str, words: Sequence[str]) -> None:
             if settings.mode == RunMode.MULTIRUN:
                 sweep.outcomes[settings.job.num] = "ran"
 
-    argv, sys.argv = sys.argv, ["unrope", *words]
+    argv = sys.argv
+    sys.argv = ["unrope", *words]  # which Hydra reads
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(run)()
     finally:
@@ -323,8 +339,8 @@ def run_of(job: Job) -> Run:
     model = job.values["model"]
     if model["from_pretrained"] or model["from_run"]:
         for word in job.words:
-            if re.match(r"\+*model\.(?!attention_backend|qk_norm\.|from_)", word):
-                key = word.partition("=")[0].lstrip("+")
+            key = word.lstrip("+").partition("=")[0]
+            if key.startswith("model.") and not key.startswith(NOT_OF_WEIGHTS):
                 raise UserError(f"{key}: the trained weights bring their shape")
     run = parse(job.values)
     drops = run.phases.drop_step is not None or run.controls  # which may drop

@@ -9,8 +9,8 @@ from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import compose_words
 from trainer.positional.layout import Layout
 from trainer.runs.directory import read_metrics, saved_config
-from trainer.runs.parsing import merged, parse
-from trainer.runs.phases import configured_layout, layout_of_phase, phases_of
+from trainer.runs.parsing import configured_layout, merged, parse
+from trainer.runs.phases import layout_of_phase, phases_of
 from trainer.workflows import evaluate
 from trainer.workflows.experiment import run_experiment
 

@@ -17,7 +17,6 @@ from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops
 from trainer.runs.parsing import parse
 from trainer.workflows.plan import (
-    Requirements,
     activation_bytes,
     flops,
     longest,
@@ -97,7 +96,7 @@ def test_the_longest_sequence_fills_four_fifths_of_a_gpu():
     state = 16 * sum(p.numel() for p in Decoder(run.config.model, run.layout).parameters()) / 8
     tokens = (0.8 * 139 * 2**30 - state) / a_token
     assert int(rows["H200"].split()[0].replace(",", "")) == pytest.approx(tokens, abs=1024)
-    assert set(longest(Requirements(state=139 * 2**30, token=a_token)).values()) == {"none"}
+    assert set(longest(139 * 2**30, a_token).values()) == {"none"}
 
 
 @pytest.mark.parametrize(

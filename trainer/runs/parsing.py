@@ -14,8 +14,10 @@ from trainer.common.errors import UserError
 from trainer.common.fields import validated
 from trainer.config import MAIN, DataConfig, NeedlesConfig, RunConfig
 from trainer.model.config import ModelConfig, check_shape
+from trainer.positional.config import build_layout
+from trainer.positional.layout import Layout
 from trainer.runs.directory import plain
-from trainer.runs.phases import Run, configured_layout, layout_of_phase, phases_of
+from trainer.runs.phases import Run, layout_of_phase, phases_of
 
 if TYPE_CHECKING:
     from trainer.interchange.pretrained import Pretrained
@@ -64,6 +66,23 @@ def parse(values: dict[str, Any]) -> Run:
         phases = phases_of(config)
     run = Run(config, phases, first, weights)
     return replace(run, controls=_controls_of(run))
+
+
+def configured_layout(config: RunConfig) -> Layout:
+    """Return the layout that a run without trained weights begins with.
+
+    Raises:
+        UserError: the configured encodings do not fit the model.
+    """
+    model = config.model
+    return build_layout(
+        config.positional,
+        num_layers=model.num_hidden_layers,
+        num_key_value_heads=model.num_key_value_heads,
+        head_dim=model.head_size,
+        training_length=config.data.sequence_length,
+        qk_norm=model.qk_norm.when == "always",
+    )
 
 
 def _trained_shape(model: ModelConfig, weights: Pretrained) -> ModelConfig:

@@ -21,7 +21,7 @@ from trainer.config import (
     RescaleConfig,
     RunConfig,
 )
-from trainer.positional.config import build_layout, spectrum_of
+from trainer.positional.config import spectrum_of
 from trainer.positional.layout import Layout, drop
 from trainer.positional.rescaling import RESCALINGS, rebased
 
@@ -117,8 +117,6 @@ class Phase:
 class Phases(tuple[Phase, ...]):
     """The phases of a run, in order."""
 
-    __slots__ = ()
-
     def at(self, step: int) -> Phase:
         """Return the phase of update ``step`` (from 0); after the last update the last phase."""
         return next(phase for phase in reversed(self) if step >= phase.start)
@@ -134,11 +132,8 @@ class Phases(tuple[Phase, ...]):
         return next((phase.start for phase in self if phase.drop is not None), None)
 
     def is_dropped(self, step: int) -> bool:
-        """Whether the encoding is dropped after ``step`` steps.
-
-        A drop comes before the first batch of its phase: the checkpoint of that very step precedes
-        it.
-        """
+        """Whether the encoding is dropped after ``step`` steps: a drop is no part of the checkpoint
+        of its very step."""
         return self.drop_step is not None and step > self.drop_step
 
 
@@ -248,26 +243,6 @@ class Run:
         ends = [phase.end for phase in self.phases] if self.config.phases else []
         branches = [run.branch for run in self.controls.values() if isinstance(run.branch, int)]
         return frozenset(ends + branches)
-
-
-# Layouts
-
-
-def configured_layout(config: RunConfig) -> Layout:
-    """Return the layout that a run without trained weights begins with.
-
-    Raises:
-        UserError: the configured encodings do not fit the model.
-    """
-    model = config.model
-    return build_layout(
-        config.positional,
-        num_layers=model.num_hidden_layers,
-        num_key_value_heads=model.num_key_value_heads,
-        head_dim=model.head_size,
-        training_length=config.data.sequence_length,
-        qk_norm=model.qk_norm.when == "always",
-    )
 
 
 def layout_of_phase(config: RunConfig, phase: Phase, layout: Layout) -> Layout:

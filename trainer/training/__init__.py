@@ -1,1 +1,1 @@
-"""What ``python -m trainer`` adds to Lightning: phases, their callback, dashboards, benchmarks."""
+"""What ``python -m trainer`` adds to Lightning: phases, a callback, measurements, dashboards."""

@@ -35,10 +35,7 @@ log = logging.getLogger(__name__)
 class Measurements:
     """Measures a run's model, and keeps what checkpoints hold of that.
 
-    Args:
-        run: the run.
-        corpus: its text.
-        state: ``state.json`` of the checkpoint that it begins with.
+    ``state``: ``state.json`` of the checkpoint that the run begins with.
     """
 
     def __init__(self, run: Run, corpus: Corpus, state: dict[str, Any]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -66,24 +65,14 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         hours = operations / (peak * mfu * 3600)
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
     counts = parameters(shape_of(run))
-    a_gpu = Requirements(
-        state=state_bytes(config.strategy, counts["in all"], gpus),
-        token=bytes_of_token(config),
-    )
+    state, a_token = state_bytes(config.strategy, counts["in all"], gpus), bytes_of_token(config)
     return {
         "Parameters": {name: f"{count:,}" for name, count in counts.items()},
         "Training": training,
-        f"Memory of each of {gpus} GPUs, about": memory(run, a_gpu, gpus),
-        "Longest sequence that fits, about": longest(a_gpu),
+        f"Memory of each of {gpus} GPUs, about": memory(run, state, a_token, gpus),
+        "Longest sequence that fits, about": longest(state, a_token),
         f"Time at {mfu:.0%} of the peak": times,
     }
-
-
-class Requirements(NamedTuple):
-    """Bytes on a GPU: of weights, gradients and optimizer state, and of a token's activations."""
-
-    state: float
-    token: int
 
 
 def _in_words(phase: Phase) -> str:
@@ -147,14 +136,18 @@ def flops(run: Run, begin: int = 0) -> float:
     return total
 
 
-def memory(run: Run, a_gpu: Requirements, gpus: int) -> dict[str, str]:
-    """Return the memory of a GPU by its use, in the phase with the largest micro-batch."""
+def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
+    """Return the memory of a GPU by its use, in the phase with the largest micro-batch.
+
+    ``state``: bytes of weights, gradients and optimizer state on a GPU. ``a_token``: bytes of a
+    token's activations.
+    """
 
     def micro_batch(phase: Phase) -> tuple[int, int]:
         return phase.micro_batch_size or math.ceil(phase.batch_size / gpus), phase.length
 
     rows, length = max(map(micro_batch, run.phases), key=math.prod)
-    activations, state = rows * length * a_gpu.token / GIB, a_gpu.state / GIB
+    activations, state = rows * length * a_token / GIB, state / GIB
     return {
         "micro-batch": f"{rows:,} x {length:,} tokens, strategy {run.config.strategy.name}",
         "activations": f"{activations:,.1f} GiB",
@@ -163,12 +156,12 @@ def memory(run: Run, a_gpu: Requirements, gpus: int) -> dict[str, str]:
     }
 
 
-def longest(a_gpu: Requirements) -> dict[str, str]:
-    """Return for each kind of GPU the longest sequence that it trains, one at a time."""
+def longest(state: float, a_token: int) -> dict[str, str]:
+    """Return for each kind of GPU the longest sequence that it trains, see :func:`memory`."""
     lengths = {}
     for name, memory in GPUS.items():
-        room = (1 - FREE) * memory * GIB - a_gpu.state
-        tokens = int(room / a_gpu.token) // ROUNDED * ROUNDED
+        room = (1 - FREE) * memory * GIB - state
+        tokens = int(room / a_token) // ROUNDED * ROUNDED
         lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
     return lengths
 
