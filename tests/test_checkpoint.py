@@ -189,7 +189,7 @@ def test_the_newest_and_permanent_checkpoints_stay(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     steps = [x for step in range(1, 10) for x in (f"step-{step:06d}", step)]
     directory = tmp_path / "checkpoints"
-    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, keep=2, permanent={3, 4})
+    write(directory, model, optimizer, BEFORE_DROP, 5, *steps, keep=2, permanent={3}, every=4)
     assert [path.name[-1] for path in regular_checkpoints(directory)] == ["3", "4", "8", "9"]
     assert (directory / BEFORE_DROP).is_dir()
     assert find_checkpoint(str(tmp_path)) == directory / "step-000009"

@@ -186,11 +186,17 @@ class Writer:
     """Writes checkpoints in a background thread, one at a time; all ranks call it together.
 
     ``keep``: number of newest regular checkpoints in ``directory`` that stay; those of
-    ``permanent`` steps stay as well.
+    ``permanent`` steps and of multiples of ``every`` stay as well.
     """
 
-    def __init__(self, directory: Path, keep: int, permanent: Collection[int] = ()) -> None:
-        self.directory, self.keep, self.permanent = directory, keep, permanent
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        permanent: Collection[int] = (),
+        every: int | None = None,
+    ) -> None:
+        self.directory, self.keep, self.permanent, self.every = directory, keep, permanent, every
         use_device = None
         if torch.cuda.is_initialized():  # the current GPU is per thread, initially the first one
             use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
@@ -275,7 +281,8 @@ class Writer:
         partly.rename(path)
         synchronise(path.parent)
         for old in regular_checkpoints(self.directory)[: -self.keep]:
-            if step_of(old) not in self.permanent:
+            step = step_of(old)
+            if step not in self.permanent and not is_due(step, self.every):
                 shutil.rmtree(old)
 
 
@@ -306,6 +313,11 @@ def _described(file: Path) -> list[Any]:
 def step_name(step: int) -> str:
     """Return the name of a regular checkpoint."""
     return f"step-{step:06d}"
+
+
+def is_due(step: int, every: int | None) -> bool:
+    """Whether a step is a multiple of ``every``; None: never."""
+    return every is not None and step % every == 0
 
 
 def step_of(path: Path) -> int:

@@ -170,10 +170,8 @@ def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> N
 
 def make_writer(run: Run, directory: Path) -> Writer:
     """Create the writer of a run's checkpoints."""
-    settings, permanent = run.config.trainer, set(run.kept_steps)
-    if settings.keep_every is not None:
-        permanent.update(range(settings.keep_every, run.steps + 1, settings.keep_every))
-    return Writer(directory, settings.keep_checkpoints, permanent)
+    settings = run.config.trainer
+    return Writer(directory, settings.keep_checkpoints, run.kept_steps, settings.keep_every)
 
 
 def user_callbacks(

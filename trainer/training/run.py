@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from trainer.checkpoint import (
     BEFORE_DROP,
     Writer,
+    is_due,
     regular_checkpoints,
     split_tensors,
     step_name,
@@ -234,11 +235,6 @@ class RunCallback(Checkpoint):
             "effects": dict(measurements.effects),
             "benchmarks": list(measurements.milestones),
         }
-
-
-def is_due(step: int, every: int | None) -> bool:
-    """Whether a step is a multiple of ``every``; None: never."""
-    return every is not None and step % every == 0
 
 
 def check_divergence(in_a_row: int, step: int, directory: Path) -> None:
