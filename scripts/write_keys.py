@@ -24,12 +24,12 @@ from pydantic_core import to_jsonable_python
 
 from trainer import config as schema
 from trainer.commands import COMMANDS, CONF, compose_words
-from trainer.data.sources import BUILT_IN
+from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.methods import known_methods
 from trainer.evaluation.tasks import TASKS
 from trainer.positional.encodings import ENCODINGS
 from trainer.runs.directory import FREE_TO_CHANGE
-from trainer.workflows.analyze import TOPICS
+from trainer.workflows.analyze import kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "keys.md"
@@ -255,8 +255,8 @@ def name_sections() -> Iterator[str]:
             names(sorted(TASKS)),
             "[evaluation](evaluation.md#tasks)",
         ],
-        ["`analysis.kind`", names(["all", "drop", *TOPICS]), "[geometry](geometry.md)"],
-        ["`data.source`", names(BUILT_IN), "[data](data.md#prepare)"],
+        ["`analysis.kind`", names(kinds()), "[geometry](geometry.md)"],
+        ["`data.source`", names(TEXT_SOURCES), "[data](data.md#prepare)"],
     ]
     yield f"## Tasks, analyses, sources\n\n{table(('key', 'names', 'page'), rows)}"
     groups = [path for path in sorted(CONF.iterdir()) if path.is_dir()]

@@ -664,6 +664,8 @@ class AnalysisConfig:
 
     kind: str = "all"
     """An analysis by name, or all that the model has the structure for."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an analysis of your own, which kind names."""
     length: Length | None = None
     """Tokens of a text with its beginning-of-text token; null: 8 times the training length, but
     no more than 4,096 or twice it, and no more than there is text."""

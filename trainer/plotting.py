@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,7 +23,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from trainer.common.files import write_atomically
 
@@ -111,12 +111,12 @@ def use_style(width: str = "double", font: str = "sans", size: float = 8.0) -> N
 
 
 Array = np.ndarray
-GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK)
+GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK, AMBER, BLACK)
 """Colours of groups of points, in their order; keys come first and queries after them."""
 _MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
-_LEGEND = 120  # characters beside each other, with 6 for a line and its distance
+_LEGEND = 104  # characters beside each other, with 9 for a line and its distance
 UNKNOWN = "#e3e3e3"  # behind cells without a number
 _REFERENCE_DASHES: tuple[Literal[":", "-."], ...] = (":", "-.")
 
@@ -250,8 +250,8 @@ def draw(
     each panel, in place of a legend.
     """
     numbers = [panel.index for panel in panels if panel.index is not None]
-    top = max((float(np.nanmax(n)) for n in numbers if n.size), default=1.0)
-    norm = Normalize(0, max(top, 1e-9))
+    top = max((float(np.nanmax(n)) for n in numbers if n.size), default=0.0)
+    norm = Normalize(0, top or 1.0)
     with _figure(grid, len(panels)) as (figure, drawn, style):
         columns = min(style.columns(grid.columns), len(panels))
         most = max(sum(map(len, panel.points.values())) for panel in panels)
@@ -319,8 +319,13 @@ def heat_maps(
         look: dict[str, Any] = {"pad": 0.02, "aspect": 30, "format": "%g"}
         bar = figure.colorbar(image, ax=drawn, label=colours.label, **look)
         if colours.log:
-            bar.minorformatter = LogFormatter()  # the default one writes formulas
+            bar.minorformatter = FuncFormatter(_two_or_five)  # the default one writes formulas
     return figure
+
+
+def _two_or_five(value: float, _: float) -> str:
+    """Label the minor ticks of a logarithmic axis that are 2 or 5 times a power of ten."""
+    return f"{value:g}" if f"{value:e}"[0] in "25" else ""
 
 
 def _norm(maps: Sequence[Array], colours: ColourScale) -> Normalize:
@@ -407,14 +412,19 @@ def _legend(figure: Figure, style: Style) -> None:
     shown = sorted(handles.values(), key=lambda handle: -handle.get_zorder())
     look: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "handlelength": 2.6}
     room = _LEGEND * style.width / WIDTHS["double"] / style.scale
-    columns = min(4, max(1, int(room // (6 + max(map(len, handles))))))
+    widths = [9 + len(handle.get_label()) for handle in shown]
+    columns = len(shown)
+    while sum(max(column) for column in np.array_split(widths, columns)) > room and columns > 1:
+        columns -= 1
     figure.legend(handles=shown, ncols=columns, **look)
 
 
 def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None:
     """Draw groups of points, each in a colour of its own, or in colours by ``panel.index``."""
     look: dict[str, Any] = {"s": size, "linewidths": 0, "rasterized": True}
-    for (name, group), colour in zip(panel.points.items(), GROUPS, strict=False):
+    if panel.points and all(_are_whole(group[:, 0]) for group in panel.points.values()):
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    for (name, group), colour in zip(panel.points.items(), cycle(GROUPS), strict=False):
         if panel.index is None:
             look |= {"color": colour, "alpha": 0.5}
             axes.plot([], [], "o", color=colour, markersize=4, label=name)
@@ -434,7 +444,7 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
         axes.add_collection(drawn)
     for line in panel.lines:
         _draw_line(axes, line)
-    if panel.lines and all(_are_integers(line.x) for line in panel.lines):
+    if panel.lines and all(_are_whole(line.x) for line in panel.lines):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if panel.prepare is not None:
         panel.prepare(axes)
@@ -470,16 +480,18 @@ def _draw_line(axes: Axes, line: Line) -> None:
     axes.plot(line.x, line.y, label=line.label, **look)
 
 
-def _are_integers(values: Sequence[float]) -> bool:
-    """Whether values count something, such as layers."""
-    return np.issubdtype(np.asarray(values).dtype, np.integer)
+def _are_whole(values: Sequence[float] | Array) -> bool:
+    """Whether values may count something, such as layers."""
+    return bool((np.mod(values, 1) == 0).all())
 
 
 def log_if_wide(axes: Axes) -> None:
     """Make the y axis logarithmic if its values are positive and span a large factor."""
     low, high = axes.dataLim.intervaly
     if 0 < 5 * low < high:
-        digits = (1,) if high > 1e3 * low else (1, 2, 5)
+        digits = [1.0]
+        if high < 1e3 * low:
+            digits = [1, 2, 5] if high > 20 * low else [1, 2, 3, 5, 7]
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(10, subs=digits))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -502,6 +514,7 @@ def diagonal(axes: Axes) -> None:
     """Draw the line x = y over the range of the points."""
     low, high = min(*axes.dataLim.min), max(*axes.dataLim.max)
     axes.plot([low, high], [low, high], color=GREY, linewidth=0.8, linestyle=":", zorder=1)
+    axes.locator_params(nbins=5)
 
 
 def plane(axes: Axes) -> None:

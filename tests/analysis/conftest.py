@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainer.workflows import analyze
+from trainer.analysis.results import TOPICS
 
 DRAWING = ("draw", "heat_maps")
 
@@ -15,8 +15,7 @@ DRAWING = ("draw", "heat_maps")
 def undrawn(request, monkeypatch):
     if request.node.get_closest_marker("slow"):
         return
-    comparisons = analyze.compare_drop, analyze.offset_changes
-    for function in (*analyze.TOPICS.values(), *comparisons):
-        module = sys.modules[function.__module__]
+    for topic in TOPICS.values():
+        module = sys.modules[topic.function.__module__]
         for name in set(DRAWING) & set(vars(module)):
             monkeypatch.setattr(module, name, lambda *_, **__: None)

@@ -15,6 +15,7 @@ from trainer.common.errors import UserError
 from trainer.config import DataConfig
 from trainer.data import sources
 from trainer.data.sources import (
+    TextSource,
     documents,
     find_files,
     is_remote,
@@ -156,7 +157,7 @@ def test_every_part_of_dolma_belongs_to_one_text_of_its_mixture():
 def test_a_source_of_the_users_own_has_its_code_as_its_state(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "TEXT_SOURCES", {})
 
-    @text_source
+    @text_source()
     def numbers(upto=3):
         return [f"number {i}" for i in range(upto)]
 
@@ -165,7 +166,8 @@ def test_a_source_of_the_users_own_has_its_code_as_its_state(monkeypatch, tmp_pa
     before = state_of(config)
     assert state_of(config) == before
 
-    monkeypatch.setattr(sources, "TEXT_SOURCES", {"numbers": lambda upto: []})
+    changed = TextSource(lambda upto: [])
+    monkeypatch.setattr(sources, "TEXT_SOURCES", {"numbers": changed})
 
     assert state_of(config) != before
     with pytest.raises(UserError, match=r"data.source: expected one of .*numbers, got 'letters'"):

@@ -14,13 +14,13 @@ import pytest
 
 from tests.program import ROOT, run
 from trainer.__main__ import main
+from trainer.analysis.results import TOPICS
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.method import METHODS
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.task import TASKS
 from trainer.positional.rescaling import RESCALINGS, TITLES
-from trainer.workflows.analyze import TOPICS
 
 PAGES = ("docs/encodings.md", "docs/evaluation.md", "CONTRIBUTING.md")
 GUIDE = "".join((ROOT / page).read_text() for page in PAGES)
@@ -129,7 +129,11 @@ def test_an_analysis_has_a_page(command, place):
     command("analyze")
     page = place / "runs/linear/analysis/key_norms/report.html"
     assert "Norms of keys" in page.read_text()
-    assert "key_norm" in (page.parent / "results.csv").read_text()
+    command("analyze", "analysis.arguments.scale=1", f"output={page.parent / 'unscaled'}")
+    scaled, plain = (
+        pd.read_csv(path / "results.csv") for path in (page.parent, page.parent / "unscaled")
+    )
+    assert scaled.value.tolist() == pytest.approx((2 * plain.value).tolist())
 
 
 def test_a_file_without_the_analysis_is_refused(command, place, capsys):

@@ -14,7 +14,7 @@ import pytest
 from tests.report.examples import EXPERIMENT, cell, change, example, report
 from trainer.analysis.results import COLUMNS, Results, tidy
 from trainer.plotting import Grid, Panel, Plot, draw, over_heads
-from trainer.report.pages import write_analysis, write_renderings
+from trainer.report.pages import AnalysisPage, write_analysis, write_renderings
 from trainer.report.report import RunSummary
 
 
@@ -141,12 +141,14 @@ def written(tmp_path_factory):
     directory = tmp_path_factory.mktemp("page") / "below" / "that"
     page = write_analysis(
         directory,
-        [results("one"), results("two")],
-        name="<script>alert(1)</script>",
-        training_length=64,
-        lead="Trained & read.",
-        made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
-        details={"Settings": {"length": 128}},
+        [results("one"), results("two")._replace(notes=["Left <out>."])],
+        AnalysisPage(
+            name="<script>alert(1)</script>",
+            training_length=64,
+            lead="Trained & read.",
+            made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
+            details={"Settings": {"length": 128}},
+        ),
     )
     assert page == directory / "report.html"
     return directory
@@ -158,7 +160,14 @@ def test_the_page_has_everything_inside_and_names_nothing_outside(written):
     assert "Curves &lt;by&gt; length (A paper, Fig. 1)." in page
     assert "<script" not in page
     assert "http" not in page.replace("http://www.w3.org", "")
-    for text in ("Trained &amp; read.", "Topic two", "Figure 2.", "a, step 7", ">m<"):
+    for text in (
+        "Left &lt;out&gt;.",
+        "Trained &amp; read.",
+        "Topic two",
+        "Figure 2.",
+        "a, step 7",
+        ">m<",
+    ):
         assert text in page
 
 

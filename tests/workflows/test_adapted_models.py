@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.analysis.attention_examples import cells
 from tests.interchange.families import made
+from trainer.analysis.results import TOPICS
 from trainer.analysis.target import Target
 from trainer.commands import compose_words
 from trainer.common.errors import UserError
@@ -30,7 +31,7 @@ from trainer.interchange.adapted import AdaptedModel
 from trainer.runs.models import find_model
 from trainer.workflows import analyze as analysis
 from trainer.workflows import evaluate as evaluation
-from trainer.workflows.analyze import TOPICS, analyze
+from trainer.workflows.analyze import analyze
 from trainer.workflows.evaluate import evaluate_lengths
 
 C = 320
@@ -62,8 +63,8 @@ def test_every_analysis_can_be_made(family):
     hf = made(family, num_hidden_layers=2, max_position_embeddings=32)
     ids = torch.randint(97, (1, 40), generator=torch.Generator().manual_seed(5))
     target = Target(family, AdaptedModel(hf), ids)
-    results = [topic(target) for topic in TOPICS.values()]
-    assert [found.key for found in results] == list(TOPICS)
+    results = [topic(target) for topic in TOPICS.values() if topic.models == 1]
+    assert len(results) == 7
     assert all(found.plots and len(found.rows) for found in results)
 
 

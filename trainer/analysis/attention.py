@@ -6,7 +6,7 @@ No function holds a whole attention matrix: scores are computed and reduced in b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
 from typing import Any, Literal, TypeVar
@@ -23,6 +23,7 @@ from trainer.positional.rotation import bias_slopes
 
 Array = np.ndarray
 Measured = TypeVar("Measured")
+Name = TypeVar("Name")
 HeadIndex = tuple[int, int]
 """Numbers of a layer and of a query head in it."""
 Side = Literal["query", "key"]
@@ -161,6 +162,11 @@ def stack_heads(rows: Sequence[Tensor]) -> Tensor:
 def stack_layers(layers: Sequence[Tensor]) -> Array:
     """Stack ``[H, n]`` of every layer to ``[layers, H, n]``; NaN if a layer has fewer columns."""
     return stack_heads([layer.T for layer in layers]).mT.cpu().numpy()
+
+
+def by_name(layers: Sequence[Mapping[Name, Measured]]) -> dict[Name, list[Measured]]:
+    """Return what each layer has under a name as one list."""
+    return {name: [layer[name] for layer in layers] for name in layers[0]}
 
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, Side, view_heads
-from trainer.analysis.results import Results, Variants, results, tidy, variants
+from trainer.analysis.results import Findings, Variants, analysis, tidy, variants
 from trainer.analysis.target import Target, read
 from trainer.plotting import (
     Grid,
@@ -197,7 +197,8 @@ def project(vectors: Array, axes: Array, points: int = 256) -> tuple[Array, floa
     return vectors[:, sample] @ axes, float(stable_rank(keys.mT @ keys))
 
 
-def analyze_clusters(target: Target) -> Results:
+@analysis("clusters", "Clusters of queries and keys")
+def analyze_clusters(target: Target) -> Findings:
     """Measure width and distance of the clouds of queries and keys, before and after the
     rotation."""
     target.require(4)  # a cloud needs several points
@@ -224,8 +225,7 @@ def analyze_clusters(target: Target) -> Results:
     chosen = dict.fromkeys((i, head * keys // queries) for i, head in target.config.chosen)
     shown = [*chosen] or [(i, 0) for i in target.shown_layers]
     plots.append(snapshots_plot(target, shown, looks))
-    title = "Clusters of queries and keys"
-    return results("clusters", title, target.name, plots, tables)
+    return Findings(plots, tables)
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ def curve_plots(curves: Curves) -> list[Plot]:
         curves.plot(
             "separation",
             separation,
-            "Separation of queries and keys by length, mean score, median index (the table has its "
-            "mean) and 80% of heads (RoPE-ID, Fig. 11).",
+            "Separation of queries and keys by length, mean score, median index and 80% of heads "
+            "(RoPE-ID, Fig. 11).",
         ),
         singular_values_plot(curves),
         first_component_plot(curves.values),
@@ -306,7 +306,7 @@ def singular_values_plot(curves: Curves) -> Plot:
         "singular_values",
         panels,
         "Stable rank, and first singular value after over before the rotation, by length; mean "
-        "and 80% of heads, thin: each head (RoPE-ID, Fig. 4).",
+        "and 80% of heads; thin: each head, from the first layer (dark) on (RoPE-ID, Fig. 4).",
         columns=2,
         height=2.0,
     )
@@ -319,14 +319,20 @@ def first_component_plot(values: Mapping[str, Array]) -> Plot:
         of_heads = 100 * values[f"{side}_first_share"][..., -1].ravel()
         counts, edges = np.histogram(of_heads, 20, (0, 100))
         middles = (edges[:-1] + edges[1:]) / 2
-        shares[SIDES[side]] = np.column_stack([middles, 100 * counts / counts.sum()])
+        points = np.column_stack([middles, 100 * counts / counts.sum()])
+        shares[SIDES[side]] = points[counts > 0]
     x, y = "variance of the first component (%)", "share of heads (%)"
     return Plot(
         "clusters_first_component",
-        draw([Panel("", x=x, y=y, points=shares)]),
+        draw([Panel("", x=x, y=y, prepare=_percentages, points=shares)], Grid(height=2.0)),
         "Heads by the share of the first principal component in the variance about the origin, "
         "before the encoding (RoPE-ID, Fig. 4).",
     )
+
+
+def _percentages(axes: Axes) -> None:
+    axes.set_xlim(0, 100)
+    axes.set_ylim(bottom=0)
 
 
 def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) -> Plot:

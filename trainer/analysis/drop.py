@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.analysis.attention import Array, Heads, attention_statistics, capture
 from trainer.analysis.positional_bias import positional_biases
-from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import Target, bucket_means, position_edges, stacked
 from trainer.common.errors import UserError
 from trainer.model.language_model import LanguageModel
@@ -28,6 +28,8 @@ MEASURES = {
     "diagonal": "Aᶜ, its own token",
     "previous": "Aᶜ, the previous token",
 }
+DIVERGENCE_STYLE = 3
+"""Style of the divergence of two models, which have styles of their own."""
 
 
 def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
@@ -76,7 +78,8 @@ def compare_predictions(model: LanguageModel, other: LanguageModel, ids: Tensor)
     return torch.cat(chunks, dim=1).view(3, *targets.shape).mean(dim=1).cpu().numpy()
 
 
-def compare_drop(before: Target, after: Target) -> Results:
+@analysis("drop", "Before and after the drop", models=2)
+def compare_drop(before: Target, after: Target) -> Findings:
     """Compare two models that read the same text: heads within the shorter training length,
     predictions also beyond it.
 
@@ -106,7 +109,7 @@ def compare_drop(before: Target, after: Target) -> Results:
     plots = [_positions(names, trained, edges, curves)]
     if heads[0]["distance"].shape == heads[1]["distance"].shape:
         plots.insert(0, _heads(names, *heads))
-    return results("drop", "Before and after the drop", after.name, plots, tables)
+    return Findings(plots, tables)
 
 
 def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Array]) -> Plot:
@@ -136,7 +139,9 @@ def _positions(
         return Panel(title, lines, y=y)
 
     panels = [
-        panel("next-token predictions", {" ‖ ".join(names): 0}, "KL divergence (nats)"),
+        panel(
+            "next-token predictions", {" ‖ ".join(names): DIVERGENCE_STYLE}, "KL divergence (nats)"
+        ),
         panel("loss", style_numbers(names), "loss (nats/token)"),
     ]
     return Plot(

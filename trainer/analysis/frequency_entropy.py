@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
-import pandas as pd
 import torch
 from matplotlib.axes import Axes
 from torch import Tensor
@@ -26,6 +26,7 @@ from trainer.analysis.attention import (
     HeadIndex,
     Heads,
     Side,
+    by_name,
     capture,
     cell_means,
     head_vectors,
@@ -35,7 +36,7 @@ from trainer.analysis.attention import (
     stack_layers,
     view_heads,
 )
-from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import Target
 from trainer.analysis.weighted_rope import apply, count_pairs, factors_of
 from trainer.common.errors import UserError
@@ -140,14 +141,10 @@ def frequency_entropies(
         capture(model, text[None], lambda heads: frequency_entropy_of(heads, measures, frames))
         for text in ids
     ]
-    return [_mean(of_layer) for of_layer in zip(*texts, strict=True)]
-
-
-def _mean(texts: Sequence[FrequencyEntropy]) -> FrequencyEntropy:
-    """Average the entropies of one layer over texts."""
-    means = {}
-    for key in texts[0]:
-        means[key] = torch.stack([entropies[key] for entropies in texts]).mean(dim=0)
+    means = []
+    for of_texts in zip(*texts, strict=True):  # layer by layer
+        values = by_name(of_texts)
+        means.append({key: torch.stack(x).mean(dim=0) for key, x in values.items()})
     return means
 
 
@@ -192,7 +189,8 @@ Entropies = dict[tuple[str, Side], Array]
 """Entropies ``[layers, heads, pairs]`` by measure and side, NaN where a head has no such pair."""
 
 
-def analyze_frequency_entropy(target: Target) -> Results:
+@analysis("frequency_entropy", "Frequency entropy")
+def analyze_frequency_entropy(target: Target) -> Findings:
     """Compute SpectrumFE and SequenceFE of every pair, also on the configured prefixes, and
     perplexity with extreme pairs attenuated."""
     target.require(6)  # with fewer than a frame, only SpectrumFE is left out
@@ -207,14 +205,16 @@ def analyze_frequency_entropy(target: Target) -> Results:
         prefix = target.ids[:, :n]
         by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
     by_length[target.length] = values = _stacked(layers)
-    chosen = target.config.chosen
-    shown = chosen or concentrated_heads(values[measures[0], "query"], target.shown_layers)
+    chosen, ranked = target.config.chosen, values[measures[0], "query"]
+    lowest = np.nan_to_num(ranked, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
+    # The head with the most concentrated pair.
+    shown = chosen or [(layer, lowest[layer]) for layer in target.shown_layers]
     norms = view_heads(target.model, target.ids[:1], shown, norm_maps)
     plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
     for side in SIDES:
         plots.append(_heads_plot(by_length, side, shown))
         plots.append(_norms_plot(norms, side, target.length))
-    perplexities, attenuated = attenuated_perplexity(target, measures, layers)
+    attenuated = attenuated_perplexity(target, measures, layers)
     tables = []
     for n, entropies in by_length.items():
         for (m, side), of_pairs in entropies.items():
@@ -222,24 +222,11 @@ def analyze_frequency_entropy(target: Target) -> Results:
                 named = {NAMES[m]: of_pairs}
                 table = tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n)
                 tables.append(table)
-    tables += perplexities
-    plots += attenuated
-    return results("frequency_entropy", "Frequency entropy", target.name, plots, tables)
+    return Findings(plots + attenuated.plots, tables + attenuated.tables, attenuated.notes)
 
 
 def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
-    """Return the entropies of all layers as arrays."""
-    stacked = {}
-    for key in layers[0]:
-        stacked[key] = stack_layers([entropies[key] for entropies in layers])
-    return stacked
-
-
-def concentrated_heads(entropies: Array, layers: Sequence[int]) -> list[HeadIndex]:
-    """Return the head with the pair of lowest entropy in each of ``layers``, from ``[layers, heads,
-    pairs]``."""
-    lowest = np.nan_to_num(entropies, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
-    return [(layer, lowest[layer]) for layer in layers]
+    return {key: stack_layers(entropies) for key, entropies in by_name(layers).items()}
 
 
 def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
@@ -251,10 +238,10 @@ def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
     return {side: cell_means(values, cell).numpy() for side, values in norms.items()}
 
 
-def _panel(title: str, values: Array, y: str = "") -> Panel:
-    """Return the points of entropies ``[rows, pairs]``, coloured by the number of the row."""
-    rows, pairs = map(np.arange, values.shape)
-    return graded(title, pairs, values, rows[:, None], y=y, prepare=_unit)
+def _panel(title: str, values: Array) -> Panel:
+    """Return the points of entropies ``[heads, pairs]``, coloured by the number of the head."""
+    heads, pairs = map(np.arange, values.shape)
+    return graded(title, pairs, values, heads[:, None], prepare=_unit)
 
 
 def _unit(axes: Axes) -> None:
@@ -281,24 +268,29 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
     """Draw single query heads, or the key heads that they read, by the length of the text."""
     whole = by_length[max(by_length)]
     lengths = [*by_length] if side == "query" else [max(by_length)]
-    by_measure = {}
-    for measure in [m for m, of in whole if of == side]:
-        missing = np.full(whole[measure, side].shape, np.nan)
-        at_lengths = [by_length[n].get((measure, side), missing) for n in lengths]
-        by_measure[measure] = np.stack(at_lengths)  # [lengths, layers, heads, pairs]
+    measures = [measure for measure, of in whole if of == side]
+    readers, title = 1, "layer {}, head {}"
+    if side == "key":
+        readers = whole[measures[0], "query"].shape[1] // whole[measures[0], side].shape[1]
+        title = "layer {}, key head {}"
     panels = []
     for start in range(0, len(heads), COLUMNS):
-        for measure, values in by_measure.items():
-            readers = whole[measure, "query"].shape[1] // values.shape[2]
+        for measure in measures:
             y = NAMES[measure]
-            for i, j in heads[start : start + COLUMNS]:
-                panels.append(_panel(f"layer {i}, head {j}", values[:, i, j // readers], y))
+            for i, query_head in heads[start : start + COLUMNS]:
+                head = query_head // readers
+                points = {}
+                for n in lengths:
+                    if (measure, side) in by_length[n]:
+                        values = by_length[n][measure, side][i, head]
+                        pairs = np.arange(len(values))
+                        points[f"{n:,} tokens"] = np.column_stack([pairs, values])
+                panels.append(Panel(title.format(i, head), y=y, prepare=_unit, points=points))
                 y = ""  # the first panel of a row alone
-    named = ", ".join(f"{i}: {n:,}" for i, n in enumerate(lengths))
     grid = Grid(min(COLUMNS, len(heads)), 1.75, x=PAIR_INDEX, share=True)
     return Plot(
         f"frequency_entropy_heads_{SIDES[side]}",
-        draw(panels, grid, index=f"tokens ({named})"),
+        draw(panels, grid),
         f"Entropy of every pair of the {SIDES[side]} of single heads, by the length of the text "
         "(Fig. 1, 2, 5, 8-10, 18-21, above; App. F, Fig. 15-17).",
     )
@@ -321,29 +313,34 @@ def _norms_plot(norms: Mapping[HeadIndex, Mapping[Side, Array]], side: Side, len
 
 def attenuated_perplexity(
     target: Target, measures: Sequence[str], entropies: Sequence[FrequencyEntropy]
-) -> tuple[list[pd.DataFrame], list[Plot]]:
+) -> Findings:
     """Measure and draw perplexity of the target's first text by gate, factor and number of tokens
     (Sec. 5.2, Fig. 4).
 
     ``measures``: measures for which the text is long enough; gates of others are skipped.
     ``entropies``: entropies on the target's texts. A model without rotation, or with an
-    intervention, is not measured.
+    intervention, is not measured, which a note says.
     """
     settings, model, layout = target.config.attenuation, target.model, target.model.layout
     gates = [rules for rules in settings.gates if _needed([rules]) <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
-    if not (settings.alphas and gates and layout.rotates) or busy:
-        return [], []
+    if busy or not layout.rotates:
+        return Findings(
+            [], [], ["No attenuation: no head rotates, or a method has its own factors."]
+        )
+    if not settings.alphas or not gates:
+        return Findings([], [])
     if target.choice is not None:
         frames = target.config.frequency_entropy
         entropies = frequency_entropies(model, target.choice, sorted(_needed(gates)), frames)
     most = target.length - 1
-    tables, panels = [], []
+    tables, panels, idle = [], [], []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
         ids = target.ids[:1, : n + 1]
         plain = _perplexity(model, layout, ids)
         lines = []
-        for style, rules in enumerate(gates):
+        # Steps of 7 change colour and dashes: curves that cover each other stay visible.
+        for style, rules in zip(count(1, 7), gates, strict=False):
             curve = {1.0: plain}
             pairs = 0
             for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
@@ -354,17 +351,24 @@ def attenuated_perplexity(
             numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
             numbers["attenuated_pairs"] = float(pairs)
             tables.append(tidy(numbers, variant=in_words(rules), length=n))
-            label = f"{in_words(rules)} ({pairs:,})"
-            lines.append(Line(label, style, [*curve], [*curve.values()]))
-        x, y = "factor α on the chosen pairs", "perplexity"
-        panels.append(Panel(f"{n:,} tokens", lines, x, y, log_if_wide))
+            if pairs:
+                label = f"{in_words(rules)} ({pairs:,})"
+                lines.append(Line(label, style, [*curve], [*curve.values()]))
+            else:
+                idle.append(in_words(rules))
+        if lines:
+            x, y = "factor α on the chosen pairs", "perplexity"
+            panels.append(Panel(f"{n:,} tokens", lines, x, y, log_if_wide))
+    notes = [f"No pair has {gate}, so attenuation changes nothing." for gate in dict.fromkeys(idle)]
+    if not panels:
+        return Findings([], tables, notes)
     plot = Plot(
         "attenuation",
         draw(panels, Grid(columns=2)),
         "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
         "(Sec. 5.2, Fig. 4).",
     )
-    return tables, [plot]
+    return Findings([plot], tables, notes)
 
 
 def _needed(gates: Sequence[Sequence[WeightedRopeSettings]]) -> set[str]:

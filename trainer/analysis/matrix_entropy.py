@@ -41,7 +41,7 @@ from trainer.analysis.attention import (
     stack_layers,
     view_heads,
 )
-from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import Target
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import ColourScale, Grid, Line, Panel, Plot, draw, heat_maps
@@ -218,7 +218,8 @@ def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
     return {name: torch.stack(values).cpu().numpy() for name, values in scores.items()}
 
 
-def analyze_matrix_entropy(target: Target) -> Results:
+@analysis("matrix_entropy", "Matrix entropy")
+def analyze_matrix_entropy(target: Target) -> Findings:
     """Compute band entropies and truncated effective ranks of every head, and its attention on a
     needle.
 
@@ -262,7 +263,7 @@ def analyze_matrix_entropy(target: Target) -> Results:
     }
     tables.append(tidy(numbers, "layer", "head", variant="needle prompt"))
     plots = needle_plots(model, prompt, shown, last)
-    return results("matrix_entropy", "Matrix entropy", target.name, plots, tables)
+    return Findings(plots, tables)
 
 
 def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[HeadIndex, str]:
@@ -313,7 +314,7 @@ def needle_plots(
     return [
         Plot(
             "needle_heads",
-            draw(panels, Grid(2, 1.7, x="position of the key (tokens)")),
+            draw(panels, Grid(2, 1.7, x="position of the key (tokens)", y="attention weight")),
             "Attention weight of single heads by the key's position, mean over all queries and of "
             "the last token (DoPE, Fig. 2).",
         ),

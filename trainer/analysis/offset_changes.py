@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -20,14 +21,19 @@ from trainer.analysis.offset_features import (
     points_by,
     summary,
 )
-from trainer.analysis.results import Results, results, tidy
-from trainer.analysis.target import Target
+from trainer.analysis.results import Findings, analysis, tidy
+from trainer.analysis.target import NotApplicableError, Target
 from trainer.plotting import BLACK, GREY, Grid, Panel, Plot, draw
 
 
-def offset_changes(before: Target, after: Target) -> Results:
+@analysis(
+    "offset_changes", "Rotary offset features of two models", models=2, kind="offset_features"
+)
+def offset_changes(before: Target, after: Target) -> Findings:
     """Compare two models that read the same text, up to the shorter training length (App. C, Fig.
     15 and 16)."""
+    if not (before.rotates and after.rotates):
+        raise NotApplicableError("compare: expected models that rotate")
     length = min(before.length, before.training_length, after.training_length)
 
     def read(target: Target) -> pd.DataFrame:
@@ -55,8 +61,7 @@ def offset_changes(before: Target, after: Target) -> Results:
         for name, features in pair.items():
             tables.append(pair_rows(features[[*PLACE, "key_radius", "angle"]]).assign(model=name))
     tables = [table.assign(length=length) for table in tables]
-    title = "Rotary offset features of two models"
-    return results("offset_changes", title, after.name, plots, tables)
+    return Findings(plots, tables)
 
 
 def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
@@ -69,17 +74,19 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
     def prepare(axes: Axes) -> None:
         axes.set_xlim(-0.6, was.pair.max() + 0.6)
         axes.axhline(0, color=GREY, linewidth=0.6)
-        for features, dash in ((was, "--"), (now, ":")):
+        axes.locator_params(axis="x", integer=True)
+        for name, features, dash in ((first, was, "--"), (second, now, ":")):
             for index in first_possible(features):
-                axes.axvline(index - 0.5, color=BLACK, linewidth=0.9, linestyle=dash)
+                mark: dict[str, Any] = {"color": BLACK, "linewidth": 0.9, "linestyle": dash}
+                axes.axvline(index - 0.5, label=f"upper bound of {name}", **mark)
 
     labels = {"x": PAIR_INDEX, "y": "change of the radius"}
     panel = points_by(table, "x", "change", "layer", prepare=prepare, **labels)
     return Plot(
         "offset_changes_by_pair",
         draw([panel], Grid(height=2.0), index="layer"),
-        f"From {first} to {second}: change of the radius of every head's mean keys; dashed and "
-        "dotted: their upper bounds (App. C, Fig. 16).",
+        f"From {first} to {second}: change of the radius of every head's mean keys (App. C, "
+        "Fig. 16).",
     )
 
 

@@ -44,7 +44,7 @@ from trainer.analysis.attention import (
     head_vectors,
     view_heads,
 )
-from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.plotting import (
     BLACK,
@@ -296,7 +296,8 @@ def fastest_pairs(heads: Heads) -> list[PairEffect]:
     return rows
 
 
-def analyze_offset_features(target: Target) -> Results:
+@analysis("offset_features", "Rotary offset features")
+def analyze_offset_features(target: Target) -> Findings:
     """Measure radii and angles of every pair, their bounds, and what single pairs do to
     attention."""
     target.require(2)
@@ -341,7 +342,7 @@ def analyze_offset_features(target: Target) -> Results:
     if len(on_first):
         plots.append(sinks_plot(on_first))
     plots.append(steps_plot(on_previous))
-    return results("offset_features", "Rotary offset features", target.name, plots, tables)
+    return Findings(plots, tables)
 
 
 def shown_heads(features: pd.DataFrame, chosen: Sequence[HeadIndex]) -> dict[HeadIndex, int]:
@@ -395,7 +396,8 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
 
     radius, angle = "radius of the mean key", "angle φ, query to key (rad)"
     of: dict[str, Any] = {"table": moving, "across": "pair", "index": "key_radius", "x": PAIR_INDEX}
-    levels = tuple((level, "radii of Table 2") for level in RADII)
+    longest = moving.key_radius.max()
+    levels = tuple((level, "radii of Table 2") for level in RADII if level < longest)
     panels = [
         points_by(up="key_radius", y=radius, prepare=upper_bound, horizontal=levels, **of),
         points_by(up="angle", y=angle, prepare=both_bounds, **of),
@@ -537,7 +539,7 @@ def terms(
 def sinks_plot(pairs: pd.DataFrame) -> Plot:
     """Draw attention on the first token with and without each head's strongest pair under the
     upper bound, and the pair's part of the margin."""
-    x, y = "score of the first key over others", "part of the strongest pair"
+    x, y = "score of the first key minus others' mean", "part of the strongest pair"
     margin = points_by(pairs, "margin", "margin_of_pair", "layer", x=x, y=y)
     return Plot(
         "offset_sinks",
@@ -549,7 +551,8 @@ def sinks_plot(pairs: pd.DataFrame) -> Plot:
 
 def steps_plot(pairs: pd.DataFrame) -> Plot:
     """Draw the angle of each head's fastest pair, and attention on the token before without it."""
-    x, y, step = "radius of the mean key", "angle φ in steps of a token", ((1.0, ""),)
+    x, y = "radius of the mean key", "angle φ in steps of a token"
+    step = ((1.0, "the token before"),)
     steps = points_by(pairs, "key_radius", "steps", "layer", x=x, y=y, horizontal=step)
     return Plot(
         "offset_steps",

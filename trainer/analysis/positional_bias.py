@@ -36,7 +36,7 @@ from trainer.analysis.attention import (
     view_heads,
     visible_keys,
 )
-from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import Target, stacked
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
@@ -89,7 +89,8 @@ BESIDE, REACH = 32, 8
 """Distances that a profile shows, and tokens around a needle."""
 
 
-def analyze_positional_bias(target: Target) -> Results:
+@analysis("positional_bias", "Positional bias")
+def analyze_positional_bias(target: Target) -> Findings:
     """Measure Aᶜ of every head within the training length, its causes, and what YaRN does to
     attention."""
     target.require(2)  # a single token attends to itself alone
@@ -119,7 +120,7 @@ def analyze_positional_bias(target: Target) -> Results:
             for name, gamma in by_method.items():
                 variant = f"{METHODS[name][0]}, s = {s:g}"
                 tables.append(tidy({"frequency_factor": gamma}, "pair", variant=variant))
-    return results("positional_bias", "Positional bias", target.name, plots, tables)
+    return Findings(plots, tables)
 
 
 def _rows_of_seeds(metric: str, version: str, seeds: Array) -> list[pd.DataFrame]:

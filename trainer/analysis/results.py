@@ -2,11 +2,11 @@
 
 Put yours in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure)::
 
-    @analysis  # of trainer.workflows.analyze
+    @analysis("key_norms", "Norms of keys")
     def key_norms(target):
         norms = read(target, lambda heads: {"key_norm": heads.k.norm(dim=-1)})
         rows = tidy({"key_norm": norms["key_norm"].mean(axis=-1)}, "layer", "head")
-        return results("key_norms", "Norms of keys", target.name, [], [rows])
+        return Findings([], [rows])
 
 What it reads is in :mod:`trainer.analysis.target`.
 """
@@ -14,7 +14,8 @@ What it reads is in :mod:`trainer.analysis.target`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,23 +29,63 @@ COLUMNS = ("topic", "model", "variant", "layer", "head", "pair", "length", "metr
 ``length``: tokens of the prefix, position or distance. Cells that mean nothing are empty."""
 
 
+class Findings(NamedTuple):
+    """Figures of an analysis, its numbers (:func:`tidy`), and sentences on what was left out."""
+
+    plots: list[Plot]
+    tables: list[pd.DataFrame]
+    notes: Sequence[str] = ()
+
+
 class Results(NamedTuple):
-    """Figures of an analysis, and its numbers as rows with the columns :data:`COLUMNS`."""
+    """Findings of an analysis for its page; ``rows``: all numbers under :data:`COLUMNS`."""
 
     key: str
     title: str
     plots: list[Plot]
     rows: pd.DataFrame
+    notes: Sequence[str] = ()
 
 
-def results(
-    key: str, title: str, model: str, plots: list[Plot], tables: Sequence[pd.DataFrame]
-) -> Results:
-    """Return results with the rows of all tables, see :func:`tidy`; rows that name no model are of
-    ``model``."""
-    rows = pd.concat(tables).reindex(columns=COLUMNS)
-    rows["topic"], rows["model"] = key, rows["model"].fillna(model)
-    return Results(key, title, plots, rows)
+@dataclass(frozen=True)
+class Topic:
+    """A registered analysis: ``function`` takes ``models`` targets, the later model last, and
+    ``analysis.arguments`` by keyword. ``kind``: the value of ``analysis.kind`` that includes it."""
+
+    name: str
+    title: str
+    function: Callable[..., Findings]
+    models: int
+    kind: str
+
+    def __call__(self, *targets: Target, **arguments: Any) -> Results:
+        """Make the analysis; rows that name no model are of the last one."""
+        plots, tables, notes = Findings(*self.function(*targets, **arguments))
+        rows = pd.concat(tables).reindex(columns=COLUMNS)
+        rows["topic"] = self.name
+        rows["model"] = rows["model"].fillna(targets[-1].name)
+        return Results(self.name, self.title, plots, rows, notes)
+
+
+TOPICS: dict[str, Topic] = {}
+"""Analyses by name, those of the user's plugins included."""
+
+
+def analysis(
+    name: str, title: str, *, models: int = 1, kind: str | None = None
+) -> Callable[[Callable[..., Findings]], Topic]:
+    """Register a function as an analysis, see :class:`Topic`; ``title``: heading on the page."""
+
+    def register(function: Callable[..., Findings]) -> Topic:
+        TOPICS[name] = Topic(name, title, function, models, kind or name)
+        return TOPICS[name]
+
+    return register
+
+
+def kinds() -> list[str]:
+    """Return the values of ``analysis.kind``."""
+    return ["all", *sorted({topic.kind for topic in TOPICS.values()})]
 
 
 def tidy(
@@ -72,7 +113,7 @@ def tidy(
 
 
 def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
-    """Return means, 10% and 90% quantiles and counts over layers, heads and pairs.
+    """Return means, medians, 10% and 90% quantiles and counts over layers, heads and pairs.
 
     There is a row for each model, variant and metric, at the longest length up to ``trained`` and
     at the longest of all where lengths were measured.
@@ -85,7 +126,11 @@ def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
     shown = rows[is_shown | (rows.length == longest.length)]
     values = shown.groupby([*groups, "length"], dropna=False, sort=False)["value"]
     return values.agg(
-        mean="mean", low=lambda v: v.quantile(0.1), high=lambda v: v.quantile(0.9), n="count"
+        mean="mean",
+        median="median",
+        low=lambda v: v.quantile(0.1),
+        high=lambda v: v.quantile(0.9),
+        n="count",
     ).reset_index()
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.analysis.attention import Array, Heads, attention_map, attention_statistics, view_heads
-from trainer.analysis.results import Results, results, tidy, variants
+from trainer.analysis.results import Findings, analysis, tidy, variants
 from trainer.analysis.target import Target, bucket_means, position_edges, read
 from trainer.plotting import ColourScale, Grid, Panel, Plot, draw, heat_maps, over_heads
 
@@ -39,7 +39,8 @@ def over_largest(products: Array) -> Array:
     return scaled
 
 
-def analyze_sinks(target: Target) -> Results:
+@analysis("sinks", "Attention sinks")
+def analyze_sinks(target: Target) -> Findings:
     """Measure norms of keys, attention on the first key, and the largest dot products, by
     position."""
     target.require(8)  # other positions than the first
@@ -104,7 +105,7 @@ def analyze_sinks(target: Target) -> Results:
         ),
         attention_plot(target, curves["rotated.sink_weight"][..., -1]),
     ]
-    return results("sinks", "Attention sinks", target.name, plots, tables)
+    return Findings(plots, tables)
 
 
 def attention_plot(target: Target, shares: Array) -> Plot:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from trainer.analysis.attention import Array
-from trainer.analysis.results import Results, results, tidy
+from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import Target
 from trainer.plotting import Grid, Line, Panel, Plot, draw, style_numbers
 from trainer.positional.encodings import by_name
@@ -89,7 +89,8 @@ PER_INTERVAL = 24
 """Number of distances between two neighbouring lengths."""
 
 
-def analyze_synthetic(target: Target) -> Results:
+@analysis("synthetic", "Spectra in principle")
+def analyze_synthetic(target: Target) -> Findings:
     """Measure the two criteria of RoPE-ID for every spectrum: a lower bound that is not trivial,
     reached within the training length. Reads neither the weights nor the text."""
     layout, head_dim = target.model.layout, target.model.config.head_size
@@ -121,7 +122,7 @@ def analyze_synthetic(target: Target) -> Results:
         "One repeated vector of ones under each spectrum: first singular value by the length of "
         "the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
     )
-    return results("synthetic", "Spectra in principle", target.name, [plot], tables)
+    return Findings([plot], tables)
 
 
 def _distances_between(lengths: Sequence[int]) -> list[int]:

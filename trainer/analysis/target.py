@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.analysis.attention import Array, Heads, NeedlePrompt, capture
+from trainer.analysis.attention import Array, Heads, NeedlePrompt, by_name, capture
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
@@ -100,9 +101,8 @@ def stacked(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Array]:
     """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
     layer."""
     means = {}
-    for name in layers[0]:
-        of_layers = [layer[name].double().mean(dim=0) for layer in layers]
-        means[name] = torch.stack(of_layers).cpu().numpy()
+    for name, values in by_name(layers).items():
+        means[name] = np.stack([x.double().mean(dim=0).cpu().numpy() for x in values])
     return means
 
 

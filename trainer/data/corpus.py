@@ -264,7 +264,8 @@ def corpus_at(
     for (name, source), directory in zip(config.texts.items(), directories, strict=True):
         text = open_prepared(Path(directory), name, source.weight, cache)
         for split in SPLITS:
-            if (count := len(getattr(text, split))) < config.sequence_length:
+            count = len(getattr(text, split))
+            if count < config.sequence_length:
                 raise UserError(
                     f"data: expected {config.sequence_length} tokens or more in the {split} split "
                     f"of {directory}, got {count}"

@@ -43,6 +43,7 @@ from trainer.data.sources import (
     digest,
     documents,
     revision_of,
+    source_of,
     state_of,
 )
 from trainer.data.tokenizer import (
@@ -205,11 +206,7 @@ def windows_at(ids: Ids, starts: Integers, length: int) -> Integers:
 
 def request_of(config: DataConfig, tokenizer: TokenizerChoice) -> dict[str, Any]:
     """Return everything that the tokens depend on; equal requests give equal tokens."""
-    keys = {
-        "hub": ("hub_name", "hub_config", "hub_split", "text_field"),
-        "files": ("allow_patterns", "text_field"),
-        "stdlib_docs": (),
-    }.get(config.source, ("arguments",))
+    keys = source_of(config).keys
     return {
         "format": FORMAT,
         **{k: getattr(config, k) for k in ("source", "revision", *keys, "validation", "test")},

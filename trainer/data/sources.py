@@ -11,13 +11,13 @@ import platform
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 from glob import has_magic
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.core import url_to_fs
@@ -26,9 +26,26 @@ from trainer.common.errors import UserError
 from trainer.config import DataConfig
 from trainer.data.readers import AT_ONCE, as_text, format_of, read_column
 
-BUILT_IN = ("stdlib_docs", "files", "hub")
-TEXT_SOURCES: dict[str, Callable[..., Iterable[str]]] = {}
-"""Sources of the user's own, by name."""
+Function = TypeVar("Function", bound=Callable[..., Iterable[str | None]])
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A registered source: a function of ``data.arguments`` or, if its text depends on other
+    ``keys`` of ``data``, of the configuration, whose revision is then a commit.
+
+    ``state``: returns what tells two states apart without a network (None: the function's code).
+    """
+
+    documents: Callable[..., Iterable[str | None]]
+    keys: tuple[str, ...] = ("arguments",)
+    state: Callable[[DataConfig], str | None] | None = None
+    is_remote: Callable[[DataConfig], bool] = lambda _: False
+    title: Callable[[DataConfig], str] = lambda config: config.source
+
+
+TEXT_SOURCES: dict[str, TextSource] = {}
+"""Sources by name, those of the user's plugins included."""
 
 READ_WHOLE, END = 1 << 26, 1 << 16
 """Bytes of a file whose whole content tells two states apart, and of the ends of larger ones."""
@@ -36,14 +53,17 @@ REREAD = (".csv", ".tsv")
 """Formats that were once read otherwise: text that was prepared from them is prepared anew."""
 
 
-def text_source(function: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
-    """Register ``function`` as a source under its own name; use it in a file that ``plugins``
-    names.
+def text_source(**fields: Any) -> Callable[[Function], Function]:
+    """Register a function under its name as a :class:`TextSource` with these fields.
 
-    The function takes ``data.arguments`` and returns documents, always in the same order.
+    It returns documents, always in the same order. Files that ``plugins`` names use this too.
     """
-    TEXT_SOURCES[function.__name__] = function
-    return function
+
+    def register(function: Function) -> Function:
+        TEXT_SOURCES[function.__name__] = TextSource(function, **fields)
+        return function
+
+    return register
 
 
 def digest(value: Any) -> str:
@@ -57,12 +77,14 @@ def state_of(config: DataConfig) -> str | None:
     Raises:
         FileNotFoundError: a file is missing.
     """
-    if config.source == "hub":
-        return None
-    if config.source == "stdlib_docs":
-        return f"{platform.python_implementation()} {platform.python_version()}"
-    if config.source != "files":
-        return digest(inspect.getsource(_function(config)))
+    source = source_of(config)
+    if source.state is None:
+        return digest(inspect.getsource(source.documents))
+    return source.state(config)
+
+
+def _files_state(config: DataConfig) -> str:
+    """Return a digest of the addresses elsewhere, and of the files on this machine."""
     names = list(_addresses(config, offline=True))
     here = find_files(replace(config, files=[name for name in names if "://" not in name]))
     return digest([[name for name in names if "://" in name], [_imprint(path) for path in here]])
@@ -72,8 +94,10 @@ def _imprint(path: str) -> list[str | int]:
     """Return a file's name and size, and a hash of its content, of a large one's both ends."""
     size = Path(path).stat().st_size
     with Path(path).open("rb") as file:
-        content = file.read(size if size <= READ_WHOLE else END)
-        if size > READ_WHOLE:
+        if size <= READ_WHOLE:
+            content = file.read()
+        else:
+            content = file.read(END)
             file.seek(-END, os.SEEK_END)
             content += file.read()
     imprint: list[str | int] = [Path(path).name, size, hashlib.sha256(content).hexdigest()]
@@ -84,12 +108,13 @@ def _imprint(path: str) -> list[str | int]:
 
 def is_remote(config: DataConfig) -> bool:
     """Whether the source needs a network."""
-    return config.source == "hub" or any("://" in name for name in _addresses(config, offline=True))
+    return source_of(config).is_remote(config)
 
 
-def _function(config: DataConfig) -> Callable[..., Iterable[str]]:
+def source_of(config: DataConfig) -> TextSource:
+    """Return the configured source."""
     if config.source not in TEXT_SOURCES:
-        known = ", ".join([*BUILT_IN, *TEXT_SOURCES])
+        known = ", ".join(TEXT_SOURCES)
         raise UserError(f"data.source: expected one of {known}, got {config.source!r}")
     return TEXT_SOURCES[config.source]
 
@@ -118,26 +143,29 @@ def documents(config: DataConfig, revision: str | None = None) -> Iterator[str]:
 
     ``revision``: commit of a dataset on the hub.
     """
-    if config.source == "stdlib_docs":
-        rows: Iterable[str | None] = stdlib_docs()
-    elif config.source == "files":
-        files = find_files(config)
-        rows = chain.from_iterable(read_column(path, config.text_field) for path in files)
-    elif config.source == "hub":
-        rows = _of_hub(config, revision)
+    source = source_of(config)
+    if {*source.keys} <= {"arguments"}:
+        rows = source.documents(**config.arguments)
     else:
-        rows = _function(config)(**config.arguments)
+        rows = source.documents(replace(config, revision=revision))
     return (row for row in rows if row and not row.isspace())
 
 
-def _of_hub(config: DataConfig, revision: str | None) -> Iterator[str | None]:
+@text_source(
+    keys=("hub_name", "hub_config", "hub_split", "text_field"),
+    state=lambda _: None,
+    is_remote=lambda _: True,
+    title=lambda config: f"{config.hub_name} {config.hub_config or ''}".strip(),
+)
+def hub(config: DataConfig) -> Iterator[str | None]:
+    """Yield the rows of a dataset of the hub."""
     import datasets
 
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # a network request for every file
     rows = datasets.load_dataset(
         str(config.hub_name),
         config.hub_config,
-        revision=revision,
+        revision=config.revision,
         split=config.hub_split,
         streaming=True,
         cache_dir=str(cache_directory(config) / "datasets"),
@@ -149,6 +177,17 @@ def _of_hub(config: DataConfig, revision: str | None) -> Iterator[str | None]:
                 yield as_text(value, config.text_field)
             except ValueError as error:
                 raise UserError(f"data.hub_name: {config.hub_name}: {error}") from error
+
+
+@text_source(
+    keys=("allow_patterns", "text_field"),
+    state=_files_state,
+    is_remote=lambda config: any("://" in name for name in _addresses(config, offline=True)),
+    title=lambda config: ", ".join(config.files),
+)
+def files(config: DataConfig) -> Iterator[str | None]:
+    """Yield the documents of the configured files."""
+    return chain.from_iterable(read_column(path, config.text_field) for path in find_files(config))
 
 
 def find_files(config: DataConfig) -> list[str]:
@@ -208,14 +247,14 @@ def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
             continue
         with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
             lines = file.read().split()
-        yield from (line for line in lines if any(fnmatchcase(line, glob) for glob in wanted))
+        for line in lines:
+            if any(fnmatchcase(line, glob) for glob in wanted):
+                yield line
 
 
 def describe(config: DataConfig) -> str:
     """Return a short name of the source."""
-    if config.source == "hub":
-        return f"{config.hub_name} {config.hub_config or ''}".strip()
-    return ", ".join(config.files) if config.source == "files" else config.source
+    return source_of(config).title(config)
 
 
 SHORTEST_DOCSTRING = 80
@@ -228,6 +267,9 @@ STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 """Nodes that may contain definitions."""
 
 
+@text_source(
+    keys=(), state=lambda _: f"{platform.python_implementation()} {platform.python_version()}"
+)
 @cache
 def stdlib_docs() -> tuple[str, ...]:
     """Return the docstrings of the standard library and the topics of ``help()``.
@@ -253,6 +295,7 @@ def _modules(root: Path) -> Iterator[Path]:
 
 
 def _docstrings(file: Path) -> Iterator[str]:
+    """Yield the docstrings of a module, its classes and its functions."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # templates and files kept for older versions of the language

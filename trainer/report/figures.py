@@ -120,12 +120,17 @@ def _success(report: Report, task: str) -> Plot:
 def _successes(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
     """Return the scores of rows in % with their intervals."""
     styles, lines = _styles(report), []
+    levels = [100 * chance for chance in report.chances.values() if task == STATEMENTS]
     for row in rows:
         name, curve = report.row_name(row), report.curve(row, task)
         y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
         lines.append(Line(name, styles[name], curve.length.tolist(), y, low, high))
 
     def prepare(axes: Axes) -> None:
+        top = max([axes.dataLim.intervaly[1], *levels])
+        if top < 50:  # low scores would be flat beside 100%
+            axes.set_ylim(-0.04 * top, 1.06 * top)
+            return
         axes.set_ylim(-4, 106)
         axes.set_yticks(range(0, 101, 25))
 

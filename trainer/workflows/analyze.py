@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -12,17 +11,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from trainer.analysis import (  # noqa: F401  (their import registers analyses)
+    clusters,
+    drop,
+    frequency_entropy,
+    matrix_entropy,
+    offset_changes,
+    offset_features,
+    positional_bias,
+    sinks,
+    synthetic,
+)
 from trainer.analysis.attention import NeedlePrompt
-from trainer.analysis.clusters import analyze_clusters
-from trainer.analysis.drop import compare_drop
-from trainer.analysis.frequency_entropy import analyze_frequency_entropy
-from trainer.analysis.matrix_entropy import analyze_matrix_entropy
-from trainer.analysis.offset_changes import offset_changes
-from trainer.analysis.offset_features import analyze_offset_features
-from trainer.analysis.positional_bias import analyze_positional_bias
-from trainer.analysis.results import Results
-from trainer.analysis.sinks import analyze_sinks
-from trainer.analysis.synthetic import analyze_synthetic
+from trainer.analysis.results import TOPICS, Results, kinds
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError
@@ -39,29 +40,11 @@ from trainer.evaluation.needles import magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import use_style
-from trainer.report.pages import write_analysis
+from trainer.report.pages import AnalysisPage, write_analysis
 from trainer.runs.models import environment, find_model, origin, without_home
 from trainer.workflows.evaluate import held_out_corpus
 
 log = logging.getLogger(__name__)
-
-Topic = Callable[[Target], Results]
-TOPICS: dict[str, Topic] = {
-    "clusters": analyze_clusters,
-    "sinks": analyze_sinks,
-    "synthetic": analyze_synthetic,
-    "frequency_entropy": analyze_frequency_entropy,
-    "offset_features": analyze_offset_features,
-    "matrix_entropy": analyze_matrix_entropy,
-    "positional_bias": analyze_positional_bias,
-}
-"""Analyses of one model by the names that ``+analysis=`` takes, in the order of the page."""
-
-
-def analysis(topic: Topic) -> Topic:
-    """Register a user's analysis under its name; used in a file that ``plugins`` names."""
-    TOPICS[topic.__name__] = topic
-    return topic
 
 
 def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Results], Path]:
@@ -80,11 +63,12 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     use_cores()
     use_style(**asdict(request.plots))
     config, kind = request.analysis, request.analysis.kind
-    kinds = ("all", "drop", *TOPICS)
-    if kind not in kinds:
+    if kind not in kinds():
         raise UserError(f"analysis.kind: there is no analysis {kind!r}")
+    if kind == "all" and config.arguments:
+        raise UserError("analysis.arguments: expected one analysis in analysis.kind, got 'all'")
     saved = find_model(request.checkpoint)
-    place = kind if name is None or name in kinds else name
+    place = kind if name is None or name in kinds() else name
     output = Path(request.output or saved.home / "analysis" / place)
     other = _other(request, saved, kind)
     if other is not None:
@@ -93,25 +77,21 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     ids = page_texts(corpus, config, saved)
     choice = choice_texts(corpus, config, saved, ids)
     first = target_of(saved, config, ids, choice)
-    results = analyses_of(first)
+    models, targets = [saved], [first]
     if other is not None:
-        second = target_of(other, config, ids, choice)
-        if kind in ("all", "drop"):
-            results.append(compare_drop(second, first))
-        if kind in ("all", "offset_features") and first.rotates and second.rotates:
-            results.append(offset_changes(second, first))
+        models = [other, saved]
+        targets = [target_of(other, config, ids, choice), first]
+    results = analyses_of(*targets)
     settings = without_home({"checkpoint": request.checkpoint} | asdict(config))
-    page = write_analysis(
-        output,
-        results,
+    page = AnalysisPage(
         name=saved.name,
         training_length=first.training_length,
         lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
         f"of {first.length:,}.",
-        made=origin([saved] if other is None else [other, saved]),
+        made=origin(models),
         details={"Settings": settings, "Environment": environment(corpus)},
     )
-    return results, page
+    return results, write_analysis(output, results, page)
 
 
 def target_of(
@@ -140,8 +120,9 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
         UserError: the method changes nothing in this model, or is fitted on text.
     """
     config = EvaluationConfig(methods=[name])
-    if why := why_not(name, saved, config):
-        raise UserError(f"analysis.method: {saved.name} {why}")
+    reason = why_not(name, saved, config)
+    if reason:
+        raise UserError(f"analysis.method: {saved.name} {reason}")
     if any(part.is_fitted for part in parts_of(name)):
         raise UserError(f"analysis.method: expected one that is not fitted on text, got {name}")
     factor = max(1.0, length / saved.training_length)
@@ -167,25 +148,32 @@ def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel
     return None
 
 
-def analyses_of(target: Target) -> list[Results]:
-    """Make the analyses of one model, of kind ``all`` those that apply to it."""
-    kind, results = target.config.kind, []
-    keys = [key for key in TOPICS if kind in ("all", key)]
-    with Progress("Analysing", max(1, len(keys)), target.ids.numel()) as progress:
-        for done, key in enumerate(keys, 1):
+def analyses_of(*targets: Target) -> list[Results]:
+    """Make the configured analyses of one model or of two, the later one last; of kind ``all``
+    those that apply to them."""
+    config, ids = targets[-1].config, targets[-1].ids
+    named = [topic for topic in TOPICS.values() if config.kind in ("all", topic.kind)]
+    topics = [topic for topic in named if topic.models <= len(targets)]
+    topics.sort(key=lambda topic: (topic.models, topic.name))
+    results = []
+    with Progress("Analysing", max(1, len(topics)), ids.numel()) as progress:
+        for done, topic in enumerate(topics, 1):
             try:
-                results.append(TOPICS[key](target))
+                results.append(topic(*targets[-topic.models :], **config.arguments))
             except NotApplicableError as reason:
-                if kind != "all":
+                if topic.name == config.kind:
                     raise
-                log.info("Left out %s: %s", key, reason)
+                log.info("Left out %s: %s", topic.name, reason)
             progress.advance_to(done)
     return results
 
 
-FURTHEST, USUAL, MOST_TEXTS = 8, 4096, 16
-"""Length of a text in training lengths, tokens of all texts together, and number of texts, each by
-default and at most."""
+FURTHEST = 8
+"""Length of a text in training lengths, by default and at most."""
+PAGE_TOKENS = 4096
+"""Tokens of all texts of a page together, by default and at most."""
+MOST_TEXTS = 16
+"""Number of texts of a page, by default and at most."""
 MOST_TOKENS = 2**24
 """Tokens of each held-out text from which the texts are taken, at most."""
 PROMPTS = 4
@@ -203,14 +191,16 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
     """
     C = saved.layout.training_length
     if config.file is None:
-        text, usual = running_text(corpus, corpus.test), max(2 * C, min(FURTHEST * C, USUAL))
+        text = running_text(corpus, corpus.test)
+        most = max(2 * C, min(FURTHEST * C, PAGE_TOKENS))
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
         ids = saved.tokens.tokenizer.encode(written, add_special_tokens=False).ids
-        text, usual = HeldOutText(((1.0, np.array(ids, np.int64)),)), len(ids) + 1
-    length = config.length or min(usual, text.longest + 1)
+        text = HeldOutText(((1.0, np.array(ids, np.int64)),))
+        most = len(ids) + 1
+    length = config.length or min(most, text.longest + 1)
     fitting = sum(len(ids) // max(1, length - 1) for _, ids in text.parts)
-    texts = config.texts or max(1, min(fitting, MOST_TEXTS, USUAL // length))
+    texts = config.texts or max(1, min(fitting, MOST_TEXTS, PAGE_TOKENS // length))
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
     windows = held_out_windows(text, texts, length - 1, apart=max(1, length - 1))
