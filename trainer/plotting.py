@@ -416,6 +416,8 @@ def _legend(figure: Figure, style: Style) -> None:
     columns = len(shown)
     while sum(max(column) for column in np.array_split(widths, columns)) > room and columns > 1:
         columns -= 1
+    rows = math.ceil(len(shown) / columns)  # three fit into the height of the panels
+    figure.set_figheight(figure.get_figheight() + 0.16 * style.scale * max(0, rows - 3))
     figure.legend(handles=shown, ncols=columns, **look)
 
 
