@@ -100,15 +100,17 @@ def _read(
     # If the layout changes while an answer grows, all its tokens are read again.
     if len(groups) > 1 or most > 1 or model.layout.switches:
         copies = model.empty_cache(min(most, len(shares)), length + count - 1)
-    read_rows(model, tokens(trunks)[:, :-1], trunk, length=length)
+    read_rows(model, tokens(trunks)[:, :-1], trunk, length)
     for first in range(0, len(shares), most):
         chunk = shares[first : first + most]
-        cache, logits = copies.part(0, len(chunk)), []
+        cache = copies.part(0, len(chunk))
+        logits: list[Tensor] = []
         for begin in range(0, len(chunk), len(groups)):
             (*_, cut), rows, indices = zip(*chunk[begin : begin + len(groups)], strict=True)
             part = cache.part(begin, len(rows))
             part.copy_from(trunk, cut, rows)
-            logits.append(read_rows(model, tokens(indices)[:, cut:], part, length=length))
+            states = read_rows(model, tokens(indices)[:, cut:], part, length)
+            logits += [model.logits(of_pass)[:, 0] for of_pass in states]
         cache.fill((), length)
         yield [index for _, _, index in chunk], torch.cat(logits), cache
 

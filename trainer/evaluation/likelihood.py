@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
+from trainer.model.generate import read_rows
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 
@@ -109,17 +110,19 @@ def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float
     last = max(map(len, wanted))
     # Padded on the right, which causal models do not see.
     rows = [[*context, *new[:-1], *[0] * (last - len(new))] for context, new in requests]
-    ids, cache, begin = torch.tensor(rows, device=model.device), None, 0
+    ids = torch.tensor(rows, device=model.device)
     contexts = {context: row for row, context in enumerate(dict.fromkeys(c for c, _ in requests))}
     if length > 1 and len(contexts) < len(requests):
         begin = length - 1  # the state of the last token of the context predicts the first token
+        before = torch.tensor([context[:-1] for context in contexts], device=model.device)
         trunk = model.empty_cache(len(contexts), begin)
-        beginnings = [context[:-1] for context in contexts]
-        before = torch.tensor(beginnings, device=model.device)
-        model.prefilled(before, cache=trunk, length=ids.shape[1], last=1)
-        cache = model.empty_cache(len(rows), ids.shape[1])
+        read_rows(model, before, trunk, ids.shape[1], at_once=len(before))
+        cache = model.empty_cache(*ids.shape)
         cache.copy_from(trunk, begin, [contexts[context] for context, _ in requests])
-    states = model.prefilled(ids[:, begin:], cache=cache, length=ids.shape[1], last=last)
+        new = ids[:, begin:]
+        (states,) = read_rows(model, new, cache, ids.shape[1], at_once=len(ids), last=last)
+    else:
+        states = model.prefilled(ids, length=ids.shape[1], last=last)
     # Only states that predict a token of a continuation go through the head.
     predicting = torch.cat([row[: len(new)] for row, new in zip(states, wanted, strict=True)])
     targets = torch.tensor([*chain.from_iterable(wanted)], device=model.device)[:, None]

@@ -183,6 +183,7 @@ def _computes_alike(
 
 
 def _shape(architecture: str, config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """Return the keys that all architectures share."""
     return {
         "architectures": [architecture],
         "model_type": architecture.removesuffix("ForCausalLM").lower(),
@@ -193,6 +194,7 @@ def _shape(architecture: str, config: ModelConfig, layout: Layout) -> dict[str, 
 
 
 def _native_values(layout: Layout, architecture: Architecture, rope: Parameters) -> dict[str, Any]:
+    """Return the keys of a published architecture."""
     values: dict[str, Any] = {"hidden_act": "silu", "rope_parameters": rope}
     # transformers 4 and engines built on it read these two keys. Without them they rotate with base
     # 10,000; a type that they do not know is an error there.
@@ -218,6 +220,7 @@ def _native_values(layout: Layout, architecture: Architecture, rope: Parameters)
 
 
 def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
+    """Return the keys of our own architecture, for :data:`CODE`."""
     if any(spectrum.long for spectrum in layout.spectra):
         raise UserError(
             "export: frequencies that follow the length have no place in an export with encodings "

@@ -154,24 +154,35 @@ def read_prompts(
     first = 0
     for length, alike in groupby(prompts, key=len):
         ids = torch.tensor(list(alike), device=model.device)
-        logits.append(read_rows(model, ids, cache.part(first, len(ids), longest - length)))
+        states = read_rows(model, ids, cache.part(first, len(ids), longest - length))
+        logits += [model.logits(of_pass)[:, 0] for of_pass in states]
         first += len(ids)
     cache.fill(tuple(longest - len(prompt) for prompt in prompts), longest)
     return torch.cat(logits), cache
 
 
 def read_rows(
-    model: LanguageModel, ids: Tensor, cache: KVCache, length: int | None = None
-) -> Tensor:
-    """Read ``[B, T]`` tokens after what a cache holds, in as many passes as are fast.
+    model: LanguageModel,
+    ids: Tensor,
+    cache: KVCache,
+    length: int | None = None,
+    *,
+    at_once: int | None = None,
+    last: int = 1,
+) -> list[Tensor]:
+    """Read ``[B, T]`` tokens after what a cache holds, ``at_once`` rows in a pass.
+
+    By default these are as many rows as are fast.
 
     Returns:
-        Logits ``[B, vocab]`` after the last tokens.
+        States ``[rows, last, hidden_size]`` of the last tokens, of each pass.
     """
-    size, logits = model.sequences_at_once(ids.shape[1], ids.numel()), []
+    size = at_once or model.sequences_at_once(ids.shape[1], ids.numel())
+    states = []
     for first in range(0, len(ids), size):
         rows = cache.part(first, size)
         rows.fill((), cache.length)
-        logits.append(model(ids[first : first + size], cache=rows, length=length, last=1)[:, 0])
+        part = ids[first : first + size]
+        states.append(model.prefilled(part, cache=rows, length=length, last=last))
     cache.fill((), cache.length + ids.shape[1])
-    return torch.cat(logits)
+    return states

@@ -51,9 +51,12 @@ def intervene(
 def _changed(
     x: Tensor, rows: Factors, std: tuple[float, ...], seed: int, positions: Tensor
 ) -> Tensor:
+    """Multiply channels by factors, then add noise."""
     if rows:
         x = x * _factors(rows, x.device).to(x.dtype)
-    return x + noise(std, x.shape[-1], seed, positions).to(x.dtype) if any(std) else x
+    if any(std):
+        x = x + noise(std, x.shape[-1], seed, positions).to(x.dtype)
+    return x
 
 
 def noise(std: tuple[float, ...], size: int, seed: int, positions: Tensor) -> Tensor:
