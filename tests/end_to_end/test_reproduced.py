@@ -1,5 +1,8 @@
 """Every command of docs/reproduce.md does its work, with tiny models and little text; every line
-for pytest runs as it stands."""
+for pytest runs as it stands.
+
+Experiments without changes train in tests/workflows/test_experiments.py.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,16 @@ import yaml
 from scripts.write_reproduce import DATA
 from tests.interchange.families import made
 from tests.small_runs import trained_in
+from tests.workflows.test_experiments import small as small_values
 from trainer.checkpoint import find_checkpoint, read_state
 from trainer.commands import compose_words
 from trainer.common.fields import validated
 from trainer.config import AnalysisRequest, EvaluationRequest
 from trainer.evaluation.longbench import KINDS
+from trainer.runs.directory import read_metrics
+from trainer.runs.parsing import parse
 from trainer.workflows import analyze, evaluate
+from trainer.workflows.experiment import run_experiment
 
 pytestmark = pytest.mark.weekly
 
@@ -43,13 +50,30 @@ FEW = [
     *("evaluation.needles.trials=1", "evaluation.ruler.trials=1", "evaluation.many_shot.trials=1"),
     *("evaluation.many_shot.new_tokens=4", "evaluation.longbench.directory=longbench"),
 ]
-PAPERS = yaml.safe_load(DATA.read_text())["papers"]
-ITEMS = [item for paper in PAPERS for item in paper["items"]]
-COMMANDS = sorted({command for item in ITEMS for command in item.get("command", ())})
+FETCHED = "$(python scripts/fetch_smollm2.py)"
+"""In the place of a published model's directory."""
+PAGE = yaml.safe_load(DATA.read_text())
+ITEMS = [item for paper in PAGE["papers"] for item in paper["items"]]
+OF_ITEMS = {command for item in ITEMS for command in item.get("command", ())}
+OF_LAPTOPS = {command for run in PAGE["laptops"].values() for command in run["commands"]}
+COMMANDS = sorted(c.replace(FETCHED, "SmolLM2-135M-Instruct") for c in OF_ITEMS | OF_LAPTOPS)
+AS_IT_STANDS = re.compile(r"\+experiment=\w+( name=\S+)?")
+OTHERS = ("analyze", "evaluate", "pytest")
+CHANGED = [c for c in COMMANDS if not c.startswith(OTHERS) and not AS_IT_STANDS.fullmatch(c)]
+"""Trainings of an experiment with other values, or of none."""
 
 
 def commands_with(first, *besides):
     return [c for c in COMMANDS if c.startswith(first) and not any(word in c for word in besides)]
+
+
+def first_job(line):
+    """The words of a training; of a sweep those of its first job."""
+    words = shlex.split(line)
+    if "--multirun" in words:
+        words.remove("--multirun")
+        words = [re.sub(r"=([^\[\]{},]+),.*", r"=\1", word) for word in words]
+    return words
 
 
 def named_models():
@@ -202,12 +226,36 @@ class TestEvaluations:
         assert {*report.rows.method} == set(request.evaluation.methods)
 
 
+class TestTrainings:
+    @pytest.mark.parametrize("line", CHANGED)
+    def test_every_run_trains_to_its_end_and_is_evaluated(self, line, base, tmp_path, monkeypatch):
+        monkeypatch.setattr(evaluate, "write_renderings", lambda *_: [])
+        trained = parse(small_values(first_job(line), base, tmp_path))
+        report = run_experiment(trained)
+        steps = [row["step"] for row in read_metrics(trained.directory / "metrics.csv")]
+        assert steps == [*range(1, trained.phases[-1].end + 1)]
+        assert len(report.runs) == 1 + len(trained.config.controls)
+        assert len(report.rows)
+
+
+class TestLaptops:
+    def test_every_row_that_is_smaller_has_a_run_and_values_beside_the_papers(self):
+        smaller = [item for item in ITEMS if item["state"] == "smaller"]
+        assert smaller
+        assert {item["laptop"] for item in smaller} <= {*PAGE["laptops"]}
+        cells = [cells for item in smaller for cells in item["compared"]]
+        assert {len(row) for row in cells} == {3}
+        assert {type(cell) for row in cells for cell in row} == {str}
+
+
 class TestLines:
     @pytest.mark.parametrize("line", commands_with("pytest"))
     def test_every_line_selects_tests_that_pass(self, line):
-        words = [sys.executable, "-m", *shlex.split(line), "-n", "0", "-p", "no:cacheprovider"]
+        options = ["-rA", "-n", "0", "-p", "no:cacheprovider"]
+        words = [sys.executable, "-m", *shlex.split(line), *options]
         done = subprocess.run(
             words, cwd=DATA.parent.parent, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout[-2000:]  # 5 if nothing is selected
-        assert re.search(r"\d+ passed", done.stdout)
+        passed = {*re.findall(r"^PASSED ([\w/.]+)::", done.stdout, re.MULTILINE)}
+        assert passed == {word for word in words if word.startswith("tests/")}  # some of each file

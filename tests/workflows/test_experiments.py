@@ -19,9 +19,9 @@ STEPS, C = 4, 64
 """Of a phase; tokens of the shortest sequences."""
 
 
-def small(name, base, tmp_path):
-    """The experiment's values, with a model, text and lengths for seconds."""
-    values = compose_words([f"+experiment={name}"]).values
+def small(words, base, tmp_path):
+    """The values that a command's words compose, with a model, text and lengths for seconds."""
+    values = compose_words(words).values
     drops = values["drop"]["at"] is not None
     own = values["data"]["sequence_length"]
     phases = {
@@ -76,7 +76,7 @@ def small(name, base, tmp_path):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_it_crosses_every_boundary_and_is_evaluated(name, base, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "write_renderings", lambda *_: [])  # half of the time
-    trained = parse(small(name, base, tmp_path))
+    trained = parse(small([f"+experiment={name}"], base, tmp_path))
     report = run_experiment(trained)
     config, phases, run_dir = trained.config, trained.phases, trained.directory
     rows = read_metrics(run_dir / "metrics.csv")
