@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event
@@ -212,6 +213,14 @@ def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path, monkeypatch
     restore(model, optimizer, tmp_path / "step-000003")
     for name, value in tensors_of(model, optimizer).items():
         assert torch.equal(value, before[name])
+
+
+def test_the_thread_that_writes_leaves_the_gpu_alone(tmp_path, monkeypatch):
+    """Where there is a GPU, DCP's own thread waits for its work; here it would fail."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with closing(Writer(tmp_path, 1)) as writer:
+        writer.save(tmp_path / "step-000001", {"model.a": torch.ones(3)}, {"step": 1})
+        writer.wait()
 
 
 def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):

@@ -37,7 +37,6 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
@@ -197,10 +196,7 @@ class Writer:
         every: int | None = None,
     ) -> None:
         self.directory, self.keep, self.permanent, self.every = directory, keep, permanent, every
-        use_device = None
-        if torch.cuda.is_initialized():  # the current GPU is per thread, initially the first one
-            use_device = partial(torch.cuda.set_device, torch.cuda.current_device())
-        self._thread = ThreadPoolExecutor(1, "checkpoint", use_device)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._work: Future[None] | None = None
         # Both threads would mix their collectives in the group of training.
         self._group, self._rank = None, 0
@@ -217,9 +213,14 @@ class Writer:
         self.wait()
         if self._rank:
             tensors = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
-        copies = BlockingAsyncStager().stage(tensors)
+        partly = path.with_name(f".{path.name}.partial")
+        storage = dcp.HuggingFaceStorageWriter(
+            str(partly), fqn_to_index_mapping=files_of(tensors), save_distributed=True
+        )
+        # Copied by the storage, which would wait for the GPU's work every 10 MB otherwise.
+        copies = storage.stage(tensors)
         described = json.dumps(state | {"format": FORMAT}).encode()
-        self._work = self._thread.submit(self._write, path, copies, described)
+        self._work = self._thread.submit(self._write, path, storage, copies, described)
 
     @property
     def has_failed(self) -> bool:
@@ -242,31 +243,31 @@ class Writer:
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
-    def _write(self, path: Path, tensors: Tensors, described: bytes) -> None:
-        partly = path.with_name(f".{path.name}.partial")
+    def _write(
+        self,
+        path: Path,
+        storage: dcp.HuggingFaceStorageWriter,
+        tensors: dict[str, Any],
+        described: bytes,
+    ) -> None:
+        partly = Path(storage.path)
         try:
-            self._write_files(partly, path, tensors, described)
+            on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
+            with _own_errors():
+                dcp.save(
+                    tensors,
+                    storage_writer=storage,
+                    process_group=self._group,
+                    no_dist=self._group is None,
+                )
+            mine = {f.name: _described(f) for f in partly.glob(f"shard-{self._rank + 1:05d}-*")}
+            files = all_gather(mine, self._group)
+            on_rank_zero(lambda: self._complete(partly, path, files, described), self._group)
         except Exception as error:
             # Without a collective: another rank may be elsewhere.
             if self._rank == 0:
                 shutil.rmtree(partly, ignore_errors=True)
             raise UserError(f"checkpoint: cannot write {str(path)!r}: {error}") from error
-
-    def _write_files(self, partly: Path, path: Path, tensors: Tensors, described: bytes) -> None:
-        on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
-        storage = dcp.HuggingFaceStorageWriter(
-            str(partly), fqn_to_index_mapping=files_of(tensors), save_distributed=True
-        )
-        with _own_errors():
-            dcp.save(
-                dict(tensors),
-                storage_writer=storage,
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        mine = {f.name: _described(f) for f in partly.glob(f"shard-{self._rank + 1:05d}-*")}
-        files = all_gather(mine, self._group)
-        on_rank_zero(lambda: self._complete(partly, path, files, described), self._group)
 
     def _complete(
         self, partly: Path, path: Path, files: list[dict[str, list[Any]]], described: bytes
