@@ -36,7 +36,6 @@ from trainer.evaluation.ruler import (
     essay,
     frequent_words,
     ruler_tasks,
-    search,
     variable_tracking,
     vocabulary,
 )
@@ -227,7 +226,7 @@ def question_of(prompt):
     """The function that asks it."""
     task = prompt["task"]
     if task in SEARCHES:
-        return partial(search, documents=[FILE["essay"]], **SEARCHES[task])
+        return partial(SEARCHES[task].ask, documents=[FILE["essay"]])
     if task in READERS:
         return document_questions(ITEMS[task])
     if task == "vt":

@@ -59,6 +59,7 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
         shown      [A] wins
         not shown  B wins
         not judged C wins
+                   Nothing was measured.
         Note: One [of two] was left out.
         Report: runs/[x]/report.html
         """  # noqa: E501

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import product
 
 import lm_eval
 import pandas as pd
@@ -84,7 +85,11 @@ def metrics_of(task: HarnessTask) -> dict[tuple[str, str], str]:
     lm-eval that answers went through."""
     means = [metric for metric in METRICS if task.aggregation().get(metric) is mean]
     filters = [each.name for each in getattr(task, "_filters", ())] or ["none"]
-    return {(m, f): m if f == "none" else f"{m}_{f}" for m in means for f in filters}
+    names = {}
+    for metric, of_answers in product(means, filters):
+        name = metric if of_answers == "none" else f"{metric}_{of_answers}"
+        names[metric, of_answers] = name
+    return names
 
 
 def harness_tasks(
@@ -140,12 +145,15 @@ def harness_task(
     Trials are the questions of all its tasks, labelled by their task if there are several.
     ``tasks``, ``questions``: by the names of its tasks. ``key``: its fingerprint.
     """
-    first, *others = map(metrics_of, tasks.values())
-    metrics = {key: label for key, label in first.items() if all(key in other for other in others)}
+    of_tasks = [metrics_of(task) for task in tasks.values()]
+    common = set.intersection(*map(set, of_tasks))
+    metrics = {key: label for key, label in of_tasks[0].items() if key in common}
     if not metrics:
         raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
     titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics.values()}
-    labels = [task for task, of_task in questions.items() for _ in of_task]
+    labels: list[str] = []
+    for task, of_task in questions.items():
+        labels += [task if len(tasks) > 1 else ""] * len(of_task)
 
     def read(model: LanguageModel, batch_tokens: int) -> list[Value]:
         """Return the value of every reported metric for each question."""
@@ -173,6 +181,6 @@ def harness_task(
         titles,
         length,
         key,
-        pd.DataFrame({"label": labels if len(tasks) > 1 else ""}, range(len(labels))),
+        pd.DataFrame({"label": labels}),
         lambda model, batch_tokens: [partial(read, model, batch_tokens)],
     )

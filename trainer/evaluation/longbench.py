@@ -26,6 +26,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,11 @@ def rouge_l(prediction: str, answer: str) -> float:
     predicted, right = _sentences(prediction), _sentences(answer)
     if not predicted or not right:
         return 0.0
-    common = len(
-        {word for x in right for y in predicted for word in longest_common_subsequence(x, y)}
-    )
-    precision = common / len({word for sentence in predicted for word in sentence})
-    recall = common / len({word for sentence in right for word in sentence})
+    shared: set[str] = set()
+    for x, y in product(right, predicted):
+        shared.update(longest_common_subsequence(x, y))
+    precision = len(shared) / len(set(chain.from_iterable(predicted)))
+    recall = len(shared) / len(set(chain.from_iterable(right)))
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
@@ -176,15 +177,14 @@ def longbench_task(
         room = length - new_tokens
         check_room(room - 2, name, length)
         half = room // 2
-        return [
-            Prompt(
-                ids if len(ids) <= room else ids[:half] + ids[-half:],
-                tuple(row["answers"]),
-                new_tokens,
-                label=label(len(ids) / training_length),
-            )
-            for row, ids in zip(rows, encoded, strict=True)
-        ]
+        trials = []
+        for row, ids in zip(rows, encoded, strict=True):
+            read = ids
+            if len(ids) > room:
+                read = ids[:half] + ids[-half:]
+            bucket = label(len(ids) / training_length)
+            trials.append(Prompt(read, tuple(row["answers"]), new_tokens, label=bucket))
+        return trials
 
     def score(text: str, answers: Sequence[str]) -> float:
         """Return the score for the answer that agrees best."""

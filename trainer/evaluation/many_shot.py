@@ -52,15 +52,15 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     return list(problems.values())
 
 
-def filling(examples: list[list[int]], asked: int, room: int, seed: int) -> list[list[int]]:
-    """Choose examples other than ``asked`` in random order, until none fits ``room`` tokens.
+def filling(examples: list[list[int]], problem: int, room: int, seed: int) -> list[list[int]]:
+    """Choose examples of other problems in random order, until none fits ``room`` tokens.
 
     Raises:
         UserError: none fits, or all together do not fill ``room``.
     """
     chosen: list[list[int]] = []
-    for index in np.random.default_rng((seed, asked)).permutation(len(examples)).tolist():
-        if index != asked and len(examples[index]) <= room:
+    for index in np.random.default_rng((seed, problem)).permutation(len(examples)).tolist():
+        if index != problem and len(examples[index]) <= room:
             chosen.append(examples[index])
             room -= len(examples[index])
     if room > max(map(len, examples)) or not chosen:
@@ -98,26 +98,36 @@ def many_shot_tasks(
 
         The examples of a problem depend on the seed and are the same at all depths.
         """
+        count = min(settings.trials, len(problems))
         trials = []
-        for asked in Random(seed).sample(range(len(problems)), min(settings.trials, len(problems))):
-            text, _, answer = problems[asked]
+        for problem in Random(seed).sample(range(len(problems)), count):
+            text, _, answer = problems[problem]
             question = tokenizer.encode(text, add_special_tokens=False).ids
             room = length - len(bos) - len(question) - new
-            needle = examples[asked] if name == "many_shot_needle" else []
+            needle: list[int] = []
+            depths: tuple[float | None, ...] = (None,)
+            if name == "many_shot_needle":
+                needle, depths = examples[problem], DEPTHS
             others: list[list[int]] = []
             if name != "zero_shot":
-                others = filling(examples, asked, room - len(needle), seed)
+                others = filling(examples, problem, room - len(needle), seed)
             begins = np.cumsum([0, *map(len, others)])
-            for depth in DEPTHS if needle else (None,):
+            for depth in depths:
                 place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
                 shown = chain(*others[:place], needle, *others[place:])
-                group, label = (None, "") if depth is None else (asked, f"{depth:.0%}")
-                tokens = (*bos, *shown, *question)
-                trials.append(Prompt(tokens, (answer,), new, depth, group, label))
+                prompt = Prompt((*bos, *shown, *question), (answer,), new, depth)
+                if depth is not None:
+                    prompt = replace(prompt, group=problem, label=f"{depth:.0%}")
+                trials.append(prompt)
         return trials
 
-    scoring = right_final_answer, lambda text, _: NEXT in text
-    return [PromptTask(name, tokenizer, partial(prompts, name), *scoring) for name in TASKS]
+    def stop(text: str, answers: Sequence[str]) -> bool:
+        return NEXT in text
+
+    return [
+        PromptTask(name, tokenizer, partial(prompts, name), right_final_answer, stop)
+        for name in TASKS
+    ]
 
 
 @task("many_shot", settings="many_shot")

@@ -11,11 +11,11 @@ suits models that were never taught to answer. As in RULER (Hsieh et al. 2024), 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
-from itertools import chain, compress
+from itertools import chain
 
 import numpy as np
 import pandas as pd
@@ -154,18 +154,29 @@ def hidden(
         random = np.random.default_rng((settings.seed, trial, 1))
         begin = haystack.begin(room, random)
         text = haystack.tokens[begin : begin + room]
-        asked = [any(answer in needle for answer in quiz.answers) for needle in quiz.needles]
-        is_single = len(needles) == 1
-        single = [(depth,) for depth in settings.depths]
-        for depths in single if is_single else [random.random(len(needles))]:
+        if len(needles) == 1:
+            depths_of_prompts = [[depth] for depth in settings.depths]
+        else:
+            depths_of_prompts = [random.random(len(needles)).tolist()]
+        for depths in depths_of_prompts:
             places = [haystack.place(begin, room, depth) for depth in depths]
             at = np.repeat(places, [len(needle) for needle in needles])
             with_needles = np.insert(text, at, list(chain.from_iterable(needles))).tolist()
-            first = min(compress(places, asked))
-            depth = depths[0] if is_single else round(first / room, 4)
+            depth = depths[0]
+            if len(needles) > 1:
+                depth = round(first_answer(quiz, places) / room, 4)
             tokens = (*before, *with_needles, *question)
             prompts.append(Prompt(tokens, quiz.answers, new_tokens, depth, trial))
     return prompts
+
+
+def first_answer(quiz: Quiz, places: Sequence[int]) -> int:
+    """Return the first of the needles' places that has an answer."""
+    with_answer = []
+    for needle, place in zip(quiz.needles, places, strict=True):
+        if any(answer in needle for answer in quiz.answers):
+            with_answer.append(place)
+    return min(with_answer)
 
 
 MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]

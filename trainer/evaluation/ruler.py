@@ -16,12 +16,13 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase, ascii_uppercase
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 from uuid import UUID
 
 from tokenizers import Tokenizer
@@ -67,7 +68,8 @@ SENTENCE_END = re.compile(r"""(?<=[.!?])\s+|(?<=[.!?]["')”’])\s+""")
 @cache
 def sentences(document: str) -> list[list[str]]:
     """Return the words of every sentence."""
-    return [words for text in SENTENCE_END.split(document) if (words := text.split())]
+    texts = [text.split() for text in SENTENCE_END.split(document)]
+    return [words for words in texts if words]
 
 
 def essay(documents: Sequence[str], count: int) -> list[str]:
@@ -108,48 +110,53 @@ DRAWS: dict[str, Callable[[Random], str]] = {
 }
 
 
-def search(
-    rng: Random,
-    trial: int,
-    units: int,
-    length: int,
-    *,
-    documents: Sequence[str],
-    haystack: Literal["noise", "essay", "needles"] = "noise",
-    key: str = "word",
-    value: str = "number",
-    keys: int = 1,
-    values: int = 1,
-    queries: int = 1,
-) -> Question:
-    """Ask for the values of ``queries`` of ``keys`` keys with ``values`` values each.
+@dataclass(frozen=True)
+class Search:
+    """A search for the values of ``queries`` of ``keys`` keys with ``values`` values each.
 
-    The haystack is an essay of the ``documents``, counted in words, or lines of noise or of needles
-    with other keys. ``key`` and ``value`` are kinds of :data:`DRAWS`.
+    ``haystack``: an essay, or lines of noise or of needles with other keys. ``key`` and ``value``
+    are kinds of :data:`DRAWS`.
     """
-    names = distinct(rng, DRAWS[key], keys + (units if haystack == "needles" else 0))
-    drawn = iter(distinct(rng, DRAWS[value], len(names) * values))
-    stated = {name: [next(drawn) for _ in range(values)] for name in names}
-    needles = [
-        NEEDLE.format(values=f"{value}s", key=name, value=one)
-        for name in names
-        for one in stated[name]
-    ]
-    hidden, others = needles[: keys * values], needles[keys * values :]
-    rng.shuffle(hidden)
-    if haystack == "essay":
-        text = essay(documents, units)
-        places = [int(len(text) * depth) for depth in sorted(rng.sample(DEPTHS, len(hidden)))]
-    else:
-        text = others or [NOISE] * units
-        places = sorted(rng.sample(range(units), len(hidden)))
-    for place, sentence in reversed(list(zip(places, hidden, strict=True))):
-        text.insert(place, sentence)
-    context = (" " if haystack == "essay" else "\n").join(text)
-    asked = rng.sample(names[:keys], queries)
-    answers = tuple(one for name in asked for one in stated[name])
-    template = ONE if len(answers) == 1 else SEVERAL
-    return template.format(value=value, context=context, query=listed(asked)), answers
+
+    haystack: Literal["noise", "essay", "needles"] = "noise"
+    key: str = "word"
+    value: str = "number"
+    keys: int = 1
+    values: int = 1
+    queries: int = 1
+
+    def ask(
+        self, rng: Random, trial: int, units: int, length: int, documents: Sequence[str]
+    ) -> Question:
+        """Return a question; an essay consists of the ``documents``, counted in words."""
+        others = units if self.haystack == "needles" else 0
+        names = distinct(rng, DRAWS[self.key], self.keys + others)
+        values = iter(distinct(rng, DRAWS[self.value], len(names) * self.values))
+        stated = {name: [*islice(values, self.values)] for name in names}
+        needles = []
+        for name, of_name in stated.items():
+            for value in of_name:
+                needles.append(NEEDLE.format(values=f"{self.value}s", key=name, value=value))
+        first_other = self.keys * self.values
+        hidden, lines = needles[:first_other], needles[first_other:]
+        rng.shuffle(hidden)
+        separator = "\n"
+        if self.haystack == "essay":
+            separator, lines = " ", essay(documents, units)
+            depths = sorted(rng.sample(DEPTHS, len(hidden)))
+            places = [int(len(lines) * depth) for depth in depths]
+        else:
+            lines = lines or [NOISE] * units
+            places = sorted(rng.sample(range(units), len(hidden)))
+        for place, needle in reversed(list(zip(places, hidden, strict=True))):
+            lines.insert(place, needle)
+        queried = rng.sample(names[: self.keys], self.queries)
+        answers = tuple(chain.from_iterable(stated[name] for name in queried))
+        template = ONE if len(answers) == 1 else SEVERAL
+        text = template.format(
+            value=self.value, context=separator.join(lines), query=listed(queried)
+        )
+        return text, answers
 
 
 HOPS = 4
@@ -226,9 +233,12 @@ def common_words(rng: Random, trial: int, units: int, length: int) -> Question:
 
     A solved example comes before.
     """
-    full = length >= LONG
-    solved, words = _word_list(rng, *((40, 10, 3) if full else (20, 3, 1)))
-    text, answers = _word_list(rng, units, *((30, 3) if full else (6, 1)))
+    if length >= LONG:
+        solved, words = _word_list(rng, 40, often=10, seldom=3)
+        text, answers = _word_list(rng, units, often=30, seldom=3)
+    else:
+        solved, words = _word_list(rng, 20, often=3, seldom=1)
+        text, answers = _word_list(rng, units, often=6, seldom=1)
     return f"{solved} {_numbered(words)}\n{text}", tuple(answers)
 
 
@@ -333,17 +343,17 @@ def document_questions(items: Sequence[Item]) -> Ask:
     return ask
 
 
-SEARCHES: dict[str, dict[str, Any]] = {
-    "niah_single_1": {},
-    "niah_single_2": {"haystack": "essay"},
-    "niah_single_3": {"haystack": "essay", "value": "uuid"},
-    "niah_multikey_1": {"haystack": "essay", "keys": 4},
-    "niah_multikey_2": {"haystack": "needles"},
-    "niah_multikey_3": {"haystack": "needles", "key": "uuid", "value": "uuid"},
-    "niah_multivalue": {"haystack": "essay", "values": 4},
-    "niah_multiquery": {"haystack": "essay", "keys": 4, "queries": 4},
+SEARCHES = {
+    "niah_single_1": Search(),
+    "niah_single_2": Search("essay"),
+    "niah_single_3": Search("essay", value="uuid"),
+    "niah_multikey_1": Search("essay", keys=4),
+    "niah_multikey_2": Search("needles"),
+    "niah_multikey_3": Search("needles", key="uuid", value="uuid"),
+    "niah_multivalue": Search("essay", values=4),
+    "niah_multiquery": Search("essay", keys=4, queries=4),
 }
-"""Options of :func:`search`, by task."""
+"""Searches by task."""
 READERS = {"qa_1": ("squad_file", read_squad), "qa_2": ("hotpotqa_file", read_hotpotqa)}
 """Tasks that need a file: its key and its reader."""
 
@@ -411,7 +421,7 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
     """
     encoder, documents = inputs.text.encoder, inputs.text.documents
     asks: dict[str, Ask] = {
-        **{name: partial(search, documents=documents, **x) for name, x in SEARCHES.items()},
+        **{name: partial(x.ask, documents=documents) for name, x in SEARCHES.items()},
         "vt": partial(variable_tracking, example_lines=lines_of_example(encoder.tokenizer)),
         "cwe": common_words,
         "fwe": frequent_words,

@@ -104,4 +104,10 @@ def after_number(text: str, answers: Sequence[str]) -> bool:
 def once_right(score: Score) -> Stop:
     """Stop as soon as the score is 1 and its last word complete; for a ``score`` that further words
     do not reduce."""
-    return lambda text, answers: score(text, answers) == 1 == score(f"{text}0", answers)
+
+    def stop(text: str, answers: Sequence[str]) -> bool:
+        if score(text, answers) < 1:
+            return False
+        return score(f"{text}0", answers) == 1  # the last word is not the beginning of another
+
+    return stop

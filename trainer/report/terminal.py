@@ -88,6 +88,8 @@ def print_report(report: Report, run_dir: str) -> None:
     for observation in report.observations:
         verdict = Text(f"{VERDICTS[observation.shown]:10}", style=_COLOURS[observation.shown])
         out.print(verdict, observation.claim)
+        if observation.shown is None:
+            out.print(Text(f"{'':10} {observation.evidence}", style="dim"))
     for note in report.notes:
         out.print(f"Note: {note}")
     out.print(f"Report: {Path(run_dir) / 'report.html'}")
