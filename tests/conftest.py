@@ -47,6 +47,9 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_configure(config):
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # Commands switch TF32 on, and tests compare with the CPU. cuBLAS may read this when it loads:
+    # the processes that tests start load it later.
+    os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
 
 
 def pytest_collection_modifyitems(config, items):

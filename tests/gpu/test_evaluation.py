@@ -35,7 +35,6 @@ def evaluated(run_dir, output, device, dtype):
         *(f"evaluation.dtype={dtype}", f"output={output}"),
         cwd=output.parent,
         CUDA_VISIBLE_DEVICES=devices,
-        NVIDIA_TF32_OVERRIDE="0",
     )
     assert ended.returncode == 0, ended.stderr
     rows = pd.read_csv(output / "results.csv")

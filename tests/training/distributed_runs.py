@@ -22,6 +22,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
 from trainer.training.fit import train
+from trainer.training.setup import set_environment
 
 
 class TellRank1(L.Callback):
@@ -34,6 +35,7 @@ class TellRank1(L.Callback):
 
 
 def train_as_told(run: Run, begin: str | None, stop: int | None) -> None:
+    set_environment(run.config.trainer)
     rank = dist.get_rank()
     if not rank:
         directory = run.directory / "checkpoints"
