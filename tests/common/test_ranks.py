@@ -22,6 +22,7 @@ from trainer.common.ranks import (
     meeting_store,
     on_rank_zero,
     process_group,
+    tf32,
 )
 
 STOP = PreemptedError("stop", "SIGTERM")
@@ -129,6 +130,14 @@ def test_a_process_computes_where_it_may(environment, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert device_of(accelerator) == device
+
+
+def test_a_gpu_multiplies_in_tf32_within_a_block_alone():
+    before = torch.get_float32_matmul_precision()
+    for device, within in (("cuda", "high"), ("cpu", before)):
+        with tf32(device):
+            assert torch.get_float32_matmul_precision() == within
+        assert torch.get_float32_matmul_precision() == before
 
 
 @pytest.fixture

@@ -82,6 +82,22 @@ def best_precision(device: str) -> Literal["fp32", "bf16"]:
     return "bf16" if device == "cuda" and torch.cuda.is_bf16_supported(False) else "fp32"
 
 
+@contextmanager
+def tf32(device: str) -> Iterator[None]:
+    """Multiply float32 matrices in TF32 within the block, on a GPU."""
+    if device != "cuda":
+        yield
+        return
+    # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
+    # setting, and torch raises if both are used.
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def device_of(accelerator: str) -> torch.device:
     """Return the device of this process: the GPU of its local rank, or the only one that it sees
     (``srun --gpus-per-task=1``)."""

@@ -19,7 +19,7 @@ import pandas as pd
 from trainer.common.fields import adapter
 from trainer.common.processes import check_signals
 from trainer.common.progress import Progress
-from trainer.common.ranks import best_precision
+from trainer.common.ranks import best_precision, tf32
 from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.methods import is_joint, layout_inputs, layouts_for, title_of, tokens_read
@@ -81,7 +81,7 @@ def measure(
     total, done = sum(sizes.values()) * sum(map(len, methods.values())), 0
     cells: list[Cell] = []
     notes: list[str] = []
-    with Progress("Evaluating", max(total, 1)) as progress:
+    with Progress("Evaluating", max(total, 1)) as progress, tf32(device):
         for model in models:
             # The weights are read if anything is missing, and freed before the next model's.
             load = cache(partial(model.for_inference, setup.device, setup.dtype))

@@ -83,10 +83,8 @@ class SavedModel:
     def for_inference(self, device: str, dtype: Dtype) -> LanguageModel:
         """Load the model in evaluation mode, with the run's attention backend if that is possible.
 
-        A GPU multiplies float32 matrices in TF32.
+        It multiplies float32 matrices in TF32 where :func:`~trainer.common.ranks.tf32` is on.
         """
-        if device == "cuda":
-            torch.set_float32_matmul_precision("high")
         model = self.load(device, dtype).eval()
         model.prefill_chunk = PREFILL
         half, backend = dtype == "bf16", "of transformers"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.processes import cores, use_cores
-from trainer.common.ranks import best_precision, current_ranks, device_type
+from trainer.common.ranks import best_precision, current_ranks, device_type, tf32
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.optimizers import OPTIMIZERS
@@ -89,21 +89,18 @@ def set_environment(trainer: TrainerConfig) -> None:
 
 @contextmanager
 def numerics(trainer: TrainerConfig) -> Iterator[None]:
-    """Multiply float32 in TF32 on a GPU; apply ``trainer.deterministic`` within the block."""
-    # torch recommends torch.backends.cuda.matmul.fp32_precision. Lightning reads the older
-    # setting, and torch raises if both are used.
-    if device_type(trainer.accelerator) == "cuda":
-        torch.set_float32_matmul_precision("high")
+    """Multiply float32 in TF32 on a GPU and apply ``trainer.deterministic`` within the block."""
+    before = torch.are_deterministic_algorithms_enabled()
     if trainer.deterministic:
         torch.use_deterministic_algorithms(True)
         memory: Any = torch.utils.deterministic  # attributes are created at run time
         # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
         memory.fill_uninitialized_memory = False
     try:
-        yield
+        with tf32(device_type(trainer.accelerator)):
+            yield
     finally:
-        if trainer.deterministic:
-            torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 def make_decoder(run: Run, vocab_size: int) -> Decoder:
