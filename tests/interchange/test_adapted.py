@@ -143,6 +143,20 @@ def test_prompts_of_several_lengths_go_on_as_if_alone(family):
         assert tokens == alone[-4:]
 
 
+def test_cudnn_computes_no_attention_of_a_model_of_transformers(monkeypatch):
+    allowed = []
+    attend = F.scaled_dot_product_attention
+
+    def note(*args, **options):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attend(*args, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    AdaptedModel(made("Llama"))(IDS)
+    assert allowed
+    assert not any(allowed)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """The directory of a Llama, which our decoder and transformers can both read."""

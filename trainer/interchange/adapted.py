@@ -37,7 +37,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from trainer.common.errors import UserError
 from trainer.interchange.hf_config import trained_and_reach
 from trainer.interchange.published import read_config
-from trainer.model.backends import Mask, allowed
+from trainer.model.backends import Mask, allowed, cudnn_attention
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
@@ -138,7 +138,8 @@ def _attend(usual: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **o
         attend = sys.modules[type(module).__module__].eager_attention_forward
     else:
         attend = ALL_ATTENTION_FUNCTIONS[usual]
-    return attend(module, q, k, *args, **options)
+    with cudnn_attention(False):  # wrong with some masks, and plans for each new length
+        return attend(module, q, k, *args, **options)
 
 
 _MASKS: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
