@@ -327,13 +327,14 @@ def without_home(value: Any) -> Any:
     return json.loads(json.dumps(value, ensure_ascii=False).replace(str(Path.home()), "~"))
 
 
-def environment(corpus: Corpus) -> dict[str, Any]:
-    """Return versions and hardware, without anything that identifies a person or a machine."""
+def environment(corpus: Corpus, device: str) -> dict[str, Any]:
+    """Return versions and hardware, without anything that identifies a person or a machine;
+    ``device``: "cpu" or "cuda"."""
     return {
         "unrope": trainer.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "threads": torch.get_num_threads(),
         "cores": cores(),
         "corpus": corpus.fingerprint,

@@ -72,6 +72,8 @@ def train(
         PreemptedError: the run was asked to stop, and has.
     """
     gc.collect()  # the trainer of a run before is a reference cycle
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
     config, directory = run.config, run.directory / "checkpoints"
     is_sharded = config.strategy.name in ("fsdp2", "hsdp")
     # Refuses some, before anything is read or written.

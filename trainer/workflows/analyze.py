@@ -89,7 +89,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
         lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
         f"of {first.length:,}.",
         made=origin(models),
-        details={"Settings": settings, "Environment": environment(corpus)},
+        details={"Settings": settings, "Environment": environment(corpus, device_type())},
     )
     return results, write_analysis(output, results, page)
 

@@ -200,7 +200,7 @@ def measure_models(
         tasks=task_titles,
         notes=(*notes, *task_notes, *fit_notes),
         config={"evaluation": without_home(asdict(config))},
-        environment={**environment(corpus), "precision": matmul_precision(dtype, device)},
+        environment={**environment(corpus, device), "precision": matmul_precision(dtype, device)},
         training_share=text.training_share,
     )
 

@@ -17,7 +17,7 @@ from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import check_signals
-from trainer.common.ranks import all_gather, current_ranks, of_rank_zero, process_group
+from trainer.common.ranks import all_gather, current_ranks, device_type, of_rank_zero, process_group
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
@@ -172,7 +172,8 @@ def make_report(
         )
     else:
         C = run.phases[-1].length
-        report = Report(config.name, C, C, {}, environment(corpus))
+        device = device_type(config.trainer.accelerator)
+        report = Report(config.name, C, C, {}, environment(corpus, device))
     if report is None or current_ranks().rank:
         return None
     summaries = [summary_of(*pair) for pair in zip(run.runs.values(), models, strict=True)]

@@ -133,7 +133,7 @@ def measure_speed(
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     model.use_backend("auto", device, half=half, length=length)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(model.vocab_size, (read // length, length), device=device)
     seconds = math.inf
     for _ in range(3):
