@@ -166,6 +166,8 @@ def smaller(word, ruler):
             return TEXT
         case "analysis.length" if int(value) > 2 * C:
             return f"{key}={2 * C}"
+        case "evaluation.choice.length" if float(value) < 1:  # a frame of SpectrumFE
+            replacement = 1
         case "analysis.prefixes":
             replacement = [C, 3 * C // 2]
         case "analysis.chosen":
