@@ -81,7 +81,7 @@ def measure(
     total, done = sum(sizes.values()) * sum(map(len, methods.values())), 0
     cells: list[Cell] = []
     notes: list[str] = []
-    with Progress("Evaluating", max(total, 1)) as progress, tf32(device):
+    with Progress("Evaluating", max(total, 1)) as progress, tf32(setup.device):
         for model in models:
             # The weights are read if anything is missing, and freed before the next model's.
             load = cache(partial(model.for_inference, setup.device, setup.dtype))
