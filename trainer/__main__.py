@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import trainer
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
-from trainer.common.processes import is_alone, requeue, stop_on_signals
+from trainer.common.processes import current_ranks, requeue, stop_on_signals
 from trainer.common.watch import End
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     stop_on_signals()  # while training, its own handlers save first
     watch: Watch | None = None
     try:
-        if not is_alone():
+        if current_ranks().world_size > 1:
             from trainer.common.ranks import watch_ranks  # imports torch
 
             watch = watch_ranks(requeue)

@@ -41,7 +41,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
 from trainer.common.files import checksum, synchronise, write_atomically
-from trainer.common.ranks import all_gather, current_ranks, on_rank_zero
+from trainer.common.processes import current_ranks
+from trainer.common.ranks import all_gather, on_rank_zero
 from trainer.model.decoder import Decoder
 
 log = logging.getLogger(__name__)

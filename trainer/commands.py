@@ -37,7 +37,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from trainer import config as schema
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.fields import validated
-from trainer.common.processes import is_alone, is_first_process, requeue
+from trainer.common.processes import current_ranks, requeue
 from trainer.common.progress import show_log
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def run_command(name: str, words: Sequence[str]) -> None:
             if settings.mode == RunMode.MULTIRUN:
                 sweep.name_job(config, settings)
             job = job_of(config, settings)
-            if not is_alone():
+            if current_ranks().world_size > 1:
                 check_alike(job.values)
             if prompts:
                 job.values["prompts"] += [prompt.removeprefix("prompt=") for prompt in prompts]
@@ -251,7 +251,7 @@ class Sweep:
         if not _is_here(settings):
             raise error
         self.outcomes[settings.job.num] = "failed"
-        if not is_alone():
+        if current_ranks().world_size > 1:
             raise SystemExit(1) from error
         print(f"Job {settings.job.num} of the sweep failed:", file=sys.stderr)
         if is_of_user(error):
@@ -270,7 +270,7 @@ class Sweep:
 
     def show(self) -> None:
         """Print which jobs ran, failed, were stopped, or were skipped after a stop."""
-        if not self.outcomes or not is_first_process():
+        if not self.outcomes or current_ranks().rank:
             return
         print("Jobs of the sweep:")
         for number, name in enumerate(self.names()):
@@ -288,7 +288,7 @@ def check_alike(values: dict[str, Any]) -> None:
     Raises:
         UserError: it was not, or its machine has another number of ranks.
     """
-    from trainer.common.ranks import current_ranks, of_rank_zero
+    from trainer.common.ranks import of_rank_zero
     from trainer.runs.directory import differences
 
     mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
@@ -378,7 +378,7 @@ def train(job: Job) -> None:
     from trainer.runs.directory import check_start
 
     run = run_of(job)
-    if is_first_process():
+    if current_ranks().rank == 0:
         check_start(run.config)  # before torch is imported
     from trainer.report.terminal import print_report
 

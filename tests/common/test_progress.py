@@ -22,7 +22,7 @@ def spoken(monkeypatch):
         now, out = [0.0], io.StringIO()
         console = Console(file=out, width=200, force_terminal=terminal, legacy_windows=False)
         monkeypatch.setattr(progress, "console", console)
-        monkeypatch.setattr(progress, "is_first_process", lambda: first)
+        monkeypatch.setenv("RANK", "0" if first else "1")
         monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
         times = []
         with Progress("Training [i]", steps, 10.0) as bar:
@@ -64,7 +64,7 @@ def test_the_log_is_shown_once_and_of_other_ranks_only_errors(monkeypatch):
     monkeypatch.setattr(progress, "console", Console(file=shown, width=60))
     logger = logging.getLogger("trainer")
     for is_first in (True, True, False):
-        monkeypatch.setattr(progress, "is_first_process", lambda is_first=is_first: is_first)
+        monkeypatch.setenv("RANK", "0" if is_first else "1")
         show_log()
         logger.info("Of a step, rank %d", not is_first)
     logger.error("Of any rank")

@@ -12,12 +12,10 @@ import torch.distributed as dist
 
 from tests.program import run_ranks
 from trainer.common.errors import DivergedError, PreemptedError, UserError
+from trainer.common.processes import Ranks, current_ranks
 from trainer.common.ranks import (
-    MEETINGS,
-    Ranks,
     all_gather,
     any_rank,
-    current_ranks,
     device_of,
     meeting_store,
     on_rank_zero,
@@ -187,7 +185,6 @@ def test_of_several_the_group_stays_where_one_may_have_failed_alone(
         "init_process_group",
         lambda *_, **__: start("gloo", store=store, rank=0, world_size=1),
     )
-    store.add(f"meeting {next(MEETINGS) + 1}", 1)  # the other rank
     monkeypatch.setattr("trainer.common.ranks.meeting_store", lambda: store)
     with suppress(type(error) if error else ()), process_group("ddp"):
         if error:

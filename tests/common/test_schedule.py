@@ -36,7 +36,7 @@ schedules = st.builds(
 
 
 def curve(length=100, **schedule):
-    return [ScheduleConfig(**schedule).factor(step, length) for step in range(length)]
+    return [ScheduleConfig(**schedule).over(length)(step) for step in range(length)]
 
 
 def test_warmup_is_linear_and_ends_at_the_peak():
@@ -64,15 +64,15 @@ def test_wsd_without_decay_is_constant():
 
 @given(schedules, st.integers(1, 200))
 def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule, length):
-    rates = [schedule.factor(step, length) for step in range(length)]
+    rates = [schedule.over(length)(step) for step in range(length)]
     assert all(0 < rate <= schedule.peak * (1 + 1e-12) or schedule.final == 0 for rate in rates)
     assert min(rates) >= 0
     assert all(rate >= schedule.final * schedule.peak - 1e-9 for rate in rates[50:])
     if schedule.name == "cosine" and length > schedule.warmup_steps:
-        assert schedule.factor(length, length) == pytest.approx(schedule.peak * schedule.final)
+        assert schedule.over(length)(length) == pytest.approx(schedule.peak * schedule.final)
 
 
 @given(schedules, st.integers(0, 200), st.floats(0.1, 5))
 def test_the_peak_multiplies_everything(schedule, step, by):
     louder = replace(schedule, peak=schedule.peak * by)
-    assert louder.factor(step, 100) == pytest.approx(by * schedule.factor(step, 100))
+    assert louder.over(100)(step) == pytest.approx(by * schedule.over(100)(step))

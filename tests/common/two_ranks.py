@@ -3,10 +3,10 @@
 import time
 from pathlib import Path
 
+from trainer.common.processes import current_ranks
 from trainer.common.ranks import (
     all_gather,
     any_rank,
-    current_ranks,
     of_rank_zero,
     on_rank_zero,
     process_group,

@@ -5,7 +5,8 @@ import signal
 import sys
 import time
 
-from trainer.common.ranks import current_ranks, watch_ranks
+from trainer.common.processes import current_ranks
+from trainer.common.ranks import watch_ranks
 from trainer.common.watch import End
 
 rank = current_ranks().rank

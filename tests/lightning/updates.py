@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from trainer.common.ranks import current_ranks
+from trainer.common.processes import current_ranks
 from trainer.lightning import LanguageModule, strategy
 from trainer.lightning import module as language_module
 from trainer.model.config import ModelConfig

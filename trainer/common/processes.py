@@ -1,16 +1,18 @@
-"""This process: its CPU cores, signals that end it, and the requeue of its SLURM job."""
+"""This process: its rank, its CPU cores, signals that end it, and the requeue of its SLURM job."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from types import FrameType
 
-from trainer.common.errors import ANNOUNCED, PreemptedError
+from trainer.common.errors import ANNOUNCED, PreemptedError, UserError
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's ``mallopt``, from malloc.h."""
@@ -18,16 +20,54 @@ KEPT_MEMORY = 1 << 28
 """Bytes of the largest freed block that is kept, and of free memory at the end of the heap."""
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Rank of this process: ``rank`` of ``world_size``, and ``local_rank`` of ``local_size`` on its
+    machine. The process of rank 0 writes files, prints and makes decisions."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def current_ranks() -> Ranks:
+    """Return this process's rank as set by torchrun or srun; rank 0 of 1 without either."""
+    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+        _translate_slurm()
+    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return Ranks(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
+
+
+def _translate_slurm() -> None:
+    """Set torchrun's environment variables from srun's.
+
+    Raises:
+        UserError: nodes have different numbers of tasks.
+    """
+    slurm = os.environ
+    per_node = slurm.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as "8(x4)", or "2,1"
+    if "," in per_node:
+        raise UserError(f"srun: expected equal numbers of tasks on all nodes, got {per_node}")
+    # "gpu[07-08,12],login1" begins with gpu07.
+    hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
+    tasks = slurm["SLURM_STEP_NUM_TASKS"]
+    os.environ |= {
+        "RANK": slurm["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": slurm["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(int(tasks) // int(slurm["SLURM_STEP_NUM_NODES"])),
+        "GROUP_RANK": slurm["SLURM_NODEID"],
+        "MASTER_ADDR": hosts.split(",")[0],
+        "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
+    }
+
+
 def cores() -> int:
     """Return the number of cores that this process may use: often fewer than the machine's."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def is_first_process() -> bool:
-    """Whether this is rank 0, or the only process."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def default_threads() -> int:
@@ -49,12 +89,6 @@ def use_cores(threads: int | None = None) -> None:
         libc = ctypes.CDLL(None)
         if libc.mallopt(M_MMAP_THRESHOLD, KEPT_MEMORY):  # older ones refuse so much
             libc.mallopt(M_TRIM_THRESHOLD, KEPT_MEMORY)
-
-
-def is_alone() -> bool:
-    """Whether no launcher has started other ranks of this command."""
-    alone = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    return int(os.environ.get("WORLD_SIZE", alone)) == 1
 
 
 RECEIVED: list[str] = []

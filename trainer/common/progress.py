@@ -10,7 +10,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from trainer.common.processes import is_first_process
+from trainer.common.processes import current_ranks
 
 console = Console(stderr=True)
 """Console shared by progress and log, so that a log line does not break the bar."""
@@ -29,7 +29,7 @@ def show_log() -> None:
             console.width = 100
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
         logger.addHandler(handler)
-    logger.setLevel(logging.INFO if is_first_process() else logging.ERROR)
+    logger.setLevel(logging.INFO if current_ranks().rank == 0 else logging.ERROR)
     logger.propagate = False
 
 
@@ -68,7 +68,7 @@ class Progress:
         if self.start is None:
             self.start = self.line = step, now
         done, elapsed = step - self.start[0], now - self.start[1]
-        if not (is_first_process() and done and elapsed):
+        if current_ranks().rank or not (done and elapsed):
             return
         details = "" if loss is None else f"loss {loss:.3f}  "
         details += f"{done * self.tokens_per_step / elapsed:,.0f} tokens/s"

@@ -1,4 +1,4 @@
-"""Ranks of a distributed run: this process's rank and device, its group, collective operations.
+"""Ranks of a distributed run: the device of this process, its group, collective operations.
 
 torchrun or srun starts the processes; a run of a single process needs neither.
 """
@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from itertools import count
@@ -21,52 +19,10 @@ import torch
 import torch.distributed as dist
 
 from trainer.common.errors import DivergedError, PreemptedError, UserError
+from trainer.common.processes import current_ranks
 from trainer.common.watch import START, Watch
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Rank of this process: ``rank`` of ``world_size``, and ``local_rank`` of ``local_size`` on its
-    machine. The process of rank 0 writes files, prints and makes decisions."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-
-
-def current_ranks() -> Ranks:
-    """Return this process's rank as set by torchrun or srun; rank 0 of 1 without either."""
-    if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        _translate_slurm()
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    return Ranks(*(int(os.environ.get(name, default)) for name, default in defaults.items()))
-
-
-def _translate_slurm() -> None:
-    """Set torchrun's environment variables from srun's.
-
-    Raises:
-        UserError: nodes have different numbers of tasks.
-    """
-    slurm = os.environ
-    per_node = slurm.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as "8(x4)", or "2,1"
-    if "," in per_node:
-        raise UserError(f"srun: expected equal numbers of tasks on all nodes, got {per_node}")
-    # "gpu[07-08,12],login1" begins with gpu07.
-    hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
-    tasks = slurm["SLURM_STEP_NUM_TASKS"]
-    os.environ |= {
-        "RANK": slurm["SLURM_PROCID"],
-        "WORLD_SIZE": tasks,
-        "LOCAL_RANK": slurm["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(int(tasks) // int(slurm["SLURM_STEP_NUM_NODES"])),
-        "GROUP_RANK": slurm["SLURM_NODEID"],
-        "MASTER_ADDR": hosts.split(",")[0],
-        "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
-    }
 
 
 def device_type(accelerator: str = "auto") -> Literal["cuda", "cpu"]:
@@ -132,19 +88,10 @@ def of_rank_zero(function: Callable[[], T]) -> T:
     return json.loads(store.get(key))
 
 
-def meet() -> str:
-    """Wait for all ranks to come here, without a time limit; return a name of this meeting."""
-    name, store = f"meeting {next(MEETINGS)}", meeting_store()
-    store.add(name, 1)
-    while store.add(name, 0) < current_ranks().world_size:
-        time.sleep(POLL)
-    return name
-
-
 POLL = 0.1
 """Seconds between two looks into the store."""
 MEETINGS = count()
-"""Numbers of the occasions on which all ranks have met."""
+"""Numbers of the values and groups that all ranks have shared."""
 
 
 @cache
@@ -182,8 +129,7 @@ def meeting_store() -> dist.Store:
 
 @contextmanager
 def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
-    """Provide the process group that a strategy other than ``single`` needs, as soon as all ranks
-    have come here.
+    """Provide the process group that a strategy other than ``single`` needs.
 
     The group is destroyed if the block ends normally, or stops or diverges on all ranks. Any other
     error may have occurred on one rank only, and with NCCL destroying the group would wait for its
@@ -198,11 +144,10 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if ranks.world_size > 1:
-        meeting = meet()
         dist.init_process_group(
             backend,
             timeout=timedelta(minutes=30),
-            store=dist.PrefixStore(meeting, meeting_store()),
+            store=dist.PrefixStore(f"group {next(MEETINGS)}", meeting_store()),
             rank=ranks.rank,
             world_size=ranks.world_size,
         )

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 
 from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
 from trainer.common.errors import PreemptedError, UserError
-from trainer.common.processes import RECEIVED
+from trainer.common.processes import RECEIVED, current_ranks
 from trainer.common.progress import Progress
-from trainer.common.ranks import current_ranks, device_of, on_rank_zero
+from trainer.common.ranks import device_of, on_rank_zero
 from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.common.ranks import all_gather, current_ranks
+from trainer.common.processes import current_ranks
+from trainer.common.ranks import all_gather
 from trainer.data.corpus import Corpus, held_out_windows
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.task import Task

@@ -10,8 +10,8 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from trainer.common.processes import current_ranks
 from trainer.common.progress import Progress
-from trainer.common.ranks import current_ranks
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.lightning.module import Batch, LanguageModule

@@ -18,8 +18,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment, TorchEl
 from torch import Tensor
 
 from trainer.common.errors import UserError
-from trainer.common.processes import cores, use_cores
-from trainer.common.ranks import best_precision, current_ranks, device_type, tf32
+from trainer.common.processes import cores, current_ranks, use_cores
+from trainer.common.ranks import best_precision, device_type, tf32
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.optimizers import OPTIMIZERS

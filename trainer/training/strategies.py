@@ -26,7 +26,7 @@ from trainer.checkpoint import (
     restore,
     split_tensors,
 )
-from trainer.common.ranks import current_ranks
+from trainer.common.processes import current_ranks
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import StrategyName
 from trainer.training.internals import world_without_mesh

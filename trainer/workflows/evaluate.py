@@ -14,8 +14,8 @@ import torch
 
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
-from trainer.common.processes import default_threads, use_cores
-from trainer.common.ranks import best_precision, current_ranks, device_of, device_type
+from trainer.common.processes import current_ranks, default_threads, use_cores
+from trainer.common.ranks import best_precision, device_of, device_type
 from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size

@@ -16,8 +16,8 @@ from statistics import median_high
 from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
-from trainer.common.processes import check_signals
-from trainer.common.ranks import all_gather, current_ranks, device_type, of_rank_zero, process_group
+from trainer.common.processes import check_signals, current_ranks
+from trainer.common.ranks import all_gather, device_type, of_rank_zero, process_group
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from trainer.checkpoint import read_state, regular_checkpoints
 from trainer.common.errors import UserError
-from trainer.common.ranks import current_ranks
+from trainer.common.processes import current_ranks
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, of_all_texts, prepare
 from trainer.data.sources import cache_directory, describe
