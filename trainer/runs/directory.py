@@ -146,11 +146,6 @@ def check_model(reference: str) -> None:
         raise UserError(f"checkpoint: {reference!r} is no directory, and no OWNER/NAME of the hub")
 
 
-def is_begun(directory: Path) -> bool:
-    """Whether the run in a directory has left anything: a checkpoint, or results."""
-    return any(directory.glob("checkpoints/[!.]*")) or (directory / "results.csv").exists()
-
-
 def check_run_directory(config: RunConfig) -> None:
     """Check that a run may use its directory; changes nothing.
 
@@ -165,7 +160,8 @@ def check_run_directory(config: RunConfig) -> None:
         if directory.is_dir() and any(path.name[0] != "." for path in directory.iterdir()):
             raise UserError(f"run_dir: {str(directory)!r} holds other files and no {RECORD}")
         return
-    if config.overwrite or not is_begun(directory):
+    is_begun = any(directory.glob("checkpoints/[!.]*")) or (directory / "results.csv").exists()
+    if config.overwrite or not is_begun:
         return
     saved = read_record(directory)
     controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
@@ -176,23 +172,21 @@ def check_run_directory(config: RunConfig) -> None:
         )
 
 
-def differences(old: dict[str, Any], new: dict[str, Any], free: Collection[str]) -> str:
-    """Return the keys whose values differ, with both values, except keys that may change; empty if
-    there are none."""
-    return "; ".join(_differences(old, new, free))
-
-
-def _differences(
+def differences(
     old: dict[str, Any], new: dict[str, Any], free: Collection[str], prefix: str = ""
-) -> Iterator[str]:
+) -> str:
+    """Return the keys whose values differ, with both values, except keys that may change; empty if
+    there are none. ``prefix``: of the keys."""
+    changes = []
     for name in dict.fromkeys([*old, *new]):
         key, there, here = f"{prefix}{name}", old.get(name), new.get(name)
         if there == here or key in free:
             continue
         if isinstance(there, dict) and isinstance(here, dict):
-            yield from _differences(there, here, free, f"{key}.")
+            changes.append(differences(there, here, free, f"{key}."))
         else:
-            yield f"{key}: {there!r} there, {here!r} here"
+            changes.append(f"{key}: {there!r} there, {here!r} here")
+    return "; ".join(filter(None, changes))
 
 
 def check_start(config: RunConfig) -> None:

@@ -19,7 +19,6 @@ import lightning as L
 import torch
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from tokenizers import Tokenizer
 from torch.utils.data import DataLoader
 
 from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
@@ -31,7 +30,6 @@ from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
-from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.datamodule import Batches, StepLoader
 from trainer.lightning.drop import DropPositions
 from trainer.runs.directory import read_metrics, write_metrics
@@ -59,12 +57,9 @@ def train(
     """Train to the last step, from the newest checkpoint of the run if there is one; return the
     last checkpoint.
 
-    Args:
-        run: the run.
-        corpus: its text.
-        branch: checkpoint of another run to continue, with its metrics, if this run has none.
-        start_time: when the program began, in seconds since the epoch, from which
-            ``trainer.max_time`` counts; None: now.
+    ``branch``: checkpoint of another run to continue, with its metrics, if this run has none.
+    ``start_time``: when the program began, in seconds since the epoch, from which
+    ``trainer.max_time`` counts; None: now.
 
     Raises:
         UserError: the checkpoint or a callback does not fit the run.
@@ -74,7 +69,8 @@ def train(
     gc.collect()  # the trainer of a run before is a reference cycle
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    config, directory = run.config, run.directory / "checkpoints"
+    config, settings = run.config, run.config.trainer
+    directory = run.directory / "checkpoints"
     is_sharded = config.strategy.name in ("fsdp2", "hsdp")
     # Refuses some, before anything is read or written.
     callbacks = user_callbacks(config.callbacks, is_sharded=is_sharded)
@@ -84,26 +80,30 @@ def train(
     last_checkpoint = directory / step_name(run.steps)
     if state["step"] == run.steps:
         return last_checkpoint
-    if checkpoint is None:
-        state["token_files"] = token_files_of(run.weights, corpus.tokenizer)
+    if checkpoint is None and run.weights is not None:
+        tokenizer = run.weights.tokenizer
+        if tokenizer is None or same_tokens(tokenizer, corpus.tokenizer):
+            state["token_files"] = dict(run.weights.token_files)
     torch.manual_seed(config.seed + current_ranks().rank)
     model = make_decoder(run, vocabulary_size(corpus.tokenizer))
     module = make_module(run, model, draws=checkpoint is None)
     title = f"Training {name_and_role(config, run.phases)[0]}"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
-    strategy = make_strategy(config.strategy.name, device_of(config.trainer.accelerator))
+    strategy = make_strategy(config.strategy.name, device_of(settings.accelerator))
     with (
         Progress(title, run.steps, run.phases.tokens / run.steps) as progress,
-        numerics(config.trainer),
-        stop_requests(config.trainer.max_time, start_time or time.time()) as stop_requested,
-        closing(make_writer(run, directory)) as writer,
+        numerics(settings),
+        stop_requests(settings.max_time, start_time or time.time()) as stop_requested,
+        closing(
+            Writer(directory, settings.keep_checkpoints, run.kept_steps, settings.keep_every)
+        ) as writer,
     ):
         callback = RunCallback(
             run, corpus, state, writer=writer, progress=progress, stop_requested=stop_requested
         )
         strategy.writer, strategy.describe = writer, callback.describe
         trainer = make_trainer(run, strategy, dashboards(run), [*callbacks, callback])
-        data = PhaseData(run.phases, corpus, compiles=compiles(config.trainer))
+        data = PhaseData(run.phases, corpus, compiles=compiles(settings))
         try:
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         except MisconfigurationException as error:  # of a callback, such as one without a logger
@@ -112,15 +112,6 @@ def train(
         raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
     module.to("meta")  # the checkpoint has its contents
     return last_checkpoint
-
-
-def token_files_of(weights: Pretrained | None, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return a published model's files about tokens, unless the run has another tokenizer."""
-    if weights is None:
-        return {}
-    if weights.tokenizer is not None and not same_tokens(weights.tokenizer, tokenizer):
-        return {}
-    return dict(weights.token_files)
 
 
 def starting_point(
@@ -168,12 +159,6 @@ def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> N
         log.warning("%s: expected %d rows up to step %d, got %d", source, expected, step, len(rows))
     state["rows"] = len(rows)
     write_metrics(metrics, rows)
-
-
-def make_writer(run: Run, directory: Path) -> Writer:
-    """Create the writer of a run's checkpoints."""
-    settings = run.config.trainer
-    return Writer(directory, settings.keep_checkpoints, run.kept_steps, settings.keep_every)
 
 
 def user_callbacks(

@@ -26,19 +26,10 @@ from trainer.training.setup import precision_of
 class Rows:
     """Writes a row of metrics after an update, with the speed of training since the last row.
 
-    Args:
-        run: the run.
-        corpus: its text.
-        progress: the bar that shows the last row.
+    ``count``: number of rows that there are.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        corpus: Corpus,
-        progress: Progress,
-        count: int = 0,
-    ) -> None:
+    def __init__(self, run: Run, corpus: Corpus, progress: Progress, count: int) -> None:
         self.run, self.progress, self.count = run, progress, count
         self.epochs = epochs_read(corpus, run.phases)
         self.last_step = 0

@@ -49,13 +49,8 @@ class RunCallback(Checkpoint):
     A phase is an epoch of Lightning's. As a ``Checkpoint`` this callback follows all others, so
     that rows and checkpoints have what the others did in a step.
 
-    Args:
-        run: the run.
-        corpus: its text.
-        state: ``state.json`` of the checkpoint that it begins with, or ``{"step": 0}``.
-        writer: writes its checkpoints.
-        progress: the bar.
-        stop_requested: returns why this process is asked to stop, or None.
+    ``state``: ``state.json`` of the checkpoint that the run begins with, or ``{"step": 0}``.
+    ``stop_requested``: returns why this process is asked to stop, or None.
     """
 
     def __init__(
@@ -183,9 +178,10 @@ class RunCallback(Checkpoint):
         step, skipped = trainer.global_step, module.tally.lately_skipped_in_a_row()
         is_end = step == self.run.steps
         requested = None if is_end else self.stop_requested()
+        minutes_since_save = (time.monotonic() - self.saved_at) / 60
         # Clocks of ranks differ, and signals: all save and stop after the same step, and say why.
         is_late, has_failed, is_diverging, *reasons = any_rank(
-            self.minutes_since_save > (self.settings.checkpoint_minutes or math.inf),
+            minutes_since_save > (self.settings.checkpoint_minutes or math.inf),
             self.writer.has_failed,
             skipped >= MOST_SKIPPED,
             *(requested == reason for reason in STOP_REASONS),
@@ -206,11 +202,6 @@ class RunCallback(Checkpoint):
             reason = STOP_REASONS[reasons.index(True)]
             text = f"Stopped after step {step} ({reason}), checkpoint saved."
             raise PreemptedError(text, reason)
-
-    @property
-    def minutes_since_save(self) -> float:
-        """Minutes since the last checkpoint, or since the start."""
-        return (time.monotonic() - self.saved_at) / 60
 
     def save(self, trainer: L.Trainer, name: str) -> None:
         """Write a checkpoint of the present state beside training; all ranks call this together."""

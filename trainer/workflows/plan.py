@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.common.errors import UserError
-from trainer.config import RunConfig, StrategyConfig
 from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
 from trainer.model.flops import dense_peak, training_flops
@@ -65,7 +64,12 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         hours = operations / (peak * mfu * 3600)
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
     counts = parameters(shape_of(run))
-    state, a_token = state_bytes(config.strategy, counts["in all"], gpus), bytes_of_token(config)
+    strategy = config.strategy
+    of_node = strategy.shard_size or min(gpus, ON_A_NODE)
+    shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
+    state = STATE_BYTES * counts["in all"] / shards
+    size = 4 if config.trainer.precision == "fp32" else 2
+    a_token = activation_bytes(config.model, size, strategy.activation_checkpointing)
     return {
         "Parameters": {name: f"{count:,}" for name, count in counts.items()},
         "Training": training,
@@ -164,19 +168,6 @@ def longest(state: float, a_token: int) -> dict[str, str]:
         tokens = int(room / a_token) // ROUNDED * ROUNDED
         lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
     return lengths
-
-
-def state_bytes(strategy: StrategyConfig, parameters: int, gpus: int) -> float:
-    """Return the bytes of weights, gradients and optimizer state on each GPU."""
-    of_node = strategy.shard_size or min(gpus, ON_A_NODE)
-    shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
-    return STATE_BYTES * parameters / shards
-
-
-def bytes_of_token(config: RunConfig) -> int:
-    """Return about how many bytes of activations a token of the run takes on a GPU."""
-    size = 4 if config.trainer.precision == "fp32" else 2
-    return activation_bytes(config.model, size, config.strategy.activation_checkpointing)
 
 
 def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
