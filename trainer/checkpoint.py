@@ -385,8 +385,8 @@ def newest_checkpoint(directory: Path) -> Path | None:
     Raises:
         UserError: there are checkpoints, and all are damaged.
     """
-    paths = on_rank_zero(lambda: _candidates(directory))
-    for path in paths:
+    paths = on_rank_zero(lambda: [*directory.glob(BEFORE_DROP), *regular_checkpoints(directory)])
+    for path in reversed(paths):
         try:
             check_sound(path)
         except UserError as error:
@@ -399,14 +399,6 @@ def newest_checkpoint(directory: Path) -> Path | None:
     if paths:
         raise UserError(f"checkpoint: all in {str(directory)!r} are damaged")
     return None
-
-
-def _candidates(directory: Path) -> list[Path]:
-    """Return the checkpoints that a run can resume from, the preferred one first."""
-    paths = regular_checkpoints(directory)[::-1]
-    if (directory / BEFORE_DROP).exists():
-        paths.append(directory / BEFORE_DROP)
-    return paths
 
 
 def _put_aside(path: Path) -> None:

@@ -22,7 +22,7 @@ from functools import reduce
 from itertools import chain, product, takewhile
 from operator import getitem
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -39,9 +39,17 @@ from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.fields import validated
 from trainer.common.processes import current_ranks, requeue
 from trainer.common.progress import show_log
-
-if TYPE_CHECKING:
-    from trainer.runs.phases import Run
+from trainer.runs.directory import (
+    RECORD,
+    check_files,
+    check_model,
+    check_start,
+    differences,
+    is_published,
+    lacks_schedule_control,
+)
+from trainer.runs.parsing import parse
+from trainer.runs.phases import Run
 
 log = logging.getLogger(__name__)
 
@@ -192,17 +200,14 @@ def run_command(name: str, words: Sequence[str]) -> None:
                 job.values["prompts"] += [prompt.removeprefix("prompt=") for prompt in prompts]
             show_log()
             COMMANDS[name](job)
-        except Exception as error:
-            if settings.mode == RunMode.MULTIRUN:
-                sweep.fail(settings, error)
-            errors.append(error)  # if it were raised here, Hydra would print the words, too
-        except PreemptedError as stop:
-            if settings.mode == RunMode.MULTIRUN:
-                sweep.stop(settings, stop)
-            raise
-        else:
             if settings.mode == RunMode.MULTIRUN:
                 sweep.outcomes[settings.job.num] = "ran"
+        except (Exception, PreemptedError) as error:
+            if settings.mode == RunMode.MULTIRUN:
+                sweep.note(settings, error)
+            if isinstance(error, PreemptedError):
+                raise
+            errors.append(error)  # if it were raised here, Hydra would print the words, too
 
     argv = sys.argv
     sys.argv = ["unrope", *words]  # which Hydra reads
@@ -246,10 +251,18 @@ class Sweep:
             overrides = re.sub(r"[^\w.+-]+", "-", self.names()[settings.job.num])
             config.name = f"{name}-{overrides}"
 
-    def fail(self, settings: Any, error: Exception) -> None:
-        """Say that a job failed, and note it; the next one follows unless other ranks run."""
-        if not _is_here(settings):
+    def note(self, settings: Any, error: Exception | PreemptedError) -> None:
+        """Note that a job failed or was stopped. After a failure the next one follows, unless other
+        ranks run; a job in a process of its own ends as a command does."""
+        if not settings.launcher._target_.endswith("BasicLauncher"):  # a process of its own
+            if isinstance(error, PreemptedError):
+                print(error, file=sys.stderr)
+                requeue(error.reason)
+                sys.exit(REQUEUE_EXIT_CODE)
             raise error
+        if isinstance(error, PreemptedError):
+            self.outcomes[settings.job.num] = "stopped"
+            return
         self.outcomes[settings.job.num] = "failed"
         if current_ranks().world_size > 1:
             raise SystemExit(1) from error
@@ -258,15 +271,6 @@ class Sweep:
             print(explain(error), file=sys.stderr)
         else:
             traceback.print_exception(error)
-
-    def stop(self, settings: Any, stop: PreemptedError) -> None:
-        """Note that a job was stopped; one in a process of its own ends as a command does."""
-        if _is_here(settings):
-            self.outcomes[settings.job.num] = "stopped"
-            return
-        print(stop, file=sys.stderr)
-        requeue(stop.reason)
-        sys.exit(REQUEUE_EXIT_CODE)
 
     def show(self) -> None:
         """Print which jobs ran, failed, were stopped, or were skipped after a stop."""
@@ -277,11 +281,6 @@ class Sweep:
             print(f"  {self.outcomes.get(number, 'skipped'):8} {number}  {name}")
 
 
-def _is_here(settings: Any) -> bool:
-    """Whether Hydra runs the jobs one after the other in this process."""
-    return settings.launcher._target_.endswith("BasicLauncher")
-
-
 def check_alike(values: dict[str, Any]) -> None:
     """Check that this rank was started with the keys of rank 0.
 
@@ -289,7 +288,6 @@ def check_alike(values: dict[str, Any]) -> None:
         UserError: it was not, or its machine has another number of ranks.
     """
     from trainer.common.ranks import of_rank_zero
-    from trainer.runs.directory import differences
 
     mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
     if changed := differences(of_rank_zero(lambda: mine), mine, OF_A_MACHINE):
@@ -334,8 +332,6 @@ def run_of(job: Job) -> Run:
     Raises:
         UserError: a key of the shape is among the words, but trained weights bring theirs.
     """
-    from trainer.runs.parsing import parse
-
     model = job.values["model"]
     if model["from_pretrained"] or model["from_run"]:
         for word in job.words:
@@ -375,8 +371,6 @@ def train(job: Job) -> None:
 
     The same command resumes an interrupted run.
     """
-    from trainer.runs.directory import check_start
-
     run = run_of(job)
     if current_ranks().rank == 0:
         check_start(run.config)  # before torch is imported
@@ -437,13 +431,10 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
             values["run_dir"] = f"runs/{values['name']}"
     if keys.text:
         values["data"]["files"] = [keys.text] if isinstance(keys.text, str) else keys.text
-    from trainer.runs.directory import RECORD, check_files
-
     record = Path(values["run_dir"], RECORD)
     begun = record if record.is_file() and values["overwrite"] is not True else None
     if begun is None:
         check_files(values["data"]["files"])  # before torch is imported
-    from trainer.runs.directory import is_published
     from trainer.workflows import recalibrate as workflow
 
     source = "from_pretrained" if is_published(keys.checkpoint) else "from_run"
@@ -492,8 +483,6 @@ def evaluate(job: Job) -> None:
 
     At multiples of the training length, as they are and with methods that extend the context.
     """
-    from trainer.runs.directory import check_model
-
     request = validated(schema.EvaluationRequest, job.values)
     for reference in (request.checkpoint, *request.compare):
         check_model(reference)  # before torch is imported
@@ -514,7 +503,6 @@ def compare(job: Job) -> None:
     """
     from trainer.report.tables import compare as tables_of
     from trainer.report.terminal import print_tables
-    from trainer.runs.directory import lacks_schedule_control
 
     print_tables(tables_of(job.values["runs"]))
     if lacks_schedule_control(job.values["runs"]):
@@ -553,8 +541,6 @@ def export(job: Job) -> None:
 
     python -m trainer export PATH to=DIRECTORY [KEY=VALUE ...]
     """
-    from trainer.runs.directory import check_model
-
     request = validated(schema.ExportRequest, job.values)
     check_model(request.checkpoint)  # before torch is imported
     to = Path(request.to)

@@ -58,18 +58,12 @@ class End:
 class Watch:
     """A rank's connection to rank 0, which ends this process soon after another rank's early end.
 
-    Args:
-        rank, world_size: of this process.
-        store: in which rank 0 says where it listens.
-        on_stop: what rank 0 does after a stop, for the reason of it.
+    ``store``: in which rank 0 says where it listens. ``on_stop``: what rank 0 does after a stop,
+    for the reason of it.
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        store: Store,
-        on_stop: Callable[[str], None],
+        self, rank: int, world_size: int, store: Store, on_stop: Callable[[str], None]
     ) -> None:
         self.rank, self.on_stop = rank, on_stop
         self._hub = Hub(world_size, store) if rank == 0 else None

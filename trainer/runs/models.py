@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,11 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         name, computed_by = f"{path.resolve().name}-hf", f"transformers {version('transformers')}"
         shape = model.config, model.layout
         weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
-        read = partial(_read_by_transformers, path)
+
+        def read_again(device: str, dtype: torch.dtype) -> LanguageModel:
+            return read_adapted(path, dtype).to(device)
+
+        read = read_again
         key = f"{computed_by} {_files_fingerprint(path)}"
     elif is_published(reference):
         path, weights = find_pretrained(reference), read_pretrained(reference)
@@ -129,13 +132,6 @@ def _before_drop(path: Path, phases: Phases, step: int) -> Path | None:
     return before if phases.at(drop_step - 1).length == phases.at(step - 1).length else None
 
 
-def _read_by_transformers(path: Path, device: str, dtype: torch.dtype) -> LanguageModel:
-    """Load a model that transformers computes; imports transformers when it is called."""
-    from trainer.interchange.adapted import read_adapted  # imports transformers
-
-    return read_adapted(path, dtype).to(device)
-
-
 def find_models(
     references: Sequence[str],
     training_length: int | None = None,
@@ -171,10 +167,9 @@ def find_models(
     return distinct(models)
 
 
-def starting_weights(config: ModelConfig) -> Pretrained | None:
-    """Return the model that ``model.from_pretrained`` or ``model.from_run`` names, or None.
-
-    Reads no weights.
+def starting_weights(config: ModelConfig) -> Pretrained:
+    """Return the model that ``model.from_pretrained`` or ``model.from_run`` names; reads no
+    weights.
 
     Raises:
         UserError: the model does not exist or is not supported, or both keys are set.
@@ -183,7 +178,8 @@ def starting_weights(config: ModelConfig) -> Pretrained | None:
         raise UserError("model: expected one of from_pretrained and from_run, got both")
     if config.from_pretrained is not None:
         return read_pretrained(config.from_pretrained)
-    return None if config.from_run is None else read_run(find_checkpoint(config.from_run))
+    assert config.from_run is not None
+    return read_run(find_checkpoint(config.from_run))
 
 
 def read_run(path: Path) -> Pretrained:

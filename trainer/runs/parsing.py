@@ -50,7 +50,6 @@ def parse(values: dict[str, Any]) -> Run:
         from trainer.runs.models import encodings_of, starting_weights
 
         weights = starting_weights(config.model)
-        assert weights is not None
         config = replace(config, model=_trained_shape(config.model, weights))
         if config.model.from_run is not None:
             config = replace(config, positional=encodings_of(config.model.from_run))

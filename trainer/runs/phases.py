@@ -169,11 +169,8 @@ def phases_of(config: RunConfig) -> Phases:
             optimizer_state=settings.optimizer_state,
         )
         phases.append(phase)
-        start, samples, tokens = (
-            phase.end,
-            phase.first_sample(phase.end),
-            phase.tokens_at(phase.end),
-        )
+        start = phase.end
+        samples, tokens = phase.first_sample(start), phase.tokens_at(start)
     return Phases(phases)
 
 

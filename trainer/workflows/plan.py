@@ -21,13 +21,7 @@ from trainer.runs.phases import Phase, Run
 
 GPUS = {"A100-SXM4-80GB": 79, "H100 80GB HBM3": 79, "H200": 139}
 """Memory in GiB of GPUs, by their names in :func:`trainer.model.flops.dense_peak`."""
-FREE = 0.2
-"""Share of a GPU's memory that stays free for everything that is not counted."""
 GIB = 1 << 30
-ROUNDED = 1024
-"""The longest sequence is rounded down to a multiple of this."""
-ON_A_NODE = 8
-"""GPUs of a node, among which ``hsdp`` shards by default."""
 WIDTH = 100
 """Characters of a line on the terminal."""
 STATE_BYTES = 16
@@ -65,7 +59,7 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"
     counts = parameters(shape_of(run))
     strategy = config.strategy
-    of_node = strategy.shard_size or min(gpus, ON_A_NODE)
+    of_node = strategy.shard_size or min(gpus, 8)  # GPUs of a node
     shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
     state = STATE_BYTES * counts["in all"] / shards
     size = 4 if config.trainer.precision == "fp32" else 2
@@ -164,8 +158,8 @@ def longest(state: float, a_token: int) -> dict[str, str]:
     """Return for each kind of GPU the longest sequence that it trains, see :func:`memory`."""
     lengths = {}
     for name, memory in GPUS.items():
-        room = (1 - FREE) * memory * GIB - state
-        tokens = int(room / a_token) // ROUNDED * ROUNDED
+        room = 0.8 * memory * GIB - state  # a fifth for everything that is not counted
+        tokens = int(room / a_token) // 1024 * 1024
         lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
     return lengths
 

@@ -41,30 +41,16 @@ from trainer.workflows.text import open_corpus
 
 log = logging.getLogger(__name__)
 
-DEADLINE = 0.75
-"""Share of the minutes after which training ends in any case."""
 TRAINING = 0.8
 """Share for training of the time that checkpoints and the export leave."""
-EVALUATION = 0.18
-"""Share for evaluation of the same time."""
 FILES = 2.5e-7
 """Seconds that a parameter takes to be written, hashed, read and exported."""
-PROBES = 3 * 8
-"""Sequences on which the drop's effect is measured: before it, after it, and at the end."""
 SHORTEST = 512
 """Tokens of the shortest sequence."""
-SEQUENCES = 4096
-"""Sequences of the whole context that must fit the time to use it."""
-STEPS = 1000
-"""Steps that the batch is chosen for."""
 LEAST_TOKENS, MOST_TOKENS = 512, 512 * 2048
 """Fewest and most tokens of a step (DroPE, App. D)."""
 LEAST_WARMUP, MOST_WARMUP = 10, 500
 """Fewest and most steps of warm-up, otherwise a tenth of the steps."""
-LARGE = 2e9
-"""Parameters up to which 3e-4 is the learning rate; 1e-4 above (DroPE, App. D)."""
-NORMED_RATE = 1e-3
-"""Learning rate from which on training needs QK-norm (DroPE, Table 11)."""
 PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Most tokens of a forward pass."""
 WINDOWS, NEEDLES = 4, 5
@@ -174,35 +160,36 @@ def choose(
 
     C, left = layout.training_length, 60 * minutes - FILES * parameters_of(config)
     seconds = left * TRAINING
-    # 1. Sequences as long as the context if enough of them fit the time and one fits the device.
+    # 1. Sequences as long as the context if 4096 of them fit the time and one fits the device.
     length = C
     while length // 2 >= SHORTEST and (
-        length > max(speed.pass_tokens, SHORTEST) or seconds / seconds_of(length) < SEQUENCES
+        length > max(speed.pass_tokens, SHORTEST) or seconds / seconds_of(length) < 4096
     ):
         length //= 2
     length = pick("data.sequence_length", length)
     # 2. A batch, a power of two, for about a thousand steps.
-    tokens = min(max(seconds / seconds_of(length) * length / STEPS, LEAST_TOKENS), MOST_TOKENS)
+    tokens = min(max(seconds / seconds_of(length) * length / 1000, LEAST_TOKENS), MOST_TOKENS)
     batch = pick("trainer.batch_size", 1 << max(0, int(math.log2(max(1.0, tokens / length)))))
     fitting = max(1, speed.pass_tokens // length)
     micro = next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= fitting)
     pick("trainer.micro_batch_size", micro)
     # 3. As many steps as the time allows.
     a_step = batch * seconds_of(length)
-    probes = PROBES * forward_flops(config, layout, length) / speed.operations
+    # The drop's effect is measured on 8 sequences: before it, after it, and at the end.
+    probes = 3 * 8 * forward_flops(config, layout, length) / speed.operations
     steps = pick("trainer.max_steps", int((seconds - probes) / a_step))
     if "trainer.max_steps" not in given and steps < 2 * LEAST_WARMUP:
         missing = (2 * LEAST_WARMUP * a_step + probes - seconds) / (60 * TRAINING)
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
-    # 4. The learning rate by size, and QK-norm by the rate.
-    rate = pick("optimizer.lr", 3e-4 if parameters_of(config) <= LARGE else 1e-4)
+    # 4. The learning rate by size (DroPE, App. D), and QK-norm by the rate (Table 11).
+    rate = pick("optimizer.lr", 3e-4 if parameters_of(config) <= 2e9 else 1e-4)
     if not any(layer.qk_norm for layer in layout.layers):
-        norm = pick("model.qk_norm.when", "never" if rate < NORMED_RATE else "after_drop")
+        norm = pick("model.qk_norm.when", "never" if rate < 1e-3 else "after_drop")
         if norm != "never":
             pick("drop.qk_norm_gain", "matched")
-    # 5. An evaluation in the time that is left for it.
-    rest = left * EVALUATION * speed.operations
+    # 5. An evaluation in 0.18 of the time, beside training's 0.8.
+    rest = left * 0.18 * speed.operations
     for key, value in evaluated(config, layout, rest, length).items():
         pick(key, value)
     return values
@@ -264,7 +251,7 @@ def recalibrate(
 ) -> Report:
     """Drop, recalibrate, and evaluate beside the model as it was; resume what is begun.
 
-    Training ends when the rest of the minutes is needed for evaluation and export: a run that is
+    Training ends after 3/4 of the minutes: the rest is for evaluation and export. A run that is
     slower than its speed test then has the steps that it has taken, and one more.
 
     ``values``: the chosen keys. ``began``: when the minutes began, in seconds since the epoch.
@@ -287,7 +274,7 @@ def recalibrate(
         assert report is not None, "recalibrate uses one process"
         return report
 
-    trainer, end = config.trainer, began + 60 * minutes * DEADLINE
+    trainer, end = config.trainer, began + 60 * minutes * 0.75
     if not trainer.max_time:
         seconds = max(1, math.ceil(end - time.time()))
         limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
