@@ -41,14 +41,9 @@ from trainer.model.backends import Mask, allowed, cudnn_attention
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
-from trainer.positional.intervention import intervene
+from trainer.model.plan import Columns, columns_of, interventions_of, tables_of
 from trainer.positional.layout import LayerEncoding, Layout
-from trainer.positional.rotation import (
-    encode,
-    head_groups,
-    rotary_table,
-    rotate,
-)
+from trainer.positional.rotation import encode, rotary_table, rotate
 from trainer.positional.spectrum import Spectrum
 
 TRIED = 16
@@ -352,57 +347,46 @@ class AdaptedModel(LanguageModel):
         last: int | None = None,
     ) -> Tensor:
         """Compute states ``[B, T, hidden_size]`` before the head; see :class:`LanguageModel`."""
-        past = cache.length if cache else 0
-        keys = torch.arange(past + ids.shape[1], device=ids.device)
-        lengths: int | list[int] = length or len(keys)
+        columns = columns_of(ids, len(self.attentions), cache, length, last=None)
         options: dict[str, Any] = {}
         if cache is not None:
             layers: list[Any] = [_Layer(layer) for layer in cache.layers]
             options["cache"] = Cache(layers=layers)
-        if cache is not None and cache.begins:
-            begins = torch.tensor(cache.begins, device=ids.device)[:, None]
-            lengths = [(length or len(keys)) - begin for begin in cache.begins]
-            options["attention_mask"] = (keys >= begins).long()
-            keys = keys - begins
-            options["position_ids"] = keys[:, past:]
+        if columns.begins is not None:
+            options["attention_mask"] = (columns.positions >= 0).long()
+            options["position_ids"] = columns.new
         encoding: Any = nullcontext()
         if self._observe is not None or self.layout.layers != self.own_layout.layers:
-            encoding = self._encoding(past, keys, lengths)
+            encoding = self._encoding(columns)
         with encoding:
             outputs = self._base(ids, use_cache=cache is not None, **options)
         states = outputs.last_hidden_state
         return states if last is None else states[:, -last:]
 
     @contextmanager
-    def _encoding(self, past: int, keys: Tensor, lengths: int | list[int]) -> Iterator[None]:
-        """Encode queries and keys by the layout within the block, and show them to an observer.
-
-        ``keys``: positions ``[Tk]`` or ``[B, Tk]``; queries are those from ``past`` on.
-        """
-        if self._short is not None and keys.shape[-1] > self._short:
+    def _encoding(self, columns: Columns) -> Iterator[None]:
+        """Encode queries and keys by the layout within the block, and show them to an observer."""
+        if self._short is not None and columns.positions.shape[-1] > self._short:
             raise UserError(
                 f"hf: the rotation follows the length of texts beyond {self._short} tokens"
             )
-        positions = keys[..., past:]
-        of_keys = queries = head_groups(self.layout, keys, lengths, self.hf.dtype)
-        if past:
-            queries = head_groups(self.layout, positions, lengths, self.hf.dtype)
+        plain = [True] * len(self.attentions)  # the model caches keys without rotation
+        queries, keys = tables_of(self.layout, columns, plain, self.hf.dtype)
+        changes = interventions_of(self.layout, columns, plain)
 
         def see(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
         ) -> Encoded:
             index = self.attentions.index(module)
-            layer = self.layout.layers[index]
             if self._order is not None:  # which leaves dot products unchanged
                 q, k = q[..., self._order], k[..., self._order]
             rotated_q = encode(q, queries[index], tempered=True)
-            rotated_k = encode(k, of_keys[index])
-            if layer.intervention is not None:
-                rotated_q, rotated_k = intervene(
-                    layer.intervention, rotated_q, rotated_k, positions, keys
-                )
+            rotated_k = encode(k, keys[index])
+            change = changes[index]
+            if change is not None:
+                rotated_q, rotated_k = change(rotated_q, rotated_k)
             if self._observe is not None:
-                check_mask(mask, q.shape[2], layer.window)
+                check_mask(mask, q.shape[2], self.layout.layers[index].window)
                 scores = {name: options.get(name) for name in ("scaling", "softcap")}
                 sinks = options.get("s_aux")
                 self._observe(index, q, k, rotated_q, rotated_k, sinks=sinks, **scores)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,21 +57,11 @@ def generate(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    *,
-    sampler: Sampler | None = None,
-    end_tokens: Collection[int] = (),
-    on_token: OnToken | None = None,
+    **options: Any,
 ) -> list[list[int]]:
     """Continue every prompt independently of the others.
 
-    Args:
-        sampler: draws the tokens; None: takes the most likely ones.
-        end_tokens: tokens that end a sequence.
-        on_token: called with a prompt's index and its new tokens after each of them; returning True
-            ends that sequence.
-
-    Returns:
-        The new tokens of each prompt, including the end token.
+    ``options`` and the result: see :func:`continue_from_cache`.
 
     Raises:
         ValueError: a prompt is empty.
@@ -80,16 +71,7 @@ def generate(
     if not prompts or max_new_tokens < 1:
         return [[] for _ in prompts]
     logits, cache = read_prompts(model, prompts, max_new_tokens)
-    return continue_from_cache(
-        model,
-        logits,
-        cache,
-        prompts,
-        max_new_tokens,
-        sampler=sampler,
-        end_tokens=end_tokens,
-        on_token=on_token,
-    )
+    return continue_from_cache(model, logits, cache, prompts, max_new_tokens, **options)
 
 
 @torch.no_grad()
@@ -104,7 +86,7 @@ def continue_from_cache(
     end_tokens: Collection[int] = (),
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Continue prompts that are already in the cache; see :func:`generate`.
+    """Continue prompts that are already in the cache.
 
     All sequences grow by one token per step, and finished ones leave the batch. A sequence that
     grows beyond a length at which all frequencies switch (LongRoPE) is read again, since deeper
@@ -114,6 +96,13 @@ def continue_from_cache(
         logits: ``[B, vocab]`` after the prompts.
         cache: keys and values of the prompts, with room for ``max_new_tokens - 1`` more; it is
             consumed.
+        sampler: draws the tokens; None: takes the most likely ones.
+        end_tokens: tokens that end a sequence.
+        on_token: called with a prompt's index and its new tokens after each of them; returning True
+            ends that sequence.
+
+    Returns:
+        The new tokens of each prompt, including the end token.
     """
     rows = list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in rows]
