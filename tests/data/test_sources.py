@@ -15,11 +15,9 @@ from trainer.common.errors import UserError
 from trainer.config import DataConfig
 from trainer.data import sources
 from trainer.data.sources import (
-    TextSource,
     documents,
     find_files,
-    is_remote,
-    state_of,
+    source_of,
     stdlib_docs,
     text_source,
 )
@@ -29,6 +27,10 @@ TEXTS = [f"Text {i}. " * i for i in range(1, 150)]
 
 def files_of(*paths, **keys):
     return DataConfig(source="files", files=[str(path) for path in paths], **keys)
+
+
+def state_of(config):
+    return source_of(config).state(config)
 
 
 def read(config, tmp_path):
@@ -114,9 +116,10 @@ def test_the_state_of_a_list_is_that_of_its_addresses(tmp_path):
         states.append(state_of(config))
     assert states[0] == states[2] != states[1]
     assert states[0] == state_of(files_of(*lines.split()))
-    assert is_remote(config)
-    assert not is_remote(replace(config, allow_patterns=["/*"]))
-    assert state_of(replace(config, allow_patterns=["/*"])) == state_of(files_of(tmp_path))
+    here = replace(config, allow_patterns=["/*"])
+    assert source_of(config).is_remote(config)
+    assert not source_of(here).is_remote(here)
+    assert state_of(here) == state_of(files_of(tmp_path))
 
 
 @pytest.mark.slow
@@ -166,8 +169,9 @@ def test_a_source_of_the_users_own_has_its_code_as_its_state(monkeypatch, tmp_pa
     before = state_of(config)
     assert state_of(config) == before
 
-    changed = TextSource(lambda upto: [])
-    monkeypatch.setattr(sources, "TEXT_SOURCES", {"numbers": changed})
+    @text_source()
+    def numbers(upto=3):  # noqa: F811
+        return []
 
     assert state_of(config) != before
     with pytest.raises(UserError, match=r"data.source: expected one of .*numbers, got 'letters'"):

@@ -23,7 +23,7 @@ from trainer.data.prepared import (
     prepare,
     windows_at,
 )
-from trainer.data.sources import cache_directory, describe, digest, is_remote
+from trainer.data.sources import cache_directory, digest, source_of
 from trainer.data.tokenizer import SpecialTokens, TokenizerChoice, load_tokenizer, same_tokens
 
 
@@ -238,9 +238,10 @@ def prepare_corpus(
     for text, fingerprint in zip(texts, known, strict=True):
         directory = directory_of(text, tokenizer, fingerprint)
         if not is_prepared(directory):
-            if not alone or is_remote(text):
+            source = source_of(text)
+            if not alone or source.is_remote(text):
                 raise UserError(
-                    f"data: {describe(text)} is not prepared in {directory}; "
+                    f"data: {source.title(text)} is not prepared in {directory}; "
                     "`python -m trainer prepare` with the arguments of the run does it once"
                 )
             directory = prepare(text, tokenizer)

@@ -39,12 +39,10 @@ from trainer.data.order import Integers
 from trainer.data.readers import LONGEST
 from trainer.data.sources import (
     cache_directory,
-    describe,
     digest,
     documents,
     revision_of,
     source_of,
-    state_of,
 )
 from trainer.data.tokenizer import (
     SAMPLE_MEGABYTES,
@@ -206,11 +204,12 @@ def windows_at(ids: Ids, starts: Integers, length: int) -> Integers:
 
 def request_of(config: DataConfig, tokenizer: TokenizerChoice) -> dict[str, Any]:
     """Return everything that the tokens depend on; equal requests give equal tokens."""
-    keys = source_of(config).keys
+    source = source_of(config)
+    keys = "source", "revision", *source.keys, "validation", "test"
     return {
         "format": FORMAT,
-        **{k: getattr(config, k) for k in ("source", "revision", *keys, "validation", "test")},
-        "state": state_of(config),
+        **{key: getattr(config, key) for key in keys},
+        "state": source.state(config),
         "tokenizer": tokenizer_identity(tokenizer, WORDS),
     }
 
@@ -251,7 +250,7 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     with FileLock(directory / "lock"):
         if not is_prepared(directory):
-            log.info("Preparing %s in %s", describe(config), directory)
+            log.info("Preparing %s in %s", source_of(config).title(config), directory)
             if not (directory / "manifest.json").is_file():
                 _begin(directory, config, tokenizer)
             _write(directory, config)

@@ -169,14 +169,11 @@ def _read_csv(file: BinaryIO, column: str) -> Rows:
 
     Rows may lack empty cells at their end, as Excel writes them.
     """
-    csv.field_size_limit(LARGEST_CELL)
-    rows = csv.reader(_decoded(file), strict=True)
-    return _cells(rows, column)
+    return _cells(csv.reader(_decoded(file), strict=True), column)
 
 
 def _read_tsv(file: BinaryIO, column: str) -> Rows:
     """Read cells between tabs; quotes are text, and every row has all cells."""
-    csv.field_size_limit(LARGEST_CELL)
     rows = csv.reader(_decoded(file), delimiter="\t", quoting=csv.QUOTE_NONE)
     return _cells(rows, column, is_complete=True)
 
@@ -187,6 +184,7 @@ def _cells(rows: Any, column: str, is_complete: bool = False) -> Rows:
     A longer row is a broken one, unless what it has too much is empty. ``is_complete``: a shorter
     row is broken, too, not only one without this column.
     """
+    csv.field_size_limit(LARGEST_CELL)
     names: list[str] = next(rows, [])
     index = _index(names, column)
     least = len(names) if is_complete else index + 1

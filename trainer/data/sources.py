@@ -34,12 +34,13 @@ class TextSource:
     """A registered source: a function of ``data.arguments`` or, if its text depends on other
     ``keys`` of ``data``, of the configuration, whose revision is then a commit.
 
-    ``state``: returns what tells two states apart without a network (None: the function's code).
+    ``state``: returns what tells two states apart without a network, by default of the function's
+    code. ``is_remote``: whether it needs a network. ``title``: short name.
     """
 
     documents: Callable[..., Iterable[str | None]]
+    state: Callable[[DataConfig], str | None]
     keys: tuple[str, ...] = ("arguments",)
-    state: Callable[[DataConfig], str | None] | None = None
     is_remote: Callable[[DataConfig], bool] = lambda _: False
     title: Callable[[DataConfig], str] = lambda config: config.source
 
@@ -60,7 +61,8 @@ def text_source(**fields: Any) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
-        TEXT_SOURCES[function.__name__] = TextSource(function, **fields)
+        own_state = {"state": lambda _: digest(inspect.getsource(function))}
+        TEXT_SOURCES[function.__name__] = TextSource(function, **own_state | fields)
         return function
 
     return register
@@ -71,20 +73,12 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def state_of(config: DataConfig) -> str | None:
-    """Return what tells two states of a source apart, without a network.
+def _files_state(config: DataConfig) -> str:
+    """Return a digest of the addresses elsewhere, and of the files on this machine.
 
     Raises:
         FileNotFoundError: a file is missing.
     """
-    source = source_of(config)
-    if source.state is None:
-        return digest(inspect.getsource(source.documents))
-    return source.state(config)
-
-
-def _files_state(config: DataConfig) -> str:
-    """Return a digest of the addresses elsewhere, and of the files on this machine."""
     names = list(_addresses(config, offline=True))
     here = find_files(replace(config, files=[name for name in names if "://" not in name]))
     return digest([[name for name in names if "://" in name], [_imprint(path) for path in here]])
@@ -104,11 +98,6 @@ def _imprint(path: str) -> list[str | int]:
     if format_of(path) in REREAD:
         imprint.append("cells are text")
     return imprint
-
-
-def is_remote(config: DataConfig) -> bool:
-    """Whether the source needs a network."""
-    return source_of(config).is_remote(config)
 
 
 def source_of(config: DataConfig) -> TextSource:
@@ -250,11 +239,6 @@ def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
         for line in lines:
             if any(fnmatchcase(line, glob) for glob in wanted):
                 yield line
-
-
-def describe(config: DataConfig) -> str:
-    """Return a short name of the source."""
-    return source_of(config).title(config)
 
 
 SHORTEST_DOCSTRING = 80

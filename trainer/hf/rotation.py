@@ -122,6 +122,14 @@ def check_droppable(model: nn.Module) -> None:
         _written_configs(parts)
 
 
+def without_rotation(angles: Any) -> Any:
+    """Return complex numbers, or cosines and sines, that rotate nothing, in the shape of these."""
+    if isinstance(angles, Tensor):
+        return torch.ones_like(angles)
+    cos, sin = angles
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
 class Unrotated(nn.Module):
     """A rotary module of transformers that rotates nothing; precedes the module's own class."""
 
@@ -129,10 +137,7 @@ class Unrotated(nn.Module):
         """Return cosines of 1 and sines of 0, or complex ones, in the shape of the own class."""
         # Zeros as positions: dynamic types then do not grow their frequencies.
         angles = super().forward(x, torch.zeros_like(position_ids), *args, **kwargs)
-        if isinstance(angles, Tensor):
-            return torch.ones_like(angles)
-        cos, sin = angles
-        return torch.ones_like(cos), torch.zeros_like(sin)
+        return without_rotation(angles)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by the own class: this one has no name that can be imported."""

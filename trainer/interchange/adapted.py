@@ -35,6 +35,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from trainer.common.errors import UserError
+from trainer.hf.rotation import without_rotation
 from trainer.interchange.hf_config import trained_and_reach
 from trainer.interchange.published import read_config
 from trainer.model.backends import Mask, allowed, cudnn_attention
@@ -173,11 +174,7 @@ def _without_rotation(options: dict[str, Any]) -> dict[str, Any]:
     tables = options.get("position_embeddings")
     if tables is None:
         return options
-    if isinstance(tables, Tensor):
-        return options | {"position_embeddings": torch.ones_like(tables)}
-    return options | {
-        "position_embeddings": (torch.ones_like(tables[0]), torch.zeros_like(tables[1]))
-    }
+    return options | {"position_embeddings": without_rotation(tables)}
 
 
 def first_step(tables: Tables) -> Tensor:

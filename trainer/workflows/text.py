@@ -11,7 +11,7 @@ from trainer.common.errors import UserError
 from trainer.common.processes import current_ranks
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.prepared import Manifest, of_all_texts, prepare
-from trainer.data.sources import cache_directory, describe
+from trainer.data.sources import cache_directory, source_of
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
 from trainer.model.config import check_vocabulary
 from trainer.runs.phases import Run
@@ -37,7 +37,8 @@ def prepare_texts(run: Run) -> Iterator[str]:
         tokenizer = of_all_texts(tokenizer, directory, cache_directory(text))
         manifest = Manifest.load(directory)
         counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
-        yield f"{describe(text)}: {manifest.read:,} documents, tokens {counts}; in {directory}"
+        title = source_of(text).title(text)
+        yield f"{title}: {manifest.read:,} documents, tokens {counts}; in {directory}"
 
 
 def open_corpus(run: Run) -> Corpus:
