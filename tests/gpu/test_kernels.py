@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.model.backends import BACKENDS, Mask, _has_flash_attn, choose_backend, prepared
+from tests.gpu.conftest import ON_A_GPU
+from trainer.model.backends import BACKENDS, Mask, Use, _has_flash_attn, choose_backend, prepared
 from trainer.model.loss import CHUNKS, linear_cross_entropy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 ROWS, HEADS, KV_HEADS, CHANNELS = 2, 6, 2, 64
 MASKS = {
@@ -63,8 +64,9 @@ def inputs(length):
     return [torch.randn(ROWS, count, length, CHANNELS, dtype=torch.float64) for count in heads]
 
 
+SHORT = [("sdpa", mask, kind, 200) for mask in MASKS for kind in TOLERANCE]
 CASES = [
-    *(("sdpa", mask, kind, 200) for mask in MASKS for kind in TOLERANCE),
+    *SHORT,
     *(("sdpa", mask, torch.bfloat16, 1001) for mask in MASKS),
     *(("flex", mask, torch.bfloat16, 200) for mask in MASKS),
     *(("flex", "all", kind, 1001) for kind in TOLERANCE),
@@ -74,22 +76,28 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "dtype", "length"), CASES, ids=lambda value: str(value).split(".")[-1]
+    ("device", "name", "kind", "dtype", "length"),
+    [
+        *(("cpu", *case) for case in SHORT),
+        *(pytest.param("cuda", *case, marks=ON_A_GPU) for case in CASES),
+    ],
+    ids=lambda value: str(value).split(".")[-1],
 )
-def test_outputs_and_gradients(gpu, name, kind, dtype, length):
-    if name == "flash" and not _has_flash_attn():
-        pytest.skip("needs flash-attn")
+def test_outputs_and_gradients(device, name, kind, dtype, length):
+    backend = BACKENDS[name]
+    if not backend.supports(Use(device, kind != "plain", dtype.itemsize == 2, length, CHANNELS)):
+        pytest.skip(f"needs {backend.needs}")
     exact = inputs(length)
     # Both read the rounded values.
     q, k, v, cotangent = (x.to(dtype) for x in exact)
     reference = [x.double().requires_grad_() for x in (q, k, v)]
-    mask = mask_of(kind, length, gpu)
+    mask = mask_of(kind, length, device)
     expected = defined(*reference, mask)
     expected_gradients = torch.autograd.grad(expected, reference, cotangent.double())
-    found_inputs = [x.to(gpu).requires_grad_() for x in (q, k, v)]
-    ready = prepared(BACKENDS[name], mask, (ROWS, length), length, torch.device(gpu))
-    found = BACKENDS[name](*found_inputs, ready)
-    gradients = torch.autograd.grad(found, found_inputs, cotangent.to(gpu))
+    found_inputs = [x.detach().to(device).requires_grad_() for x in (q, k, v)]
+    ready = prepared(backend.attend, mask, (ROWS, length), length, torch.device(device))
+    found = backend.attend(*found_inputs, ready)
+    gradients = torch.autograd.grad(found, found_inputs, cotangent.to(device))
     assert_close(found, expected, dtype)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         assert_close(gradient, wanted, dtype)
@@ -98,6 +106,7 @@ def test_outputs_and_gradients(gpu, name, kind, dtype, length):
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("masked", "half", "length"),
     [
@@ -120,8 +129,7 @@ def test_the_kernel_that_auto_takes(gpu, masked, half, length):
         expected = "sdpa"
     else:
         expected = "flex"
-    taken = choose_backend("auto", gpu, masked=masked, half=half, length=length, head_size=64)
-    assert taken == expected
+    assert choose_backend("auto", Use(gpu, masked, half, length, CHANNELS)) == expected
 
 
 class Operators(TorchDispatchMode):
@@ -137,20 +145,21 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["sdpa", "cudnn"])
-def test_cudnns_kernel_runs_where_it_is_asked_for_alone(gpu, name):
-    if torch.cuda.get_device_capability() < HOPPER or torch.backends.cudnn.version() <= 91500:
-        pytest.skip("torch prefers cuDNN on Hopper and later")
-    q, k, v, _ = (x.to(gpu, torch.bfloat16) for x in inputs(1024))
+def test_cudnns_kernel_runs_where_it_is_asked_for_alone(device, name):
+    half = Use(device, False, True, 1024, CHANNELS)
+    if name == "cudnn" and choose_backend("auto", half) != "cudnn":
+        pytest.skip("torch prefers another kernel here")
+    q, k, v, _ = (x.to(device, torch.bfloat16) for x in inputs(1024))
     with Operators() as operators:
-        BACKENDS[name](q, k, v, Mask())
-    (kernel,) = (name for name in operators.names if "attention" in name)
+        BACKENDS[name].attend(q, k, v, Mask())
+    (kernel,) = (operator for operator in operators.names if "attention" in operator)
     assert ("cudnn" in kernel) == (name == "cudnn"), kernel
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
-def test_loss_and_its_gradients(gpu, dtype, monkeypatch):
+def test_loss_and_its_gradients(device, dtype, monkeypatch):
     """In three chunks, the last one smaller."""
-    monkeypatch.setitem(CHUNKS, "cuda", (0, 1024))
+    monkeypatch.setitem(CHUNKS, device, (0, 1024))
     torch.manual_seed(0)
     hidden = torch.randn(3000, 96).to(dtype)
     head = torch.randn(5003, 96) / 10
@@ -162,8 +171,8 @@ def test_loss_and_its_gradients(gpu, dtype, monkeypatch):
     )
     expected = (losses * weights.double()).sum() / weights.double().sum()
     expected_gradients = torch.autograd.grad(expected, reference)
-    found_inputs = [hidden.to(gpu).requires_grad_(), head.to(gpu).requires_grad_()]
-    found = linear_cross_entropy(*found_inputs, targets.to(gpu), weights.to(gpu))
+    found_inputs = [hidden.to(device).requires_grad_(), head.to(device).requires_grad_()]
+    found = linear_cross_entropy(*found_inputs, targets.to(device), weights.to(device))
     assert_close(found, expected, dtype)
     for gradient, wanted in zip(
         torch.autograd.grad(found, found_inputs), expected_gradients, strict=True
