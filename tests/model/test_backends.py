@@ -289,6 +289,7 @@ def chosen(monkeypatch, name="auto", capability=(8, 0), has_flash=False, cudnn=0
         ("flex", {"masked": True, "has_flash": True, "head_size": 512}),
         ("flex", {"masked": True, "has_flash": True, "capability": (7, 5)}),
         ("sdpa", {"masked": True, "length": None}),
+        ("sdpa", {"masked": True, "head_size": 8}),
     ],
     ids=str,
 )
@@ -319,6 +320,8 @@ def test_a_backend_that_cannot_run_is_an_error(monkeypatch):
     for name in ("flash", "flex"):
         with pytest.raises(UserError, match="needs a GPU"):
             choose_backend(name, Use("cpu", False, True, None, 64))
+    with pytest.raises(UserError, match="at least 16 channels"):
+        chosen(monkeypatch, "flex", head_size=8)
     with pytest.raises(UserError, match="the package flash-attn"):
         chosen(monkeypatch, "flash")
     with pytest.raises(UserError, match="expected one of auto, sdpa, cudnn, flash, flex"):

@@ -328,8 +328,8 @@ def _with_blocks(mask: Mask, shape: tuple[int, int], keys: int, device: torch.de
 
 
 @backend(
-    needs="a GPU",
-    supports=lambda use: use.device == "cuda",
+    needs="a GPU, heads of at least 16 channels",
+    supports=lambda use: use.device == "cuda" and use.head_size >= 16,
     # It would be compiled for each of an evaluation's many lengths.
     suits=lambda use: use.masked and use.length is not None,
     prepare=_with_blocks,
