@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.conftest import ON_A_GPU
+from trainer.lightning.optimizers import newton_schulz
 from trainer.model.backends import BACKENDS, Mask, Use, _has_flash_attn, choose_backend, prepared
 from trainer.model.loss import CHUNKS, linear_cross_entropy
 
@@ -178,3 +179,14 @@ def test_loss_and_its_gradients(device, dtype, monkeypatch):
         torch.autograd.grad(found, found_inputs), expected_gradients, strict=True
     ):
         assert_close(gradient, wanted, dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 96), (3, 96, 64)], ids=str)
+def test_muons_iteration_keeps_singular_vectors(device, shape):
+    torch.manual_seed(0)
+    matrices = torch.randn(shape)
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    found = left.mT @ newton_schulz(matrices.to(device)).float().cpu() @ right.mT
+    values = found.diagonal(dim1=-2, dim2=-1)
+    assert 0.6 < values.min() < values.max() < 1.3
+    assert (found - values.diag_embed()).abs().max() < 0.05

@@ -81,10 +81,7 @@ class SavedModel:
         return model
 
     def for_inference(self, device: str, dtype: Dtype) -> LanguageModel:
-        """Load the model in evaluation mode, with the run's attention backend if that is possible.
-
-        It multiplies float32 matrices in TF32 where :func:`~trainer.common.ranks.tf32` is on.
-        """
+        """Load the model in evaluation mode, with the run's attention backend if possible."""
         model = self.load(device, dtype).eval()
         model.prefill_chunk = PREFILL
         half, backend = dtype == "bf16", "of transformers"

@@ -324,8 +324,7 @@ def without_home(value: Any) -> Any:
 
 
 def environment(corpus: Corpus, device: str) -> dict[str, Any]:
-    """Return versions and hardware, without anything that identifies a person or a machine;
-    ``device``: "cpu" or "cuda"."""
+    """Return versions and hardware, without anything that identifies a person or a machine."""
     return {
         "unrope": trainer.__version__,
         "python": platform.python_version(),
