@@ -6,38 +6,42 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from tests.gpu.conftest import ON_A_GPU
 from trainer.lightning.strategy import checkpoint_activations
 from trainer.model.config import QKNormConfig
 from trainer.positional.layout import drop
 
-pytestmark = pytest.mark.gpu
+CASES = [
+    ("rope", "none"), ("rope", "selective"), ("rope", "full"),
+    ("windows", "none"), ("windows", "selective"),
+    ("documents", "none"), ("documents", "selective"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("kind", "recomputed"),
+    ("device", "kind", "recomputed"),
     [
-        ("rope", "none"), ("rope", "selective"), ("rope", "full"),
-        ("windows", "none"), ("windows", "selective"),
-        ("documents", "none"), ("documents", "selective"),
+        pytest.param("cpu", "documents", "selective", marks=pytest.mark.slow),
+        *(pytest.param("cuda", *case, marks=ON_A_GPU) for case in CASES),
     ],
-)  # fmt: skip
-def test_a_step_before_and_after_a_drop(gpu, tiny_decoder, kind, recomputed):
+)
+def test_a_step_before_and_after_a_drop(device, tiny_decoder, kind, recomputed):
     torch._dynamo.reset()
     positional = {"windows": [48]} if kind == "windows" else {}
     shape = {"num_hidden_layers": 3, "hidden_size": 128, "qk_norm": QKNormConfig("after_drop")}
-    model = tiny_decoder(**positional, training_length=256, model=shape).to(gpu)
+    model = tiny_decoder(**positional, training_length=256, model=shape).to(device)
     model.compute_dtype = torch.bfloat16
-    model.use_backend("auto", gpu, documents=kind == "documents", length=256)
+    model.use_backend("auto", device, documents=kind == "documents", length=256)
     counter = CompileCounterWithBackend("aot_eager")
     for block in model.layers:
         checkpoint_activations(block, recomputed)
         block.compile(backend=counter, fullgraph=True)
 
     def step(end: int) -> float:
-        ids = torch.randint(50, (2, 256), device=gpu)
+        ids = torch.randint(50, (2, 256), device=device)
         options = {}
         if kind == "documents":
-            documents = (torch.arange(256, device=gpu) >= end).long().expand(2, 256)
+            documents = (torch.arange(256, device=device) >= end).long().expand(2, 256)
             options = {"documents": documents}
         loss = model.loss(ids, ids, **options)
         loss.backward()
