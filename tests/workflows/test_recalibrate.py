@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 
 import pytest
 import torch
@@ -170,6 +172,24 @@ def llama(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(recalibrate, "measure_speed", lambda *_: Speed(1e12, 2048))  # too fast
     return tmp_path / "llama"
+
+
+def test_cublas_is_deterministic_from_the_speed_test_on(monkeypatch):
+    """torch reads its configuration at the first product."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "of the user")
+        monkeypatch.delenv(name)
+    seen = []
+
+    def measured(*_):
+        seen.append(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+        return Speed(1e15, 2048)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(recalibrate, "shape_of", lambda _: shape("tiny", 2048))
+    monkeypatch.setattr(recalibrate, "measure_speed", measured)
+    recalibrate.chosen_keys("llama", 20, {"trainer.deterministic": True}, time.time(), None)
+    assert seen == [":4096:8"]
 
 
 WORDS = (

@@ -23,7 +23,7 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
-from trainer.config import RunConfig
+from trainer.config import RunConfig, TrainerConfig
 from trainer.interchange.pretrained import read_pretrained
 from trainer.lightning.strategy import parallelize
 from trainer.model.config import ModelConfig
@@ -35,6 +35,7 @@ from trainer.runs.directory import RECORD, is_published, open_run_directory, pla
 from trainer.runs.models import read_run
 from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
+from trainer.training.setup import set_environment
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.plan import STATE_BYTES, activation_bytes
 from trainer.workflows.text import open_corpus
@@ -240,8 +241,12 @@ def chosen_keys(
         saved = read_record(record.parent)
         return {k: reduce(getitem, k.split("."), saved) for k in KEYS if k not in given}
     shape = shape_of(model)
-    accelerator = given.get("trainer.accelerator", "auto")
-    speed = measure_speed(*shape, accelerator, given.get("trainer.threads"))
+    trainer = TrainerConfig(
+        accelerator=given.get("trainer.accelerator", "auto"),
+        deterministic=given.get("trainer.deterministic", False),
+    )
+    set_environment(trainer)  # torch reads it once, in the speed test
+    speed = measure_speed(*shape, trainer.accelerator, given.get("trainer.threads"))
     left = minutes - (time.time() - began) / 60
     return choose(*shape, speed, left, given)
 
