@@ -14,7 +14,7 @@ import pytest
 from tests.report.examples import EXPERIMENT, cell, change, example, report
 from trainer.analysis.results import COLUMNS, Results, tidy
 from trainer.plotting import Grid, Panel, Plot, draw, over_heads
-from trainer.report.pages import AnalysisPage, write_analysis, write_renderings
+from trainer.report.pages import write_analysis, write_renderings
 from trainer.report.report import RunSummary
 
 
@@ -142,13 +142,11 @@ def written(tmp_path_factory):
     page = write_analysis(
         directory,
         [results("one"), results("two")._replace(notes=["Left <out>."])],
-        AnalysisPage(
-            name="<script>alert(1)</script>",
-            training_length=64,
-            lead="Trained & read.",
-            made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
-            details={"Settings": {"length": 128}},
-        ),
+        64,
+        name="<script>alert(1)</script>",
+        lead="Trained & read.",
+        made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
+        details={"Settings": {"length": 128}},
     )
     assert page == directory / "report.html"
     return directory

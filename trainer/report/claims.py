@@ -1,9 +1,8 @@
 """The papers' claims as a table (claim, source, predicate), judged by the numbers of runs.
 
 A claim is *shown* if the whole 95% interval of a difference is on its side, and *not shown* if the
-whole interval is on the other side. Everything between is *not judged*: another processor, number
-of threads or seed might turn it. So is a claim about a model that has not learned its text or its
-task, and about a drop that changed nothing. Claims about absent methods are left out.
+whole interval is on the other side. Everything between is *not judged*, and so is a claim about a
+model that has not learned its text or task, or about a drop that changed nothing.
 
 Intervals cover the trials, and the training: two trainings of one configuration differ, by their
 seeds or by rounding alone. Models that differ in their seeds alone are judged together. "DroPE" is
@@ -36,8 +35,7 @@ KEPT = 0.95
 HELD = 0.90
 """Share of a method's own retrieval at its training length."""
 SAME, NEAR, RISEN = 0.01, 0.02, 0.05
-"""Relative margins of losses. A longer context should lower the loss, so 5% above is far outside of
-noise."""
+"""Relative margins of losses."""
 TRAINING_LOSS = 0.01
 """95% half-width of a loss over trainings, relative to it."""
 TRAINING_CORRELATION = 0.005
@@ -62,8 +60,7 @@ class Evidence:
     """Evidence of claims.
 
     ``models``: names of models by role, such as ``rope`` or ``drope``; several names are models
-    that differ in their seeds alone. ``one_text``: whether all trained on the same text. Otherwise
-    a model's loss says more about its text than its encoding.
+    that differ in their seeds alone. ``one_text``: whether all trained on the same text.
     """
 
     report: Report
@@ -165,9 +162,8 @@ def any_of(answers: Sequence[bool | None]) -> bool | None:
 def score_difference(p: Any, q: Any, times: float) -> Estimate:
     """Return p − k q for the scores of two rows and k = ``times``, with its 95% interval.
 
-    The limits are p − k q ± sqrt(...) of the squared distances of p and k q from their own limits,
-    after Newcombe (Statistics in Medicine 17, 1998, method 10) for differences and Zou and Donner
-    (ibid. 27, 2008) for linear combinations. The formula takes the two as independent, which is
+    The limits combine the distances of p and k q from their own (Newcombe, Statistics in Medicine
+    17, 1998, method 10; Zou and Donner, ibid. 27, 2008). The two are taken as independent, which is
     cautious if both were asked the same questions.
     """
     mean = p.value - times * q.value
@@ -259,18 +255,12 @@ class LossRises:
         return Verdict(exceeds(difference, self.margin), numbers)
 
 
-@dataclass(frozen=True)
-class LossStays:
+class LossStays(LossRises):
     """Whether that loss is at most ``margin`` above: the contrary of :class:`LossRises`."""
-
-    a: str
-    lengths: Lengths
-    margin: float
-    b: str
 
     def __call__(self, evidence: Evidence) -> Verdict | None:
         """Judge the evidence."""
-        rises = LossRises(self.a, self.lengths, self.margin, self.b)(evidence)
+        rises = super().__call__(evidence)
         if rises is None or rises.shown is None:
             return rises
         return Verdict(not rises.shown, rises.numbers)
@@ -287,32 +277,22 @@ def _signed(difference: Estimate) -> str:
     return f"{difference.mean:+.1%} ({difference.low:+.1%} to {difference.high:+.1%})"
 
 
-@dataclass(frozen=True)
-class LearnsSlower:
-    """Whether the mean training loss of ``slow`` over the logged points is over ``margin`` above
-    that of ``fast``."""
-
-    slow: str
-    margin: float
-    fast: str
-
-    def __call__(self, evidence: Evidence) -> Verdict | None:
-        """Judge the evidence."""
-        fast, slow = evidence.run(self.fast), evidence.run(self.slow)
-        if fast is None or slow is None:
-            return None
-        curves = pd.DataFrame({"fast": dict(fast.curve), "slow": dict(slow.curve)}, dtype=float)
-        curves = curves[np.isfinite(curves).all(axis=1)]
-        if curves.empty:
-            return None
-        losses = change(curves.slow.tolist(), curves.fast.tolist())
-        difference = widened(losses, TRAINING_LOSS)
-        numbers = (
-            f"Mean training loss over {len(curves)} logged points: {slow.name} "
-            f"{curves.slow.mean():.3f}, {fast.name} {curves.fast.mean():.3f} nats/token, "
-            f"{_signed(difference)}."
-        )
-        return Verdict(exceeds(difference, self.margin), numbers)
+def learns_slower(evidence: Evidence) -> Verdict | None:
+    """Judge whether NoPE's mean training loss over the logged points is above RoPE's."""
+    rope, nope = evidence.run("rope"), evidence.run("nope")
+    if rope is None or nope is None:
+        return None
+    curves = pd.DataFrame({"rope": dict(rope.curve), "nope": dict(nope.curve)}, dtype=float)
+    curves = curves[np.isfinite(curves).all(axis=1)]
+    if curves.empty:
+        return None
+    difference = widened(change(curves.nope.tolist(), curves.rope.tolist()), TRAINING_LOSS)
+    numbers = (
+        f"Mean training loss over {len(curves)} logged points: {nope.name} "
+        f"{curves.nope.mean():.3f}, {rope.name} {curves.rope.mean():.3f} nats/token, "
+        f"{_signed(difference)}."
+    )
+    return Verdict(exceeds(difference, SAME), numbers)
 
 
 def is_won_back(evidence: Evidence) -> Verdict | None:
@@ -369,7 +349,7 @@ CLAIMS = (
     Claim(
         "NoPE learns more slowly than RoPE: its training loss is over 1% higher",
         "DroPE, Obs. 1",
-        LearnsSlower("nope", SAME, "rope"),
+        learns_slower,
     ),
     Claim(
         "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over 1% in text "

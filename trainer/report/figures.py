@@ -71,10 +71,7 @@ def _answer(report: Report) -> Iterator[Plot]:
         return
     title, rows = report.tasks[answer.task], _rows(report)
     rows = [row for row in rows if len(report.curve(row, answer.task))]
-    if answer.task == PERPLEXITY:
-        panel = _perplexities(report, rows)
-    else:
-        panel = _successes(report, answer.task, rows)
+    panel = _panel(report, answer.task, rows)
     shown = {report.row_name(row) for row in answer.rows}
     lines = [replace(line, is_context=line.label not in shown) for line in panel.lines]
     lines.sort(key=lambda line: line.is_context)
@@ -106,7 +103,7 @@ def _success(report: Report, task: str) -> Plot:
         if task == STATEMENTS
     )
     panels = [
-        replace(_successes(report, task, group), title=model, horizontal=chances)
+        replace(_panel(report, task, group), title=model, horizontal=chances)
         for model, group in groups.items()
     ]
     return Plot(
@@ -117,14 +114,17 @@ def _success(report: Report, task: str) -> Plot:
     )
 
 
-def _successes(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
-    """Return the scores of rows in % with their intervals."""
+def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
+    """Return the scores of rows in %, or their perplexities, with their intervals."""
     styles, lines = _styles(report), []
-    levels = [100 * chance for chance in report.chances.values() if task == STATEMENTS]
+    show = perplexity if task == PERPLEXITY else _in_percent
     for row in rows:
         name, curve = report.row_name(row), report.curve(row, task)
-        y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
+        y, low, high = (curve[key].map(show).tolist() for key in ("value", "low", "high"))
         lines.append(Line(name, styles[name], curve.length.tolist(), y, low, high))
+    if task == PERPLEXITY:
+        return Panel("", lines, y="perplexity", prepare=_perplexity_axis)
+    levels = [100 * chance for chance in report.chances.values() if task == STATEMENTS]
 
     def prepare(axes: Axes) -> None:
         top = max([axes.dataLim.intervaly[1], *levels])
@@ -137,6 +137,17 @@ def _successes(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
     return Panel("", lines, y="success (%)", prepare=prepare)
 
 
+def _in_percent(score: float) -> float:
+    return 100 * score
+
+
+def _perplexity_axis(axes: Axes) -> None:
+    log_if_wide(axes)
+    if axes.get_yscale() == "linear":  # a narrower axis makes a trend of noise
+        low, high = axes.dataLim.intervaly
+        axes.set_ylim(min(low, 0.8 * high) - 0.02 * high, 1.02 * high)
+
+
 def _contrast(report: Report) -> Iterator[Plot]:
     """Draw perplexity beside retrieval of all models as is, and of one with some methods."""
     losses = report.rows[report.rows.task == PERPLEXITY].dropna(subset="value")
@@ -144,8 +155,11 @@ def _contrast(report: Report) -> Iterator[Plot]:
         return
     first = next(iter(report.origins.values()), losses.model.iloc[0])
     task = report.scored[0]
-    rows = [row for row in _rows(report) if row[1] == AS_IS or _is_contrasted(row, first)]
-    panels = [_perplexities(report, rows), _successes(report, task, rows)]
+    rows = []
+    for model, method in _rows(report):
+        if method == AS_IS or (model == first and method in CONTRASTED):
+            rows.append((model, method))
+    panels = [_panel(report, PERPLEXITY, rows), _panel(report, task, rows)]
     yield Plot(
         "perplexity_and_retrieval",
         draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
@@ -153,28 +167,6 @@ def _contrast(report: Report) -> Iterator[Plot]:
         f"{report.tasks[task]}. A low perplexity does not show that distant text is read. Bands: "
         f"95% intervals over texts. After Figure 5 of “{_DROPE}”.",
     )
-
-
-def _is_contrasted(row: RowKey, first: str) -> bool:
-    """Whether a row is one of the contrasted methods of the model ``first``."""
-    return row[0] == first and row[1] in CONTRASTED
-
-
-def _perplexities(report: Report, rows: Sequence[RowKey]) -> Panel:
-    """Return the perplexities of rows with their intervals."""
-    styles, lines = _styles(report), []
-    for row in rows:
-        name, curve = report.row_name(row), report.curve(row, PERPLEXITY)
-        y, low, high = (curve[key].map(perplexity).tolist() for key in ("value", "low", "high"))
-        lines.append(Line(name, styles[name], curve.length.tolist(), y, low, high))
-
-    def prepare(axes: Axes) -> None:
-        log_if_wide(axes)
-        if axes.get_yscale() == "linear":  # a narrower axis makes a trend of noise
-            low, high = axes.dataLim.intervaly
-            axes.set_ylim(min(low, 0.8 * high) - 0.02 * high, 1.02 * high)
-
-    return Panel("", lines, y="perplexity", prepare=prepare)
 
 
 def _by_depth(report: Report, task: str) -> Iterator[Plot]:

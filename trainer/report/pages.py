@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,35 +71,26 @@ def write_renderings(report: Report, directory: Path) -> None:
     )
 
 
-@dataclass(frozen=True)
-class AnalysisPage:
-    """The page of analyses of a model.
-
-    ``training_length``: tokens at which tables show values besides the longest. ``lead``: model and
-    text in words. ``made``: date, command, program and inputs, as text by term. ``details``:
-    settings and environment as plain values.
-    """
-
-    name: str
-    training_length: int
-    lead: str
-    made: dict[str, str]
-    details: dict[str, Any]
-
-
-def write_analysis(directory: Path, results: Sequence[Results], page: AnalysisPage) -> Path:
+def write_analysis(
+    directory: Path, results: Sequence[Results], training_length: int, **texts: Any
+) -> Path:
     """Write the page, ``TOPIC/NAME.svg`` and ``.png`` of every figure, and ``results.csv``; return
-    the path of the page."""
+    the path of the page.
+
+    ``training_length``: tokens at which tables show values besides the longest. ``texts``: ``name``
+    of the model; ``lead``, model and text in words; ``made``, date, command, program and inputs by
+    term; ``details``, settings and environment as plain values.
+    """
     shown = []
     for result in results:
-        table = summary(result.rows, page.training_length)
+        table = summary(result.rows, training_length)
         empty = [c for c in table.columns if (table[c].fillna("") == "").all()]
         figures = _saved(result.plots, directory / result.key)
         shown.append((result, figures, table.drop(columns=empty)))
     directory.mkdir(parents=True, exist_ok=True)
     rows = pd.concat([result.rows for result in results], ignore_index=True)
     rows.to_csv(directory / TABLE, index=False, float_format="%.8g")
-    _write("analysis.html.j2", directory, shown=shown, **vars(page))
+    _write("analysis.html.j2", directory, shown=shown, **texts)
     return directory / PAGE
 
 

@@ -179,7 +179,6 @@ def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
 
 
 def _range(counts: pd.Series) -> str:
-    """Return ``8``, or ``8 to 16`` for counts that differ."""
     least, most = counts.min(), counts.max()
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
@@ -212,7 +211,6 @@ def values_by_text(report: Report, task: str) -> pd.DataFrame:
 
 
 def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
-    """Return the table of perplexities."""
     lowest = losses.groupby("length").value.min()
 
     def cell(row: Any) -> Cell:

@@ -40,7 +40,7 @@ from trainer.evaluation.needles import magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import use_style
-from trainer.report.pages import AnalysisPage, write_analysis
+from trainer.report.pages import write_analysis
 from trainer.runs.models import environment, find_model, origin, without_home
 from trainer.workflows.evaluate import held_out_corpus
 
@@ -83,15 +83,17 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
         targets = [target_of(other, config, ids, choice), first]
     results = analyses_of(*targets)
     settings = without_home({"checkpoint": request.checkpoint} | asdict(config))
-    page = AnalysisPage(
+    page = write_analysis(
+        output,
+        results,
+        first.training_length,
         name=saved.name,
-        training_length=first.training_length,
         lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
         f"of {first.length:,}.",
         made=origin(models),
         details={"Settings": settings, "Environment": environment(corpus, device_type())},
     )
-    return results, write_analysis(output, results, page)
+    return results, page
 
 
 def target_of(
