@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
         if current_ranks().world_size > 1:
             from trainer.common.ranks import watch_ranks  # imports torch
 
-            watch = watch_ranks(requeue)
+            watch = watch_ranks()
         run(words)
     except BaseException as error:
         cause = error.__cause__ if isinstance(error, SystemExit) else None

@@ -71,7 +71,8 @@ class Values(dict):
 def test_ranks_that_do_not_start_are_named(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    hub = Hub(4, Values(), start=0.1)
+    monkeypatch.setattr("trainer.common.watch.START", 0.1)
+    hub = Hub(4, Values())
     hub.events.put(0)
     hub.events.put(2)
     answer = []

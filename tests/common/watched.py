@@ -5,12 +5,14 @@ import signal
 import sys
 import time
 
+from trainer.common import watch as watch_module
 from trainer.common.processes import current_ranks
 from trainer.common.ranks import watch_ranks
 from trainer.common.watch import End
 
 rank = current_ranks().rank
-watch = watch_ranks(lambda reason: print("requeue:", reason, flush=True))
+watch_module.requeue = lambda reason: print("requeue:", reason, flush=True)
+watch = watch_ranks()
 ends = dict(word.split(":") for word in sys.argv[1:])
 how = ends.get(str(rank))
 if how == "killed":

@@ -63,13 +63,10 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cuda", current_ranks().local_rank if several else 0)
 
 
-def watch_ranks(on_stop: Callable[[str], None]) -> Watch:
-    """Watch the ranks of this command, all of which then end together.
-
-    ``on_stop``: called on rank 0 after a stop, with its reason.
-    """
+def watch_ranks() -> Watch:
+    """Watch the ranks of this command, all of which then end together."""
     ranks = current_ranks()
-    return Watch(ranks.rank, ranks.world_size, meeting_store(), on_stop)
+    return Watch(ranks.rank, ranks.world_size, meeting_store())
 
 
 def of_rank_zero(function: Callable[[], T]) -> T:

@@ -13,7 +13,6 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, Queue
@@ -22,6 +21,7 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.common.errors import STOP_REASONS
+from trainer.common.processes import requeue
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -58,14 +58,11 @@ class End:
 class Watch:
     """A rank's connection to rank 0, which ends this process soon after another rank's early end.
 
-    ``store``: in which rank 0 says where it listens. ``on_stop``: what rank 0 does after a stop,
-    for the reason of it.
+    After a stop rank 0 requeues the job. ``store``: in which rank 0 says where it listens.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, store: Store, on_stop: Callable[[str], None]
-    ) -> None:
-        self.rank, self.on_stop = rank, on_stop
+    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+        self.rank = rank
         self._hub = Hub(world_size, store) if rank == 0 else None
         if self._hub is not None:
             self._hub.start()
@@ -133,7 +130,7 @@ class Watch:
             if answer.rank != self.rank:
                 time.sleep(SETTLE)
         elif self._hub is not None:
-            self.on_stop(answer.reason)
+            requeue(answer.reason)
             self._hub.dismiss()
         else:
             self._is_dismissed.wait(FAREWELL)
@@ -142,9 +139,9 @@ class Watch:
 class Hub(Thread):
     """A thread of rank 0 that hears how each rank ends, and answers how all of them do."""
 
-    def __init__(self, world_size: int, store: Store, start: float = START) -> None:
+    def __init__(self, world_size: int, store: Store) -> None:
         super().__init__(name="watch-hub", daemon=True)
-        self.world_size, self.start_time = world_size, start
+        self.world_size = world_size
         self.token = token_hex(16)
         self.server, host = _listening()
         store.set("watch", json.dumps([host, self.server.getsockname()[1], self.token]))
@@ -166,7 +163,7 @@ class Hub(Thread):
         which all ranks must have connected."""
         missing, left = {*range(self.world_size)}, {*range(self.world_size)}
         early: list[End] = []
-        deadline = time.monotonic() + self.start_time
+        deadline = time.monotonic() + START
         while left and not (early and time.monotonic() > deadline):
             timeout = None
             if missing or early:
@@ -191,8 +188,7 @@ class Hub(Thread):
         if early:
             return first_of(early, self.world_size)
         names = ", ".join(map(str, sorted(missing)))
-        minutes = f"{self.start_time / 60:g} minutes"
-        text = f"ranks: of {self.world_size}, {names} did not start within {minutes}"
+        text = f"ranks: of {self.world_size}, {names} did not start within {START / 60:g} minutes"
         return End(0, "failed", text=text)
 
     def _accept(self) -> None:

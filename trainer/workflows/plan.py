@@ -9,10 +9,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from trainer.common.errors import UserError
 from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
@@ -22,8 +18,6 @@ from trainer.runs.phases import Phase, Run
 GPUS = {"A100-SXM4-80GB": 79, "H100 80GB HBM3": 79, "H200": 139}
 """Memory in GiB of GPUs, by their names in :func:`trainer.model.flops.dense_peak`."""
 GIB = 1 << 30
-WIDTH = 100
-"""Characters of a line on the terminal."""
 STATE_BYTES = 16
 """Bytes of a parameter while it trains: weight, gradient and AdamW's two moments in float32."""
 
@@ -166,16 +160,11 @@ def longest(state: float, a_token: int) -> dict[str, str]:
 
 def print_plan(tables: Mapping[str, Mapping[str, str]]) -> None:
     """Print the tables of a plan, by title."""
-    out = Console(highlight=False, markup=False)
-    out.width = min(WIDTH, out.width) if out.is_terminal else WIDTH
     for title, rows in tables.items():
-        table = Table(title, "", box=None, width=WIDTH, title_justify="left")
-        table.columns[0].min_width = 32
-        table.columns[1].ratio = 1
-        for row in rows.items():
-            table.add_row(*map(Text, row))
-        out.print(table)
-        out.print()
+        print(title)
+        for name, value in rows.items():
+            print(f"{name:32} {value}")
+        print()
 
 
 def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
