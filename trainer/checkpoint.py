@@ -52,8 +52,6 @@ FORMAT = 5
 STATE = "state.json"
 MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
-SLOW_DISK = timedelta(hours=2)
-"""Longest time that ranks wait for each other while they write a checkpoint."""
 FILE_BYTES = 2**27
 """Bytes of a rank's tensors in one file: safetensors makes a copy of a file's contents."""
 
@@ -202,7 +200,8 @@ class Writer:
         # Both threads would mix their collectives in the group of training.
         self._group, self._rank = None, 0
         if dist.is_initialized():
-            self._group = dist.new_group(backend="gloo", timeout=SLOW_DISK)
+            slow_disk = timedelta(hours=2)
+            self._group = dist.new_group(backend="gloo", timeout=slow_disk)
             self._rank = dist.get_rank()
 
     def save(self, path: Path, tensors: Tensors, state: dict[str, Any]) -> None:

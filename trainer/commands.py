@@ -56,8 +56,6 @@ log = logging.getLogger(__name__)
 PACKAGE = Path(__file__).resolve().parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"
 """``conf/``: inside the package where it is installed, beside it in a checkout."""
-WITHOUT_PATH = "train", "prepare", "plan"
-"""Commands whose words are all keys. The words of the others begin with paths."""
 OF_A_MACHINE = "trainer.threads", "data.num_workers", "data.cache_dir", "data.prepared"
 """Keys that may have another value on every rank."""
 EXTRAS = {
@@ -128,7 +126,7 @@ def overrides_of(name: str, words: Iterable[str]) -> list[str]:
         words = words[len(paths) :]
         if paths:
             first = [f"runs={json.dumps(paths, ensure_ascii=False)}"]
-    elif name not in WITHOUT_PATH and words and _is_path(words[0]):
+    elif name not in ("train", "prepare", "plan") and words and _is_path(words[0]):
         first = [f"checkpoint={json.dumps(words.pop(0), ensure_ascii=False)}"]
     return first + [_as_hydra_reads(word) for word in words]
 

@@ -42,9 +42,8 @@ class SavedModel:
     answers. ``parameters``: their number. ``longest_context``: the longest context, in tokens, that
     it was trained with, that its own rescaling reaches, or that the user names. ``run``:
     configuration of the run that trained it (None: published weights). ``role``: its role in
-    comparisons, such as ``drope``. ``is_dropped``: whether its run has
-    dropped its encoding. ``before_drop``: the checkpoint just before the drop, if its sequences are
-    as long. ``computed_by``: the program that computes it, if not this one.
+    comparisons, such as ``drope``. ``is_dropped``: whether its run has dropped its encoding.
+    ``computed_by``: the program that computes it, if not this one.
 
     ``state``: ``state.json`` of a run's checkpoint; empty for published weights. Keys read from it:
     ``step``, number of steps trained; ``end_of_text`` and ``token_files``, for an export;
@@ -64,7 +63,6 @@ class SavedModel:
     run: RunConfig | None = None
     role: str | None = None
     is_dropped: bool = False
-    before_drop: Path | None = None
     state: dict[str, Any] = field(default_factory=dict)
     computed_by: str | None = None
 

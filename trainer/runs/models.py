@@ -63,7 +63,6 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
     state: dict[str, Any] = {}
     computed_by: str | None = None
     is_dropped = False
-    before: Path | None = None
     lengths = [training_length]
     read: Callable[[str, torch.dtype], LanguageModel]
     if reference.startswith("hf:"):
@@ -90,11 +89,11 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         read, key, phases = weights.decoder, checksum(path / MANIFEST), phases_of(run)
         name, role = name_and_role(run, phases, step)
         if step != run.trainer.max_steps:
-            name = f"{name} ({CHECKPOINTS.get(path.name, path.name)})"
+            checkpoint = "before its drop" if path.name == BEFORE_DROP else path.name
+            name = f"{name} ({checkpoint})"
         if step:
             lengths.insert(0, phases.at(step - 1).length)
         is_dropped = phases.is_dropped(step)
-        before = _before_drop(path, phases, step)
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
@@ -117,19 +116,21 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         run=run,
         role=role,
         is_dropped=is_dropped,
-        before_drop=before,
         state=state,
         computed_by=computed_by,
     )
 
 
-def _before_drop(path: Path, phases: Phases, step: int) -> Path | None:
+def _before_drop(model: SavedModel) -> Path | None:
     """Return the checkpoint from just before the drop of a model; None without a drop, or if its
     sequences grew longer since."""
-    drop_step, before = phases.drop_step, path.parent / BEFORE_DROP
-    if not drop_step or step <= drop_step or not before.is_dir():
+    if model.run is None or not model.is_dropped:
         return None
-    return before if phases.at(drop_step - 1).length == phases.at(step - 1).length else None
+    phases, before = phases_of(model.run), model.path.parent / BEFORE_DROP
+    if not phases.drop_step or not before.is_dir():
+        return None
+    last, dropping = phases.at(model.state["step"] - 1), phases.at(phases.drop_step - 1)
+    return before if dropping.length == last.length else None
 
 
 def find_models(
@@ -151,9 +152,9 @@ def find_models(
     models = distinct([find_model(reference, training_length) for reference in references])
     if with_origins:
         for model in [*models]:
-            if model.before_drop is not None and model.name not in origins(models):
-                before = find_model(str(model.before_drop), training_length)
-                models.insert(models.index(model), before)
+            before = _before_drop(model)
+            if before is not None and model.name not in origins(models):
+                models.insert(models.index(model), find_model(str(before), training_length))
     first = models[0]
     for model in models:
         if not same_tokens(model.tokens.tokenizer, first.tokens.tokenizer):
@@ -229,8 +230,6 @@ def _files_fingerprint(path: Path) -> str:
 
 # Names
 
-CHECKPOINTS = {BEFORE_DROP: "before its drop"}
-"""Words for checkpoints that are not the last one, by their names."""
 ENCODING_TITLES = {
     "rope": "RoPE",
     "half_rope": "HalfRoPE",

@@ -170,12 +170,8 @@ def analyses_of(*targets: Target) -> list[Results]:
     return results
 
 
-FURTHEST = 8
-"""Length of a text in training lengths, by default and at most."""
 PAGE_TOKENS = 4096
 """Tokens of all texts of a page together, by default and at most."""
-MOST_TEXTS = 16
-"""Number of texts of a page, by default and at most."""
 MOST_TOKENS = 2**24
 """Tokens of each held-out text from which the texts are taken, at most."""
 PROMPTS = 4
@@ -194,7 +190,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
     C = saved.layout.training_length
     if config.file is None:
         text = running_text(corpus, corpus.test)
-        most = max(2 * C, min(FURTHEST * C, PAGE_TOKENS))
+        most = max(2 * C, min(8 * C, PAGE_TOKENS))
     else:
         written = Path(config.file).expanduser().read_text(encoding="utf-8")
         ids = saved.tokens.tokenizer.encode(written, add_special_tokens=False).ids
@@ -202,7 +198,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
         most = len(ids) + 1
     length = config.length or min(most, text.longest + 1)
     fitting = sum(len(ids) // max(1, length - 1) for _, ids in text.parts)
-    texts = config.texts or max(1, min(fitting, MOST_TEXTS, PAGE_TOKENS // length))
+    texts = config.texts or max(1, min(fitting, 16, PAGE_TOKENS // length))
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
     windows = held_out_windows(text, texts, length - 1, apart=max(1, length - 1))
