@@ -465,13 +465,12 @@ def plan(job: Job) -> None:
     plan is for the configured shape.
     """
     keys = take_keys(job, schema.PlanKeys)
-    from trainer.workflows.plan import plan as tables_of
-    from trainer.workflows.plan import print_plan
+    from trainer.workflows import plan as workflow
 
     forget_absent_weights(job.values)
     run = run_of(job)
     gpus = 1 if run.config.strategy.name == "single" else keys.gpus
-    print_plan(tables_of(run, gpus, keys.mfu))
+    workflow.print_plan(workflow.plan(run, gpus, keys.mfu))
 
 
 def evaluate(job: Job) -> None:

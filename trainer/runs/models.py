@@ -288,9 +288,10 @@ def origins(models: Sequence[SavedModel]) -> dict[str, str]:
         if run is None or not model.is_dropped:
             continue
         others = [other for other in models if _keeps_encoding(other, run)]
-        others.sort(key=lambda other: _is_of_other_run(other, model))
+        same_run = [other for other in others if other.path.parent == model.path.parent]
+        same_seed = [other for other in others if other.run is None or other.run.seed == run.seed]
         if others:
-            names[model.name] = others[0].name
+            names[model.name] = [*same_run, *same_seed, *others][0].name
     return names
 
 
@@ -301,12 +302,6 @@ def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
     shapes = [(c.model.hidden_size, c.model.num_hidden_layers) for c in (model.run, run)]
     is_same = model.run.positional == run.positional and shapes[0] == shapes[1]
     return is_same and not model.is_dropped
-
-
-def _is_of_other_run(other: SavedModel, model: SavedModel) -> tuple[bool, bool]:
-    """Return whether ``other`` is in another directory than ``model``, and has another seed."""
-    seeds = {m.run.seed for m in (other, model) if m.run is not None}
-    return other.path.parent != model.path.parent, len(seeds) > 1
 
 
 def encodings(config: RunConfig) -> str:

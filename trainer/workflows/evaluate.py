@@ -69,14 +69,13 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     place = Path("evaluation") if name == DEFAULT else Path("lengths", name)
     output = Path(request.output or first.home / place)
     if current_ranks().rank == 0:
-        place_of(request, output)  # before anything is measured
+        place = place_of(request, output)
     text = held_out_of(held_out_corpus(request.text, first), first)
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:
         return None
     report = replace(report, config=report.config | {"request": plain_request(request)})
-    place = place_of(request, output)
     return publish(report, models, place), place
 
 
