@@ -79,8 +79,8 @@ def default_threads() -> int:
 def use_cores(threads: int | None = None) -> None:
     """Compute with so many CPU threads (None: the default), and keep freed memory for reuse.
 
-    By default glibc returns large blocks to the system when they are freed. On an AMD EPYC the page
-    faults of new ones took a third of a forward pass of ``model=nano``.
+    By default glibc returns large blocks to the system when they are freed; page faults of new ones
+    can take a third of a forward pass.
     """
     import torch  # slow import
 

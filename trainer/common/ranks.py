@@ -1,7 +1,4 @@
-"""Ranks of a distributed run: the device of this process, its group, collective operations.
-
-torchrun or srun starts the processes; a run of a single process needs neither.
-"""
+"""Ranks of a distributed run: the device of this process, its group, collective operations."""
 
 from __future__ import annotations
 

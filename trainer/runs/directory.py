@@ -291,12 +291,8 @@ COLUMNS = (
     "drop/loss_after",
     "drop/loss_end",
 )
-"""Columns of ``metrics.csv``, which docs/cluster.md explains.
-
-There is one row a logged step, without gap or duplicate, however often a run resumes. The ``drop/``
-columns are filled in the first row after the drop and in the last of its phase. More columns hold
-what is measured on the way (``epochs/``, ``benchmark/``), in the first row after each measurement.
-"""
+"""Columns of ``metrics.csv``, which docs/cluster.md explains; ``epochs/`` and ``benchmark/`` have
+more. There is one row a logged step, without gap or duplicate, however often a run resumes."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

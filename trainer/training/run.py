@@ -36,11 +36,7 @@ from trainer.training.rows import Rows
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 32
-"""Updates skipped in a row after which a run ends with an error.
-
-Loss spikes skip one update or a few. Skipped updates leave the weights as they are, so 32 batches
-have failed with the same weights.
-"""
+"""Updates skipped in a row, all with the same weights, after which a run ends with an error."""
 
 
 class RunCallback(Checkpoint):

@@ -149,9 +149,6 @@ def make_report(
 ) -> Report | None:
     """Evaluate all runs as saved, and write the report; return None on other ranks than the first.
 
-    Finished cells are stored in ``evaluation/cells`` of the run directory, so that an interrupted
-    evaluation resumes.
-
     ``checkpoints``: of the run itself, which is the first, and of its controls. ``beside``: names
     of other models to measure.
     """
