@@ -52,8 +52,7 @@ class Measurements:
     @property
     def has_dropped(self) -> bool:
         """Whether an encoding was dropped."""
-        drops = [phase.name for phase in self.run.phases if phase.drop is not None]
-        return any(name in self.effects for name in drops)
+        return any(phase.drop and phase.name in self.effects for phase in self.run.phases)
 
     def probe(self, phase: Phase) -> Sequence[Tensor]:
         """Return the probe of a phase, see :func:`effect_probe`, in micro-batches."""
@@ -91,11 +90,24 @@ class Measurements:
         log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, loss, name)
 
     def measure_benchmarks(self, model: Decoder, step: int) -> None:
-        """Add a milestone after ``step`` updates, the same on all ranks."""
+        """Add a milestone after ``step`` updates: scores by task and length in training lengths,
+        NaN without questions. Ranks share the questions, and get the same scores."""
         if not self.tasks:
             return
-        phases, batch_tokens = self.run.phases, self.run.config.evaluation.batch_tokens
-        scores = benchmark_scores(model, self.tasks, batch_tokens, phases[-1].length)
+        phases, ranks = self.run.phases, current_ranks()
+        batch_tokens = self.run.config.evaluation.batch_tokens // ranks.world_size
+        scores: dict[str, float] = {}
+        with evaluating(model):
+            model = whole_model(model)
+            for task in self.tasks:
+                batches = task.batches(model, batch_tokens)[ranks.rank :: ranks.world_size]
+                values = [value for batch in batches for value in batch()]
+                for key in task.titles:
+                    own = [value for _, name, value in values if name == key]
+                    of_all = [value for of_rank in all_gather(own) for value in of_rank]
+                    mean = sum(of_all) / len(of_all) if of_all else math.nan
+                    score = math.exp(mean) if task.metric == "loss" else mean
+                    scores[f"{key}/{task.length / phases[-1].length:g}x"] = score
         tokens = phases.at(step).tokens_at(step)
         milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}
         self.milestones.append(milestone)
@@ -122,27 +134,3 @@ def benchmark_tasks(run: Run, corpus: Corpus) -> list[Task]:
     text = HeldOut(corpus, corpus.validation, (corpus.first_token,), share)
     evaluation = replace(run.config.evaluation, tasks=config.tasks, windows=limit, limit=limit)
     return make_tasks(text, evaluation, lengths, C)[0]
-
-
-def benchmark_scores(
-    model: Decoder, tasks: Sequence[Task], batch_tokens: int, training_length: int
-) -> dict[str, float]:
-    """Return scores by task and length in training lengths; NaN without questions.
-
-    Ranks share the questions; all call this together and get the same scores.
-    """
-    ranks = current_ranks()
-    share = slice(ranks.rank, None, ranks.world_size)
-    scores: dict[str, float] = {}
-    with evaluating(model):
-        model = whole_model(model)
-        for task in tasks:
-            batches = task.batches(model, batch_tokens // ranks.world_size)[share]
-            values = [value for batch in batches for value in batch()]
-            for key in task.titles:
-                own = [value for _, name, value in values if name == key]
-                of_all = [value for of_rank in all_gather(own) for value in of_rank]
-                mean = sum(of_all) / len(of_all) if of_all else math.nan
-                score = math.exp(mean) if task.metric == "loss" else mean
-                scores[f"{key}/{task.length / training_length:g}x"] = score
-    return scores
