@@ -9,15 +9,11 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING
 
 import trainer
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
 from trainer.common.processes import current_ranks, requeue, stop_on_signals
-from trainer.common.watch import End
-
-if TYPE_CHECKING:
-    from trainer.common.watch import Watch
+from trainer.common.watch import End, Watch
 
 SHOWS_TRACEBACK = "HYDRA_FULL_ERROR"
 

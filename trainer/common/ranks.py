@@ -78,12 +78,10 @@ def of_rank_zero(function: Callable[[], T]) -> T:
     if current_ranks().rank == 0:
         store.set(key, json.dumps(function()))
     while not store.check([key]):
-        time.sleep(POLL)  # signals interrupt it, unlike a wait of the store
+        time.sleep(0.1)  # signals interrupt it, unlike a wait of the store
     return json.loads(store.get(key))
 
 
-POLL = 0.1
-"""Seconds between two looks into the store."""
 MEETINGS = count()
 """Numbers of the values and groups that all ranks have shared."""
 

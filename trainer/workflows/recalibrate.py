@@ -44,20 +44,14 @@ log = logging.getLogger(__name__)
 
 TRAINING = 0.8
 """Share for training of the time that checkpoints and the export leave."""
-FILES = 2.5e-7
-"""Seconds that a parameter takes to be written, hashed, read and exported."""
 SHORTEST = 512
 """Tokens of the shortest sequence."""
 LEAST_TOKENS, MOST_TOKENS = 512, 512 * 2048
 """Fewest and most tokens of a step (DroPE, App. D)."""
 LEAST_WARMUP, MOST_WARMUP = 10, 500
 """Fewest and most steps of warm-up, otherwise a tenth of the steps."""
-PASS_TOKENS = {"cpu": 2048, "cuda": 16384}
-"""Most tokens of a forward pass."""
 WINDOWS, NEEDLES = 4, 5
 """Windows and needles of a small evaluation at each length."""
-FIT_WINDOWS = 24
-"""Windows that a fitted temperature reads at each length."""
 KEYS = (
     "data.sequence_length",
     "trainer.batch_size",
@@ -106,10 +100,10 @@ def measure_speed(
     use_cores(threads)
     device = device_type(accelerator)
     half = best_precision(device) == "bf16"
-    tokens, read = PASS_TOKENS[device], SHORTEST
+    tokens, read = 2048, SHORTEST
     if device == "cuda":
         free = 0.8 * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters_of(config)
-        tokens = min(tokens, int(free / activation_bytes(config, 2 if half else 4, "none")))
+        tokens = min(16384, int(free / activation_bytes(config, 2 if half else 4, "none")))
         if tokens < SHORTEST:
             raise UserError("MODEL: its training needs more memory than the GPU has")
         read = tokens
@@ -159,7 +153,9 @@ def choose(
     def seconds_of(length: int) -> float:
         return training_flops(config, layout, length) / speed.operations
 
-    C, left = layout.training_length, 60 * minutes - FILES * parameters_of(config)
+    C = layout.training_length
+    # A parameter takes 2.5e-7 s to be written, hashed, read and exported.
+    left = 60 * minutes - 2.5e-7 * parameters_of(config)
     seconds = left * TRAINING
     # 1. Sequences as long as the context if 4096 of them fit the time and one fits the device.
     length = C
@@ -211,7 +207,8 @@ def evaluated(
         """Return the operations of a small evaluation: of two models, and of three methods on one
         of them beyond C."""
         texts = (5 if lengths[-1] > C else 2) * (WINDOWS + NEEDLES)
-        read = {n: texts + (FIT_WINDOWS if n > C else 0) for n in lengths}
+        fits = 24  # windows that a fitted temperature reads at each length
+        read = {n: texts + (fits if n > C else 0) for n in lengths}
         return sum(read[n] * forward_flops(config, layout, n) for n in lengths)
 
     while len(lengths) > 1 and cost() > operations:
