@@ -1,12 +1,10 @@
 """Any decoder of transformers from a local directory (``hf:DIRECTORY``), computed by transformers.
 
-Nearly all models of transformers 5 call attention by a name registered with its
-``AttentionInterface``. A name of ours shows queries and keys as they enter the scores. Layers get
-tables of cosines and sines, which differ in form and in the channels of a pair: halves of a head
-(Llama), of its first channels only (Phi), neighbours (Llama 4), or neighbours among the last
-channels (DeepSeek-V2). Each layer is run once with its tables and once with tables of no rotation;
-its arrangement is the one that transforms the second result into the first. To observe a model or
-to change its encoding, layers get tables of no rotation, and the layout rotates in their place.
+An attention function that is registered with transformers' ``AttentionInterface`` sees queries and
+keys as they enter the scores. Each layer is run once with its tables of cosines and sines and once
+with tables of no rotation; the channels of its pairs are those that transform the second result
+into the first. To observe a model or to change its encoding, layers get tables of no rotation, and
+the layout rotates in their place.
 
 No code of a model is run and no pickle is read: the architecture must be transformers' own, and the
 weights safetensors.

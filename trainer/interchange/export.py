@@ -360,13 +360,10 @@ def exported(model: Decoder, name: str, rope: Parameters | None) -> Tensor:
 def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) -> float:
     """Return the largest difference between the decoder's logits and those of transformers.
 
-    It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass,
-    beyond the training length if that is short. Then two prompts of different lengths are continued
-    as one padded batch with a growing and a static cache. If frequencies depend on the length,
-    transformers derives those of a batch from its longest row, so then one prompt is continued
-    within the training length.
-
-    ``model``: on the CPU.
+    It is relative to the largest logit if that exceeds 1. Random tokens are read in one pass; then
+    two prompts are continued as one padded batch with a growing and a static cache. If frequencies
+    depend on the length, transformers derives those of a batch from its longest row, so then one
+    prompt is continued. ``model``: on the CPU.
 
     Raises:
         UserError: transformers tokenizes differently.

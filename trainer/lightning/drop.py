@@ -293,9 +293,7 @@ class DropPositions(L.Callback):
             self._change(module)
             reset_optimizer(trainer, self.optimizer_state)
             return
-        probe: list[Tensor] = []
-        if self.probe is not None:
-            probe.append(self.probe)
+        probe = [] if self.probe is None else [self.probe]
         before, after = apply_change(
             trainer,
             decoder,

@@ -230,15 +230,11 @@ class Decoder(LanguageModel):
 
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """See :class:`LanguageModel`."""
-        config, weight = self.config, self.embed_tokens.weight
-        shape = rows, config.num_key_value_heads, capacity, config.head_size
-
+        shape = rows, self.config.num_key_value_heads, capacity, self.config.head_size
         # Zeros: in columns before a row begins, a weight of 0 times NaN would be NaN.
-        def zeros() -> Tensor:
-            dtype = self.compute_dtype or weight.dtype
-            return torch.zeros(shape, dtype=dtype, device=weight.device)
-
-        return KVCache([LayerCache(zeros(), zeros()) for _ in range(config.num_hidden_layers)])
+        dtype = self.compute_dtype or self.norm.weight.dtype
+        zeros = partial(torch.zeros, shape, dtype=dtype, device=self.device)
+        return KVCache([LayerCache(zeros(), zeros()) for _ in self.layers])
 
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:

@@ -1,10 +1,8 @@
 """Floating-point operations of a model, from its shape alone (PaLM, App. B, but causal); of GPUs.
 
 Counts matrix products, with two operations per multiply-add, and neither norms, rotations, softmax,
-biases nor embedding look-ups. Attention counts visible pairs of a query and a key only, whatever
-else a backend computes. torchtitan, nanochat and OLMo count the full square of the length, about
-twice as many pairs, so that their MFU of the same run is higher. Work that is repeated to save
-memory is not counted again.
+biases, embedding look-ups nor recomputation. Attention counts visible pairs of a query and a key;
+torchtitan, nanochat and OLMo count the full square of the length.
 """
 
 from __future__ import annotations
@@ -51,10 +49,8 @@ def training_flops(
     return 3 * forward_flops(config, layout, length, documents)
 
 
-# Dense peaks in bf16 (TFLOP/s), from vendors' data sheets. Many of NVIDIA's print peaks for 2:4
-# sparse matrices and say so in a footnote; the dense peaks, which count in training, are half of
-# these. The key is the whole name without the vendor. TF32 runs at half of bf16: the same data
-# sheets have 156 for the A100, 495 for the H100 SXM, 653.7 for the MI300X.
+# Dense peaks in bf16 (TFLOP/s), from vendors' data sheets; those of 2:4 sparse matrices are twice
+# these. The key is the whole name without the vendor. TF32 runs at half of bf16.
 PEAKS = {
     r"A100-(SXM4-[48]0GB|PCIE-40GB)|A100 80GB PCIe": 312.0,  # 2021, all form factors
     r"RTX A6000": 154.8,  # GA102 architecture whitepaper, appendix

@@ -85,8 +85,8 @@ def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[flo
     """Log-spaced frequencies from wavelength ``fastest`` to ``slowest`` (tokens), both included."""
     if not 2 <= fastest < slowest:
         raise ValueError(
-            f"the fastest wavelength must be at least 2 tokens and shorter than the slowest, "
-            f"got {fastest:g} and {slowest:g} tokens."
+            "expected a fastest wavelength of at least 2 tokens and below the slowest, got "
+            f"{fastest:g} and {slowest:g}"
         )
     high, low = math.log(2 * math.pi / fastest), math.log(2 * math.pi / slowest)
     return tuple(math.exp(high + (low - high) * m / max(pairs - 1, 1)) for m in range(pairs))
@@ -143,22 +143,13 @@ def rope_id(
     The C of the temperature is stored, so that it stays 4,096 when a later phase has longer
     sequences, as in the paper's code (App. A.9).
 
-    ``slowest_wavelength`` defaults to C / 2, two full turns in the training length. At a training
-    length of 64 the paper's fastest wavelength would equal the slowest, hence the parameter.
+    ``slowest_wavelength`` defaults to C / 2, two full turns in the training length.
     """
+    pairs = rotated_pairs(head_dim, rotary_fraction)
     if slowest_wavelength is None:
         slowest_wavelength = training_length / 2
-        if slowest_wavelength <= fastest_wavelength:
-            raise ValueError(
-                f"rope_id needs sequences of more than {2 * fastest_wavelength:g} tokens, twice "
-                f"fastest_wavelength, got {training_length}"
-            )
     return Spectrum(
-        between_wavelengths(
-            fastest_wavelength,
-            slowest_wavelength,
-            rotated_pairs(head_dim, rotary_fraction),
-        ),
+        between_wavelengths(fastest_wavelength, slowest_wavelength, pairs),
         Temperature(coefficient=temperature, exponent=exponent, reference=training_length),
     )
 

@@ -1,8 +1,5 @@
 """Context extension as rescalings of a spectrum, each with a fixed factor or one by length.
 
-PI, NTK-aware, NTK-by-parts and YaRN (DroPE Eq. 3 and App. A), Llama 3's, CoPE, LongRoPE, and
-RoPE-ID's (App. A.9).
-
 A function that :func:`rescaling` registers takes frequencies and the length they were trained at.
 It returns a :class:`Stretch`, which says how an extension by any factor s = length / C slows them.
 :func:`rescaled` applies it with a fixed s, :func:`dynamic` with the s of each sequence.
