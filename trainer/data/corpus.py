@@ -100,13 +100,7 @@ def parts_of_windows(text: HeldOutText, count: int, length: int) -> Integers:
 
 
 def _shares(text: HeldOutText, count: int, length: int, most: Callable[[int], int]) -> list[int]:
-    """Divide windows among the parts of a text, as far as each has room for them.
-
-    ``most``: returns the most windows of a part with so many tokens.
-
-    Raises:
-        UserError: the text is shorter than one window.
-    """
+    """Divide windows among the parts of a text, at most ``most(tokens)`` for a part."""
     if text.longest < length:
         raise UserError(
             f"data: expected {length} tokens of held-out text or more, got {text.longest}"

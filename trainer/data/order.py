@@ -1,8 +1,7 @@
 """Order of samples and their randomness, as pure functions of (seed, counter).
 
 Sample ``counter`` does not depend on earlier samples, on the batch size, or on the number of
-workers and ranks. Resuming means counting from another number. No function here needs memory that
-grows with the number of samples.
+workers and ranks. No function here needs memory that grows with the number of samples.
 """
 
 from __future__ import annotations

@@ -74,11 +74,7 @@ def digest(value: Any) -> str:
 
 
 def _files_state(config: DataConfig) -> str:
-    """Return a digest of the addresses elsewhere, and of the files on this machine.
-
-    Raises:
-        FileNotFoundError: a file is missing.
-    """
+    """Return a digest of the addresses elsewhere, and of the files on this machine."""
     names = list(_addresses(config, offline=True))
     here = find_files(replace(config, files=[name for name in names if "://" not in name]))
     return digest([[name for name in names if "://" in name], [_imprint(path) for path in here]])

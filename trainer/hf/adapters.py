@@ -1,8 +1,7 @@
 """Adapters of peft on a base without rotation.
 
-An adapter's directory names its base, and whoever loads the adapter loads that base as it lies
-there. The base of an adapter that is trained without rotation is therefore written without
-rotation, and the adapter names it.
+Whoever loads an adapter loads the base that it names. The base of an adapter that is trained
+without rotation is therefore written without rotation.
 """
 
 from __future__ import annotations
@@ -110,11 +109,7 @@ def _directory_of(name: str, revision: str | None) -> Path | None:
 
 
 def _without_adapters(model: nn.Module) -> Any:
-    """Return a copy of the model that an adapter was put on.
-
-    Raises:
-        ValueError: it cannot be separated from its adapter.
-    """
+    """Return a copy of the model that an adapter was put on."""
     adapter: Any
     for adapter in model.modules():
         if hasattr(adapter, "peft_config") and hasattr(adapter, "unload"):

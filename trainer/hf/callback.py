@@ -148,11 +148,8 @@ def _updates(number: int | float, max_steps: int) -> int:
 
 
 def _check_references(args: TrainingArguments, model: nn.Module) -> None:
-    """Tell what becomes of the models that TRL's trainers compare or sample with.
-
-    Raises:
-        ValueError: weights trained without rotation would run in a model that rotates.
-    """
+    """Refuse TRL's trainers that run weights trained without rotation in a model that rotates; warn
+    of a reference that loses its rotation."""
     if is_dropped(model):
         return
     advice = "drop first: trainer.hf.drop_rotation(model).save_pretrained(directory), load that"

@@ -279,13 +279,8 @@ def _each(function: Callable[[Parameters], Any], parameters: Parameters) -> Any:
 
 
 def _written_configs(parts: Parts) -> dict[int, Any]:
-    """Return copies of the model's configurations that describe no rotation, by the originals' id.
-
-    Tries the forms that some class of transformers takes against the model's own classes.
-
-    Raises:
-        ValueError: none fits.
-    """
+    """Return copies of the model's configurations that describe no rotation, by the originals' id:
+    of the forms that some class of transformers takes, the first that fits its own classes."""
     problems = []
     for form in _forms(parts):
         copies: dict[int, Any] = {}

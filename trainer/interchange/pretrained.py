@@ -139,14 +139,8 @@ def read_pretrained(location: str) -> Pretrained:
             f"{location}: tensor lm_head.weight: differs from the embeddings, which the model uses "
             "as its head; tie_word_embeddings: false in config.json uses lm_head.weight"
         )
-    return Pretrained(
-        location,
-        config,
-        layout,
-        tokenizer,
-        {name: tensors[name] for name in shapes},
-        files,
-    )
+    wanted = {name: tensors[name] for name in shapes}
+    return Pretrained(location, config, layout, tokenizer, wanted, files)
 
 
 def published_name(name: str) -> str:

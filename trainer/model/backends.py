@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -357,15 +357,15 @@ def _compiled(name: str) -> Callable[..., Any]:
     from torch.nn.attention import flex_attention
 
     function = getattr(flex_attention, name)
-    whole = name == "flex_attention"  # in one graph, even after many shapes
-    return function if torch.compiler.is_compiling() else _compiled_once(function, whole)
+    return function if torch.compiler.is_compiling() else _compiled_once(function)
 
 
-@lru_cache
-def _compiled_once(function: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+@cache
+def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import config
 
-    compiled = torch.compile(function, fullgraph=whole)
+    # One graph for attention, even after many shapes.
+    compiled = torch.compile(function, fullgraph=function.__name__ == "flex_attention")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Every mask, dtype and number of heads needs a compilation: more than the default of eight.
