@@ -164,7 +164,7 @@ class Panel:
     lines: Sequence[Line] = ()
     x: str = ""
     y: str = ""
-    prepare: Callable[[Axes], None] | None = None
+    prepare: Callable[[Axes], object] | None = None
     vertical: tuple[float, str] | None = None
     horizontal: tuple[tuple[float, str], ...] = ()
     faint: Array | None = None
@@ -218,17 +218,10 @@ def graded(title: str, across: Array, up: Array, index: Array, **others: Any) ->
 
 
 def over_heads(
-    label: str,
-    style: int,
-    x: Sequence[float],
-    values: Array,
-    *,
-    median: bool = False,
+    label: str, style: int, x: Sequence[float], values: Array, *, median: bool = False
 ) -> Line:
-    """Return the mean (or median) over heads of ``values`` ``[layers, heads, x]``.
-
-    The interval holds 80% of the heads. NaN stands for a head that a layer does not have.
-    """
+    """Return the mean (or median) over heads of ``values`` ``[layers, heads, x]``, NaN for none,
+    with the interval that holds 80% of the heads."""
     rows = values.reshape(-1, values.shape[-1])
     low, high = np.nanquantile(rows, [0.1, 0.9], axis=0).tolist()
     average = np.nanmedian if median else np.nanmean
@@ -347,10 +340,7 @@ def _norm(maps: Sequence[Array], colours: ColourScale) -> Normalize:
 @contextmanager
 def _figure(grid: Grid, count: int) -> Iterator[tuple[Figure, list[Axes], Style]]:
     """Give a figure without a window, its ``count`` panels and the style, whose settings hold
-    meanwhile.
-
-    Panels that share axes have tick labels of x in the last row and above its gaps.
-    """
+    meanwhile."""
     style = _style.get()
     if grid.narrow:
         style = replace(style, width=WIDTHS["single"])
@@ -364,7 +354,7 @@ def _figure(grid: Grid, count: int) -> Iterator[tuple[Figure, list[Axes], Style]
         panels, unused = list(cells.flat)[:count], list(cells.flat)[count:]
         for axes in unused:
             axes.remove()
-        if share:
+        if share:  # tick labels of x also above gaps of the last row
             for axes in panels[-columns:]:
                 axes.tick_params(labelbottom=True)
         if grid.x:

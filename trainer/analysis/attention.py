@@ -90,10 +90,7 @@ def capture(
     model: LanguageModel, ids: Tensor, measure: Callable[[Heads], Measured]
 ) -> list[Measured]:
     """Read ``ids`` ``[B, T]``, and return what ``measure`` gives for each layer before its
-    attention.
-
-    Tensors that it does not return are freed before the next layer.
-    """
+    attention; tensors that it does not return are freed before the next layer."""
     layers, C = model.layout.layers, model.layout.training_length
     measured: list[Measured] = []
 
@@ -134,11 +131,8 @@ def head_vectors(heads: Heads, head: int) -> dict[Side, Tensor]:
 
 
 def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
-    """Count the rotary pairs of each of ``heads`` query or key heads of a layer.
-
-    Pair m of M is channels m and m + M. A head without rotation is read as pairs (m, m + head_dim /
-    2), as if all its channels rotated.
-    """
+    """Count the rotary pairs of each of ``heads`` query or key heads of a layer, of which pair m of
+    M is channels m and m + M; a head without rotation counts as if all its channels rotated."""
     per_key = heads // len(encoding.spectra)
     counts: list[int] = []
     for spectrum in encoding.spectra:
@@ -147,15 +141,12 @@ def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int
 
 
 def pair_norms(x: Tensor, pairs: int) -> Tensor:
-    """Return l2 norms ``[..., pairs, T]`` of the first ``pairs`` pairs of ``x`` ``[..., T, D]``.
-
-    A rotation does not change them.
-    """
+    """Return l2 norms ``[..., pairs, T]`` of the first pairs of ``x`` ``[..., T, D]``."""
     return torch.hypot(x[..., :pairs], x[..., pairs : 2 * pairs]).transpose(-2, -1)
 
 
 def stack_heads(rows: Sequence[Tensor]) -> Tensor:
-    """Stack one number a pair for every head, ``[H, pairs]``; NaN where a head has fewer pairs."""
+    """Stack rows of ``[pairs]`` to ``[H, pairs]``; NaN where a head has fewer pairs."""
     return pad_sequence(list(rows), batch_first=True, padding_value=math.nan)
 
 
@@ -306,7 +297,7 @@ def attention_map(heads: Heads, head: int, *, size: int) -> Array:
     """Reduce a head's attention on the first text to a map of at most ``size`` cells a side.
 
     A cell covers ``ceil(T / size)`` queries and as many keys: it sums attention over its keys and
-    averages over its queries. Every row sums to 1, less the weight of a learned sink.
+    averages over its queries.
     """
     T = heads.q.shape[2]
     cell = -(-T // size)

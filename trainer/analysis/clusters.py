@@ -1,8 +1,7 @@
 """Clusters of queries and keys by length, and how the rotation changes them (RoPE-ID Sec. 3.1,
 App. A.3 and A.10).
 
-Means over pairs come from sums of vectors, and singular values from Gram matrices. Both are summed
-over the text once and read at every prefix length.
+Sums of vectors and Gram matrices are summed over the text once and read at every prefix length.
 """
 
 from __future__ import annotations
@@ -22,15 +21,7 @@ from torch import Tensor
 from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, Side, view_heads
 from trainer.analysis.results import Findings, Variants, analysis, tidy, variants
 from trainer.analysis.target import Target, read
-from trainer.plotting import (
-    Grid,
-    Panel,
-    Plot,
-    draw,
-    log_if_wide,
-    over_heads,
-    plane,
-)
+from trainer.plotting import Grid, Panel, Plot, draw, log_if_wide, over_heads, plane
 
 CHUNK = 2048
 """Positions converted to float64 at a time."""
@@ -188,10 +179,7 @@ def principal_axes(vectors: Array) -> Array:
 
 def project(vectors: Array, axes: Array, points: int = 256) -> tuple[Array, float]:
     """Project at most ``points`` tokens of ``vectors`` ``[1 + readers, T, D]``, keys first, on
-    ``axes`` ``[D, 2]``; the origin stays the zero vector.
-
-    Returns ``[1 + readers, points, 2]`` and the stable rank of all keys.
-    """
+    ``axes`` ``[D, 2]``: ``[1 + readers, points, 2]`` and the stable rank of all keys."""
     keys = torch.from_numpy(vectors[0])
     sample = sample_positions(vectors.shape[1], points)
     return vectors[:, sample] @ axes, float(stable_rank(keys.mT @ keys))
@@ -322,17 +310,13 @@ def first_component_plot(values: Mapping[str, Array]) -> Plot:
         points = np.column_stack([middles, 100 * counts / counts.sum()])
         shares[SIDES[side]] = points[counts > 0]
     x, y = "variance of the first component (%)", "share of heads (%)"
+    limits = partial(Axes.set, xlim=(0, 100), ylim=(0, None))
     return Plot(
         "clusters_first_component",
-        draw([Panel("", x=x, y=y, prepare=_percentages, points=shares)], Grid(height=2.0)),
+        draw([Panel("", x=x, y=y, prepare=limits, points=shares)], Grid(height=2.0)),
         "Heads by the share of the first principal component in the variance about the origin, "
         "before the encoding (RoPE-ID, Fig. 4).",
     )
-
-
-def _percentages(axes: Axes) -> None:
-    axes.set_xlim(0, 100)
-    axes.set_ylim(bottom=0)
 
 
 def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) -> Plot:
@@ -389,7 +373,6 @@ def group_names(readers: int) -> list[str]:
 
 
 def bare_plane(axes: Axes, limits: Mapping[str, Any]) -> None:
-    """Draw both axes through the origin, without ticks, within limits."""
     plane(axes)
     axes.set(**limits)
     axes.tick_params(labelleft=False, labelbottom=False, length=0)

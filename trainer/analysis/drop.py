@@ -1,7 +1,5 @@
 """The comparison of two models on one text: RoPE before the drop and DroPE after it, or any two
 others (DroPE).
-
-Models are read layer by layer, one after the other, and only means are kept.
 """
 
 from __future__ import annotations

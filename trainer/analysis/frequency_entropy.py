@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -58,6 +59,7 @@ from trainer.positional.layout import Layout
 
 CELLS = 256
 """Largest number of cells of a map along the text."""
+_unit = partial(Axes.set_ylim, bottom=0, top=1.02)
 COLUMNS = 4
 """Largest number of layers or heads beside each other."""
 PAIR_INDEX = "pair index, from the fastest on"
@@ -230,8 +232,8 @@ def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
 
 
 def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
-    """Return mean norms ``[pairs, cells]`` over neighbouring tokens of the first text, of the pairs
-    of a query head and of the keys that it reads."""
+    """Return norms ``[pairs, cells]`` of the pairs of a query head and of the keys that it reads,
+    means over neighbouring tokens of the first text."""
     pairs = pair_counts(heads.encoding, heads.q.shape[1], heads.q.shape[-1])[head]
     norms = {side: pair_norms(x, pairs) for side, x in head_vectors(heads, head).items()}
     cell = -(-heads.q.shape[2] // CELLS)
@@ -242,10 +244,6 @@ def _panel(title: str, values: Array) -> Panel:
     """Return the points of entropies ``[heads, pairs]``, coloured by the number of the head."""
     heads, pairs = map(np.arange, values.shape)
     return graded(title, pairs, values, heads[:, None], prepare=_unit)
-
-
-def _unit(axes: Axes) -> None:
-    axes.set_ylim(0, 1.02)
 
 
 def _layers_plot(measure: str, values: Array, chosen: Sequence[HeadIndex]) -> Plot:

@@ -6,11 +6,9 @@ The Gram matrix over all tokens of a head's queries or keys gives the entropy of
 whole matrix (Eq. 30). In a head of low entropy all tokens share a few directions, which show as
 bright bands in its attention map.
 
-Stages. The paper takes entropies before any encoding (``pre_ntk``), "after applying Dynamic-NTK
-scaling" (``post_ntk``) and "after the full RoPE rotation" (``post_rope``), and does not say how the
-last two differ. Here all come from one forward pass and differ only in the rotation: none; with the
-rescaled frequencies that the pass uses; with the frequencies as trained. Without a rescaling the
-last two are equal.
+Stages of one forward pass, whose last two the paper does not tell apart: before any encoding
+(``pre_ntk``), rotated with the rescaled frequencies that the pass uses (``post_ntk``), and with the
+frequencies as trained (``post_rope``). Without a rescaling the last two are equal.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -88,9 +87,8 @@ class MatrixEntropy(NamedTuple):
         """Compute the effective ranks ``[H]``: exp of the entropy of the ``r`` largest eigenvalues
         (Eq. 30).
 
-        ``r`` = None uses all eigenvalues. For r = 1, Eq. 30 gives 1 for every head, while the paper
-        takes it for the largest eigenvalue. This returns 1 over that eigenvalue, the effective rank
-        of the min-entropy, so that a small value means low entropy for every r.
+        ``r`` = None uses all eigenvalues. For r = 1, where Eq. 30 gives 1 for every head, this
+        returns 1 over the largest eigenvalue, the effective rank of the min-entropy.
         """
         if r == 1:
             return 1 / self.eigenvalues[:, 0]
@@ -110,10 +108,7 @@ def gram(x: Tensor) -> Tensor:
 
 def band_entropies(grams: Tensor, pairs: int) -> Tensor:
     """Compute entropies ``[..., pairs]`` of the pairs' 2 x 2 blocks in ``[..., D, D]``, each
-    divided by its trace.
-
-    A block of zeros has entropy 0.
-    """
+    divided by its trace; 0 for a block of zeros."""
     diagonal = grams.diagonal(dim1=-2, dim2=-1)
     first, second = diagonal[..., :pairs], diagonal[..., pairs : 2 * pairs]
     across = grams.diagonal(offset=pairs, dim1=-2, dim2=-1)[..., :pairs]
@@ -134,10 +129,8 @@ def matrix_entropy(grams: Tensor, counts: tuple[int, ...]) -> MatrixEntropy:
 
 
 def at_stage(heads: Heads, side: Side, stage: Stage, trained: Layout) -> Tensor:
-    """Return queries or keys ``[B, H, T, D]`` of a layer at a stage.
-
-    ``trained``: the model's layout before a rescaling.
-    """
+    """Return queries or keys ``[B, H, T, D]`` of a layer at a stage; ``trained``: the model's
+    layout before a rescaling."""
     if stage != "post_rope":
         q, k = heads.states(rotated=stage == "post_ntk")
         return q if side == "query" else k
@@ -158,11 +151,7 @@ def matrix_entropy_of(heads: Heads, side: Side, stage: Stage, trained: Layout) -
 
 def copy_prompt(ids: Tensor) -> NeedlePrompt:
     """Make a prompt of the first text ``[B, T]``, with its last tokens also written at a tenth of
-    it.
-
-    The last tokens of the prompt have then occurred before, and a head that retrieves attends to
-    the copy or to the token after it. Both are the needle.
-    """
+    it: the needle, with the token after it, to which a head that retrieves attends."""
     T = ids.shape[1]
     tokens = max(1, min(COPIED, T // 8))
     start = int(DEPTH * T)
@@ -221,10 +210,7 @@ def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
 @analysis("matrix_entropy", "Matrix entropy")
 def analyze_matrix_entropy(target: Target) -> Findings:
     """Compute band entropies and truncated effective ranks of every head, and its attention on a
-    needle.
-
-    The model is read with one layout, so the two stages after the rotation are equal.
-    """
+    needle."""
     target.require(16)  # room for a needle
     # Without a rotation all stages are equal.
     stages: list[Stage] = ["pre_ntk", "post_ntk"] if target.rotates else ["post_ntk"]
@@ -268,10 +254,7 @@ def analyze_matrix_entropy(target: Target) -> Findings:
 
 def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[HeadIndex, str]:
     """Return titles of the query heads of lowest and highest band entropy and effective rank, by
-    place.
-
-    ``scores``: of the ``side``, ``heads``: number of query heads of a layer.
-    """
+    place. ``scores``: of the ``side``, ``heads``: number of query heads of a layer."""
     shown: dict[HeadIndex, str] = {}
     rank = f"effective rank, r = {SHOWN}"
     if rank not in scores:
@@ -306,11 +289,12 @@ def needle_plots(
     starts = np.arange(0, T, -(-T // POINTS))
     widths = np.diff([*starts, T])
     panels = []
+    from_zero = partial(Axes.set_ylim, bottom=0)
     for place, title in shown.items():
         for kind, attention in (("average", views[place][0]), ("last token", last[place])):
             values = (np.add.reduceat(attention, starts) / widths).tolist()
             line = Line("", 1, starts.tolist(), values)
-            panels.append(Panel(f"{title}\n{kind}", [line], prepare=_from_zero, vertical=mark))
+            panels.append(Panel(f"{title}\n{kind}", [line], prepare=from_zero, vertical=mark))
     return [
         Plot(
             "needle_heads",
@@ -334,7 +318,3 @@ def needle_plots(
             "Fig. 3-6).",
         ),
     ]
-
-
-def _from_zero(axes: Axes) -> None:
-    axes.set_ylim(bottom=0)

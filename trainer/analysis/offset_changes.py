@@ -117,16 +117,8 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
             if table.possible.any():
                 bound = table.lower_bound[table.possible].iloc[0]
                 bounds.append((bound, f"lower bound of {name}"))
-        panels.append(
-            Panel(
-                f"pair {pair}",
-                x="radius of the mean key",
-                y=y,
-                prepare=prepare,
-                horizontal=tuple(bounds),
-                points=points,
-            )
-        )
+        look: dict[str, Any] = {"x": "radius of the mean key", "y": y, "prepare": prepare}
+        panels.append(Panel(f"pair {pair}", horizontal=tuple(bounds), points=points, **look))
         y = ""  # the first panel alone
     return Plot(
         "offset_changes_of_pairs",

@@ -7,14 +7,9 @@ For a fixed key and a rotating query, a pair of means at the initial angle phi c
 cos(phi - theta delta) to the dot product. This stays below its value at distance 0 up to the
 context length C if theta < 2 pi / C and phi >= pi + theta C / 2.
 
-Sinks: the key of a sink lies towards the mean query of the pair or near the origin, and all other
-keys lie away from the queries. The *margin* is the score of the first key minus the mean score of
-the other visible keys; it is a sum over pairs and the channels that do not rotate. The *weight* is
-the attention on the first key, with all pairs and without one pair's part of the scores.
-
-The token before: the part of a pair is largest at phi / theta tokens. Of feature 0 of Phi-1 the
-largest heads have an angle phi of about theta, the rotation by one token: "these are features that
-select for the previous token" (Sec. 4.3.1).
+Sinks: the *margin* is the score of the first key minus the mean score of the other visible keys; it
+is a sum over pairs and the channels that do not rotate. The token before: the part of a pair is
+largest at phi / theta tokens (Sec. 4.3.1).
 """
 
 from __future__ import annotations
@@ -82,9 +77,8 @@ def bounds(inv_freq: Array, context_length: int) -> tuple[Array, Array]:
     """Predict offset features from the frequencies ``[pairs]`` (theta, radians a token) and the
     context length C alone.
 
-    Returns whether theta is under its upper bound, and the lower bound on phi in radians, which is
-    above 2 pi where theta is not under its bound. A pair that does not rotate keeps its value at
-    every distance, so it is no offset feature.
+    Returns whether theta is under its upper bound (no for a pair that does not rotate), and the
+    lower bound on phi in radians.
     """
     possible = (inv_freq > 0) & (inv_freq < TURN / context_length)
     return possible, math.pi + inv_freq * context_length / 2
@@ -92,11 +86,7 @@ def bounds(inv_freq: Array, context_length: int) -> tuple[Array, Array]:
 
 def pair_means(x: Tensor, pairs: int) -> tuple[Array, Array]:
     """Return the mean of every pair over the vectors ``[B, T, D]`` of a head, complex ``[pairs]``,
-    and the circular variance of its angles (Fig. 2).
-
-    The variance of angles a_1 .. a_n is 1 - |mean of exp(i a)|: 0 if all are equal, 1 if they
-    cancel.
-    """
+    and the circular variance of its angles a, 1 - |mean of exp(i a)| (Fig. 2)."""
     points = torch.stack([x[..., :pairs], x[..., pairs : 2 * pairs]])
     lengths = points.norm(dim=0).clamp_min(torch.finfo(x.dtype).tiny)
     mean, direction = (
@@ -191,11 +181,7 @@ def strongest_pairs(features: pd.DataFrame) -> pd.DataFrame:
 
 def contributions(head: pd.DataFrame, distances: Sequence[int]) -> Array:
     """Compute the terms that the means of every pair add to the logit of a key so many tokens back
-    (Eq. 14, Fig. 4), ``[pairs, distances]``, from the features of one head.
-
-    They are scaled like scores. Their sum over pairs is the logit; without a pair's row it is the
-    logit without that pair (Fig. 6).
-    """
+    (Eq. 14, Fig. 4), ``[pairs, distances]``, from the features of one head, scaled like scores."""
     size = (head.query_radius * head.key_radius * head.scale).to_numpy()
     turned = head.angle.to_numpy()[:, None] - np.outer(head.inv_freq, distances)
     terms: Array = size[:, None] * np.cos(turned)
@@ -284,15 +270,14 @@ def fastest_pairs(heads: Heads) -> list[PairEffect]:
         if spectrum.rotates:
             pair = int(np.argmax(spectrum.inv_freq))
             before = positions - 1
-            rows.append(
-                {
-                    "layer": heads.layer,
-                    "head": head,
-                    "pair": pair,
-                    "attention": mean_attention(heads, head, positions, before),
-                    "attention_without": mean_attention(heads, head, positions, before, pair),
-                }
-            )
+            row = {
+                "layer": heads.layer,
+                "head": head,
+                "pair": pair,
+                "attention": mean_attention(heads, head, positions, before),
+                "attention_without": mean_attention(heads, head, positions, before, pair),
+            }
+            rows.append(row)
     return rows
 
 
@@ -455,10 +440,7 @@ def channels(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
 
 
 def points_of_head(
-    place: HeadIndex,
-    view: Mapping[Side, Tensor],
-    turns: Array,
-    pairs: Sequence[int],
+    place: HeadIndex, view: Mapping[Side, Tensor], turns: Array, pairs: Sequence[int]
 ) -> Plot:
     """Draw the points of all pairs of a head, or of some (Fig. 7, 12 and 13); ``turns`` ``[pairs]``
     within C."""

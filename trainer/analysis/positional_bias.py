@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,11 +134,8 @@ def _rows_of_seeds(metric: str, version: str, seeds: Array) -> list[pd.DataFrame
 
 
 def head_biases(target: Target) -> dict[str, Array]:
-    """Compute Aᶜ of every head ``[layers, heads]``, by :data:`KINDS`.
-
-    The beginning of the text is read by itself: in a longer one, temperatures and frequencies may
-    differ.
-    """
+    """Compute Aᶜ of every head ``[layers, heads]``, by :data:`KINDS`."""
+    # Read by themselves: in a longer text, temperatures and frequencies may differ.
     ids = target.ids[:, : target.training_length]
 
     def measure(heads: Heads) -> dict[str, Tensor]:
@@ -256,9 +254,7 @@ def fresh_decoders(
 
     The decoders have the model's depth, width, heads, windows and encoding (RoPE of base 10,000 if
     it has none). All matrices are drawn with a standard deviation of 0.02, the paper's "fixed
-    variance" (Table 5); if the matrices that write to the residual stream were divided by depth,
-    the versions would differ in late layers only. The vocabulary is limited to the tokens of the
-    text: embeddings are independent, so others change nothing.
+    variance" (Table 5). The vocabulary is limited to the tokens of the text.
 
     Returns the number of tokens that are read, at most 512 or the training length of the first
     text, and by version, with positions (``encoded``) and without (``nope``): norms of the
@@ -334,11 +330,8 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
 
 
 def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> dict[str, Array]:
-    """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency, for each of
-    :data:`COMPARED`.
-
-    Frequencies are taken at a length of C tokens. Pairs that do not rotate have the factor 1.
-    """
+    """Compute gamma ``[pairs]`` of Eq. 3, the factor on every frequency at C tokens, for each of
+    :data:`COMPARED`; 1 for pairs that do not rotate."""
     inv_freq = spectrum.at(training_length, training_length).inv_freq
     moving = np.array(inv_freq) > 0
     factors = {}
@@ -394,8 +387,8 @@ def yarn_attention(
 
 
 def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Plot]:
-    """Measure and draw attention as trained and under YaRN: of one positional head by distance, and
-    near a needle of the head that attends to it most."""
+    """Measure and draw attention as trained and under YaRN: of one head by distance, and near a
+    needle of the head that attends to it most."""
     model, prompt = target.model, target.prompt
     ids = target.ids[:, : target.training_length]
     by_distance, maps = yarn_attention(model, ids, place, prompt)
@@ -447,9 +440,7 @@ def factors_plot(
     turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
     slow = (turns > 0) & (turns < 1)
 
-    def prepare(axes: Axes) -> None:
-        axes.set_ylim(0, 1.05)
-
+    prepare = partial(Axes.set_ylim, bottom=0, top=1.05)
     mark = None
     if slow.any():
         mark = int(np.argmax(slow)) - 0.5, "right of it: less than one turn"

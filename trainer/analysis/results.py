@@ -113,11 +113,8 @@ def tidy(
 
 
 def summary(rows: pd.DataFrame, trained: int) -> pd.DataFrame:
-    """Return means, medians, 10% and 90% quantiles and counts over layers, heads and pairs.
-
-    There is a row for each model, variant and metric, at the longest length up to ``trained`` and
-    at the longest of all where lengths were measured.
-    """
+    """Return means, medians, 10% and 90% quantiles and counts over layers, heads and pairs, for
+    each model, variant and metric, at the longest length up to ``trained`` and at the longest."""
     groups = ["model", "variant", "metric"]
     rows = rows.fillna({"variant": "", "model": ""}).astype({"length": float})
     rows["within"] = rows.length.where(rows.length <= trained)

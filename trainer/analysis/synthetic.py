@@ -1,8 +1,7 @@
 """The effect of spectra on a cluster of vectors, without weights or text: the model's spectra and
 standard ones side by side (RoPE-ID Sec. 4, Fig. 7).
 
-The cluster is one repeated vector, the tightest possible. All curves are in closed form, at any
-length.
+The cluster is one repeated vector. All curves are in closed form.
 """
 
 from __future__ import annotations
@@ -60,12 +59,8 @@ def _planes(spectrum: Spectrum, vector: Array) -> tuple[Array, Array]:
 
 
 def _fsv_ratio(size: Array, frequency: Array, n: int) -> float:
-    """Compute the ratio from the Gram matrix of App. A.1, whose sums over positions are geometric
-    series.
-
-    Rotating a plane changes no singular value, so the vector is put on the first axis of each
-    plane.
-    """
+    """Compute the ratio from the Gram matrix of App. A.1, whose sums are geometric series."""
+    # Rotating a plane changes no singular value: the vector is on the first axis of each plane.
     plus = _series(frequency[:, None] + frequency, n)
     minus = _series(frequency[:, None] - frequency, n)
     cos_cos, sin_sin = (minus + plus).real / 2, (minus - plus).real / 2
@@ -126,8 +121,7 @@ def analyze_synthetic(target: Target) -> Findings:
 
 
 def _distances_between(lengths: Sequence[int]) -> list[int]:
-    """Return distances between all neighbouring lengths, dense enough that means do not depend on
-    phase."""
+    """Return distances between all neighbouring lengths."""
     inside = [np.linspace(a, b, PER_INTERVAL, endpoint=False) for a, b in pairwise(lengths)]
     return [0, *np.unique(np.concatenate(inside).astype(int)).tolist()]
 
@@ -160,11 +154,7 @@ def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
 
 
 def limit(spectrum: Spectrum, head_dim: int) -> float:
-    """Return the ratio in the limit of long texts (Lemma 1).
-
-    Channels that do not rotate keep their share; of the others, which rotate at different speeds,
-    no direction holds more than half a pair.
-    """
+    """Return the ratio in the limit of long texts (Lemma 1)."""
     still = 1 - 2 * np.count_nonzero(spectrum.inv_freq) / head_dim
     return float(np.sqrt(max(still, 1 / head_dim)))
 

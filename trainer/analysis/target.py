@@ -1,6 +1,4 @@
-"""An analysis reads a model with a text, and may average over texts and buckets of positions.
-
-It measures the queries and keys of one layer at a time::
+"""An analysis measures the queries and keys of one layer at a time::
 
     norms = read(target, lambda heads: {"key_norm": heads.k.norm(dim=-1)})["key_norm"]
 
@@ -107,9 +105,7 @@ def stacked(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Array]:
 
 
 def read(
-    target: Target,
-    measure: Callable[[Heads], Mapping[str, Tensor]],
-    of_whole: Collection[str] = (),
+    target: Target, measure: Callable[[Heads], Mapping[str, Tensor]], of_whole: Collection[str] = ()
 ) -> dict[str, Array]:
     """Read the texts, and return means over them ``[layers, ..., positions]`` of what ``measure``
     gives.
@@ -126,12 +122,8 @@ def read(
 
 
 def position_edges(length: int, per_octave: int = 16) -> list[int]:
-    """Return the edges of buckets of positions.
-
-    The first ``per_octave`` positions have a bucket each; after that, every doubling of the
-    position has ``per_octave`` buckets. The first key stays alone, and a long text stays a short
-    list.
-    """
+    """Return the edges of buckets of positions: one bucket for each of the first ``per_octave``
+    positions, and ``per_octave`` buckets for every doubling of the position after that."""
     edges = list(range(min(per_octave, length) + 1))
     step = 1
     while edges[-1] < length:

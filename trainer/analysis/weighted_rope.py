@@ -47,8 +47,8 @@ def factors_of(
 
 
 def _channel_factors(encoding: LayerEncoding, weights: Tensor, head_dim: int) -> Factors:
-    """Turn the weights of rotated pairs, ``[H, pairs]``, into one factor per channel, ``[H][D]``, 1
-    where a pair does not rotate; empty if all are 1."""
+    """Turn the weights ``[H, pairs]`` of pairs into factors ``[H][D]`` of channels, 1 where a pair
+    does not rotate; empty if all are 1."""
     rows = torch.ones(len(weights), head_dim, dtype=torch.float64)
     per_key = len(weights) // len(encoding.spectra)
     for head, row in enumerate(rows):

@@ -35,9 +35,8 @@ def answers(
 
     An answer ends at end-of-text or the end of a turn, after its prompt's ``new_tokens``, or when
     ``stop``, called after each of its tokens, returns True. ``batch_tokens``: most prompt tokens
-    read together (at least one prompt); the cache holds at most twice as many.
-    ``never_first``: tokens that cannot begin an answer; if there are any, the end of a text or turn
-    cannot either.
+    read together (at least one prompt); the cache holds at most twice as many. ``never_first``:
+    tokens that cannot begin an answer; with any, the end of a text or turn cannot either.
     """
     texts: dict[int, str] = {}
     ends = model.end_tokens or special_tokens(tokenizer).stops

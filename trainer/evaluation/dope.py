@@ -2,9 +2,7 @@
 
 Source: Denoising Rotary Position Embedding, Sec. 4.3. Heads are chosen on a text, among all layers
 together (Sec. 5.1), and the layout is changed for them, on top of any rescaling. A head is a query
-head with a copy of the keys that it reads. Settings resolve the paper's ambiguities: it sorts both
-ways, and by-all multiplies queries and keys by 0 (Eq. 35), while the text removes their encoding
-"rather than completely zeroing out the head".
+head with a copy of the keys that it reads. Settings resolve the paper's ambiguities.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ that can replace a head's queries and keys."""
 
 
 def select(model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: Layout) -> Chosen:
-    """Choose heads on texts ``[B, T]``; evaluated texts may have another length (Table 3).
-
-    ``model`` has its layout as trained; ``layout``: the rescaled one, or the same.
-    """
+    """Choose heads on texts ``[B, T]``; ``model`` has its layout as trained, ``layout`` is the
+    rescaled one, or the same."""
     trained, query_heads = model.layout, model.config.num_attention_heads
     sides: Sequence[Side] = [*SIDES] if settings.by == "joint" else [settings.by]
     grams: dict[int, Tensor] = {}
@@ -91,11 +87,7 @@ def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
 
 
 def lost_bands(trained: Spectrum, training_length: int, settings: DopeSettings) -> list[int]:
-    """Return the pairs that a chosen head loses, by its frequencies as trained.
-
-    A band is untrained beyond the training length by its trained frequency, whatever the rescaling.
-    C is the longest training length; if frequencies depend on the length, those at C count.
-    """
+    """Return the pairs that a chosen head loses, by its frequencies as trained, at C tokens."""
     C = training_length
     slowest = 2 * math.pi / C if settings.variant == "by_parts" else math.inf
     return [m for m, theta in enumerate(trained.at(C, C).inv_freq) if 0 < theta < slowest]

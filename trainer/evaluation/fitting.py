@@ -34,10 +34,7 @@ def choice_names() -> list[str]:
 
 @dataclass(frozen=True)
 class FitText:
-    """Validation text for fits, which is not part of the reported text.
-
-    ``count``: number of windows of each length.
-    """
+    """Validation text for fits; ``count``: number of windows of each length."""
 
     held_out: HeldOut
     count: int
@@ -47,11 +44,8 @@ class FitText:
         return windows_with_fixed_ends(self.held_out.split, self.count, length)
 
     def spread(self, count: int, length: int) -> Integers:
-        """Return ``[count, length]`` windows, or all if there are fewer.
-
-        They are spread evenly over each text of a mixture, in the texts' shares of all windows.
-        Neighbouring windows overlap, so that the first ones are nearly one text.
-        """
+        """Return ``[count, length]`` windows, or all if there are fewer, spread evenly over each
+        text of a mixture, in the texts' shares of all windows."""
         text_of = parts_of_windows(self.held_out.split, self.count, length)
         texts, sizes = (x.tolist() for x in np.unique(text_of, return_counts=True))
         shares = divided(min(count, len(text_of)), sizes, sizes)
@@ -65,8 +59,7 @@ class FitText:
         Tables 3 and 4): windows, or prompts of a task, none of which is evaluated.
 
         Prompts are spread over the trials and depths of the task. A prompt and its answer have
-        ``length`` tokens, and all are cut at their beginning to the shortest: many-shot prompts
-        differ by less than an example.
+        ``length`` tokens, and all are cut at their beginning to the shortest.
         """
         name, texts = config.choice.text, config.choice.texts
         if name == VALIDATION:

@@ -35,11 +35,8 @@ FEWSHOT_SEED = 1234
 
 
 class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that LM is Any
-    """lm-eval model that answers requests for likelihoods and, greedily, for text.
-
-    ``max_length``: most tokens that it reads; longer contexts lose their beginning.
-    ``batch_tokens``: tokens per forward pass, and in the cache during generation.
-    """
+    """lm-eval model that answers requests for likelihoods and, greedily, for text; contexts longer
+    than ``max_length`` lose their beginning."""
 
     def __init__(
         self, model: LanguageModel, encoder: Encoder, max_length: int, batch_tokens: int
@@ -93,10 +90,7 @@ def metrics_of(task: HarnessTask) -> dict[tuple[str, str], str]:
 
 
 def harness_tasks(
-    settings: HarnessSettings,
-    encoder: Encoder,
-    lengths: Sequence[int],
-    limit: int | None = None,
+    settings: HarnessSettings, encoder: Encoder, lengths: Sequence[int], limit: int | None = None
 ) -> list[Task]:
     """Load the tasks and groups of lm-eval and their data, the first ``limit`` questions of each,
     and return each at every length.
@@ -118,11 +112,8 @@ def harness_tasks(
 
 
 def _contents(task: HarnessTask, questions: Sequence[object]) -> list[object]:
-    """Return all that a task's values depend on, but for the model and lm-eval's own code.
-
-    These are the requests, in which few-shot examples stand, and the configuration, whose functions
-    and metrics turn answers into values.
-    """
+    """Return all that a task's values depend on, but for the model and lm-eval's own code: requests
+    with few-shot examples, and the configuration with functions and metrics."""
     task.set_fewshot_seed(seed=FEWSHOT_SEED)
     task.build_all_requests(samples=[*range(len(questions))])
     requests = [repr((request.request_type, request.args)) for request in task.instances]

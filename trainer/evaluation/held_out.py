@@ -75,8 +75,7 @@ class Haystack:
         """Return the number of an excerpt's tokens to insert something after, at a depth from 0
         to 1.
 
-        Beginning and end are exact. Between them a nearby end of a sentence, or else of a word, is
-        preferred to the exact place.
+        Between beginning and end, a nearby end of a sentence, or else of a word, is preferred.
         """
         wanted = round(depth * length)
         if 0 < wanted < length:
@@ -108,11 +107,8 @@ class Haystack:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out split of a corpus.
-
-    ``split``: its tokens. ``bos``: tokens before every prompt. ``training_share``: share
-    of the training sequences with statements (None: unknown).
-    """
+    """A held-out split of a corpus. ``bos``: tokens before every prompt. ``training_share``: share
+    of the training sequences with statements (None: unknown)."""
 
     corpus: Corpus
     split: HeldOutText

@@ -32,11 +32,8 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes texts for a model.
-
-    ``bos``: tokens before every text. ``first_token``: the token that a model reads in place of an
-    empty context; it begins sequences in training.
-    """
+    """Encodes texts for a model. ``bos``: tokens before every text. ``first_token``: the token that
+    a model reads in place of an empty context; it begins sequences in training."""
 
     tokenizer: Tokenizer
     bos: tuple[int, ...]
@@ -48,9 +45,8 @@ class Encoder:
         return [(*self.bos, *encoding.ids) for encoding in encodings]
 
     def requests(self, pairs: Sequence[tuple[str, str]]) -> list[Request]:
-        """Encode context and continuation together, and split the tokens where the context ends.
-
-        A space between them belongs to the continuation.
+        """Encode context and continuation together, and split the tokens where the context ends; a
+        space between them belongs to the continuation.
 
         Raises:
             UserError: a continuation adds no token to its context.

@@ -5,12 +5,8 @@ The sixteen English tasks, in the words and by the metrics of the benchmark's ow
 (App. A.8), the default here; DroPE reports four (Table 2) and the mean of all (Table 8).
 
 ``longbench.yaml`` holds wording, numbers of tokens and the choice of metrics. Metrics compare one
-continuation with one right answer, 0 to 1. Each equals the benchmark's own ``metrics.py`` with the
-libraries in its ``requirements.txt``: ``rouge`` 1.0.1, and ``fuzzywuzzy``, which uses Python's
-difflib. Neither has had a release since 2021, and the parts needed are short.
-
-Questions have labels by the length of their prompt in training lengths (DroPE, Tables 9 and 10),
-for averages in results.csv.
+continuation with one right answer, 0 to 1. Each equals the benchmark's own ``metrics.py`` with
+``rouge`` 1.0.1 and ``fuzzywuzzy``, which uses Python's difflib.
 """
 
 from __future__ import annotations
@@ -61,9 +57,8 @@ def rouge_l(prediction: str, answer: str) -> float:
     """Return ROUGE-L of whole summaries (Lin 2004, Sec. 3.2), as ``rouge`` counts it.
 
     The words of the longest common subsequences of all pairs of sentences are compared with the
-    words of both texts, as sets. Sentences end at full stops, and case matters. In ``rouge``, two
-    sentences of a thousand words together exceed Python's recursion limit, and the benchmark counts
-    0; this function compares them.
+    words of both texts, as sets. Sentences end at full stops, and case matters. Of sentences with a
+    thousand words together the benchmark counts 0, because ``rouge`` fails.
     """
     predicted, right = _sentences(prediction), _sentences(answer)
     if not predicted or not right:
@@ -82,11 +77,8 @@ def _sentences(text: str) -> list[list[str]]:
 
 
 def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> tuple[str, ...]:
-    """Return one of the longest common subsequences.
-
-    The choice among several affects their union in :func:`rouge_l`: a common last word belongs to
-    it; otherwise x loses its last word only if keeping it would cost length.
-    """
+    """Return one of the longest common subsequences: a common last word belongs to it; otherwise x
+    loses its last word only if keeping it would cost length."""
     # Entry j is for the words of x so far and the first j of y.
     longest: list[tuple[str, ...]] = [()] * (len(y) + 1)
     for word in x:
@@ -101,10 +93,8 @@ def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> tuple[str,
 
 
 def classification(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 / (number of classes named) if the right one is among them, else 0.
-
-    A class whose name is part of the right one's does not count.
-    """
+    """Return 1 / (number of classes named) if the right one is among them, else 0; a class whose
+    name is part of the right one's does not count."""
     named = [name for name in classes if name in prediction]
     named = [name for name in named if name == answer or name not in answer]
     return 1 / len(named) if answer in named else 0.0
@@ -151,11 +141,8 @@ classification tasks, ``all_classes``."""
 def longbench_task(
     name: str, rows: Sequence[Row], encoder: Encoder, training_length: int
 ) -> PromptTask:
-    """Return the task of these questions.
-
-    A length limits what the model reads: the questions are the same at every length, and short
-    texts stay short. ``training_length``: C in tokens, for the labels.
-    """
+    """Return the task of these questions, the same at every length; short texts stay short.
+    ``training_length``: C in tokens, for the labels."""
     kind = KINDS[name]
     metric, first_line = METRICS[kind["metric"]], kind.get("first_line", False)
     new_tokens: int = kind["new_tokens"]
@@ -170,9 +157,7 @@ def longbench_task(
     def prompts(length: int) -> list[Prompt]:
         """Return one prompt per question; with its answer it has at most ``length`` tokens.
 
-        A longer prompt loses its middle. Its halves are joined as tokens, while the benchmark joins
-        them as text and encodes it again, which can give another token at the join. Its limit
-        applies to the prompt alone.
+        A longer prompt loses its middle. Its halves are joined as tokens, in the benchmark as text.
         """
         room = length - new_tokens
         check_room(room - 2, name, length)
@@ -203,10 +188,8 @@ def longbench_task(
 
 
 def label(contexts: float) -> str:
-    """Return a prompt's bucket by its length in training lengths, before truncation.
-
-    DroPE heads its columns "0-4K (0-2x ctx)", for models with a context of 2,048 tokens.
-    """
+    """Return a prompt's bucket by its length in training lengths, before truncation (DroPE, Tables
+    9 and 10)."""
     low = max(edge for edge in (0, 2, 4, 8, 16) if edge <= contexts)
     return "16×+ ctx" if low == 16 else f"{low}–{2 * low or 2}× ctx"
 

@@ -230,10 +230,8 @@ def with_factors(layout: Layout, factors: Candidate, layers: LayerChoice = None)
 
 
 def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request]:
-    """Make texts of ``length`` tokens that state a number once, as in the task ``standard``, and
-    end with a question and this number, which is asked for.
-
-    The needle of text n of N, counted from 0, is at the depth (n + 1/2) / N.
+    """Make texts of ``length`` tokens that state a number once, at the depth (n + 1/2) / N in text
+    n of N, and end with the question of the task ``standard`` and this number, which is asked for.
 
     Raises:
         UserError: the needle does not fit the length, or the text is too short.
@@ -251,13 +249,10 @@ def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request
 
 
 def answer_loss(model: LanguageModel, requests: Sequence[Request], batch_tokens: int) -> float:
-    """Return the mean over texts of the mean loss of their answers' tokens, in nats.
-
-    This is needle-driven perplexity (LongRoPE2).
-    """
+    """Return the mean over texts of the mean loss of their answers' tokens, in nats: needle-driven
+    perplexity (LongRoPE2)."""
     results = log_likelihoods(model, requests, batch_tokens)
-    losses = [
-        -log_likelihood / len(request.continuation)
-        for request, (log_likelihood, _) in zip(requests, results, strict=True)
-    ]
-    return sum(losses) / len(losses)
+    total = 0.0
+    for request, (log_likelihood, _) in zip(requests, results, strict=True):
+        total -= log_likelihood / len(request.continuation)
+    return total / len(requests)

@@ -1,8 +1,8 @@
 """Many-shot in-context learning with the question among the examples (DoPE, Sec. 5.3 and Table 2).
 
-A prompt is filled with solved problems and ends with an unsolved one. With a needle, that problem
-and its solution are among the examples, at one of four depths; without, they are not. The problems
-are those of MATH (Hendrycks et al. 2021), and final answers are compared as in MATH.
+A prompt is filled with solved problems and ends with one that, with a needle, is solved among them
+at one of four depths. The problems are those of MATH (Hendrycks et al. 2021), and final answers are
+compared as in MATH.
 """
 
 from __future__ import annotations
@@ -139,15 +139,14 @@ def many_shot(inputs: TaskInputs) -> list[PromptTask]:
 
 def boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` with balanced braces, or None."""
-    begin = text.rfind(r"\boxed{")
-    if begin < 0:
+    _, mark, content = text.rpartition(r"\boxed{")
+    if not mark:
         return None
-    begin += len(r"\boxed{")
     depth = 1
-    for end in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[end], 0)
+    for end, character in enumerate(content):
+        depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return text[begin:end]
+            return content[:end]
     return None
 
 

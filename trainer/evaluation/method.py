@@ -49,8 +49,7 @@ def method(
 
 
 def own_decoder(model: SavedModel, config: EvaluationConfig) -> str:
-    """Need the decoder of this program: transformers rotates all heads of a layer alike, the same
-    at every length, in its own windows."""
+    """Need the decoder of this program."""
     if not model.computed_by:
         return ""
     return "is computed by transformers, and this method needs the decoder of this program"
@@ -66,9 +65,9 @@ NO_LAYER = "has no such layer that sees more than the training length (evaluatio
 
 def far_rotation(model: SavedModel, config: EvaluationConfig) -> str:
     """Need heads that rotate in the layers of ``evaluation.layers``."""
-    if not model.layout.rotates:
-        return rotation(model, config)
-    return "" if model.layout.of_layers(config.layers).rotates else NO_LAYER
+    if model.layout.of_layers(config.layers).rotates:
+        return ""
+    return rotation(model, config) or NO_LAYER
 
 
 def far_layers(model: SavedModel, config: EvaluationConfig) -> str:

@@ -1,11 +1,9 @@
 """Needle tasks by name: statements hidden in text, and a question at its end.
 
 Prompts are assembled from tokens, so that prompt and answer have exactly the length asked for. A
-trial depends only on the seed, its number and the length, and its quiz only on the first two: all
-models and methods get the same. The sentences are those of DroPE, App. C.2, which are RULER's
-without introduction and chat template. A question ends so that the answer continues the text, which
-suits models that were never taught to answer. As in RULER (Hsieh et al. 2024), keys are
-``adjective-noun`` of wonderwords' lists and values numbers.
+trial depends only on the seed, its number and the length, and its quiz only on the first two. The
+sentences are those of DroPE, App. C.2, which are RULER's without introduction and chat template. As
+in RULER (Hsieh et al. 2024), keys are ``adjective-noun`` of wonderwords' lists and values numbers.
 """
 
 from __future__ import annotations
@@ -77,8 +75,7 @@ def draw_values(count: int, digits: int, taken: str, random: np.random.Generator
 
 DIGITS = 7
 TOKENS_PER_VALUE = 16
-"""Room in an answer. Seven digits and a space are at most 8 tokens, a byte each; the others are for
-words between them."""
+"""Room in an answer: seven digits and a space are at most 8 tokens, a byte each."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +177,7 @@ def first_answer(quiz: Quiz, places: Sequence[int]) -> int:
 
 
 MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]
-"""Returns the prompts for a haystack, settings and a length in tokens, prompt and answer together.
-"""
+"""Returns prompts for a haystack, settings and a length in tokens, the answer included."""
 
 NEEDLE_TASKS: dict[str, Callable[[Haystack, NeedleTaskSettings], PromptTask]] = {}
 """Tasks of prompts with needles, by their names in ``evaluation.tasks``."""
@@ -225,11 +221,8 @@ SINKS = 8
 
 @needle_task(exact_number, after_number)
 def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
-    """Put attention sinks after the needle of :func:`standard`, in the same trials.
-
-    They repeat a start-of-sequence symbol, which draws attention, directly after the needle (DoPE,
-    noisy setups).
-    """
+    """Repeat a start-of-sequence symbol, which draws attention, directly after the needle of
+    :func:`standard`, in the same trials (DoPE, noisy setups)."""
     behind = (haystack.encoder.first_token,) * SINKS
     return hidden(haystack, settings, length, magic_numbers, behind)
 
@@ -257,11 +250,10 @@ def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -
 def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one sentence at every depth of a book, and ask for it (Kamradt 2023).
 
-    Fu et al. 2024 use this prompt for base models, as does Frequency Entropy, App. E. The score is
-    the share of the answer's words in 50 tokens (more if a tokenizer needs more), as in Fu et al.'s
-    heat maps. They count distinct words between white space, so that a complete answer, which says
-    "a" twice, scores 11 of 12; ROUGE-1 recall gives it 1. Their prompt begins with
-    ``<|im_start|>``, which base models lack and which is omitted.
+    Fu et al. 2024 use this prompt, after ``<|im_start|>``, for base models, as does Frequency
+    Entropy, App. E. The score is the share of the answer's words in 50 tokens (more if a tokenizer
+    needs more). Fu et al. count distinct words between white space: a complete answer, which says
+    "a" twice, scores 11 of 12 there and 1 by ROUGE-1 recall.
     """
     thing = "eat a sandwich and sit in Dolores Park on a sunny day."
     quiz = Quiz(
@@ -278,11 +270,7 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
 @task(STATEMENTS, settings="needles")
 def statements(inputs: TaskInputs) -> list[Task]:
     """Return the task at each length: multi-key needles in the words of the demo's training
-    sequences, or no task and a note if these had none.
-
-    See :mod:`trainer.data.needles`. The windows of held-out text end at the same tokens at every
-    length, as in the task of perplexity.
-    """
+    sequences (:mod:`trainer.data.needles`), or no task and a note if these had none."""
     if not inputs.text.training_share:
         inputs.notes.append(
             "The task 'statements' was left out: the training text of the first model "
@@ -312,11 +300,8 @@ def statements(inputs: TaskInputs) -> list[Task]:
 def statement_batches(
     trials: Trials, first_token: int, model: LanguageModel, batch_tokens: int
 ) -> list[Batch]:
-    """Return batches of trials, with 1 for each whose answer is the most likely next token, else 0.
-
-    Only the last position goes through the head, and a batch holds at most ``batch_tokens`` tokens
-    (at least one trial), so memory is linear in the length.
-    """
+    """Return batches of trials, with 1 for each whose answer is the most likely next token, else
+    0."""
     prompts = trials.prompts[:, -(model.context or trials.prompts.shape[1]) :].copy()
     prompts[:, 0] = first_token
     size = model.sequences_at_once(prompts.shape[1], batch_tokens)

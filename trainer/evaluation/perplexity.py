@@ -28,9 +28,7 @@ def perplexity(inputs: TaskInputs) -> list[Task]:
     """Return the task of the loss on the last C tokens of windows, or on all of shorter ones.
 
     There are as many windows as the settings say, or as share no scored token: an interval over
-    windows takes these as independent. The windows of all lengths end at the same places, so that
-    their losses are paired. These places depend on the longest length only if a text of a mixture
-    is shorter than that.
+    windows takes these as independent. The windows of all lengths end at the same places.
 
     Raises:
         UserError: the text is shorter than the longest length.

@@ -90,8 +90,8 @@ def by_text(scores: pd.DataFrame) -> pd.DataFrame:
     """Return the independent scores among those of trials: one for each text, in columns of
     :data:`ROW`, ``texts``, ``text``, ``value``, ``trials`` and ``tasks``.
 
-    The score of a text is the mean over its trials. The n-th texts of tasks with the same number of
-    texts (``texts``) may be the same one by design: they have a single score with their mean.
+    The score of a text is the mean over its trials. The n-th texts of tasks with equally many texts
+    (``texts``) may be the same one: they have a single score with their mean.
     """
     keys = [*ROW, "task"]
     each = scores.groupby([*keys, "text"], sort=False).value.agg(["mean", "size"]).reset_index()

@@ -1,11 +1,9 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks.
 
-These are eight searches for needles, one chase of a variable through assignments, two counts of
-words, and two sets of questions about paragraphs. Wording, and numbers of needles, hops and words
-are those of the benchmark's own programs (github.com/NVIDIA/RULER, template ``base``, its
-``synthetic.yaml``). The trials are not the benchmark's: each has its own order, every prompt is as
-long as fits, and essay haystacks consist of the caller's documents instead of Paul Graham's.
-Published scores are therefore comparable, but not to the last digit.
+Wording, and numbers of needles, hops and words are those of the benchmark's own programs
+(github.com/NVIDIA/RULER, template ``base``, its ``synthetic.yaml``). The trials are not the
+benchmark's: each has its own order, every prompt is as long as fits, and essay haystacks consist of
+the caller's documents instead of Paul Graham's.
 """
 
 from __future__ import annotations
@@ -73,10 +71,7 @@ def sentences(document: str) -> list[list[str]]:
 
 
 def essay(documents: Sequence[str], count: int) -> list[str]:
-    """Return the first ``count`` words of the documents, as sentences.
-
-    After the last document comes the first one again, as in RULER.
-    """
+    """Return the first ``count`` words of the documents, repeated as in RULER, as sentences."""
     text: list[str] = []
     for words in chain.from_iterable(map(sentences, cycle(documents))):
         text.append(" ".join(words[:count]))
@@ -175,10 +170,8 @@ CHAIN_TEMPLATE = (
 def variable_tracking(
     rng: Random, trial: int, units: int, length: int, *, example_lines: int
 ) -> Question:
-    """Ask for the variables of one chain of assignments among lines of noise, the first one first.
-
-    An example of ``example_lines`` lines, with its solution, comes before.
-    """
+    """Ask for the variables of one chain of assignments among lines of noise, the first one first,
+    after a solved example of ``example_lines`` lines."""
     example, solution = _chain(rng, example_lines, letters=3)
     asked, answers = _chain(rng, units, letters=5)
     return f"{example} {' '.join(solution)}\n\n{asked}", answers
@@ -229,10 +222,7 @@ LONG = 4096
 
 
 def common_words(rng: Random, trial: int, units: int, length: int) -> Question:
-    """Ask for ten words that a list of ``units`` words has more often than others.
-
-    A solved example comes before.
-    """
+    """Ask, after a solved example, for ten words that a list of ``units`` words has most often."""
     if length >= LONG:
         solved, words = _word_list(rng, 40, often=10, seldom=3)
         text, answers = _word_list(rng, units, often=30, seldom=3)
@@ -262,10 +252,8 @@ LEAST_FREQUENT = 53
 
 
 def frequent_words(rng: Random, trial: int, units: int, length: int) -> Question:
-    """Ask for the most frequent of made-up words, the k-th with frequency k^-2 / zeta(2).
-
-    Dots are the first one; the answers are the next three.
-    """
+    """Ask for the three most frequent of made-up words after dots, the k-th of all with frequency
+    k^-2 / zeta(2)."""
     kinds = max(5, (length - FREQUENT_TOKENS) // 50)
     vocabulary = distinct(rng, lambda r: "".join(r.choices(ascii_lowercase, k=6)), kinds)
     vocabulary[0] = "..."
@@ -288,10 +276,8 @@ DOCUMENTS_TEMPLATE = (
 
 
 class Item(NamedTuple):
-    """A question with its answers, its own paragraphs, and ``related`` ones of the same article.
-
-    Related paragraphs are the first distractors.
-    """
+    """A question with its answers, its own paragraphs, and ``related`` ones of the same article,
+    which are the first distractors."""
 
     query: str
     answers: tuple[str, ...]
@@ -373,11 +359,8 @@ PROBE = 64
 
 
 def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: int) -> list[Prompt]:
-    """Return trials whose prompt and answer have at most ``length`` tokens, or the least units.
-
-    A trial depends on the task, the length and its own number. It has as many units as fit. The
-    benchmark's programs find their number for one trial, and shorten others by up to 500 words.
-    """
+    """Return trials of as many units as fit ``length`` tokens with the answer, or the least ones; a
+    trial depends on the task, the length and its own number."""
     new_tokens, least = TASKS[name]
 
     def draw(trial: int, units: int) -> tuple[Prompt, int]:
@@ -414,11 +397,8 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
 
 @task("ruler", settings="ruler")
 def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
-    """Return the available tasks, with a note for each unavailable one.
-
-    The documents of the text are the haystacks' English, read from the beginning in every trial,
-    repeatedly if they are shorter than the length.
-    """
+    """Return the available tasks, with a note for each unavailable one; the documents of the text
+    are the haystacks' English, read from the beginning in every trial."""
     encoder, documents = inputs.text.encoder, inputs.text.documents
     asks: dict[str, Ask] = {
         **{name: partial(x.ask, documents=documents) for name, x in SEARCHES.items()},

@@ -99,10 +99,8 @@ class SavedModel:
 
 
 def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:
-    """Give the models distinct names.
-
-    Models of equal name, such as two seeds of a recipe, get the directory of their run as a suffix,
-    or else the user's name for them.
+    """Give models of equal name, such as two seeds of a recipe, the directory of their run as a
+    suffix, or else the user's name for them.
 
     Raises:
         UserError: a model appears twice, or two names remain equal.

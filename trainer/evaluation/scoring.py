@@ -70,20 +70,14 @@ def string_match_all(text: str, answers: Sequence[str]) -> float:
 
 
 def string_match_part(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if any answer is in the text, else 0.
-
-    This is RULER's definition. lm-eval's function of this name gives the share of
-    :func:`string_match_all`, which is lower if a question has several answers.
-    """
+    """Return 1 if any answer is in the text, else 0 (RULER; lm-eval's function of this name gives
+    the share of :func:`string_match_all`)."""
     return float(any(answer.lower() in text.lower() for answer in answers))
 
 
 def rouge_1_recall(text: str, answers: Sequence[str]) -> float:
     """Return the share of an answer's words that are in the text, with multiplicity, for the best
-    answer.
-
-    This is ROUGE-1 recall (Lin 2004), ignoring case and punctuation.
-    """
+    answer: ROUGE-1 recall (Lin 2004), ignoring case and punctuation."""
     words = Counter(WORD.findall(text.lower()))
 
     def recall(answer: str) -> float:

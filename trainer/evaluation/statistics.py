@@ -35,19 +35,15 @@ def estimate(scores: Sequence[float], trials: float = math.inf) -> Estimate:
 
         (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n)
 
-    Unlike p ± z sqrt(p (1 - p) / n) it keeps its coverage near 0 and 1, where many cells lie (E. B.
-    Wilson, Probable Inference, the Law of Succession, and Statistical Inference, JASA 22, 1927).
-    n is the number of trials of 0 or 1 that are as informative as the scores:
+    It keeps its coverage near 0 and 1, where many cells lie (E. B. Wilson, JASA 22, 1927). n is the
+    number of trials of 0 or 1 that are as informative as the scores:
 
         n = min(trials, G q (1 - q) / s²)
 
     ``trials``: number of trials behind the scores, if there are several for each of them. With the
     mean q and variance s² of the scores, n is the number of trials divided by the design effect
-    (Kish, Survey Sampling, 1965), and G if the scores are 0 and 1. A rate near 0 or 1 leaves few
-    scores to estimate s² from. In simulations of 64 and 256 groups of trials Wilson's interval with
-    it covered as little as 75% of the rates there, and a bootstrap of groups 57%. Therefore q and
-    s² include one more score, half of it at 0 and half at 1. That covered at least 93%, and n is G
-    if all scores are 0 or all are 1.
+    (Kish, Survey Sampling, 1965), and G if the scores are 0 and 1. Near 0 or 1 few scores are left
+    to estimate s² from, so q and s² include one more score, half of it at 0 and half at 1.
     """
     weights = np.array([1.0] * len(scores) + [0.5, 0.5])
     values = np.array([*scores, 0.0, 1.0])
@@ -108,8 +104,7 @@ def sign_mark(scores: Sequence[float], reference: Sequence[float]) -> str:
 
     Equal pairs are ignored. With b pairs better and c worse, p = min(1, 2 P(X <= min(b, c))), X
     binomial of b + c trials with probability 1/2. For scores of 0 and 1 it is McNemar's exact test
-    (Q. McNemar, Psychometrika 12, 1947). For fractions it asks which of the two does better more
-    often, not by how much.
+    (Q. McNemar, Psychometrika 12, 1947).
     """
     differences = np.subtract(scores, reference)
     # Scores may be means of fractions: equal sums of them may differ by 1e-16.

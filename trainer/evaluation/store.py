@@ -64,10 +64,8 @@ def _checksum(text: str) -> str:
 
 
 class Store:
-    """Directory of results: under each key, JSON values from any number of processes.
-
-    ``rank``: this process among ``ranks`` that share the work; it appends to files of its own.
-    """
+    """Directory of results: under each key, JSON values from any number of processes, of which this
+    one is ``rank`` of ``ranks`` and appends to files of its own."""
 
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
         self.directory, self.rank, self.ranks = directory, rank, ranks
@@ -101,7 +99,6 @@ class Store:
         """Return the values of a key as soon as they are complete, by default any.
 
         There is no time limit: if another process ends, all of them do (`trainer.common.watch`).
-        One that is suspended does not end, so a long wait is logged.
         """
         for attempt in count():
             values = self.values(key)

@@ -40,10 +40,9 @@ class Task:
     that they have (see :data:`~trainer.evaluation.results.TRIAL_COLUMNS`); without ``text`` each
     has its own. ``metric``: ``loss``, or ``score`` for values from 0 to 1.
 
-    ``batches``: returns the trials in batches for a model and the tokens of a forward pass; none
-    has been read yet. Batches are the same in every process, so that trials have the same values,
-    digit for digit, whoever reads a batch and when. They leave out what is beyond the ``context``
-    of the model.
+    ``batches``: returns the trials in batches, unread, for a model and the tokens of a forward
+    pass; the same in every process, so that values are equal, digit for digit, whoever reads them.
+    They leave out what is beyond the ``context`` of the model.
     """
 
     titles: Mapping[str, str]

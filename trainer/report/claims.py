@@ -57,11 +57,8 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence of claims.
-
-    ``models``: names of models by role, such as ``rope`` or ``drope``; several names are models
-    that differ in their seeds alone. ``one_text``: whether all trained on the same text.
-    """
+    """A report, names of ``models`` by role, such as ``rope`` or ``drope``, where several names are
+    models that differ in their seeds alone, and whether all trained on ``one_text``."""
 
     report: Report
     models: Mapping[str, Sequence[str]]
@@ -177,10 +174,8 @@ def score_difference(p: Any, q: Any, times: float) -> Estimate:
 
 @dataclass(frozen=True)
 class Retrieves:
-    """Whether ``a`` at its place retrieves more than ``times`` ``b``.
-
-    ``learned``: keys that must have learned the task (None: both).
-    """
+    """Whether ``a`` at its place retrieves more than ``times`` ``b``; ``learned``: keys that must
+    have learned the task (None: both)."""
 
     a: str
     lengths: Lengths

@@ -106,10 +106,8 @@ def _saved(plots: Iterable[Plot], directory: Path) -> list[dict[str, str]]:
 
 
 def inline(svg: str, name: str, label: str) -> Markup:
-    """Return a drawing as a part of a page, whose style sheet chooses its colours.
-
-    ``name``: distinguishes its identifiers. ``label``: its text for screen readers.
-    """
+    """Return a drawing as a part of a page, whose style sheet chooses its colours; ``name``
+    distinguishes its identifiers, ``label`` is for screen readers."""
     drawing = svg[svg.index("<svg") :]
     drawing = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", drawing, flags=re.DOTALL)
     drawing = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", drawing)

@@ -68,10 +68,8 @@ class RunSummary:
 
 @dataclass(frozen=True)
 class Observation:
-    """One claim of a paper, judged by this run's numbers.
-
-    ``shown``: True (shown), False (not shown) or None (not judged; ``evidence`` says why).
-    """
+    """One claim of a paper, judged by this run's numbers: ``shown`` is True, False, or None if it
+    is not judged; ``evidence`` says why."""
 
     claim: str
     source: str

@@ -21,11 +21,8 @@ TABLE = "results.csv"
 
 
 class Cell(NamedTuple):
-    """Content of a cell: a value such as ``97.3`` and what is shown with it.
-
-    ``interval``: ``92.4–99.1``, may be empty. ``mark``: ``↑`` or ``↓`` if significant. ``best``:
-    whether it is the best of its column.
-    """
+    """Content of a cell: a value such as ``97.3``, its interval such as ``92.4–99.1``, a mark ``↑``
+    or ``↓`` if it is significant, and whether it is the best of its column."""
 
     value: str
     interval: str = ""
@@ -184,10 +181,8 @@ def _range(counts: pd.Series) -> str:
 
 
 def _marks(report: Report, task: str) -> dict[tuple[RowKey, int], str]:
-    """Return ``↑``, ``↓`` or nothing by the sign test, for each row and length that is compared.
-
-    A row is compared with the same model as is or, for a model as is, with the first model as is.
-    """
+    """Return ``↑``, ``↓`` or nothing by the sign test, for each row and length that is compared:
+    with the same model as is or, for a model as is, with the first model as is."""
     scores = values_by_text(report, task)
     first = next(iter(report.rows.model), "")
     marks = {}
