@@ -154,10 +154,9 @@ class Panel:
     """One pair of axes with lines and points; ``x``, ``y``: labels of the axes.
 
     ``prepare``: sets scales, ticks and limits when all is drawn. ``vertical``: a reference line, as
-    x and name. ``horizontal``: others, as y and name; equal names look alike. ``faint`` ``[n, x]``:
-    thin lines over the first line's x, from dark to light. ``points``: ``[n, 2]`` by the name of
-    their group, empty for no entry in the legend. ``index`` ``[n]``: number of every point of the
-    only group, shown as its colour.
+    x and name. ``horizontal``: others, as y and name. ``faint`` ``[n, x]``: thin lines over the
+    first line's x, from dark to light. ``points``: ``[n, 2]`` by the name of their group, empty for
+    no entry in the legend. ``index`` ``[n]``: number of every point of the only group, its colour.
     """
 
     title: str = ""

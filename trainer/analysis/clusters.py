@@ -140,10 +140,9 @@ def cluster_measures(heads: Heads, lengths: list[int], points: int = 512) -> dic
 
     ``plain.NAME`` and ``rotated.NAME`` for each of :data:`MEASURES`: before the encoding, and as
     the scores use queries and keys. ``*_fsv_ratio``: first singular value after the encoding over
-    that before it, without the queries' temperature. A rotation leaves |X|_F unchanged (Lemma 2),
-    so this is the root of the ratio of stable ranks. ``*_first_share``: share of the first
-    principal component in the variance about the origin, before the encoding. ``points``: number of
-    queries and of keys in the samples for silhouette and Davies-Bouldin.
+    that before it, the root of the ratio of stable ranks (Lemma 2). ``*_first_share``: share of the
+    first principal component in the variance about the origin, before the encoding. ``points``:
+    number of queries and of keys in the samples for silhouette and Davies-Bouldin.
     """
     values: dict[str, Tensor] = {}
     for name in ("plain", "rotated"):

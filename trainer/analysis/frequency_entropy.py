@@ -73,10 +73,8 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
 
 
 def spectrum_fe(signal: Tensor, frames: ShortTime = DEFAULT_FRAMES) -> Tensor:
-    """Compute SpectrumFE (Eq. 5 to 7), the entropy of the mean power of overlapping frames:
-    ``[...]`` float64, between 0 and 1.
-
-    Tokens of the ``signal`` ``[..., T]`` after the last whole frame are ignored.
+    """Compute SpectrumFE (Eq. 5 to 7), the entropy of the mean power of overlapping whole frames of
+    the ``signal`` ``[..., T]``: ``[...]`` float64, between 0 and 1.
 
     Raises:
         UserError: the signal is shorter than a frame.
@@ -132,9 +130,7 @@ def frequency_entropies(
 ) -> list[FrequencyEntropy]:
     """Compute the frequency entropies of every layer, with one text in memory at a time.
 
-    Norms are taken before the encoding: a rotation does not change them, and a temperature would.
-    ``ids``: ``[B, T]`` texts; entropies are averaged over them. ``measures``: names in
-    :data:`MEASURES`.
+    ``ids``: ``[B, T]`` texts; entropies are averaged over them. ``measures``: in :data:`MEASURES`.
 
     Raises:
         UserError: the texts are too short for a measure.

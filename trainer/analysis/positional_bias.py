@@ -178,9 +178,9 @@ def positional_biases(rows: AttentionStatistics) -> dict[str, Tensor]:
 def bias_gradients(model: Decoder, ids: Tensor) -> Array:
     """Compute norms of the gradients of A^c, ``[2, 2, layers, query heads]`` (Fig. 4).
 
-    First axis: A^c towards the diagonal, and towards the previous token. Second axis: gradients by
-    W_Q and by W_K, of which this is the Frobenius norm. It is averaged over the texts ``ids``
-    ``[B, T]``, whose attention is held as a whole. The states that enter a layer are constants.
+    First axis: A^c towards the diagonal, and towards the previous token. Second axis: Frobenius
+    norms by W_Q and by W_K, means over the texts ``ids`` ``[B, T]``, whose attention is held as a
+    whole. The states that enter a layer are constants.
     """
     measured: list[Tensor] = []  # [heads, 2, 2] of every layer of every text
 

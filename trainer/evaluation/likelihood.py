@@ -78,7 +78,7 @@ def log_likelihoods(
 
     ``batch_tokens``: tokens per forward pass, including cached ones (at least one request).
     ``max_length``: most tokens that the model reads. Longer contexts lose their beginning but keep
-    one token; a continuation is never truncated. Its last token is predicted and not read.
+    one token; a continuation is never truncated.
     """
     if max_length is not None:
         room = max_length + 1

@@ -85,15 +85,12 @@ def token_losses(
 ) -> Tensor:
     """Return the loss of every token of windows ``[N, T]``, in nats, float32 on the CPU.
 
-    Every window ``[T]`` follows ``first_token``, as in training, and all its tokens are
-    predicted. Memory is linear in the length. A forward pass reads ``batch_tokens`` tokens, or one
-    sequence.
+    Every window ``[T]`` follows ``first_token``, as in training. A forward pass reads
+    ``batch_tokens`` tokens, or one sequence.
 
-    ``reads``: largest number of tokens read to predict one, including the first token (None:
-    all before it). The window is then read in pieces of ``reads`` tokens that overlap by half. Only
-    the second half of a piece counts, with at least half of ``reads`` tokens before it, and both
-    halves of the first piece. The pieces end with the window, so that its last tokens are read
-    alike at every length.
+    ``reads``: largest number of tokens read to predict one, including the first token (None: all
+    before it). A longer window is read in pieces of ``reads`` tokens that overlap by half and end
+    with the window. Only the second half of a piece counts, and both halves of the first piece.
     """
     T = windows.shape[1]
     size = min(reads or T, T)
@@ -119,7 +116,6 @@ def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> fl
     ``counted`` are, each of the ``vocabulary`` counted once more."""
 
     def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
-        """Return the share of each token, over the parts by their weights."""
         total = np.zeros(vocabulary)
         for weight, ids in split.parts:
             counts = np.bincount(ids[:UNIGRAM_TOKENS], minlength=vocabulary) + extra

@@ -25,10 +25,9 @@ COLUMNS = (
     *("run", "model", "method", "task", "length", "factor", "reach"),
     *("metric", "value", "low", "high", "n", "seed", "seconds"),
 )
-"""Columns of every results.csv. ``metric``: ``score``, or ``loss``, on the last C tokens of
-windows, which are the same at every length. ``low``, ``high``: 95% interval; ``n``: independent
-texts; ``factor``: length over training length; ``reach``: longest length that the model's own
-encoding reaches."""
+"""Columns of every results.csv. ``metric``: ``score``, or ``loss`` on the last C tokens of windows.
+``low``, ``high``: 95% interval; ``n``: independent texts; ``factor``: length over training length;
+``reach``: longest length that the model's own encoding reaches."""
 TRIAL_COLUMNS = (
     *("model", "method", "task", "length", "factor"),
     *("metric", "text", "value", "depth", "label"),

@@ -1,7 +1,6 @@
 """Finished results on disk, under a hash of everything that they depend on.
 
-An interrupted evaluation resumes from them, and several processes share them. A key that omits an
-input would return the wrong result.
+An interrupted evaluation resumes from them, and several processes share them.
 """
 
 from __future__ import annotations

@@ -44,13 +44,11 @@ class RunSummary:
 
     ``curve``: (step, training loss). ``skipped``: updates left out because their loss or gradient
     was not finite. ``finite``: whether all weights are finite. ``changes``: one for each phase that
-    began with a change, in order, under ``step``, ``what``, ``length`` (tokens of the phase's
-    sequences), ``loss_before``, ``loss_after`` and ``loss_end`` (held-out, just before and after
-    the change and at the end of the phase), and ``sequences`` (the losses of each sequence by
-    ``before``, ``after`` and ``end``).
+    began with a change, under ``step``, ``what``, ``length`` (tokens of the phase's sequences),
+    ``loss_before``, ``loss_after`` and ``loss_end`` (held-out, around the change and at the end of
+    the phase), and ``sequences`` (losses of each sequence by ``before``, ``after`` and ``end``).
     ``milestones``: benchmarks during training: ``scores`` by task after ``step`` updates and
-    ``tokens``, and whether the encoding was ``dropped`` by then. ``tokens_per_second``: median of
-    training.
+    ``tokens``, and whether the encoding was ``dropped`` by then. ``tokens_per_second``: median.
     """
 
     name: str
@@ -85,10 +83,9 @@ class Report:
     in the order of tables. ``trials``: under :data:`TRIAL_COLUMNS`. ``methods``, ``tasks``: titles
     by key, in the order of tables, for instance ``{"none": "as is", "yarn": "YaRN"}``.
     ``trained``: the longest context that any of the models was trained with. ``unigram_loss``: loss
-    on held-out text of a model that knows only how frequent tokens are.
-    ``notes``: a sentence each, for what was not run and why, and for values that were fitted.
-    ``config``: of the run, or of the evaluation alone, under ``evaluation`` either way.
-    ``training_share``: share of the training sequences with needle statements, if it is known.
+    on held-out text of a model that knows only how frequent tokens are. ``notes``: what was not run
+    and why, and what was fitted. ``config``: of the run, or of the evaluation alone, under
+    ``evaluation`` either way. ``training_share``: share of sequences with needle statements.
     ``drop``: the change of the run that drops its encoding, as in ``RunSummary.changes``. ``made``:
     date, command, program and inputs, as text by term. ``origins``: for each model that dropped its
     encoding the name of the model that it came from.

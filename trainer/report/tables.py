@@ -56,10 +56,8 @@ def tables(report: Report) -> list[Table]:
 
 
 def compare(runs: Sequence[str]) -> list[Table]:
-    """Return a table for each task and metric with the rows of several runs, which are named by
-    their directories. Losses on different texts or tokens stand in different tables.
-
-    ``runs``: directories that hold ``results.csv``, or whose ``evaluation`` does.
+    """Return a table for each task, metric and text of losses with the rows of several ``runs``:
+    directories that hold ``results.csv``, or whose ``evaluation`` does.
 
     Raises:
         UserError: a run has no results.
