@@ -173,7 +173,7 @@ def measure_models(
     corpus = text.corpus
     methods, notes = applicable(models, config)
     tasks, task_notes = make_tasks(text, config, lengths, C)
-    used = [*dict.fromkeys(method for applied in methods.values() for method in applied)]
+    used = {method for applied in methods.values() for method in applied}
     fit = FitText(replace(text, split=corpus.validation), config.fit_windows)
     for note in task_notes:
         log.warning("%s", note)
@@ -181,7 +181,6 @@ def measure_models(
     trials, fit_notes = measure(models, methods, tasks, Setup(config, fit, store, device))
     if ranks.rank:
         return None
-    titles = {method: title_of(method) for method in used}
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
     if mean_of := averaged(trials):
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
@@ -195,7 +194,7 @@ def measure_models(
         rows=rows.assign(reach=rows["model"].map(reach)),
         trials=trials[[*TRIAL_COLUMNS]],
         unigram_loss=unigram_loss(corpus.test, corpus.validation, vocabulary),
-        methods={key: titles[key] for key in config.methods if key in titles},
+        methods={method: title_of(method) for method in config.methods if method in used},
         tasks=task_titles,
         notes=(*notes, *task_notes, *fit_notes),
         config={"evaluation": without_home(asdict(config))},
