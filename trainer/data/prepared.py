@@ -262,10 +262,8 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
 def held_out_problems(text: Prepared, config: DataConfig) -> Iterator[str]:
     """Yield a sentence for each held-out split of few documents, or of another size than wanted."""
     total = len(text.train) + len(text.validation) + len(text.test)
-    for name, ids, share in (
-        ("validation", text.validation, config.validation),
-        ("test", text.test, config.test),
-    ):
+    for name in ("validation", "test"):
+        ids, share = getattr(text, name), getattr(config, name)
         actual = len(ids) / total
         if abs(actual - share) > share / 2:
             yield (

@@ -136,8 +136,7 @@ def _attend(usual: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **o
         return attend(module, q, k, *args, **options)
 
 
-_MASKS: dict[str, Callable[..., Any]] = {"sdpa": sdpa_mask, "eager": eager_mask}
-for _usual, _mask in _MASKS.items():
+for _usual, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
     AttentionInterface.register(f"unrope_{_usual}", partial(_attend, _usual))
     AttentionMaskInterface.register(f"unrope_{_usual}", _mask)
 

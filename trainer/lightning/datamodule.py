@@ -149,10 +149,7 @@ class TokenData(L.LightningDataModule):
 
 
 class StepLoader(DataLoader[Any]):
-    """Loader of :class:`Batches` whose every epoch begins at the trainer's step.
-
-    ``workers``: processes that read.
-    """
+    """Loader of :class:`Batches` in ``workers`` processes; epochs begin at the trainer's step."""
 
     dataset: Batches
 

@@ -141,15 +141,13 @@ class LanguageModel(nn.Module, ABC):
         ]
         return torch.cat(losses).view(targets.shape)
 
+    @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return each token's cross-entropy ``[B, T]``, without gradient."""
-        begin, losses = 0, []
-        with torch.no_grad():
-            for states in self._by_chunk(ids):  # storing all states would need memory again
-                end = begin + states.shape[1]
-                losses.append(self.losses(states, targets[:, begin:end]))
-                begin = end
-            return torch.cat(losses, dim=1)
+        of_chunks = targets.split(self.prefill_chunk or targets.shape[1], dim=1)
+        # Chunk by chunk: storing all states would need memory again.
+        pairs = zip(self._by_chunk(ids), of_chunks, strict=True)
+        return torch.cat([self.losses(states, chunk) for states, chunk in pairs], dim=1)
 
     def prefilled(self, ids: Tensor, **options: Any) -> Tensor:
         """Return :meth:`hidden_states`, read a ``prefill_chunk`` at a time."""

@@ -37,10 +37,6 @@ class Temperature:
     keys it can see. ``reference``: tokens in place of C, so that a model is also trained with the
     factor; 1 for the logarithm of the length (scalable softmax, Nakanishi 2025). ``steps``: s = 1 +
     floor(n / reference), as in Llama 4.
-
-    DroPE (App. C.2) has exponent 1 and a fitted coefficient. RoPE-ID (App. A.4) has coefficient 0.1
-    and exponent 2; its ``reference`` is the C that it began with (App. A.9). YaRN has a constant
-    ``scale`` for a given extension.
     """
 
     __pydantic_config__ = READ
