@@ -25,6 +25,7 @@ from trainer.analysis.offset_features import (
     sink_row,
 )
 from trainer.analysis.target import NotApplicableError, Target
+from trainer.config import AnalysisConfig
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
 from trainer.positional.rescaling import yarn
@@ -240,6 +241,25 @@ def test_table_2_and_every_pair_are_recounted(tiny_decoder):
         names = ("positives", "upper", "lower", "relaxed")
         measured = [cells(rows, f"{n}, radius {radius}", variant="all pairs").item() for n in names]
         assert measured == pytest.approx([large, *(n / large for n in counts)])
+
+
+@pytest.mark.parametrize(
+    ("config", "reach", "length"),
+    [
+        (AnalysisConfig(), 0, C),
+        (AnalysisConfig(), 2 * C, 2 * C),
+        (AnalysisConfig(context_length=4 * C), 2 * C, 4 * C),
+    ],
+    ids=["trained", "reached", "configured"],
+)
+def test_bounds_are_those_of_the_context_length(tiny_decoder, config, reach, length):
+    model = tiny_decoder(training_length=C)
+    model.layout = replace(model.layout, reach=reach)
+    target = Target("tiny", model, IDS, config)
+    thetas = [theta for *_, theta, _, _ in pairs_of(model) if 0 < theta < TURN / length]
+    rows = analyze_offset_features(target).rows
+    expected = [math.pi + theta * length / 2 for theta in thetas]
+    np.testing.assert_allclose(cells(rows, "lower_bound"), expected, rtol=1e-4)
 
 
 def test_the_fastest_pair_of_every_head_by_its_angle_and_the_token_before(tiny_decoder):

@@ -45,12 +45,33 @@ def test_curves_are_means_of_attention_in_buckets_of_positions(tiny_decoder):
     check("key_norm", np.linalg.norm(heads.k[0, 1].double().numpy(), axis=-1), head=1)
 
 
+LONG_IDS = torch.randint(0, 50, (1, 96), generator=torch.Generator().manual_seed(1))
+
+
+def following(tiny_decoder, layers):
+    """A model of C = 24 whose temperature follows the length."""
+    model = tiny_decoder(layers=layers, training_length=24).eval()
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=1.0))
+    return model
+
+
+@pytest.mark.parametrize("layers", [["nope"], ["rope"]])
+def test_keys_within_the_training_length_meet_the_queries_of_the_whole_text(tiny_decoder, layers):
+    model = following(tiny_decoder, layers)
+    rows, heads = analyze_sinks(Target("tiny", model, LONG_IDS)).rows, captured(model, LONG_IDS)[1]
+    edges = sorted({*position_edges(96), 24})
+    for variant in rows["variant"][rows["metric"] == "key_dot"].unique():
+        _, dots = attention_of(heads, 0, 3, rotated=variant == "rotated")
+        by_key = np.nanmean(np.where(np.isinf(dots), np.nan, dots), axis=0)
+        expected = [by_key[a:b].mean() for a, b in pairwise(edges)]
+        measured = cells(rows, "key_dot", variant=variant, layer=1, head=3)
+        np.testing.assert_allclose(measured, expected, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("layers", [["nope"], ["rope"]])
 def test_queries_within_the_training_length_are_read_in_a_text_of_it(tiny_decoder, layers):
     """The temperature of a text of 96 tokens would double the dot products near C = 24."""
-    model = tiny_decoder(layers=layers, training_length=24).eval()
-    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=1.0))
-    ids = torch.randint(0, 50, (1, 96), generator=torch.Generator().manual_seed(1))
+    model, ids = following(tiny_decoder, layers), LONG_IDS
     rows = analyze_sinks(Target("tiny", model, ids)).rows
     short, long = captured(model, ids[:, :24]), captured(model, ids)
     where = {"variant": "rotated", "layer": 1, "head": 3}

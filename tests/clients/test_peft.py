@@ -204,20 +204,25 @@ def test_an_adapter_added_behind_the_drop_names_the_dropped_base(base: str, tmp_
     assert torch.equal(logits(auto(tmp_path / "adapters" / "late")), reference_logits(model))
 
 
+@pytest.mark.parametrize("newest", ["0123abcd", "4567cdef"])
 def test_a_base_of_the_hub_is_linked_from_its_cache(
-    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: str
 ) -> None:
+    """From the commit that was loaded, whichever is the newest."""
     repository = tmp_path / "hub" / "models--me--tiny"
     snapshot = repository / "snapshots" / "0123abcd"
     (repository / "blobs").mkdir(parents=True)
     (repository / "refs").mkdir()
     snapshot.mkdir(parents=True)
-    (repository / "refs" / "main").write_text(snapshot.name)
+    (repository / "refs" / "main").write_text(newest)
     for file in Path(base).iterdir():
         blob = file.rename(repository / "blobs" / f"hash-of-{file.name}")
         (snapshot / file.name).symlink_to(blob)
+    if newest != snapshot.name:
+        llama().save_pretrained(repository / "snapshots" / newest)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     model = one_adapter(str(snapshot))
+    model.base_model.model.config._commit_hash = snapshot.name  # as if loaded by its name
     model.base_model.model.name_or_path = "me/tiny"
     drop_rotation(model)
     written = save_dropped_base(model, tmp_path / "dropped")
