@@ -9,6 +9,7 @@ import signal
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,9 +28,11 @@ from trainer.checkpoint import (
     read_state,
 )
 from trainer.common.errors import PreemptedError
-from trainer.data.corpus import prepare_corpus
+from trainer.config import DataConfig, PhaseConfig, RunConfig
+from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
-from trainer.data.tokenizer import vocabulary_size
+from trainer.data.prepared import Prepared
+from trainer.data.tokenizer import SpecialTokens, vocabulary_size
 from trainer.lightning.module import LanguageModule
 from trainer.model.decoder import initial_value
 from trainer.positional.layout import drop
@@ -90,6 +93,21 @@ def test_effect_of_the_drop_matches_the_checkpoints(finished):
     logged = {key: row[f"drop/{key}"] for row in rows for key in mean if f"drop/{key}" in row}
     assert effect == {"step": 6} | logged
     assert "drop/loss_before" in rows[3]
+
+
+@pytest.mark.parametrize(
+    ("weights", "windows"), [(None, [4, 4]), ({"a": 3.0, "b": 1.0}, [6, 2]), ({"b": 2.0}, [0, 8])]
+)
+def test_a_probe_mixes_texts_as_its_phase_does(weights, windows):
+    tokens = SpecialTokens(None, None, None, 0, frozenset())
+    parts = []
+    for number, name in enumerate("ab", 1):
+        ids = np.full(500, number)
+        parts.append(Prepared(Path(), tokens, ids, ids, ids, name, name, 1.0))
+    data = DataConfig(sequence_length=16, mixture={name: {"weight": 1.0} for name in "ab"})
+    config = RunConfig(data=data, phases={"only": PhaseConfig(2, weights=weights)})
+    probe = effect_probe(Corpus(tuple(parts)), phases_of(config)[0], 8)
+    assert [int((probe[:, 1] == number).sum()) for number in (1, 2)] == windows
 
 
 def test_optimizer_policies_at_the_crossing(run):

@@ -1,6 +1,7 @@
 """Exports of runs: before and after the drop, with scaled logits, from published weights."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +9,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.small_runs import trained_in
 from trainer.checkpoint import BEFORE_DROP, find_checkpoint
-from trainer.config import ExportRequest
+from trainer.config import (
+    DropConfig,
+    ExportRequest,
+    PhaseConfig,
+    RescaleConfig,
+    RunConfig,
+    TrainerConfig,
+)
+from trainer.data.tokenizer import SpecialTokens
+from trainer.evaluation.saved_model import SavedModel
 from trainer.runs.models import read_run
+from trainer.workflows import export as workflow
 from trainer.workflows.export import export_checkpoint
-
-pytestmark = pytest.mark.slow
 
 
 def export(checkpoint, to, **options):
@@ -28,6 +37,43 @@ def trained(base, tmp_path_factory):
     return place
 
 
+CHANGES = {
+    "drop": {"drop": DropConfig(at=6, layers=[0])},
+    "rescale": {
+        "phases": {"a": PhaseConfig(6), "b": PhaseConfig(6, rescale=RescaleConfig(factor=2.0))}
+    },
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(("step", "context"), [(0, 64), (5, 64), (6, 64), (7, 32), (12, 32)])
+def test_a_change_ends_what_longer_sequences_taught_before(
+    tiny_decoder, monkeypatch, change, step, context
+):
+    """The checkpoint of a change's own step is from before it."""
+    model = tiny_decoder(training_length=32)
+    saved = SavedModel(
+        name="tiny",
+        reference="tiny",
+        path=Path("tiny"),
+        tokens=SpecialTokens(None, None, None, 0, frozenset()),
+        layout=model.layout,
+        read=lambda device, dtype: model,
+        fingerprint="",
+        parameters=1,
+        longest_context=64,
+        run=RunConfig(trainer=TrainerConfig(max_steps=12), **change),
+        state={"step": step, "end_of_text": 0, "token_files": {}},
+    )
+    exported = []
+    monkeypatch.setattr(workflow, "use_cores", lambda: None)
+    monkeypatch.setattr(workflow, "find_model", lambda reference: saved)
+    monkeypatch.setattr(workflow, "export_model", lambda *args, **options: exported.append(args[0]))
+    export("tiny", "to")
+    assert exported[0].layout.training_length == context
+
+
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(("step", "kind"), [(None, "Qwen3"), (BEFORE_DROP, "Llama")])
 def test_transformers_computes_a_run_s_logits_on_its_text(trained, tmp_path, step, kind):
@@ -42,6 +88,7 @@ def test_transformers_computes_a_run_s_logits_on_its_text(trained, tmp_path, ste
     assert "# tiny" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_export_may_multiply_its_attention_logits(trained, tmp_path):
     path = find_checkpoint(str(trained))
@@ -53,6 +100,7 @@ def test_an_export_may_multiply_its_attention_logits(trained, tmp_path):
     torch.testing.assert_close(theirs(ids).logits, ours(ids), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drop", "length"), [({"at": None}, 32), ({"at": 0}, 32), ({"at": 0, "layers": [0]}, 24)]
 )
