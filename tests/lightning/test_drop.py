@@ -100,7 +100,7 @@ def ours(seed=0):
     return LanguageModule(decoder(seed), 1e-3, schedule=schedule(12, warmup=2))
 
 
-@pytest.mark.parametrize("at", [4, 6, 9])
+@pytest.mark.parametrize("at", [4, 6, 7, 9])  # before the drop, at it, in rewarming, behind it
 @pytest.mark.parametrize("make", [ours, Llama])
 def test_lightnings_checkpoints_resume_bitwise_on_either_side_of_the_drop(tmp_path, make, at):
     whole = fit(make())

@@ -26,7 +26,7 @@ from tests.lightning.updates import (
 from tests.program import run_ranks
 from trainer.common.errors import UserError
 from trainer.lightning import LanguageModule, schedule
-from trainer.lightning.module import Tally, check_updates, evaluating
+from trainer.lightning.module import Tally, check_updates, ends_step, evaluating
 from trainer.model.backends import cudnn_attention
 
 CLIP = 0.5
@@ -188,6 +188,29 @@ def test_a_fit_that_was_interrupted_leaves_nothing_to_the_next():
     optimizer = Smooth(plain, 1e-2).configure_optimizers()
     train_plainly(plain, [optimizer], steps_of(micro_batches()), 1.0)
     assert_close(module.model, plain)
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 3, 5, 9])
+def test_the_end_of_a_step_is_known_in_its_last_micro_batch(accumulated):
+    """Of five micro-batches in an epoch; the last step of an epoch may have fewer."""
+
+    class Ends(L.Callback):
+        known = 0
+
+        def on_train_batch_start(self, trainer, module, batch, index):
+            self.known += ends_step(trainer, index)
+
+        def on_train_batch_end(self, trainer, *_):
+            assert self.known == trainer.global_step
+
+    trainer = fit(
+        LanguageModule(decoder(), 1e-2),
+        micro_batches(),
+        callbacks=[Ends()],
+        accumulate_grad_batches=accumulated,
+        max_epochs=2,
+    )
+    assert trainer.global_step == 2 * math.ceil(5 / accumulated)
 
 
 @pytest.mark.slow
