@@ -7,7 +7,19 @@ from statistics import fmean
 import pytest
 
 from tests.report.examples import cell, change, loss, report, statements
-from trainer.report.claims import CLAIMS, DROP_CLAIMS, Evidence, observe, score_difference
+from trainer.report.claims import (
+    CLAIMS,
+    DROP_CLAIMS,
+    LONGEST,
+    TRAINED,
+    Evidence,
+    LearnsSlower,
+    LossRises,
+    LossStays,
+    Retrieves,
+    observe,
+    score_difference,
+)
 from trainer.report.report import RunSummary
 
 GOOD, HALF, BAD = (100, 99, 98, 97), (100, 80, 75, 70), (100, 60, 20, 10)
@@ -284,6 +296,32 @@ def test_speed_of_learning_is_the_mean_of_the_training_loss(slow, shown):
     (observation,) = observe(evidence(runs=runs))
     assert observation.shown is shown
     assert f"NoPE from scratch {slow:.3f}, RoPE 4.000" in observation.evidence
+
+
+@pytest.mark.parametrize(
+    ("excess", "shown"), [(0.039, None), (0.041, True), (0.021, None), (0.019, False)]
+)
+def test_a_margin_is_the_one_of_its_claim(excess, shown):
+    """3%, give or take one percent from training to training."""
+    slow = 4 * (1 + excess)
+    cells = [loss((4.0,) * 4, length=64), loss((slow,) * 4, NAMES["nope"], length=64)]
+    curves = {"rope": ((1, 4.0), (2, 4.0)), "nope": ((1, slow), (2, slow))}
+    runs = [RunSummary(NAMES[role], role, 1, 2, 3, curve) for role, curve in curves.items()]
+    known = evidence(*cells, runs=runs)
+    assert LearnsSlower("nope", 0.03, "rope")(known).shown is shown
+    assert LossRises("nope", TRAINED, 0.03, "rope")(known).shown is shown
+    assert LossStays("nope", TRAINED, 0.03, "rope")(known).shown is (
+        None if shown is None else not shown
+    )
+
+
+def test_a_multiple_is_the_one_of_its_claim():
+    """100% at the training length, 50% at the longest."""
+    scores = {64: (1.0,) * 100, 512: (1.0, 0.0) * 50}
+    known = evidence(*(cell(x, task="statements", length=n) for n, x in scores.items()))
+    for times, shown in ((1, True), (2, None), (3, False)):
+        claim = Retrieves("rope", TRAINED, times, "rope", LONGEST)
+        assert claim(known).shown is shown
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -20,13 +21,16 @@ from trainer.config import (
     LongRopeSettings,
     NeedleTaskSettings,
     RulerSettings,
+    RunConfig,
     TemperatureSettings,
 )
 from trainer.report.report import Report
 from trainer.runs import models
+from trainer.runs.directory import plain, saved_config
 from trainer.runs.models import find_model
+from trainer.runs.parsing import merged
 from trainer.workflows import evaluate
-from trainer.workflows.evaluate import evaluate_lengths
+from trainer.workflows.evaluate import evaluate_lengths, same_recipe
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -66,6 +70,27 @@ def assert_same(first, second):
             check_dtype=False,
             rtol=1e-9,
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "step", "is_same"),
+    [
+        ({}, 100, True),
+        ({"seed": 1}, 100, True),
+        ({"seed": 1, "name": "b", "run_dir": "b", "trainer": {"threads": 1}}, 100, True),
+        ({"seed": 1}, 99, False),
+        ({"seed": 1, "optimizer": {"lr": 1e-4}}, 100, False),
+        ({"seed": 1, "data": {"text_field": "body"}}, 100, False),
+        (None, 100, False),
+    ],
+)
+def test_models_that_differ_in_their_seeds_alone_are_of_one_recipe(changes, step, is_same):
+    def model(changes, step):
+        run = None if changes is None else saved_config(merged(plain(RunConfig()), changes))
+        return SimpleNamespace(run=run, state={"step": step})
+
+    first, other = model({}, 100), model(changes, step)
+    assert same_recipe([first, other]) == ([first, other] if is_same else [first])
 
 
 def anew(asked):
