@@ -1,6 +1,8 @@
 """The attention layer against a float64 loop, in the combinations that meet in one model."""
 
 import math
+from dataclasses import replace
+from itertools import permutations
 
 import pytest
 import torch
@@ -9,6 +11,10 @@ from hypothesis import strategies as st
 
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.model.attention import RMSNorm
+from trainer.model.backends import Mask, sdpa
+from trainer.model.plan import columns_of, masks_of
+from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.spectrum import Spectrum
 
 ROPE = [10_000 ** (-m / 4) for m in range(4)]
 
@@ -58,3 +64,31 @@ def test_rms_norm_divides_by_the_root_mean_square(values, gain):
     rms = math.sqrt(math.fsum(v * v for v in values) / len(values) + 1e-6)
     expected = torch.tensor([gain * v / rms for v in values])
     torch.testing.assert_close(norm(torch.tensor(values)), expected, rtol=1e-5, atol=1e-6)
+
+
+HEADS = {
+    "none": (False, False),
+    "some": (True, False),
+    "others": (False, True),
+    "all": (True, True),
+}
+
+
+@pytest.mark.parametrize("last", [None, 3])
+@pytest.mark.parametrize("windows", [(None, None), (4, None), (4, 6)])
+@pytest.mark.parametrize("kinds", permutations(HEADS, 2), ids="-".join)
+def test_a_layer_has_its_own_mask_whatever_the_layers_before_it(kinds, windows, last):
+    layers = []
+    for kind, window in zip(kinds, windows, strict=True):
+        spectra = tuple(Spectrum(alibi=is_biased) for is_biased in HEADS[kind])
+        layers.append(LayerEncoding(spectra, window))
+    ids, shape = torch.zeros(2, 9, dtype=torch.long), (2, 4)
+    columns = columns_of(ids, 2, None, None, last)
+    together = masks_of(Layout(8, tuple(layers)), columns, Mask(), [sdpa] * 2, shape)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8, generator=draw) for heads in (4, 2, 2))
+    for layer, positions, mask in zip(layers, columns.queries, together, strict=True):
+        asked = q[:, :, -len(positions) :]
+        single = replace(columns, queries=[positions])
+        (alone,) = masks_of(Layout(8, (layer,)), single, Mask(), [sdpa], shape)
+        assert torch.equal(sdpa(asked, k, v, mask), sdpa(asked, k, v, alone))

@@ -73,6 +73,22 @@ def test_prompts_end_on_their_own(tiny_decoder, prompts):
     assert generate(model, prompts, 18, end_tokens=ends) == expected
 
 
+@pytest.mark.parametrize("sampling", [(0.0, 1.0), (1.0, 0.9)], ids=["greedy", "drawn"])
+def test_a_sequence_that_ends_changes_no_other(tiny_decoder, sampling):
+    model = tiny_decoder(layers=["rope", "alibi"])
+    free = generate(model, RAGGED, 6, sampler=Sampler(*sampling))
+    for ending in range(len(RAGGED)):
+        new = generate(
+            model,
+            RAGGED,
+            6,
+            sampler=Sampler(*sampling),
+            on_token=lambda row, tokens, ending=ending: row == ending and len(tokens) == 2,
+        )
+        expected = [tokens[:2] if row == ending else tokens for row, tokens in enumerate(free)]
+        assert new == expected
+
+
 def test_transformers_generates_the_same(tiny_decoder):
     model = tiny_decoder(model={"tie_word_embeddings": False})
     hf = published("Llama", model)
