@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.data.conftest import held_out, write_texts
 from trainer.common.errors import UserError
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import (
+    Corpus,
     HeldOutText,
     corpus_at,
     divided,
@@ -82,6 +84,16 @@ def test_a_mixture_has_the_texts_and_weights_of_its_parts_and_one_tokenizer(conf
         np.testing.assert_array_equal(windows, held_out_windows(first, 30, 16))
     numbers = [int(text.split()[1]) for text in corpus.documents(corpus.test, 600)]
     assert {number >= 1000 for number in numbers} == {True, False}  # for haystacks of both
+
+
+def test_a_mixture_is_another_with_other_texts_or_weights():
+    def key(**weights):
+        parts = (SimpleNamespace(fingerprint=x, weight=weight) for x, weight in weights.items())
+        return Corpus(tuple(parts)).fingerprint
+
+    mixtures = ({"a": 1}, {"a": 1, "b": 1}, {"a": 3, "b": 1}, {"b": 1, "a": 1}, {"a": 1, "c": 1})
+    assert len({key(**weights) for weights in mixtures}) == len(mixtures)
+    assert key(a=1) == key(a=3) == "a"  # a weight of one text mixes nothing
 
 
 def test_text_shorter_than_a_sequence_is_an_error(config):

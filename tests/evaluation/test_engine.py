@@ -24,7 +24,7 @@ from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import statements
 from trainer.evaluation.perplexity import perplexity, token_losses
 from trainer.evaluation.results import rows_of
-from trainer.evaluation.store import Store
+from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import TaskInputs
 from trainer.evaluation.tasks import make_tasks
 
@@ -161,6 +161,18 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     tasks, text = perplexities(corpus), fit_text(corpus)
     measure(models, methods, tasks, Setup(config, text, Store(tmp_path), "cpu"))
     assert alive == [0, 0, 0]
+
+
+def test_a_key_has_all_that_changes_digits():
+    def key(device="cpu", dtype="fp32", batch_tokens=64, model="a"):
+        config = EvaluationConfig(dtype=dtype, batch_tokens=batch_tokens)
+        inputs = Setup(config, None, None, device).inputs(SimpleNamespace(fingerprint=model))
+        return fingerprint(inputs)
+
+    others = ({"dtype": "bf16"}, {"device": "cuda"}, {"batch_tokens": 65}, {"model": "b"})
+    keys = {key(), key("cuda", "bf16"), *(key(**other) for other in others)}
+    assert len(keys) == 2 + len(others)
+    assert key(dtype=None) == key()
 
 
 def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):

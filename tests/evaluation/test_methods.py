@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,6 +20,8 @@ from trainer.config import (
     DopeSettings,
     EvaluationConfig,
     LongRopeSettings,
+    ManyShotSettings,
+    NeedleTaskSettings,
     TemperatureSettings,
     WeightedRopeSettings,
 )
@@ -321,6 +323,35 @@ def test_the_key_of_fits_follows_the_text_and_its_windows():
         replace(TEXT, held_out=replace(TEXT.held_out, bos=(1,))),
     ]
     assert len({fingerprint(layout_inputs("dope", text, CONFIG)) for text in (TEXT, *others)}) == 4
+
+
+OF_LAYOUTS = {
+    "layers": [1],
+    "temperature": TemperatureSettings(coefficient=0.5),
+    "dynamic_ntk_alpha": 2.0,
+    "longrope": LongRopeSettings(windows=5),
+    "choice": ChoiceSettings(texts=5),
+    "dope": DopeSettings(heads=2),
+    "weighted_rope": [],
+    "settings": {"dope": {"a": 1}},
+    "needles": NeedleTaskSettings(seed=2),
+    "many_shot": ManyShotSettings(trials=5),
+}
+"""Another value of each key that a method or the prompts of its choice may read."""
+NOT_OF_LAYOUTS = {
+    *("enabled", "training_length", "methods", "dtype", "fit_windows", "lengths", "tokens"),
+    *("tasks", "windows", "limit", "batch_tokens"),
+    *("ruler", "longbench", "multiple_choice", "harness"),
+}
+"""Keys that a fit does not read, or that its key holds in another form."""
+
+
+def test_the_key_of_fits_has_every_key_that_they_read():
+    assert {field.name for field in fields(EvaluationConfig)} == {*OF_LAYOUTS} | NOT_OF_LAYOUTS
+    config = replace(CONFIG, choice=ChoiceSettings(text="standard"))
+    changed = [replace(config, **{key: value}) for key, value in OF_LAYOUTS.items()]
+    keys = {fingerprint(layout_inputs("dope", TEXT, each)) for each in (config, *changed)}
+    assert len(keys) == 1 + len(changed)
 
 
 def test_the_key_of_fits_has_the_prompts_that_heads_are_chosen_on(tmp_path):
