@@ -14,8 +14,8 @@ from trainer.report.tables import tables, write_tables
 TITLES = {STATEMENTS: "Numbers found", PERPLEXITY: "Perplexity"}
 
 
-def experiment(drope=(100, 99, 97, 95), yarn=(100, 100, 100, 50)):
-    cells = [*statements("RoPE", (100, 60, 20, 10)), *statements("DroPE", drope)]
+def experiment(drope=(100, 99, 97, 95), yarn=(100, 100, 100, 50), rope=(100, 60, 20, 10)):
+    cells = [*statements("RoPE", rope), *statements("DroPE", drope)]
     for about, measured in statements("RoPE", yarn, losses=(None,) * 4):
         cells.append(({**about, "method": "yarn"}, measured))
     made = report(*cells, training_length=64, tasks=TITLES)
@@ -39,6 +39,13 @@ def test_a_dropped_model_stands_against_its_origin_and_the_best_other():
 def test_a_lead_is_beyond_the_interval_of_the_difference(far, standing):
     words = sentence(experiment(yarn=(100, 100, 100, far)))
     assert f"{standing} RoPE + YaRN" in words
+
+
+@pytest.mark.parametrize(("near", "is_learned"), [(22, False), (60, True)])
+def test_a_lead_needs_a_model_that_has_learned_the_task(near, is_learned):
+    unlearned = (22, 20, 20, 4)
+    words = sentence(experiment((near, 20, 20, 20), yarn=unlearned, rope=unlearned))
+    assert ("ahead of" in words) == is_learned
 
 
 def test_a_report_of_losses_alone_has_an_answer_too():

@@ -272,7 +272,7 @@ def held_out_problems(text: Prepared, config: DataConfig) -> Iterator[str]:
             )
         documents = np.count_nonzero(ids[:AT_FIRST] == text.special.end)
         if documents < FEW:
-            yield f"data.{name}: the {name} split has only {documents} documents"
+            yield f"data.{name}: the {name} split has only {documents} documents: raise its share"
 
 
 def of_all_texts(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:

@@ -296,10 +296,9 @@ def _write_config_for_llama_cpp(directory: Path) -> None:
 
 
 def serving(values: Mapping[str, Any], name: str, is_still: bool) -> str:
-    """Return how engines read an export at its context, in Markdown.
+    """Return how engines read an export, in Markdown.
 
-    ``values``: its ``config.json``. ``name``: of its directory. ``is_still``: without rotation,
-    where a longer context needs nothing but the number.
+    ``values``: its ``config.json``. ``name``: its directory's. ``is_still``: it does not rotate.
     """
     context = values["max_position_embeddings"]
     is_ours = values["architectures"] == [OWN]
@@ -307,25 +306,27 @@ def serving(values: Mapping[str, Any], name: str, is_still: bool) -> str:
     lines = [
         "## Serving",
         "",
-        f"The context is {context:,} tokens.",
+        f"Engines read {context:,} tokens, the `max_position_embeddings` of {CONFIG}.",
         "",
         f'- transformers: `AutoModelForCausalLM.from_pretrained("{name}"{trust})`',
     ]
     if not is_ours:
-        beyond = 4 * context
-        vllm, sglang = f"vllm serve {name}", f"python -m sglang.launch_server --model-path {name}"
-        if is_still:
-            override = f"'{{\"max_position_embeddings\": {beyond}}}'"
-            vllm += f" --hf-overrides {override} --max-model-len {beyond}"
-            sglang += f" --json-model-override-args {override} --context-length {beyond}"
-        lines += [f"- vLLM: `{vllm}`", f"- SGLang: `{sglang}`"]
+        lines += [
+            f"- vLLM: `vllm serve {name}`",
+            f"- SGLang: `python -m sglang.launch_server --model-path {name}`",
+        ]
     if not is_ours and is_still:
+        override = '{"max_position_embeddings": N}'
         lines += [
             f"- llama.cpp: `cp -r {name} gguf && mv gguf/{CONFIG_FOR_LLAMA_CPP} gguf/{CONFIG} && "
             f"python convert_hf_to_gguf.py gguf --outfile model.gguf && "
             f"llama-server -m model.gguf -c {context}`; with the {CONFIG} as it is, families other "
-            "than Llama rotate. llama-server refuses prompts beyond the context of the file: "
-            "export with `context=` as long as you want to serve.",
+            "than Llama rotate. The converter refuses tokenizers that it does not know, such as "
+            "one that a run has trained.",
+            "",
+            "To read N tokens, export with `context=N`, or add to vLLM's line `--hf-overrides "
+            f"'{override}' --max-model-len N`, to SGLang's `--json-model-override-args "
+            f"'{override}' --context-length N`. llama-server needs `context=N`.",
         ]
     return "\n".join(lines) + "\n"
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from trainer.evaluation.results import AS_IS, PERPLEXITY
+from trainer.evaluation.results import AS_IS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import mean_estimate
+from trainer.report.claims import LEARNED
 from trainer.report.report import Report, RowKey
 from trainer.report.tables import factor_label, perplexity, values_by_text
-
-_MOST_LENGTHS = 5  # in the sentence
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,11 @@ def answer_of(report: Report) -> Answer | None:
     far = rows[rows.length == rows.length.max()]
     model = next((name for name in far.model if name in report.origins), far.model.iloc[0])
     subject = _best(far[far.model == model], task)
-    is_origin = (far.model == report.origins.get(model, "")) & (far.method == AS_IS)
+    came_from = report.origins.get(model, ""), AS_IS
+    is_origin = (far.model == came_from[0]) & (far.method == AS_IS)
     others = far[(far.model != model) & ~is_origin]
     rival = None if others.empty else _best(others, task)
-    origin = None
-    if model in report.origins:
-        origin = report.origins[model], AS_IS
-        if report.curve(origin, task).empty:
-            origin = None
+    origin = None if report.curve(came_from, task).empty else came_from
     return Answer(task, subject, origin, rival)
 
 
@@ -71,7 +67,7 @@ def sentence(report: Report) -> str:
         return ""
     curve = report.curve(answer.subject, answer.task)
     last, lengths = curve.iloc[-1], [*curve.length]
-    if len(lengths) > _MOST_LENGTHS:
+    if len(lengths) > 5:  # a sentence stays short
         lengths = [*lengths[:1], *lengths[-3:]]
     name = report.row_name
     parts = [f"{name(answer.subject)} {_values(report, answer, answer.subject, lengths)}"]
@@ -82,12 +78,22 @@ def sentence(report: Report) -> str:
             parts.append(f"{name(row)} {_values(report, answer, row, lengths)}")
     title = report.tasks[answer.task]
     numbers = f"{title} at {_listed(lengths)} tokens: {'; '.join(parts)}."
+    if answer.task == STATEMENTS and _is_unlearned(report):
+        where = f"at the training length, {report.training_length:,} tokens"
+        return f"No model has learned the task: none finds half of the numbers {where}. {numbers}"
     if not standings:
         return numbers
     where = f"At {last.length:,} tokens"
     if last.factor > 1:
         where += f", {factor_label(last.factor)} the training length"
     return f"{where}, {name(answer.subject)} is {', and '.join(standings)}. {numbers}"
+
+
+def _is_unlearned(report: Report) -> bool:
+    """Return whether no model finds more than half of the statements at the training length."""
+    rows = report.rows[report.rows.length == report.training_length]
+    lows = rows.low[rows.task == STATEMENTS].dropna()
+    return not lows.empty and lows.max() <= LEARNED
 
 
 def _standing(report: Report, answer: Answer, row: RowKey) -> str:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from trainer.report.answer import sentence
 from trainer.report.report import VERDICTS, Report, troubles
 from trainer.report.tables import MISSING, Cell, Table, legend, tables
 
@@ -79,9 +80,8 @@ def print_report(report: Report, run_dir: str) -> None:
             )
             out.print(
                 f"{run.name}, after step {change['step']:,} of {run.steps:,}: {change['what']}; "
-                f"held-out loss at "
-                f"{change['length']:,} tokens {before} before, {after} just after, {end} at the "
-                "end."
+                f"held-out loss at {change['length']:,} tokens {before} before, "
+                f"{after} just after, {end} at the end."
             )
     for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))
@@ -92,4 +92,5 @@ def print_report(report: Report, run_dir: str) -> None:
             out.print(Text(f"{'':10} {observation.evidence}", style="dim"))
     for note in report.notes:
         out.print(f"Note: {note}")
+    out.print(sentence(report))
     out.print(f"Report: {Path(run_dir) / 'report.html'}")
