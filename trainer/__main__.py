@@ -85,9 +85,12 @@ def end(error: BaseException, words: list[str], watch: Watch | None) -> None:
         ended = End(rank, "stopped", code, error.reason)
         text = f"{error} {KEPT.get(command_of(words), '')}".rstrip()
     elif isinstance(error, SystemExit):
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        code, text = 0, ""
+        if isinstance(error.code, int):
+            code = error.code
+        elif error.code is not None:  # a message, as for Python
+            code, text = 1, str(error.code)
         ended = End(rank, "failed" if code else "done", code)
-        text = ""
     else:
         ended = End(rank, "failed", 1)
         text = explain(error)

@@ -56,6 +56,7 @@ def test_a_change_ends_what_longer_sequences_taught_before(
         name="tiny",
         reference="tiny",
         path=Path("tiny"),
+        home=Path("tiny"),
         tokens=SpecialTokens(None, None, None, 0, frozenset()),
         layout=model.layout,
         read=lambda device, dtype: model,

@@ -336,11 +336,12 @@ def attenuated_perplexity(
         # Steps of 7 change colour and dashes: curves that cover each other stay visible.
         for style, rules in zip(count(1, 7), gates, strict=False):
             curve = {1.0: plain}
-            pairs = 0
+            head_size = model.config.head_size
+            chosen = factors_of(layout, entropies, [replace(r, alpha=0) for r in rules], head_size)
+            pairs = count_pairs(chosen)
             for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
                 weighted = [replace(rule, alpha=alpha) for rule in rules]
-                chosen = factors_of(layout, entropies, weighted, model.config.head_size)
-                pairs = count_pairs(chosen)
+                chosen = factors_of(layout, entropies, weighted, head_size)
                 curve[alpha] = _perplexity(model, apply(layout, chosen), ids) if pairs else plain
             numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
             numbers["attenuated_pairs"] = float(pairs)

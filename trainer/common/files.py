@@ -46,17 +46,18 @@ def synchronise(directory: Path) -> None:
 
 @contextmanager
 def expecting(content: str, path: Path) -> Iterator[None]:
-    """Read a file within the block.
+    """Name ``path`` in the errors of a parser within the block.
 
     Raises:
         UserError: it holds something else than ``content``.
     """
     try:
         yield
-    except (OSError, UserError):  # they say what is wrong
+    except (OSError, MemoryError, UserError):  # they say what is wrong
         raise
     except Exception as error:  # whatever a parser makes of other bytes
-        raise UserError(f"{path}: expected {content} ({str(error).splitlines()[0]})") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UserError(f"{path}: expected {content} ({reason})") from error
 
 
 def checksum(path: Path) -> str:

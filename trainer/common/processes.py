@@ -40,7 +40,7 @@ def current_ranks() -> Ranks:
 
 
 def _translate_slurm() -> None:
-    """Set torchrun's environment variables from srun's.
+    """Set torchrun's environment variables from srun's; an address and a port that are set stay.
 
     Raises:
         UserError: nodes have different numbers of tasks.
@@ -52,14 +52,14 @@ def _translate_slurm() -> None:
     # "gpu[07-08,12],login1" begins with gpu07.
     hosts = re.sub(r"\[(\w+)[^\]]*\]", r"\1", slurm["SLURM_STEP_NODELIST"])
     tasks = slurm["SLURM_STEP_NUM_TASKS"]
+    os.environ.setdefault("MASTER_ADDR", hosts.split(",")[0])
+    os.environ.setdefault("MASTER_PORT", str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000))
     os.environ |= {
         "RANK": slurm["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": slurm["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(int(tasks) // int(slurm["SLURM_STEP_NUM_NODES"])),
         "GROUP_RANK": slurm["SLURM_NODEID"],
-        "MASTER_ADDR": hosts.split(",")[0],
-        "MASTER_PORT": str(15_000 + int(slurm["SLURM_JOB_ID"]) % 10_000),
     }
 
 

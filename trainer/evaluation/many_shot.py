@@ -41,7 +41,7 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
         UserError: a problem has no answer.
     """
     problems: dict[str, tuple[str, str, str]] = {}
-    for line in filter(str.strip, Path(file).read_text(encoding="utf-8").splitlines()):
+    for line in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
         question, solution = QUESTION.format(problem=row["problem"]), row["solution"]
         answer = row.get("answer") or boxed(solution)

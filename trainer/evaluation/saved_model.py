@@ -36,7 +36,8 @@ class SavedModel:
     """A model that can be loaded, with its name in tables.
 
     ``name``: its name in tables, distinct after :func:`distinct`. ``reference``: the user's name
-    for it. ``path``: the checkpoint, or the directory of published weights. ``tokens``: tokenizer
+    for it. ``path``: the checkpoint, or the directory of published weights. ``home``: the run
+    directory; for published weights a directory of their name among the runs. ``tokens``: tokenizer
     and special tokens. ``layout``: encodings of its layers, and C. ``read``: loads it onto a device
     and in a dtype. ``fingerprint``: hash that changes with the weights, C and the tokens that end
     answers. ``parameters``: their number. ``longest_context``: the longest context, in tokens, that
@@ -54,6 +55,7 @@ class SavedModel:
     name: str
     reference: str
     path: Path
+    home: Path
     tokens: SpecialTokens
     layout: Layout
     read: Callable[[str, torch.dtype], LanguageModel]
@@ -91,11 +93,6 @@ class SavedModel:
         kind = f"{matmul_precision(dtype, device)} on {device}"
         log.info("%s: %s, attention %s", self.name, kind, backend)
         return model
-
-    @property
-    def home(self) -> Path:
-        """The run directory; for published weights a directory of their name among the runs."""
-        return self.path.parent.parent if self.run is not None else Path("runs", self.name)
 
 
 def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:

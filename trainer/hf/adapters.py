@@ -81,9 +81,11 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
         for stale in directory.glob(pattern):
             if source / stale.name not in weights:
                 stale.unlink()
-    for file in weights | descriptions:
+    for file in weights:
+        _link(file, directory / file.name)
+    for file in descriptions:  # which others may write over in place
         if file.name not in NOT_OF_THE_BASE:
-            _link(file, directory / file.name)
+            shutil.copyfile(file, directory / file.name)
     config = type(parts.top.config).from_pretrained(source)
     text = config.get_text_config(decoder=True)
     text.rope_parameters = rope_parameters_written(parts)

@@ -99,8 +99,6 @@ class TokenData(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Open the text."""
-        if self.samples is not None:
-            return
         from trainer.config import DataConfig
         from trainer.data.corpus import corpus_at
         from trainer.data.dataset import TrainingSamples
@@ -108,7 +106,8 @@ class TokenData(L.LightningDataModule):
         config = DataConfig(sequence_length=self.length)
         if isinstance(self.corpus, str | Path):
             self.corpus = corpus_at(config, [self.corpus])
-        self.samples = TrainingSamples(self.corpus, config, self.seed)
+        if self.samples is None:
+            self.samples = TrainingSamples(self.corpus, config, self.seed)
 
     def probe(self, sequences: int) -> Tensor:
         """Return held-out token ids ``[sequences, length + 1]``, evenly spaced in the text."""

@@ -168,11 +168,16 @@ class LanguageModel(nn.Module, ABC):
         if self.prefill_chunk is None or ids.shape[1] <= self.prefill_chunk:
             yield self.hidden_states(ids, cache=cache, length=length, last=last, **options)
             return
+        if options:
+            raise TypeError(f"a text read in chunks takes no {', '.join(options)}")
+        tokens = ids.shape[1]
+        first_wanted = 0 if last is None else max(0, tokens - last)
         cache = self.empty_cache(*ids.shape) if cache is None else cache
-        length, begin = length or cache.length + ids.shape[1], 0
+        length = length or cache.length + tokens
+        end = 0
         for chunk in ids.split(self.prefill_chunk, dim=1):
-            size, begin = chunk.shape[1], begin + chunk.shape[1]
-            wanted = size if last is None else size - max(0, ids.shape[1] - last - begin + size)
+            end += chunk.shape[1]
+            wanted = min(chunk.shape[1], end - first_wanted)
             # The last block needs at least one position, because it stores keys and values.
             states = self.hidden_states(chunk, cache=cache, length=length, last=max(1, wanted))
             if wanted > 0:

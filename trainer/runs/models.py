@@ -107,6 +107,7 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         name=name,
         reference=reference,
         path=path,
+        home=Path("runs", name) if run is None else path.parent.parent,
         tokens=tokens,
         layout=layout,
         read=read,
