@@ -77,7 +77,8 @@ def first_rank():
 
 @pytest.fixture(autouse=True)
 def no_signals():
-    """Forget signals of the test before, which would stop the next training."""
+    """Forget signals of a test, which would stop the next training, also one of a module's."""
+    yield
     RECEIVED.clear()
 
 

@@ -254,7 +254,8 @@ def test_ranks_are_started_with_the_same_keys(monkeypatch, other):
 def test_a_finished_rank_exits_with_the_code_of_all_ranks(monkeypatch, capsys):
     watch = SimpleNamespace(rank=0, leave=lambda end: 3)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("trainer.common.ranks.watch_ranks", lambda: watch)
+    monkeypatch.setattr("trainer.common.ranks.meeting_store", lambda: None)
+    monkeypatch.setattr("trainer.__main__.Watch", lambda store: watch)
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 3

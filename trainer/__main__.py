@@ -30,9 +30,9 @@ def main(arguments: list[str] | None = None) -> None:
     watch: Watch | None = None
     try:
         if current_ranks().world_size > 1:
-            from trainer.common.ranks import watch_ranks  # imports torch
+            from trainer.common.ranks import meeting_store  # imports torch
 
-            watch = watch_ranks()
+            watch = Watch(meeting_store())
         run(words)
     except BaseException as error:
         cause = error.__cause__ if isinstance(error, SystemExit) else None

@@ -7,12 +7,12 @@ import time
 
 from trainer.common import watch as watch_module
 from trainer.common.processes import current_ranks
-from trainer.common.ranks import watch_ranks
-from trainer.common.watch import End
+from trainer.common.ranks import meeting_store
+from trainer.common.watch import End, Watch
 
 rank = current_ranks().rank
 watch_module.requeue = lambda reason: print("requeue:", reason, flush=True)
-watch = watch_ranks()
+watch = Watch(meeting_store())
 ends = dict(word.split(":") for word in sys.argv[1:])
 how = ends.get(str(rank))
 if how == "killed":

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.processes import current_ranks
-from trainer.common.watch import START, Watch
+from trainer.common.watch import START
 
 T = TypeVar("T")
 
@@ -58,12 +58,6 @@ def device_of(accelerator: str) -> torch.device:
         return torch.device("cpu")
     several = torch.cuda.device_count() > 1
     return torch.device("cuda", current_ranks().local_rank if several else 0)
-
-
-def watch_ranks() -> Watch:
-    """Watch the ranks of this command, all of which then end together."""
-    ranks = current_ranks()
-    return Watch(ranks.rank, ranks.world_size, meeting_store())
 
 
 def of_rank_zero(function: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.common.errors import STOP_REASONS
-from trainer.common.processes import requeue
+from trainer.common.processes import current_ranks, requeue
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -61,9 +61,10 @@ class Watch:
     After a stop rank 0 requeues the job. ``store``: in which rank 0 says where it listens.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store) -> None:
-        self.rank = rank
-        self._hub = Hub(world_size, store) if rank == 0 else None
+    def __init__(self, store: Store) -> None:
+        ranks = current_ranks()
+        self.rank = ranks.rank
+        self._hub = Hub(ranks.world_size, store) if self.rank == 0 else None
         if self._hub is not None:
             self._hub.start()
         host, port, token = json.loads(store.get("watch"))
@@ -72,7 +73,7 @@ class Watch:
         _keep_alive(self._socket)
         os.register_at_fork(after_in_child=self._socket.close)
         process = f"{platform.node()}, process {os.getpid()}"
-        _send(self._socket, {"token": token, "rank": rank, "process": process})
+        _send(self._socket, {"token": token, "rank": self.rank, "process": process})
         self._lock, self._is_leaving = Lock(), False
         self._answer: End | None = None
         self._is_answered, self._is_dismissed = Event(), Event()
