@@ -80,7 +80,7 @@ def test_documents_as_bounds_are_one_graph(tiny_decoder):
 
 def test_block_masks_come_from_outside_of_the_graph(tiny_decoder, monkeypatch):
     """FlexAttention has no backward on a CPU; its forward pass breaks no graph."""
-    monkeypatch.setattr(backends, "_compiled_once", lambda function, _: function)  # the mask's own
+    monkeypatch.setattr(backends, "_compiled_once", lambda function: function)  # the mask's own
     positional = {"windows": [8, None], "layers": ["alibi"]}
     model, counter = compiled(tiny_decoder, positional)
     for block in model.layers:
