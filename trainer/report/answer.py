@@ -78,22 +78,14 @@ def sentence(report: Report) -> str:
             parts.append(f"{name(row)} {_values(report, answer, row, lengths)}")
     title = report.tasks[answer.task]
     numbers = f"{title} at {_listed(lengths)} tokens: {'; '.join(parts)}."
-    if answer.task == STATEMENTS and _is_unlearned(report):
+    trained = report.rows[report.rows.length == report.training_length]
+    if answer.task == STATEMENTS and trained.low[trained.task == STATEMENTS].max() <= LEARNED:
         where = f"at the training length, {report.training_length:,} tokens"
         return f"No model has learned the task: none finds half of the numbers {where}. {numbers}"
     if not standings:
         return numbers
-    where = f"At {last.length:,} tokens"
-    if last.factor > 1:
-        where += f", {factor_label(last.factor)} the training length"
+    where = f"At {last.length:,} tokens, {factor_label(last.factor)} the training length"
     return f"{where}, {name(answer.subject)} is {', and '.join(standings)}. {numbers}"
-
-
-def _is_unlearned(report: Report) -> bool:
-    """Return whether no model finds more than half of the statements at the training length."""
-    rows = report.rows[report.rows.length == report.training_length]
-    lows = rows.low[rows.task == STATEMENTS].dropna()
-    return not lows.empty and lows.max() <= LEARNED
 
 
 def _standing(report: Report, answer: Answer, row: RowKey) -> str:
