@@ -100,7 +100,7 @@ def test_attention_equals_a_float64_loop(tiny_decoder, name, length):
 
 def test_rope_id_says_which_length_it_needs():
     assert rope_id(8, 66).inv_freq
-    with pytest.raises(ValueError, match="got 32 and 32"):
+    with pytest.raises(ValueError, match="more than 64 tokens, twice fastest_wavelength, got 64"):
         rope_id(8, 64)
 
 

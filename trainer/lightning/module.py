@@ -136,7 +136,9 @@ class LanguageModule(L.LightningModule):
             length=batch["input_ids"].shape[1],
         )
         self._uses_cudnn = backend == "cudnn"
-        weights = batch.get("weights", torch.ones_like(batch["labels"]))
+        weights = batch.get("weights")
+        if weights is None:
+            weights = torch.ones_like(batch["labels"])
         weights = weights.float()  # Lightning's bf16-true rounds what a batch holds
         options = {key: batch[key] for key in ("documents", "bounds", "longest") if key in batch}
         with self._numerics(self._uses_cudnn):
@@ -240,7 +242,9 @@ class LanguageModule(L.LightningModule):
         """Log ``val_loss``, the mean loss of a token in nats."""
         with self._numerics(uses_cudnn=False):  # it would make a plan for every new length
             losses = self.model.token_losses(batch["input_ids"], batch["labels"])
-        weights = batch.get("weights", torch.ones_like(losses))
+        weights = batch.get("weights")
+        if weights is None:
+            weights = torch.ones_like(losses)
         loss = (losses * weights).sum() / weights.sum()
         self.log("val_loss", loss, prog_bar=True, sync_dist=True)
         return loss

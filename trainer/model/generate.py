@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,11 +56,12 @@ def generate(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    **options: Any,
+    *,
+    sampler: Sampler | None = None,
+    end_tokens: Collection[int] = (),
+    on_token: OnToken | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt independently of the others.
-
-    ``options`` and the result: see :func:`continue_from_cache`.
+    """Continue every prompt independently of the others; see :func:`continue_from_cache`.
 
     Raises:
         ValueError: a prompt is empty.
@@ -71,7 +71,12 @@ def generate(
     if not prompts or max_new_tokens < 1:
         return [[] for _ in prompts]
     logits, cache = read_prompts(model, prompts, max_new_tokens)
-    return continue_from_cache(model, logits, cache, prompts, max_new_tokens, **options)
+    return continue_from_cache(
+        *(model, logits, cache, prompts, max_new_tokens),
+        sampler=sampler,
+        end_tokens=end_tokens,
+        on_token=on_token,
+    )
 
 
 @torch.no_grad()

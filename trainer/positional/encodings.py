@@ -148,6 +148,11 @@ def rope_id(
     pairs = rotated_pairs(head_dim, rotary_fraction)
     if slowest_wavelength is None:
         slowest_wavelength = training_length / 2
+        if slowest_wavelength <= fastest_wavelength:
+            raise ValueError(
+                f"rope_id needs sequences of more than {2 * fastest_wavelength:g} tokens, twice "
+                f"fastest_wavelength, got {training_length}"
+            )
     return Spectrum(
         between_wavelengths(fastest_wavelength, slowest_wavelength, pairs),
         Temperature(coefficient=temperature, exponent=exponent, reference=training_length),
