@@ -97,7 +97,9 @@ def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen
     *perplexities, short, long = benchmark_tasks(parse(plain(config)), corpus)
     for perplexity, statements in zip(perplexities, (short, long), strict=True):
         assert seen(perplexity.batches.args[0]) == {"validation"}
-        assert seen(statements.batches.args[0].prompts) == {"validation"}
+        # Between the statements of a short prompt there may be no whole word.
+        assert seen(statements.batches.args[0].prompts) <= {"validation"}
+    assert seen(long.batches.args[0].prompts) == {"validation"}
 
 
 def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_test_text(
@@ -114,8 +116,8 @@ def test_methods_are_fitted_on_validation_text_and_all_that_is_reported_is_on_te
     )  # fmt: skip
     asked = {}
 
-    def planned(models, methods, tasks, config, text, store, device):
-        asked.update(tasks=tasks, text=text)
+    def planned(models, methods, tasks, setup):
+        asked.update(tasks=tasks, text=setup.text)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(evaluate, "measure", planned)
