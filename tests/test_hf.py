@@ -423,11 +423,6 @@ def test_the_optimizer_is_reset_unless_told_otherwise_as_in_a_run() -> None:
     assert DropPositions(1).optimizer_state == DropConfig().optimizer_state
 
 
-def test_lightnings_trainer_is_told_which_callback_it_wants() -> None:
-    with pytest.raises(AttributeError, match=r"trainer\.lightning\.DropPositions"):
-        L.Trainer(callbacks=[DropPositions(1)], accelerator="cpu", logger=False).fit(DemoModule())
-
-
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_a_rate_is_lowered_in_single_updates_and_its_schedule_multiplies_the_whole(
     kind: Callable[[float], float | Tensor],

@@ -46,7 +46,6 @@ from trainer.runs.directory import (
     check_start,
     differences,
     is_published,
-    lacks_schedule_control,
 )
 from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
@@ -502,8 +501,6 @@ def compare(job: Job) -> None:
     from trainer.report.terminal import print_tables
 
     print_tables(tables_of(job.values["runs"]))
-    if lacks_schedule_control(job.values["runs"]):
-        print("A drop restarts the learning rate; a control with drop.to=same does so without one.")
 
 
 def analyze(job: Job) -> None:

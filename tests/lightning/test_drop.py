@@ -214,13 +214,6 @@ def test_defaults_are_those_of_the_program():
     assert DropPositions(3).to == DropConfig().to
 
 
-def test_a_trainer_of_transformers_is_told_its_callback():
-    from transformers import Trainer
-
-    with pytest.raises(TypeError, match=r"trainer\.hf\.DropPositions"):
-        Trainer(Llama().model, callbacks=[DropPositions(3)])
-
-
 class Rates(Llama):
     """Notes the learning rate within each update; ``sets``: training_step sets it."""
 

@@ -13,7 +13,6 @@ import yaml
 from trainer.common.errors import UserError
 from trainer.config import (
     DataConfig,
-    DropConfig,
     EvaluationConfig,
     OptimizerConfig,
     RunConfig,
@@ -27,7 +26,6 @@ from trainer.runs.directory import (
     check_model,
     check_run_directory,
     check_start,
-    lacks_schedule_control,
     locked,
     log_to_file,
     open_run_directory,
@@ -248,11 +246,3 @@ def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path
     ]
     columns = path.read_text().splitlines()[0].split(",")
     assert columns == [*COLUMNS, "benchmark/x", "probe/entropy"]
-
-
-def test_a_drop_beside_runs_without_one_lacks_the_control_with_its_schedule(tmp_path):
-    drops = {"dropped": (0.8, "nope"), "never": (None, "nope"), "same": (0.8, "same")}
-    for name, (at, to) in drops.items():
-        open_run_directory(RunConfig(run_dir=str(tmp_path / name), drop=DropConfig(at=at, to=to)))
-    for names, lacks in ((["dropped"], False), (["dropped", "never"], True), (drops, False)):
-        assert lacks_schedule_control([str(tmp_path / name) for name in names]) is lacks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -133,12 +133,6 @@ class DropPositions(TrainerCallback):
         drop_rotation(model)
         if self._base is not None:
             name_base(model, str(self._base))
-
-    def __getattr__(self, name: str) -> NoReturn:
-        """Tell Lightning's trainer, which asks for hooks of its own, that it wants another."""
-        raise AttributeError(
-            f"trainer.hf.DropPositions: no {name}; Lightning takes trainer.lightning.DropPositions"
-        )
 
 
 def _updates(number: int | float, max_steps: int) -> int:

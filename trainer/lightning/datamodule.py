@@ -104,7 +104,7 @@ class TokenData(L.LightningDataModule):
         from trainer.data.dataset import TrainingSamples
 
         config = DataConfig(sequence_length=self.length)
-        if isinstance(self.corpus, str | Path):
+        if self.corpus and isinstance(self.corpus, str | Path):  # "": samples without a text
             self.corpus = corpus_at(config, [self.corpus])
         if self.samples is None:
             self.samples = TrainingSamples(self.corpus, config, self.seed)

@@ -332,17 +332,6 @@ class DropPositions(L.Callback):
         """End rewarming also with an error, which may come from within a step."""
         self._rewarming.end(trainer)
 
-    def on_init_end(self, *_: Any, **__: Any) -> None:
-        """Refuse a trainer of transformers, which calls this first.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "trainer.lightning.DropPositions is for Lightning: "
-            "give a trainer of transformers trainer.hf.DropPositions"
-        )
-
 
 def _decoder_in(module: nn.Module) -> Decoder | None:
     """Return the decoder in a module, of several the one that is trained."""

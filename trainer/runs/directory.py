@@ -23,8 +23,7 @@ from filelock import FileLock, Timeout
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import expecting, write_atomically
-from trainer.config import SAME, RunConfig
-from trainer.runs.phases import phases_of
+from trainer.config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -93,21 +92,6 @@ def saved_config(values: dict[str, Any]) -> RunConfig:
     Its evaluation, which another version may have written with other keys, gets the defaults.
     """
     return adapter(RunConfig).validate_python(values | {"evaluation": {}})
-
-
-def lacks_schedule_control(runs: Sequence[str]) -> bool:
-    """Whether runs with and without a drop stand beside each other without a run that restarts its
-    learning rate as the drop does and drops nothing.
-
-    ``runs``: directories; those without a configuration do not count.
-    """
-    directories = [Path(run) for run in runs]
-    configs = [saved_config(read_record(d)) for d in directories if (d / RECORD).is_file()]
-    drops = {phases_of(config).drop_step is not None for config in configs}
-    targets: list[str | None] = [config.drop.to for config in configs]
-    for config in configs:
-        targets += [(changes.get("drop") or {}).get("to") for changes in config.controls.values()]
-    return drops == {True, False} and SAME not in targets
 
 
 def read_record(directory: Path) -> dict[str, Any]:
