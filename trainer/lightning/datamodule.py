@@ -103,11 +103,13 @@ class TokenData(L.LightningDataModule):
         from trainer.data.corpus import corpus_at
         from trainer.data.dataset import TrainingSamples
 
-        config = DataConfig(sequence_length=self.length)
-        if self.corpus and isinstance(self.corpus, str | Path):  # "": samples without a text
-            self.corpus = corpus_at(config, [self.corpus])
+        config, corpus = DataConfig(sequence_length=self.length), self.corpus
+        if isinstance(corpus, str | Path):
+            if self.samples is not None and corpus == "":
+                return
+            self.corpus = corpus = corpus_at(config, [corpus])
         if self.samples is None:
-            self.samples = TrainingSamples(self.corpus, config, self.seed)
+            self.samples = TrainingSamples(corpus, config, self.seed)
 
     def probe(self, sequences: int) -> Tensor:
         """Return held-out token ids ``[sequences, length + 1]``, evenly spaced in the text."""
