@@ -93,9 +93,8 @@ def test_published_weights_are_told_apart_by_names_and_contents(tmp_path, monkey
 
 def test_models_of_one_name_are_told_apart(finished):
     first = find_model(finished[0].run_dir)
-    path = Path("runs/second/checkpoints/last")
-    second = replace(first, reference="b", path=path)
-    third = replace(first, reference="c", name="Other", path=Path("runs/third/checkpoints/last"))
+    second = replace(first, reference="b", home=Path("runs/second"))
+    third = replace(first, reference="c", name="Other", home=Path("runs/third"))
     hf = replace(first, reference="hf:a", computed_by="transformers")
     assert [model.name for model in distinct([first, third])] == ["DroPE", "Other"]
     assert [model.name for model in distinct([first, second, third])] == [
