@@ -25,6 +25,7 @@ from trainer.checkpoint import (
     read_state,
     regular_checkpoints,
     restore,
+    split_tensors,
     weights_of,
 )
 from trainer.common.errors import UserError
@@ -236,6 +237,32 @@ def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
     monkeypatch.undo()
     write(directory, model, optimizer, "step-000006", 6)
     assert newest_checkpoint(directory) == directory / "step-000006"
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(saved, monkeypatch, caplog):
+    model, optimizer, directory = saved
+
+    def denied(path, *_, **options):
+        if not options.get("ignore_errors"):
+            raise PermissionError("denied")
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", denied)
+    write(directory, model, optimizer, "step-000006", 6, keep=1)
+    assert [path.name for path in regular_checkpoints(directory)] == ["step-000003", "step-000006"]
+    assert newest_checkpoint(directory) == directory / "step-000006"
+    assert "step-000003" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {0: torch.zeros(1), "0": torch.ones(1)},
+        {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}},
+    ],
+)
+def test_tensors_of_one_path_are_refused(value):
+    with pytest.raises(UserError, match=r"state\."):
+        split_tensors(value, "state", {})
 
 
 def test_another_shape_is_named(saved):

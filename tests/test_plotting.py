@@ -209,6 +209,29 @@ def test_labels_at_the_ends_of_lines_do_not_touch_and_context_has_none():
     assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
 
 
+def test_a_label_stands_at_the_last_number_of_a_line():
+    lines = [
+        Line("whole", 1, [1, 2, 3], [0, 1, 3]),
+        Line("ends early", 2, [1, 2, 3], [0, 2, math.nan]),
+        Line("empty", 3, [1, 2, 3], [math.nan] * 3),
+    ]
+    (axes,) = draw([Panel("", lines)], label_ends=True).axes
+    places = {text.get_text(): text.xy[1] for text in axes.texts}
+    low, high = axes.get_ylim()
+    assert places == {
+        "whole": pytest.approx((3 - low) / (high - low)),
+        "ends early": pytest.approx((2 - low) / (high - low)),
+    }
+
+
+def test_the_first_panel_may_have_no_points():
+    full = graded("full", np.array([[1, 2]]), np.ones((1, 2)), np.array([[3, 5]]))
+    figure = draw([Panel("empty"), full], index="layer")
+    bar = figure.axes[-1]
+    assert bar.get_ylabel() == "layer"
+    assert bar.get_ylim() == (0, 5)
+
+
 def test_counts_have_integer_ticks():
     figure = draw([Panel("", [Line("a", 0, range(3), [0.1, 0.2, 0.3])], "layer")])
     assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())

@@ -83,11 +83,14 @@ def split_tensors(value: Any, path: str, tensors: Tensors) -> Any:
     """Return ``value`` as JSON can hold it, and put its tensors into ``tensors`` by their paths.
 
     Raises:
-        UserError: a part of it is not a number, string, list, tuple, dictionary or tensor.
+        UserError: a part of it is not a number, string, list, tuple, dictionary or tensor, or two
+            tensors have one path, as in ``{0: x, "0": y}``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
+        if path in tensors:
+            raise UserError(f"checkpoint: expected one tensor at {path}, got two; rename a key")
         tensors[path] = value
         return {TENSOR: path}
     if isinstance(value, list | tuple):
@@ -268,6 +271,8 @@ class Writer:
             if self._rank == 0:
                 shutil.rmtree(partly, ignore_errors=True)
             raise UserError(f"checkpoint: cannot write {str(path)!r}: {error}") from error
+        if self._rank == 0:
+            self._prune()
 
     def _complete(
         self, partly: Path, path: Path, files: list[dict[str, list[Any]]], described: bytes
@@ -281,10 +286,16 @@ class Writer:
         shutil.rmtree(path, ignore_errors=True)  # a rename replaces no directory that has files
         partly.rename(path)
         synchronise(path.parent)
+
+    def _prune(self) -> None:
         for old in regular_checkpoints(self.directory)[: -self.keep]:
             step = step_of(old)
-            if step not in self.permanent and not is_due(step, self.every):
+            if step in self.permanent or is_due(step, self.every):
+                continue
+            try:
                 shutil.rmtree(old)
+            except OSError as error:
+                log.warning("checkpoint: cannot delete %s: %s", old, error)
 
 
 def files_of(tensors: Tensors) -> dict[str, int]:

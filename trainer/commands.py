@@ -403,12 +403,12 @@ def recalibrate(job: Job) -> None:
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     to = Path(keys.to) if keys.to else run_dir / "export"
     is_finished = (run_dir / FACTS).is_file() and not run.config.overwrite
-    if keys.to and not is_finished and to.exists() and any(to.iterdir()):
-        raise UserError(f"to: {keys.to!r} holds files")
+    if keys.to and not is_finished:
+        check_empty(keys.to)
     report = workflow.recalibrate(run, values, keys.checkpoint, keys.minutes, began)
     print_report(report, str(run_dir))
     print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
-    if not to.exists():
+    if not to.exists() or not any(to.iterdir()):
         export_checkpoint(schema.ExportRequest(str(run_dir), str(to)))
     print(f"For transformers: {to}")
 
@@ -537,15 +537,20 @@ def export(job: Job) -> None:
     """
     request = validated(schema.ExportRequest, job.values)
     check_model(request.checkpoint)  # before torch is imported
-    to = Path(request.to)
-    if to.exists() and any(to.iterdir()):
-        raise UserError(f"to: expected a new or empty directory, got {request.to!r}")
+    check_empty(request.to)
     from trainer.interchange.hf_config import OWN
     from trainer.workflows.export import export_checkpoint
 
     architecture = export_checkpoint(request)
     trust = ", trust_remote_code=True" if architecture == OWN else ""
     print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
+
+
+def check_empty(to: str) -> None:
+    """Raise a UserError unless an export can be written to a directory."""
+    path = Path(to)
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"to: expected a new or empty directory, got {to!r}")
 
 
 COMMANDS: dict[str, Callable[[Job], None]] = {

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
@@ -52,8 +53,7 @@ _CLOUD_DPI = 200  # of the bitmaps in SVGs and PDFs
 
 @dataclass(frozen=True)
 class Style:
-    """Look of figures: their width in inches, ``sans`` or ``serif``, and the size of text in
-    points."""
+    """Look of figures: width in inches, ``sans`` or ``serif``, and size of text in points."""
 
     width: float = WIDTHS["double"]
     font: str = "sans"
@@ -267,8 +267,8 @@ def draw(
         if numbers:
             are_integers = all(np.issubdtype(n.dtype, np.integer) for n in numbers)
             ticks = MaxNLocator(5, integer=True) if are_integers else None
-            points = drawn[0].collections[0]
-            figure.colorbar(points, ax=drawn, label=index, pad=0.02, aspect=30, ticks=ticks)
+            colours = ScalarMappable(norm, GRADED)
+            figure.colorbar(colours, ax=drawn, label=index, pad=0.02, aspect=30, ticks=ticks)
     return figure
 
 
@@ -338,8 +338,7 @@ def _norm(maps: Sequence[Array], colours: ColourScale) -> Normalize:
 
 @contextmanager
 def _figure(grid: Grid, count: int) -> Iterator[tuple[Figure, list[Axes], Style]]:
-    """Give a figure without a window, its ``count`` panels and the style, whose settings hold
-    meanwhile."""
+    """Give a figure without a window, its ``count`` panels and the style, whose settings hold."""
     style = _style.get()
     if grid.narrow:
         style = replace(style, width=WIDTHS["single"])
@@ -366,10 +365,13 @@ def _figure(grid: Grid, count: int) -> Iterator[tuple[Figure, list[Axes], Style]
 def _label_ends(axes: Axes, panel: Panel, height: float) -> None:
     """Write labels beside the last points of lines, apart from each other, and names of references
     into the panel. ``height``: of the panel in inches, in units of the default size of text."""
-    lines = [line for line in panel.lines if not line.is_context]
+    lines = [line for line in panel.lines if not line.is_context and np.isfinite(line.y).any()]
     low, high = axes.get_ylim()
     to_share = axes.transData + axes.transAxes.inverted()
-    ends = [float(to_share.transform((line.x[-1], line.y[-1]))[1]) for line in lines]
+    ends = []
+    for line in lines:
+        last = np.flatnonzero(np.isfinite(line.y))[-1]
+        ends.append(float(to_share.transform((line.x[last], line.y[last]))[1]))
     texts = [textwrap.fill(line.label, 14) for line in lines]
     line_height = 0.16 / height
     half = [(1 + text.count("\n")) * line_height / 2 for text in texts]
@@ -425,7 +427,6 @@ def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None
 
 
 def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
-    """Draw lines and reference lines, and prepare the axes."""
     if panel.faint is not None:
         # One collection: a line each would make the SVG large.
         x = np.broadcast_to(np.asarray(panel.lines[0].x, float), panel.faint.shape)

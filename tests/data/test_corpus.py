@@ -145,6 +145,25 @@ def test_text_is_prepared_anew_if_published_settings_name_another_end(config, tm
     np.testing.assert_array_equal(after, np.where(before == 0, other.end_of_text, before))
 
 
+def test_settings_on_the_hub_count_as_those_in_a_directory(config, tmp_path, monkeypatch):
+    tokenizer = prepare_corpus(config, TokenizerConfig(vocab_size=280)).tokenizer
+    tokenizer.add_special_tokens(["<eos>"])
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    tokenizer.save(str(snapshot / "tokenizer.json"))
+    (snapshot / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+
+    def snapshot_download(name, allow_patterns):
+        assert name == "owner/model"
+        for file in snapshot.iterdir():
+            if file.name not in allow_patterns:
+                file.unlink()
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert load_tokenizer("owner/model").end == tokenizer.token_to_id("<eos>")
+
+
 def test_a_tokenizer_that_appends_its_end_puts_it_between_documents_only(config, tmp_path):
     plain = prepare_corpus(config, TokenizerConfig(vocab_size=280))
     tokenizer = Tokenizer.from_str(plain.tokenizer.to_str())

@@ -99,6 +99,12 @@ def test_sentences_go_on_where_others_end(haystack):
         assert folded(before + after) == folded(decode(text.tolist()))
 
 
+def test_a_haystack_of_no_documents_is_refused():
+    tokenizer = next(iter(TOKENIZERS.values()))
+    with pytest.raises(UserError, match=r"text: expected a document"):
+        Haystack(Encoder(tokenizer, (0,), 0), []).begin(5, np.random.default_rng(0))
+
+
 def with_places(sentences, words):
     """A haystack whose sentences and words begin at these tokens."""
     haystack = Haystack(None, ())

@@ -90,6 +90,7 @@ def test_losses_that_are_not_finite_are_not_taken(tiny_decoder, monkeypatch):
 
 def test_a_given_coefficient_is_not_fitted(tiny_decoder, monkeypatch):
     monkeypatch.setattr(FitText, "loss", None)
+    monkeypatch.setattr(FitText, "windows", None)
     model = tiny_decoder(training_length=C)
     config = replace(CONFIG, temperature=TemperatureSettings(coefficient=0.412, models="all"))
     (layout,), _ = layouts_for("temperature", model.layout, [2.0], config, lambda: model, TEXT)

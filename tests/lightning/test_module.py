@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RMSprop
 
 from tests.lightning.updates import (
@@ -18,6 +19,7 @@ from tests.lightning.updates import (
     decoder,
     fit,
     mean_loss,
+    micro_batch,
     micro_batches,
     smooth,
     steps_of,
@@ -241,6 +243,27 @@ def test_bf16_true_trains_on_weights_of_tokens():
     fit(module, micro_batches(), precision="bf16-true")
     assert module.model.norm.weight.dtype == torch.bfloat16
     assert module.tally.read()["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_validation_loss_is_the_mean_over_weighted_tokens(precision):
+    """Batches with few tokens, with none that counts, and with more than bfloat16 can count."""
+    batches = [micro_batch(0, 3, 7), micro_batch(1, 3, 1000), micro_batch(2, 1, 30, weighted=True)]
+    batches[1]["weights"] = torch.ones(3, 1000)
+    batches.append({**micro_batch(3, 2, 9), "weights": torch.zeros(2, 9)})
+    module = LanguageModule(decoder())
+    trainer = L.Trainer(accelerator="cpu", logger=False, precision=precision)
+    loader = torch.utils.data.DataLoader(batches, batch_size=None)
+    (logged,) = trainer.validate(module, loader, verbose=False)
+    total = weight = 0.0
+    for batch in copied(batches):
+        with torch.no_grad():
+            logits = module.model(batch["input_ids"]).float()
+        losses = F.cross_entropy(logits.mT, batch["labels"], reduction="none")
+        weights = batch.get("weights", torch.ones(losses.shape))
+        total += (losses * weights).sum().item()
+        weight += weights.sum().item()
+    assert logged["val_loss"] == pytest.approx(total / weight, rel=1e-3)
 
 
 def with_scheduler(model):

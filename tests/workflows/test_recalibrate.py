@@ -232,6 +232,9 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(ll
     assert not (run / "evaluation/report.html").exists()
     with pytest.raises(UserError, match="has none"):
         shape_of(str(run / "export"))
+    (llama.parent / "empty").mkdir()
+    main([*words, "to=empty"])
+    assert (llama.parent / "empty/config.json").is_file()
 
 
 def test_the_speed_is_that_of_steps_of_a_model_of_this_shape():

@@ -72,8 +72,7 @@ def _sums(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _within(total: Tensor, squares: Tensor, n: Tensor) -> Tensor:
-    """Compute the mean dot product of two different vectors out of n from their sum and squared
-    norms."""
+    """Compute the mean dot product of two of n vectors from their sum and squared norms."""
     return (total.square().sum(dim=-1) - squares) / (n * (n - 1))
 
 
@@ -168,8 +167,7 @@ def cloud(heads: Heads, kv_head: int) -> dict[str, Array]:
 
 
 def principal_axes(vectors: Array) -> Array:
-    """Return the first two principal components ``[D, 2]`` of ``vectors`` ``[heads, T, D]``
-    together."""
+    """Return the two common principal components ``[D, 2]`` of ``vectors`` ``[heads, T, D]``."""
     _, components = np.linalg.eigh(np.cov(np.concatenate(vectors).T))
     axes = components[:, :-3:-1]
     # The sign of an eigenvector is arbitrary; this choice is the same on every machine.
@@ -340,7 +338,10 @@ def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) 
         for n, variant in product(lengths, looks):
             points, rank = by_length[n][variant]
             title = f"{looks[variant][0]}\n{n:,} tokens, rank {rank:.2f}"
-            groups = dict(zip(group_names(len(points) - 1), points, strict=True))
+            names = ["keys", *(f"queries {i}" for i in range(len(points) - 1))]
+            if len(points) == 2:
+                names = ["keys", "queries"]
+            groups = dict(zip(names, points, strict=True))
             panels.append(Panel(title, y=label, prepare=prepare, points=groups))
             label = ""  # the first panel of a row alone
     return Plot(
@@ -362,13 +363,6 @@ def square_around(views: Iterable[Mapping[str, tuple[Array, float]]]) -> dict[st
     half = 0.55 * float((high - low).max())
     x, y = (low + high) / 2
     return {"xlim": (x - half, x + half), "ylim": (y - half, y + half), "box_aspect": 1}
-
-
-def group_names(readers: int) -> list[str]:
-    """Return the names of a cloud's groups: keys, and each query head that reads them."""
-    if readers == 1:
-        return ["keys", "queries"]
-    return ["keys", *(f"queries {i}" for i in range(readers))]
 
 
 def bare_plane(axes: Axes, limits: Mapping[str, Any]) -> None:

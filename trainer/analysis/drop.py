@@ -111,7 +111,6 @@ def compare_drop(before: Target, after: Target) -> Findings:
 
 
 def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Array]) -> Plot:
-    """Draw every head of both models."""
     layer = np.indices(before["distance"].shape)[0]
     panels = [
         graded(title, before[name], after[name], layer, x=names[0], y=names[1], prepare=diagonal)

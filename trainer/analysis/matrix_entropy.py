@@ -209,8 +209,7 @@ def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
 
 @analysis("matrix_entropy", "Matrix entropy")
 def analyze_matrix_entropy(target: Target) -> Findings:
-    """Compute band entropies and truncated effective ranks of every head, and its attention on a
-    needle."""
+    """Compute band entropies, truncated effective ranks and attention on a needle of heads."""
     target.require(16)  # room for a needle
     # Without a rotation all stages are equal.
     stages: list[Stage] = ["pre_ntk", "post_ntk"] if target.rotates else ["post_ntk"]

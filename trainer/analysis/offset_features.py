@@ -283,8 +283,7 @@ def fastest_pairs(heads: Heads) -> list[PairEffect]:
 
 @analysis("offset_features", "Rotary offset features")
 def analyze_offset_features(target: Target) -> Findings:
-    """Measure radii and angles of every pair, their bounds, and what single pairs do to
-    attention."""
+    """Measure radii and angles of pairs, their bounds, and what single pairs do to attention."""
     target.require(2)
     if not target.rotates:
         raise NotApplicableError("analysis.kind: expected a model that rotates")
@@ -442,8 +441,7 @@ def channels(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
 def points_of_head(
     place: HeadIndex, view: Mapping[Side, Tensor], turns: Array, pairs: Sequence[int]
 ) -> Plot:
-    """Draw the points of all pairs of a head, or of some (Fig. 7, 12 and 13); ``turns`` ``[pairs]``
-    within C."""
+    """Draw the points of pairs of a head (Fig. 7, 12 and 13); ``turns`` ``[pairs]`` within C."""
     layer, head = place
     tokens = {side: x[:: -(-len(x) // POINTS)].numpy() for side, x in view.items()}
     panels = []

@@ -92,8 +92,7 @@ BESIDE, REACH = 32, 8
 
 @analysis("positional_bias", "Positional bias")
 def analyze_positional_bias(target: Target) -> Findings:
-    """Measure Aᶜ of every head within the training length, its causes, and what YaRN does to
-    attention."""
+    """Measure Aᶜ of heads within the training length, its causes and YaRN's effect on attention."""
     target.require(2)  # a single token attends to itself alone
     model, C = target.model, target.training_length
     ids = target.ids[:, :C]
@@ -305,8 +304,7 @@ def _stacked_seeds(measured: Mapping[str, list[Array]]) -> dict[str, Array]:
 
 
 def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
-    """Draw means over seeds of gradients before training, with the least and the largest value
-    (Fig. 4)."""
+    """Draw gradients before training: means over seeds, least and largest value (Fig. 4)."""
 
     def prepare(axes: Axes) -> None:
         log_if_wide(axes)

@@ -21,8 +21,7 @@ key, both by the query's position, which is the length of the text so far."""
 
 
 def key_dot(q: Tensor, k: Tensor) -> Tensor:
-    """Compute the mean of q_i k_j over i >= j, ``[B, Hq, T]``: each key times the mean of its
-    queries."""
+    """Compute the mean of q_i k_j over i >= j, ``[B, Hq, T]``."""
     T = q.shape[2]
     later = q.double().flip(2).cumsum(dim=2).flip(2)
     later /= torch.arange(T, 0, -1, device=q.device)[:, None]
@@ -41,8 +40,7 @@ def over_largest(products: Array) -> Array:
 
 @analysis("sinks", "Attention sinks")
 def analyze_sinks(target: Target) -> Findings:
-    """Measure norms of keys, attention on the first key, and the largest dot products, by
-    position."""
+    """Measure norms of keys, attention on the first key, and largest dot products, by position."""
     target.require(8)  # other positions than the first
     looks = variants(target)
     edges = position_edges(target.length)

@@ -94,7 +94,9 @@ def analyze_synthetic(target: Target) -> Findings:
     furthest = FURTHEST * C
     quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
     lengths = sorted({*quarters, C, furthest})
-    distances, vector = _distances_between(lengths), np.ones(head_dim)
+    inside = [np.linspace(a, b, PER_INTERVAL, endpoint=False) for a, b in pairwise(lengths)]
+    distances = [0, *np.unique(np.concatenate(inside).astype(int)).tolist()]
+    vector = np.ones(head_dim)
     ratios = {name: fsv_ratios(s, vector, lengths, C) for name, s in spectra.items()}
     decays = {name: decay(s, vector, distances, C) for name, s in spectra.items()}
     tables, of_lengths, of_distances = [], [], []
@@ -118,12 +120,6 @@ def analyze_synthetic(target: Target) -> Findings:
         "the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
     )
     return Findings([plot], tables)
-
-
-def _distances_between(lengths: Sequence[int]) -> list[int]:
-    """Return distances between all neighbouring lengths."""
-    inside = [np.linspace(a, b, PER_INTERVAL, endpoint=False) for a, b in pairwise(lengths)]
-    return [0, *np.unique(np.concatenate(inside).astype(int)).tolist()]
 
 
 def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]:

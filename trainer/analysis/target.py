@@ -96,8 +96,7 @@ class NotApplicableError(UserError):
 
 
 def stacked(layers: Sequence[Mapping[str, Tensor]]) -> dict[str, Array]:
-    """Return means over texts ``[layers, ...]``, float64, from the values ``[B, ...]`` of every
-    layer."""
+    """Return means over texts ``[layers, ...]``, float64, from each layer's values ``[B, ...]``."""
     means = {}
     for name, values in by_name(layers).items():
         means[name] = np.stack([x.double().mean(dim=0).cpu().numpy() for x in values])
@@ -135,8 +134,7 @@ def position_edges(length: int, per_octave: int = 16) -> list[int]:
 
 
 def bucket_means(values: Tensor, edges: list[int]) -> Tensor:
-    """Return the means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between the edges,
-    float64."""
+    """Return means ``[..., len(edges) - 1]`` of ``values`` ``[..., T]`` between edges, float64."""
     bounds = torch.tensor(edges, device=values.device)
     sums = torch.nn.functional.pad(values.double().cumsum(dim=-1), (1, 0))[..., bounds]
     return sums.diff(dim=-1) / bounds.diff()

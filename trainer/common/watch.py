@@ -269,7 +269,6 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, values: dict[str, Any]) -> None:
-    """Send a line of JSON."""
     connection.sendall(json.dumps(values).encode() + b"\n")
 
 

@@ -23,8 +23,7 @@ Rackoff 1988); small domains need more."""
 
 
 def _mix(x: Words) -> Words:
-    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a bijection that scatters
-    bits."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood 2014), a bijection."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -64,8 +63,7 @@ def permuted(numbers: Integers, size: int, key: Words) -> Integers:
 
 
 def sample_indices(seed: int, counters: Integers, size: int) -> Integers:
-    """Return the index, among ``size`` items, of each sample; every epoch shuffles all items
-    anew."""
+    """Return the index, among ``size`` items, of each sample; every epoch has its own order."""
     epochs, places = np.divmod(counters, size)
     return permuted(places, size, keys(seed, epochs))
 

@@ -97,7 +97,6 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
 
 @contextmanager
 def _opened(path: str) -> Iterator[BinaryIO]:
-    """Open a file, and decompress it if its suffix says so."""
     decompress = DECOMPRESSORS.get(PurePosixPath(path.lower()).suffix)
     with _raw(path) as raw:
         if decompress is None:

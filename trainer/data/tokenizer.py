@@ -16,6 +16,8 @@ from trainer.config import TokenizerConfig
 from trainer.interchange.published import (
     CONFIG,
     GENERATION_CONFIG,
+    TOKEN_FILES,
+    TOKENIZER,
     TOKENIZER_CONFIG,
     own_first_token,
     read_token_files,
@@ -127,16 +129,13 @@ def load_tokenizer(path: str) -> SpecialTokens:
     Raises:
         UserError: it has no end-of-text token.
     """
-    files: Mapping[str, str] = {}
-    if is_tokenizer_file(path):
-        tokenizer = tokenizer_from_file(path)
-        if Path(path).name == "tokenizer.json":
-            files = read_token_files(Path(path).parent)
-    else:
-        from huggingface_hub import hf_hub_download
+    file = Path(path)
+    if not is_tokenizer_file(path):
+        from huggingface_hub import snapshot_download
 
-        tokenizer = tokenizer_from_file(hf_hub_download(path, "tokenizer.json"))
-    return special_tokens(tokenizer, files)
+        file = Path(snapshot_download(path, allow_patterns=[TOKENIZER, *TOKEN_FILES]), TOKENIZER)
+    files = read_token_files(file.parent) if file.name == TOKENIZER else {}
+    return special_tokens(tokenizer_from_file(file), files)
 
 
 def is_tokenizer_file(path: str) -> bool:

@@ -90,7 +90,9 @@ def measure(
                 _make_layouts(model, fit, load, setup)
             cells_of_model: list[Cell] = []
             for fit in fits:
-                layouts, fitted = _layouts_of(fit, store)
+                stored = store.wait(fit.key)[0]
+                values = adapter(list[Layout]).validate_python(stored["layouts"])
+                layouts, fitted = dict(zip(fit.lengths, values, strict=True)), stored["notes"]
                 title = f"{model.name}, {title_of(fit.method)}"
                 notes += [f"{title}: {note}" for note in fitted]
                 cells_of_model += _cells(model, fit.method, layouts, tasks, setup)
@@ -115,7 +117,6 @@ class Fit(NamedTuple):
 def _fits(
     model: SavedModel, methods: Sequence[str], tasks: Sequence[Task], setup: Setup
 ) -> list[Fit]:
-    """Return a model's fits at the lengths of the tasks."""
     lengths = [*dict.fromkeys(task.length for task in tasks)]
     fits = []
     for method in methods:
@@ -138,13 +139,6 @@ def _make_layouts(
         layouts, notes = layouts_for(fit.method, model.layout, factors, config, load, text)
         values = {"layouts": adapter(list[Layout]).dump_python(layouts), "notes": notes}
         setup.store.add(fit.key, values)
-
-
-def _layouts_of(fit: Fit, store: Store) -> tuple[dict[int, Layout], list[str]]:
-    """Return the layouts of a fit by length, and the sentences about it, when they are stored."""
-    stored = store.wait(fit.key)[0]
-    layouts = adapter(list[Layout]).validate_python(stored["layouts"])
-    return dict(zip(fit.lengths, layouts, strict=True)), stored["notes"]
 
 
 def _cells(

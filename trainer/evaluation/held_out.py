@@ -38,7 +38,13 @@ class Haystack:
 
     @cached_property
     def tokens(self) -> Integers:
-        """The stream, computed on first use."""
+        """The stream, computed on first use.
+
+        Raises:
+            UserError: there are no documents.
+        """
+        if not self.documents:
+            raise UserError("text: expected a document that ends in the held-out text, got none")
         blank = self.encode("\n\n")
         encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
         return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])

@@ -139,8 +139,7 @@ def tokens_read(name: str, layout: Layout) -> int | None:
 
 
 def changed(name: str, layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
-    """Return the layout after a method that is not fitted, for sequences of ``factor`` times the
-    training length."""
+    """Return the layout after a method that is not fitted, at ``factor`` training lengths."""
     for part in parts_of(name):
         layout = part.apply(layout, factor, config)
     return layout

@@ -91,17 +91,22 @@ class Quiz:
 
 
 def magic_numbers(
-    taken: str, random: np.random.Generator, *, keys: int = 1, values: int = 1, queries: int = 1
+    taken: str,
+    random: np.random.Generator,
+    *,
+    keys: int = 1,
+    values: int = 1,
+    asks_for_all: bool = False,
 ) -> Quiz:
     """Draw a quiz: ``keys`` keys with ``values`` numbers each, which the text ``taken`` lacks.
 
-    Either one of the keys is asked for (``queries`` 1), or all of them.
+    One of the keys is asked for, or with ``asks_for_all`` all of them.
     """
     names = draw_keys(keys, random)
     numbers = draw_values(keys * values, DIGITS, taken, random)
     stated = [(names[i // values], number) for i, number in enumerate(numbers)]
     needles = [f"One of the special magic numbers for {k} is: {v}." for k, v in stated]
-    chosen = names if queries == keys else [names[random.integers(keys)]]
+    chosen = names if asks_for_all or keys == 1 else [names[random.integers(keys)]]
     answers = tuple(number for name, number in stated if name in chosen)
     about = f"for {listed(chosen)} mentioned in the provided text"
     number, verb = ("number", "is") if len(answers) == 1 else ("numbers", "are")
@@ -118,7 +123,7 @@ def listed(items: list[str]) -> str:
     return ", ".join(items[:-1]) + f", and {items[-1]}"
 
 
-def hidden(
+def prompts_with_needles(
     haystack: Haystack,
     settings: NeedleTaskSettings,
     length: int,
@@ -212,7 +217,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
 @needle_task(exact_number, after_number)
 def standard(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide one needle at every depth (Kamradt 2023; DroPE, App. C.2)."""
-    return hidden(haystack, settings, length, magic_numbers)
+    return prompts_with_needles(haystack, settings, length, magic_numbers)
 
 
 SINKS = 8
@@ -224,26 +229,28 @@ def noisy(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list
     """Repeat a start-of-sequence symbol, which draws attention, directly after the needle of
     :func:`standard`, in the same trials (DoPE, noisy setups)."""
     behind = (haystack.encoder.first_token,) * SINKS
-    return hidden(haystack, settings, length, magic_numbers, behind)
+    return prompts_with_needles(haystack, settings, length, magic_numbers, behind)
 
 
 @needle_task(exact_number, after_number)
 def multi_key(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several keys, and ask for one of them."""
-    return hidden(haystack, settings, length, partial(magic_numbers, keys=settings.needles))
+    draw = partial(magic_numbers, keys=settings.needles)
+    return prompts_with_needles(haystack, settings, length, draw)
 
 
 @needle_task(string_match_all, once_right(string_match_all))
 def multi_query(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several keys, and ask for all of them; the score is the share found."""
-    draw = partial(magic_numbers, keys=settings.needles, queries=settings.needles)
-    return hidden(haystack, settings, length, draw)
+    draw = partial(magic_numbers, keys=settings.needles, asks_for_all=True)
+    return prompts_with_needles(haystack, settings, length, draw)
 
 
 @needle_task(string_match_all, once_right(string_match_all))
 def multi_value(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> list[Prompt]:
     """Hide several values of one key, and ask for all of them; the score is the share found."""
-    return hidden(haystack, settings, length, partial(magic_numbers, values=settings.needles))
+    draw = partial(magic_numbers, values=settings.needles)
+    return prompts_with_needles(haystack, settings, length, draw)
 
 
 @needle_task(rouge_1_recall, once_right(rouge_1_recall))
@@ -264,7 +271,7 @@ def sentence(haystack: Haystack, settings: NeedleTaskSettings, length: int) -> l
         new_tokens=max(50, len(haystack.encode(f" {thing}"))),
         opening="This is a very long story book: <book>",
     )
-    return hidden(haystack, settings, length, lambda *_: quiz)
+    return prompts_with_needles(haystack, settings, length, lambda *_: quiz)
 
 
 @task(STATEMENTS, settings="needles")
@@ -300,8 +307,7 @@ def statements(inputs: TaskInputs) -> list[Task]:
 def statement_batches(
     trials: Trials, first_token: int, model: LanguageModel, batch_tokens: int
 ) -> list[Batch]:
-    """Return batches of trials, with 1 for each whose answer is the most likely next token, else
-    0."""
+    """Return batches of trials: 1 if the answer is the most likely next token, else 0."""
     prompts = trials.prompts[:, -(model.context or trials.prompts.shape[1]) :].copy()
     prompts[:, 0] = first_token
     size = model.sequences_at_once(prompts.shape[1], batch_tokens)

@@ -59,19 +59,20 @@ def fit_temperature(
     """
     settings, C = config.temperature, model.layout.training_length
     lengths = [round(s * C) for s in settings.lengths or config.lengths]
-    windows = {length: text.windows(length) for length in lengths if length > C}
-    if not windows:
+    lengths = [length for length in lengths if length > C]
+    if not lengths:
         return before
-
-    def loss(coefficient: float) -> float:
-        total = 0.0
-        for length, rows in windows.items():
-            with model.using(tempered(before(length / C), coefficient, layers=config.layers)):
-                total += text.loss(model, rows, config.batch_tokens)
-        return total if math.isfinite(total) else math.inf
-
     coefficient = settings.coefficient
     if coefficient is None:
+        windows = {length: text.windows(length) for length in lengths}
+
+        def loss(coefficient: float) -> float:
+            total = 0.0
+            for length, rows in windows.items():
+                with model.using(tempered(before(length / C), coefficient, layers=config.layers)):
+                    total += text.loss(model, rows, config.batch_tokens)
+            return total if math.isfinite(total) else math.inf
+
         losses = [*map(loss, GRID)]
         best = int(np.argmin(losses))
         coefficient = GRID[best]

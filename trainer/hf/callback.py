@@ -65,6 +65,8 @@ class DropPositions(TrainerCallback):
         self.at = at
         self.rewarm = rewarm
         self.optimizer_state = optimizer_state
+        self.step = 0
+        self.rewarm_steps = 0
         self.dropped_at: int | None = None
         self._base: Path | None = None
         self._rates: list[tuple[Any, Any]] = []

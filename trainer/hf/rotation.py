@@ -287,7 +287,7 @@ def _written_configs(parts: Parts) -> dict[int, Any]:
         for _, config in parts.configs():
             deepcopy(config, copies)  # one memo keeps shared objects shared
         for config in parts.text_configs():
-            copy = copies.get(id(config), config)
+            copy = deepcopy(config, copies)  # the one in the memo, or its own
             copy.rope_parameters = _each(partial(_changed, form), config.rope_parameters)
         try:
             _check_form(parts, copies[id(parts.decoder.config)])

@@ -179,7 +179,7 @@ def _form_of_step(step: Step, form: Parameters, spectrum: Spectrum) -> Parameter
         return form | {"rope_type": "llama3"} | ends | values
     if step.name not in ("yarn", "ntk_by_parts"):
         return None
-    form |= {"rope_type": "yarn", "truncate": True} | values
+    form = form | {"rope_type": "yarn", "truncate": True} | values
     attention = spectrum.rotary_scale * math.sqrt(spectrum.temperature.scale)
     # Omit YaRN's default: not every engine reads the key.
     if not math.isclose(attention, 0.1 * math.log(values["factor"]) + 1, rel_tol=1e-9):
@@ -193,8 +193,7 @@ def _whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
 
 
 def rotate_alike(a: Spectrum, b: Spectrum, head_dim: int, training_length: int) -> bool:
-    """Whether two spectra rotate a head by the same frequencies at every length; scales may differ
-    by a constant."""
+    """Whether two spectra rotate a head alike at every length; scales may differ by a constant."""
     pairs = head_dim // 2
     lengths = {s.long.length for s in (a, b) if s.long is not None} | {training_length}
     for n in {1, *(n for length in lengths for n in (length, length + 1, 3 * length))}:

@@ -34,8 +34,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_headers(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Return the file and shape of every tensor in ``directory``, sharded or not, by its name
-    there."""
+    """Return file and shape of every tensor in ``directory``, sharded or not, by its name there."""
     names = [SINGLE]
     if not (directory / SINGLE).is_file() and (directory / INDEX).is_file():
         index = json.loads((directory / INDEX).read_text("utf-8"))
@@ -86,8 +85,7 @@ class Pretrained:
         return read() if read else initial_value(self.config, name, parameter.shape, seed=0)
 
     def decoder(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Decoder:
-        """Load the model directly onto the device and in ``dtype``; takes hardly more memory than
-        its size."""
+        """Load the model onto the device in ``dtype``; takes hardly more memory than its size."""
         with torch.device("meta"):
             model = Decoder(self.config, self.layout).to(dtype)
         model.to_empty(device=device)

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 FILES = "*.json", "model*.safetensors", "chat_template.jinja", "README.md"
 """Files that are downloaded from the hub."""
 CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 COPIED = "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
@@ -58,7 +59,7 @@ def tokenizer_from_file(path: Path | str) -> Tokenizer:
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
     """Read ``tokenizer.json``, or return None if there is none."""
-    path = directory / "tokenizer.json"
+    path = directory / TOKENIZER
     return tokenizer_from_file(path) if path.is_file() else None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from trainer.lightning.module import updates_done
+from trainer.lightning.updates import updates_done
 from trainer.model.config import check_vocabulary
 from trainer.model.decoder import Decoder
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from trainer.common.errors import UserError
 from trainer.common.updates import check_updates, forget_moments, is_share
-from trainer.lightning.module import evaluating, updates_done
+from trainer.lightning.module import evaluating
 from trainer.lightning.rewarming import Rewarming
-from trainer.lightning.updates import in_updates, total_updates
+from trainer.lightning.updates import in_updates, total_updates, updates_done
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import by_name

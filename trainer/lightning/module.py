@@ -27,6 +27,7 @@ from trainer.lightning.optimizers import (
     skips_on_device,
 )
 from trainer.lightning.strategy import mesh_of_ranks, shard
+from trainer.lightning.updates import updates_done
 from trainer.model.backends import cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
@@ -136,10 +137,7 @@ class LanguageModule(L.LightningModule):
             length=batch["input_ids"].shape[1],
         )
         self._uses_cudnn = backend == "cudnn"
-        weights = batch.get("weights")
-        if weights is None:
-            weights = torch.ones_like(batch["labels"])
-        weights = weights.float()  # Lightning's bf16-true rounds what a batch holds
+        weights = token_weights(batch)
         options = {key: batch[key] for key in ("documents", "bounds", "longest") if key in batch}
         with self._numerics(self._uses_cudnn):
             loss = self.model.loss(batch["input_ids"], batch["labels"], weights, **options)
@@ -238,16 +236,21 @@ class LanguageModule(L.LightningModule):
         if self.trainer.precision == "bf16-mixed":
             self.model.compute_dtype = None
 
-    def validation_step(self, batch: Batch, index: int) -> Tensor:
-        """Log ``val_loss``, the mean loss of a token in nats."""
+    def on_validation_epoch_start(self) -> None:
+        """Begin the sum of weighted losses and the sum of weights."""
+        self._validation = torch.zeros(2, device=self.device)
+
+    def validation_step(self, batch: Batch, index: int) -> None:
+        """Add the losses of a micro-batch to those of the validation."""
         with self._numerics(uses_cudnn=False):  # it would make a plan for every new length
             losses = self.model.token_losses(batch["input_ids"], batch["labels"])
-        weights = batch.get("weights")
-        if weights is None:
-            weights = torch.ones_like(losses)
-        loss = (losses * weights).sum() / weights.sum()
-        self.log("val_loss", loss, prog_bar=True, sync_dist=True)
-        return loss
+        weights = token_weights(batch)
+        self._validation += torch.stack([(losses * weights).sum(), weights.sum()])
+
+    def on_validation_epoch_end(self) -> None:
+        """Log ``val_loss``, the mean loss of a token in nats, weighted by the tokens' weights."""
+        loss_sum, weight = mean_over_ranks(self._validation)
+        self.log("val_loss", loss_sum / weight, prog_bar=True, sync_dist=True)
 
     @contextmanager
     def _numerics(self, uses_cudnn: bool) -> Iterator[None]:
@@ -267,9 +270,12 @@ class LanguageModule(L.LightningModule):
         self.model.layout = Layout.from_dict(checkpoint["layout"])
 
 
-def updates_done(trainer: L.Trainer) -> int:
-    """Return the number of updates so far; Lightning counts the steps of all optimizers."""
-    return trainer.global_step // max(len(trainer.optimizers), 1)
+def token_weights(batch: Batch) -> Tensor:
+    """Return the weights of a batch's tokens in float32; without weights all count equally."""
+    weights = batch.get("weights")
+    if weights is None:
+        weights = torch.ones_like(batch["labels"])
+    return weights.float()  # Lightning's bf16-true rounds what a batch holds
 
 
 def ends_step(trainer: L.Trainer, index: int) -> bool:
@@ -307,8 +313,7 @@ def check_updates(module: LanguageModule) -> None:
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:
-    """Average a tensor over all ranks, in place; Lightning's version has a barrier, which causes a
-    host sync."""
+    """Average a tensor over all ranks, in place, without the host sync of Lightning's barrier."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(x)
         x /= dist.get_world_size()
@@ -384,8 +389,7 @@ class Tally:
         return int(self._counts["skipped_in_a_row"])
 
     def lately_skipped_in_a_row(self) -> int:
-        """Return :meth:`skipped_in_a_row` as of this update or one shortly before, without a host
-        sync."""
+        """Return :meth:`skipped_in_a_row` as of this update or one shortly before; no host sync."""
         count = self._counts["skipped_in_a_row"]
         if not isinstance(count, Tensor):
             return int(count)

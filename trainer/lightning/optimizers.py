@@ -87,10 +87,12 @@ def make_optimizer(
         {"params": embeddings, "weight_decay": weight_decay if decay_embeddings else 0.0},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    made = OPTIMIZERS[name](groups, **settings)
-    for group in made.param_groups:
+    if name not in OPTIMIZERS:
+        raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    optimizer = OPTIMIZERS[name](groups, **settings)
+    for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    return made
+    return optimizer
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

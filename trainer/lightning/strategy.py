@@ -50,13 +50,14 @@ def parallelize(
         half: compute in bfloat16; weights, reductions and optimizer state are float32.
         shard_size: ranks that share one copy of the parameters, for ``hsdp``.
         activation_checkpointing: what backward recomputes: nothing, all but products, whole blocks.
-        compile: compile every block.
+        compile: compile every block; with ``ddp``, ``torch._dynamo.config.optimize_ddp`` becomes
+            False for the whole process.
     """
     for block in model.layers:
         checkpoint_activations(block, activation_checkpointing)
         if compile:
             block.compile()
-    if compile:
+    if compile and strategy == "ddp":
         # torch would cut blocks where DDP's buckets end; reductions overlap between blocks anyway.
         torch._dynamo.config.optimize_ddp = False
     if strategy in ("fsdp2", "hsdp"):
@@ -86,8 +87,7 @@ def _mesh(world: object, device_type: str, shape: tuple[int, ...]) -> DeviceMesh
 
 
 def shard(model: Decoder, mesh: DeviceMesh, half: bool) -> None:
-    """Apply FSDP2 to every block, then to the whole model; weights are gathered in bf16 if
-    ``half``."""
+    """Apply FSDP2 to every block, then to the model; ``half``: weights are gathered in bf16."""
     options: dict[str, Any] = {
         "mesh": mesh,
         # Inputs keep their dtypes: token weights are float32, and embeddings output bf16.

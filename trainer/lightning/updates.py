@@ -9,6 +9,11 @@ import lightning as L
 from trainer.common.updates import is_share
 
 
+def updates_done(trainer: L.Trainer) -> int:
+    """Return the number of updates so far; Lightning counts the steps of all optimizers."""
+    return trainer.global_step // max(len(trainer.optimizers), 1)
+
+
 def total_updates(trainer: L.Trainer) -> float:
     """Return the number of updates in the whole training; inf if nothing limits it.
 
@@ -18,11 +23,12 @@ def total_updates(trainer: L.Trainer) -> float:
     if trainer.lightning_module.automatic_optimization:
         total = trainer.estimated_stepping_batches
         return total if total > 0 else math.inf
-    passes = trainer.global_step / len(trainer.optimizers)
+    done = updates_done(trainer)
     batches = max(trainer.fit_loop.total_batch_idx, 1)
-    updates_per_batch = passes / batches if passes > 0 else 1.0
+    updates_per_batch = done / batches if done > 0 else 1.0
     all_batches = trainer.num_training_batches * (trainer.max_epochs or 0)
-    limits = [trainer.max_steps / len(trainer.optimizers), all_batches * updates_per_batch]
+    most = trainer.max_steps / max(len(trainer.optimizers), 1)
+    limits = [most, all_batches * updates_per_batch]
     return min((limit for limit in limits if limit > 0), default=math.inf)  # -1: no limit
 
 

@@ -126,8 +126,7 @@ class Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """Reshape ``[B, T, H * D]`` to ``[B, H, T, D]``, normalized over the head or the
-        projection."""
+        """Reshape ``[B, T, H * D]`` to ``[B, H, T, D]``, normalized over head or projection."""
         if norm is not None and not self.per_head_norm:
             x = norm(x)
         x = x.unflatten(-1, (-1, self.head_dim))

@@ -270,14 +270,12 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 def _supports_flash(use: Use) -> bool:
-    """Whether the package flash-attn can serve a use."""
     if use.device != "cuda" or not use.half or use.head_size > 256:
         return False
     return torch.cuda.get_device_capability() >= (8, 0) and _has_flash_attn()
 
 
 def _with_bounds(mask: Mask, shape: tuple[int, int], keys: int, device: torch.device) -> Mask:
-    """Add the bounds of documents."""
     if mask.documents is None or mask.bounds is not None:
         return mask
     return replace(mask, bounds=bounds_of(mask.documents))

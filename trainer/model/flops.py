@@ -16,8 +16,7 @@ from trainer.positional.layout import Layout
 
 
 def visible_pairs(length: int, window: int | None = None) -> int:
-    """Return the number of visible query-key pairs in ``length`` tokens: query t sees min(t + 1,
-    window)."""
+    """Return the number of visible pairs: query t of ``length`` sees min(t + 1, window)."""
     seen = min(window or length, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 

@@ -33,8 +33,7 @@ class Sampler:
         self.generators: dict[int, torch.Generator] = {}
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Draw one token id per sequence, ``[B]``, from logits ``[B, vocab]`` of the sequences
-        ``rows``."""
+        """Draw a token id ``[B]`` for each sequence, from logits ``[B, vocab]`` of ``rows``."""
         if self.temperature == 0:
             return logits.argmax(dim=-1)
         for row in {*rows} - self.generators.keys():

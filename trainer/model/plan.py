@@ -1,6 +1,7 @@
 """Plan of a forward pass: what each layer reads besides its input, a function for each question.
 
-Nothing here causes a host sync. Lists have an entry for each layer.
+Lists have an entry for each layer. Left padding copies numbers of each row to the device once a
+pass; nothing else here causes a host sync.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def columns_of(
 
 
 def caches_plain_keys(layout: Layout, key_heads: int) -> list[bool]:
-    """Whether cached keys are encoded again in each forward pass: their frequencies depend on the
-    length, or each query head encodes its own copy of them."""
+    """Return which layers encode cached keys again in each forward pass: their frequencies depend
+    on the length, or each query head encodes its own copy of them."""
     return [
         len(layer.spectra) > key_heads or any(spectrum.long for spectrum, _ in layer.groups)
         for layer in layout.layers

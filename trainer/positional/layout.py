@@ -120,8 +120,7 @@ class Layout:
         return {s.long.length for s in self.spectra if s.long and s.long.inv_freq != s.inv_freq}
 
     def at(self, length: int) -> Layout:
-        """Return the layout for sequences of ``length`` tokens, with fixed frequencies and
-        temperatures."""
+        """Return the layout at ``length`` tokens, with fixed frequencies and temperatures."""
         if not self.follows_length:
             return self
         return self.map(lambda spectrum: spectrum.at(length, self.training_length))

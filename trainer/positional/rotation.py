@@ -148,8 +148,7 @@ def _temperature(
 
 
 def encode(x: Tensor, groups: Groups, *, tempered: bool = False) -> Tensor:
-    """Rotate queries or keys ``[B, H, T, D]``; ``tempered``: also multiply by the temperature, as
-    queries are."""
+    """Rotate queries or keys ``[B, H, T, D]``; ``tempered``: also apply the temperature."""
 
     def encoded(part: Tensor, group: HeadGroup) -> Tensor:
         if group.cos is not None and group.sin is not None:

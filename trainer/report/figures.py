@@ -52,14 +52,12 @@ def plots(report: Report) -> Iterator[Plot]:
 
 
 def _rows(report: Report) -> list[RowKey]:
-    """Return the rows of the tables."""
     unchanged = copies(report)
     rows = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
     return [row for row in rows if row not in unchanged]
 
 
 def _styles(report: Report) -> dict[str, int]:
-    """Return the style numbers of all rows and runs by name."""
     names = (*map(report.row_name, _rows(report)), *(run.name for run in report.runs))
     return style_numbers(names)
 

@@ -80,7 +80,6 @@ def compare(runs: Sequence[str]) -> list[Table]:
 
 
 def _results(run: str) -> pd.DataFrame:
-    """Read the result table of a run, or of its evaluation."""
     for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
         rows = read_csv(path) if path.is_file() else pd.DataFrame()
         if len(rows):

@@ -110,7 +110,6 @@ def _drops_nothing(config: RunConfig) -> bool:
 
 
 def _check_run(config: RunConfig) -> None:
-    """Check the rules between keys of a run."""
     drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
     if (benchmarks.every is None) == bool(benchmarks.tasks):
         raise UserError("benchmarks.every: expected it with tasks")

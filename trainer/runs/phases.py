@@ -175,7 +175,6 @@ def phases_of(config: RunConfig) -> Phases:
 
 
 def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
-    """Return the phases of a run that lists none."""
     steps, change = config.trainer.max_steps, config.drop
     step = change.step(steps)
     if step is None:

@@ -56,8 +56,7 @@ class Rows:
         batch: Batch,
         pending: dict[str, float],
     ) -> None:
-        """Write a row with the values of this update, those that callbacks logged, and ``pending``
-        measurements."""
+        """Write values of this update, logged ones of callbacks and ``pending`` measurements."""
         step = trainer.global_step
         metrics: dict[str, float] = {"tokens": phase.tokens_at(step)}
         for name, times in self.epochs(step).items():

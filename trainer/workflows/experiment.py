@@ -75,10 +75,13 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
         places = of_rank_zero(lambda: _open(run, lock))
         corpus = corpus_at(config.data, places)
         with process_group(config.strategy.name, config.trainer.accelerator):
-            checkpoints = [
-                train(each, corpus, branch_checkpoint(run, each), start_time=start_time)
-                for each in run.runs.values()
-            ]
+            checkpoints = []
+            for each in run.runs.values():
+                begin = None
+                if each.branch is not None:
+                    name = BEFORE_DROP if each.branch == "drop" else step_name(each.branch)
+                    begin = run.directory / "checkpoints" / name
+                checkpoints.append(train(each, corpus, begin, start_time=start_time))
             all_gather(None)  # all ranks have trained before one reads the checkpoints
     check_signals()  # of the last step
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
@@ -134,14 +137,6 @@ def _open(run: Run, lock: ExitStack) -> list[str]:
         open_run_directory(each.config)
     log_to_file(run.directory)
     return [str(part.directory) for part in corpus.parts]
-
-
-def branch_checkpoint(run: Run, control: Run) -> Path | None:
-    """Return the checkpoint of the run that a control continues from, if it branches off."""
-    if control.branch is None:
-        return None
-    name = BEFORE_DROP if control.branch == "drop" else step_name(control.branch)
-    return run.directory / "checkpoints" / name
 
 
 def make_report(
