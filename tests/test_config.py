@@ -134,6 +134,10 @@ def test_wrong_values_are_a_line_each():
         ("controls.x.nokey", {"controls": {"x": {"nokey": 1}}}),
         ("controls.x.drop.at", {"controls": {"x": {"drop": {"at": "abc"}}}}),
         ("evaluation.lengths.1", {"evaluation": {"lengths": [1, "b"]}}),
+        ("data.mixture.a.weight", {"data": {"mixture": {"a": {"weight": -3}}}}),
+        ("data.mixture.a.validation", {"data": {"mixture": {"b": {}, "a": {"validation": 5}}}}),
+        ("data.mixture.a.fiels", {"data": {"mixture": {"a": {"fiels": ["x"]}}}}),
+        ("data.mixture.a.needles.share", {"data": {"mixture": {"a": {"needles": {"share": 2}}}}}),
     ],
 )
 def test_a_wrong_value_is_one_line_that_begins_with_its_key(key, values):

@@ -5,12 +5,12 @@ Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.par
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from trainer.common.fields import Share, configuration
+from trainer.common.fields import Share, configuration, validated
 from trainer.common.schedule import Schedule, schedule
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
@@ -97,12 +97,16 @@ class DataConfig:
 
     @property
     def texts(self) -> dict[str, DataConfig]:
-        """Every text by name; one alone is called ``text``."""
+        """Every text by name; one alone is called ``text``.
+
+        Raises:
+            UserError: a text of the mixture has an unknown key or a wrong value.
+        """
+        shared = vars(self) | {"prepared": None, "weight": 1.0}
         texts = {}
         for name, changes in self.mixture.items():
-            weight = float(changes.get("weight", 1.0))
-            values = {"prepared": None, **changes, "mixture": {}, "weight": weight}
-            texts[name] = replace(self, **values)
+            values = shared | changes | {"mixture": {}}
+            texts[name] = validated(DataConfig, values, f"data.mixture.{name}.")
         return texts or {"text": self}
 
 

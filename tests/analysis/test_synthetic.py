@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import cells, turned
-from trainer.analysis.synthetic import analyze_synthetic, decay, fsv_ratios, limit
+from trainer.analysis.synthetic import (
+    analyze_synthetic,
+    decay,
+    fsv_ratios,
+    limit,
+    standard_spectra,
+)
 from trainer.analysis.target import Target
 from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import dynamic, ntk_aware
@@ -87,3 +93,13 @@ def test_the_spectra_of_most_heads_stand_for_the_model(tiny_decoder):
     lengths = rows["length"][(rows["variant"] == "this model") & (rows["metric"] == "decay")]
     at = dict(zip(lengths, first, strict=True))
     assert at[1] == pytest.approx(expected[0])
+
+
+def test_a_spectrum_that_does_not_fit_the_model_is_left_out_and_noted():
+    spectra, notes = standard_spectra(6, 64)
+    assert [*spectra] == ["RoPE", "high frequency"]
+    assert [note.split(" does")[0] for note in notes] == ["HalfRoPE", "RoPE-ID"]
+    spectra, notes = standard_spectra(8, 64)
+    assert len(spectra) == 4
+    assert spectra["HalfRoPE"] == by_name("half_rope", 8, 64)
+    assert notes == []

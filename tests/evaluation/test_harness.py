@@ -81,6 +81,12 @@ def test_generation_up_to_a_stop_string(models):
     assert any(ours)
 
 
+@pytest.mark.parametrize("key", ["max_new_tokens", "max_tokens", "max_completion_tokens"])
+def test_every_name_of_the_most_tokens_is_read(models, key):
+    ours, theirs = (model.generate_until([asked("is", {key: 3})]) for model in models)
+    assert ours == theirs
+
+
 def test_a_prompt_needs_room(models):
     with pytest.raises(UserError, match="expected at least 41 tokens"):
         models[0].generate_until([asked("a", {"max_gen_toks": 40})])
@@ -148,6 +154,14 @@ def test_a_group_is_the_questions_of_all_its_tasks(models, task):
     assert [*values(both, model).values()] == 2 * [*whole.values()]
     assert both.trials.label.tolist() == ["sums"] * 4 + ["more"] * 4
     assert both.fingerprint != sums.fingerprint
+
+
+def test_a_task_that_samples_is_refused(models, task):
+    text = (task / "sums.yaml").read_text().replace("multiple_choice", "generate_until")
+    text = text[: text.index("metric_list")] + "metric_list: [{metric: exact_match}]\n"
+    (task / "sums.yaml").write_text(text + "generation_kwargs: {do_sample: true, until: [a]}\n")
+    with pytest.raises(UserError, match=r"harness\.tasks: sums samples"):
+        fingerprint_of(models)
 
 
 def fingerprint_of(models, name="sums"):

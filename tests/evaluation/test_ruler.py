@@ -21,7 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tests.evaluation.conftest import task_inputs
 from tests.golden.files import GOLDEN
 from trainer.common.errors import UserError
-from trainer.config import RulerSettings
+from trainer.config import EvaluationConfig, LongBenchSettings, RulerSettings
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.ruler import (
@@ -40,6 +40,7 @@ from trainer.evaluation.ruler import (
     vocabulary,
 )
 from trainer.evaluation.scoring import string_match_all, string_match_part
+from trainer.evaluation.tasks import check_names
 
 SEED = 42
 FILE = json.loads((GOLDEN / "ruler_prompts.json").read_text())
@@ -336,6 +337,15 @@ def test_a_trial_depends_on_task_length_and_number_alone(task, name):
     assert task(name, trials=2).prompts(2048) == prompts[:2]
     without = task(name, bos=()).prompts(2048)
     assert BOS not in {prompt.tokens[0] for prompt in without}
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [("ruler", RulerSettings(["vt", "niah"])), ("longbench", LongBenchSettings(tasks=["niah"]))],
+)
+def test_an_unknown_task_is_refused_before_anything_runs(key, settings):
+    with pytest.raises(UserError, match=rf"evaluation\.{key}\.tasks: .*got \['niah'\]"):
+        check_names(EvaluationConfig(**{key: settings}))
 
 
 def test_tasks_without_their_files_are_noted(tokenizer):

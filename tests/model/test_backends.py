@@ -208,7 +208,7 @@ def test_flash(fake_flash, mask):
 
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("new", [5, 1])
-@pytest.mark.parametrize("name", ["plain", "window", "alibi"])
+@pytest.mark.parametrize("name", MASKS)
 def test_flash_with_a_cache(name, new):
     assert_is_attention(BACKENDS["flash"].attend, MASKS[name], new)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock, Timeout
 
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -156,6 +157,15 @@ def test_other_bytes_are_named_by_their_file(place, name, content):
     (place / name).write_bytes(content)
     with pytest.raises(UserError, match=rf"{name}: expected (the|rows)"):
         read_record(place) if name == "config.yaml" else read_metrics(place / name)
+
+
+def test_a_lock_inside_a_locked_block_is_not_taken_for_the_block_s_own(place, tmp_path):
+    """An error of the work itself stays what it is."""
+    other = FileLock(tmp_path / "other", timeout=0)
+    with FileLock(tmp_path / "other"), pytest.raises(Timeout), locked(place):
+        other.acquire()
+    with locked(place):
+        pass
 
 
 def test_a_lock_that_a_dead_process_left_names_the_command_that_removes_it(place):

@@ -30,8 +30,8 @@ from trainer.runs.models import (
     find_model,
     is_published,
     name_and_role,
-    origin,
     origins,
+    provenance,
     starting_weights,
     without_home,
 )
@@ -114,7 +114,7 @@ def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
     published = SimpleNamespace(
         name="SmolLM", path=Path("models/s"), state={}, computed_by="transformers 5.23"
     )
-    result = origin([run, published])
+    result = provenance([run, published])
     assert result["Of"] == (
         "DroPE: ~/runs/a/last, step 1,600; SmolLM: models/s, computed by transformers 5.23"
     )
@@ -288,3 +288,12 @@ def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
 def test_home_directory_does_not_get_into_reports():
     values = {"files": [str(Path.home() / "a.txt")], "n": 3, "deep": {"x": f"{Path.home()}/y"}}
     assert without_home(values) == {"files": ["~/a.txt"], "n": 3, "deep": {"x": "~/y"}}
+
+
+def test_only_whole_paths_of_the_home_directory_are_shortened(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/al")
+    others = ["/home/alice/x", "/home/al.old", "/data/home/al/x"]
+    values = [*others, "/home/al", "a='/home/al' \"/home/al\""]
+    assert without_home(values) == [*others, "~", "a='~' \"~\""]
+    monkeypatch.setenv("HOME", "/")
+    assert without_home(values) == values

@@ -28,7 +28,7 @@ from trainer.checkpoint import (
     read_state,
 )
 from trainer.common.errors import PreemptedError
-from trainer.config import DataConfig, PhaseConfig, RunConfig
+from trainer.config import DataConfig, PhaseConfig, RunConfig, TrainerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.prepared import Prepared
@@ -44,7 +44,7 @@ from trainer.training import dashboards
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
 from trainer.training.measurements import effect_probe
-from trainer.training.setup import make_decoder
+from trainer.training.setup import make_decoder, numerics
 
 VARIANTS = {
     "fp32 AdamW": {},
@@ -204,6 +204,15 @@ def synced(record):
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
             rows, parts = rows + [row] * bool(row), b""
     return rows
+
+
+def test_deterministic_settings_end_with_the_block():
+    memory = torch.utils.deterministic
+    with numerics(TrainerConfig(deterministic=True, accelerator="cpu")):
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not memory.fill_uninitialized_memory
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert memory.fill_uninitialized_memory
 
 
 def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from trainer.runs.directory import plain, saved_config
 from trainer.runs.models import find_model
 from trainer.runs.parsing import merged
 from trainer.workflows import evaluate
-from trainer.workflows.evaluate import evaluate_lengths, same_recipe
+from trainer.workflows.evaluate import evaluate_lengths, one_text, same_recipe
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -91,6 +91,22 @@ def test_models_that_differ_in_their_seeds_alone_are_of_one_recipe(changes, step
 
     first, other = model({}, 100), model(changes, step)
     assert same_recipe([first, other]) == ([first, other] if is_same else [first])
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts", "is_same"),
+    [
+        ({"num_workers": 4, "cache_dir": "elsewhere", "prepared": "a"}, ["1"], True),
+        ({"text_field": "body"}, ["1"], False),
+        ({}, ["2"], False),
+    ],
+)
+def test_one_text_is_one_wherever_it_lies(changes, texts, is_same):
+    def model(changes, texts):
+        config = saved_config(merged(plain(RunConfig()), {"data": changes}))
+        return SimpleNamespace(run=config, state={"texts": texts})
+
+    assert one_text([model({}, ["1"]), model(changes, texts)]) is is_same
 
 
 def anew(asked):

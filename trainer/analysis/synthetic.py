@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from itertools import chain, pairwise
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,7 @@ from trainer.analysis.attention import Array
 from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import Target
 from trainer.plotting import Grid, Line, Panel, Plot, draw, style_numbers
-from trainer.positional.encodings import by_name
+from trainer.positional.encodings import half_rope, high_frequency, rope, rope_id
 from trainer.positional.layout import Layout
 from trainer.positional.spectrum import Spectrum
 
@@ -90,7 +89,8 @@ def analyze_synthetic(target: Target) -> Findings:
     reached within the training length. Reads neither the weights nor the text."""
     layout, head_dim = target.model.layout, target.model.config.head_size
     C = layout.training_length
-    spectra = _model_spectra(layout) | standard_spectra(head_dim, C)
+    standard, notes = standard_spectra(head_dim, C)
+    spectra = _model_spectra(layout) | standard
     furthest = FURTHEST * C
     quarters = {round(2 ** (i / 4)) for i in range(int(4 * np.log2(furthest)) + 1)}
     lengths = sorted({*quarters, C, furthest})
@@ -119,24 +119,27 @@ def analyze_synthetic(target: Target) -> Findings:
         "One repeated vector of ones under each spectrum: first singular value by the length of "
         "the text, dot product by distance (RoPE-ID, Sec. 4, Fig. 7).",
     )
-    return Findings([plot], tables)
+    return Findings([plot], tables, notes)
 
 
-def standard_spectra(head_dim: int, training_length: int) -> dict[str, Spectrum]:
-    """Return the spectra of Fig. 7 that fit a model of this shape; a small model has fewer than
-    four."""
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "RoPE": ("rope", {}),
-        "HalfRoPE": ("half_rope", {}),
-        "high frequency": ("high_frequency", {}),
-        # 32 tokens, or an eighth of a short training length: the slowest pair has half of it.
-        "RoPE-ID": ("rope_id", {"fastest_wavelength": min(32.0, max(2.0, training_length / 8))}),
+def standard_spectra(head_dim: int, training_length: int) -> tuple[dict[str, Spectrum], list[str]]:
+    """Return the spectra of Fig. 7 that fit a model of this shape, and a sentence on each that does
+    not."""
+    # 32 tokens, or an eighth of a short training length: the slowest pair has half of it.
+    fastest = min(32.0, max(2.0, training_length / 8))
+    kinds = {
+        "RoPE": partial(rope, head_dim),
+        "HalfRoPE": partial(half_rope, head_dim),
+        "high frequency": partial(high_frequency, head_dim, training_length),
+        "RoPE-ID": partial(rope_id, head_dim, training_length, fastest_wavelength=fastest),
     }
-    spectra = {}
-    for name, (kind, arguments) in kinds.items():
-        with suppress(ValueError):
-            spectra[name] = by_name(kind, head_dim, training_length, **arguments)
-    return spectra
+    spectra, notes = {}, []
+    for name, make in kinds.items():
+        try:
+            spectra[name] = make()
+        except ValueError as error:
+            notes.append(f"{name} does not fit this model: {error}")
+    return spectra, notes
 
 
 def _model_spectra(layout: Layout) -> dict[str, Spectrum]:

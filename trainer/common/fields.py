@@ -34,8 +34,8 @@ adapter: Callable[..., TypeAdapter[Any]] = cache(TypeAdapter)
 """Returns pydantic's checker of a type, made once."""
 
 
-def validated(schema: type[T], values: dict[str, Any]) -> T:
-    """Return ``values`` as the dataclass ``schema``.
+def validated(schema: type[T], values: dict[str, Any], prefix: str = "") -> T:
+    """Return ``values`` as the dataclass ``schema``; ``prefix``: of their keys in messages.
 
     Raises:
         UserError: pydantic's messages of unknown keys and wrong values, a line each.
@@ -45,7 +45,7 @@ def validated(schema: type[T], values: dict[str, Any]) -> T:
     except ValidationError as error:
         # Of the types of a union the last one is named.
         problems = {_key_of(e, values): f"{e['msg']}, got {e['input']!r}" for e in error.errors()}
-        lines = (f"{key}: {problem}" for key, problem in problems.items())
+        lines = (f"{prefix}{key}: {problem}" for key, problem in problems.items())
         raise UserError("\n".join(lines)) from None
 
 

@@ -14,6 +14,7 @@ from lm_eval.api.metrics import mean
 from lm_eval.api.model import LM
 from lm_eval.api.task import Task as HarnessTask
 from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from trainer.common.errors import UserError
@@ -27,7 +28,7 @@ from trainer.model.generate import text_until
 from trainer.model.language_model import LanguageModel
 
 MAX_NEW_TOKENS = 256
-"""Default for tasks without ``max_gen_toks``, as for lm-eval's own models."""
+"""Default for tasks that do not say, as for lm-eval's own models."""
 METRICS = ("acc", "acc_norm", "exact_match", "em", "f1")
 """Metrics that are reported: means over questions of values from 0 to 1."""
 FEWSHOT_SEED = 1234
@@ -58,14 +59,14 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Return the greedy continuation of each context, up to the first of its stop strings."""
         prompts = []
-        for context, settings in (request.args for request in requests):
-            new, until = int(settings.get("max_gen_toks", MAX_NEW_TOKENS)), settings.get("until")
+        for context, options in (request.args for request in requests):
+            settings = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
+            new, stops = settings["max_gen_toks"], tuple(filter(None, settings["until"]))
             room = self.max_length - new
             check_room(room - 1, f"{new} that are generated", self.max_length)
             (tokens,) = self.encoder.tokens([context])
-            stops = [until] if isinstance(until, str) else until or ()
             read = tokens[-room:] or (self.encoder.first_token,)
-            prompts.append(Prompt(read, tuple(filter(None, stops)), new))
+            prompts.append(Prompt(read, stops, new))
 
         texts = answers(
             self.model,
@@ -96,7 +97,8 @@ def harness_tasks(
     and return each at every length.
 
     Raises:
-        UserError: a task, or all tasks of a group, have no metric of :data:`METRICS` in common.
+        UserError: a task, or all tasks of a group, have no metric of :data:`METRICS` in common, or
+            a task draws its answers at random.
     """
     made: list[Task] = []
     index = TaskManager()
@@ -104,6 +106,8 @@ def harness_tasks(
         tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
         for task in tasks.values():
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
+            if normalize_gen_kwargs(task.get_config("generation_kwargs") or {})["do_sample"]:
+                raise UserError(f"evaluation.harness.tasks: {name} samples; answers are greedy")
         questions = {key: list(task.eval_docs)[:limit] for key, task in tasks.items()}
         contents = [_contents(task, questions[key]) for key, task in tasks.items()]
         key = fingerprint(lm_eval.__version__, encoder.bos, encoder.first_token, contents)

@@ -40,6 +40,8 @@ def check_names(config: EvaluationConfig) -> None:
     parts = [part for name in config.methods for part in name.split("+")]
     for key, names, known in (
         ("tasks", config.tasks, TASKS),
+        ("ruler.tasks", config.ruler.tasks, ruler.TASKS),
+        ("longbench.tasks", config.longbench.tasks, longbench.KINDS),
         ("methods", parts, known_methods()),
         ("settings", config.settings, [*TASKS, *parts]),
         ("choice.text", [config.choice.text], choice_names()),
@@ -59,10 +61,8 @@ def settings_of(name: str, config: EvaluationConfig) -> Any:
     """
     _, settings = TASKS[name]
     if isinstance(settings, type):
-        try:
-            return validated(settings, config.settings.get(name, {}))
-        except UserError as error:
-            raise UserError(f"evaluation.settings.{name}.{error}") from error
+        values = config.settings.get(name, {})
+        return validated(settings, values, f"evaluation.settings.{name}.")
     return None if settings is None else getattr(config, settings)
 
 

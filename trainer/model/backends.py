@@ -289,7 +289,9 @@ def _with_bounds(mask: Mask, shape: tuple[int, int], keys: int, device: torch.de
 )
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call the flash-attn package (CUDA); documents use its variable-length kernel."""
-    if q.shape[2] == 1 or mask.begins is not None:
+    # The bounds are those of whole rows: queries after cached keys would need their own.
+    continues = mask.documents is not None and q.shape[2] < k.shape[2]
+    if q.shape[2] == 1 or mask.begins is not None or continues:
         return sdpa(q, k, v, mask)
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 

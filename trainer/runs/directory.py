@@ -215,8 +215,7 @@ def locked(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     try:
-        with FileLock(path, timeout=0):
-            yield
+        lock = FileLock(path, timeout=0).acquire()
     except Timeout:
         text = f"run_dir: another process is training in {str(directory)!r}"
         # Without locks of the system, as on some network disks, the file names the process, and
@@ -225,6 +224,8 @@ def locked(directory: Path) -> Iterator[None]:
         if len(holder) >= 2:
             text += f": {holder[0]} on {holder[1]}; if it has ended, rm {shlex.quote(str(path))}"
         raise UserError(text) from None
+    with lock:
+        yield
 
 
 def open_run_directory(config: RunConfig) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -315,7 +316,12 @@ def encodings(config: RunConfig) -> str:
 
 def without_home(value: Any) -> Any:
     """Replace the user's home directory by ``~`` in plain values, so that reports can be shared."""
-    return json.loads(json.dumps(value, ensure_ascii=False).replace(str(Path.home()), "~"))
+    home = str(Path.home()).rstrip("/")
+    if not home:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    # Whole names only: /home/al does not begin /home/alice.
+    return json.loads(re.sub(rf"(?<![\w.-]){re.escape(home)}(?=[/\\\"']|$)", "~", text))
 
 
 def environment(corpus: Corpus, device: str) -> dict[str, Any]:
@@ -333,7 +339,7 @@ def environment(corpus: Corpus, device: str) -> dict[str, Any]:
     }
 
 
-def origin(models: Sequence[SavedModel]) -> dict[str, str]:
+def provenance(models: Sequence[SavedModel]) -> dict[str, str]:
     """Describe the origin of a page about models by time, command and places, without anything that
     identifies a person."""
     sources = []

@@ -111,7 +111,8 @@ def _drops_nothing(config: RunConfig) -> bool:
 
 def _check_run(config: RunConfig) -> None:
     drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
-    if (benchmarks.every is None) == bool(benchmarks.tasks):
+    config.data.texts.keys()  # a wrong text of the mixture raises
+    if bool(benchmarks.every) != bool(benchmarks.tasks):
         raise UserError("benchmarks.every: expected it with tasks")
     if config.phases and drop.at is not None:
         raise UserError("drop: with phases it is one of them that drops; expected phases.NAME.drop")
@@ -163,7 +164,7 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
         raise UserError(f"{key}: trains on {length} tokens, the run on {expected}")
     sequences: dict[str, Any] = {"sequence_length": 2, "document_mask": False}
     sequences |= {"needles": NeedlesConfig(), "weight": 1.0}  # which may differ
-    read, known = (_texts(each.config.data, **sequences) for each in (control, run))
+    read, known = (texts_read(each.config.data, **sequences) for each in (control, run))
     if not read.items() <= known.items() or control.config.tokenizer != run.config.tokenizer:
         raise UserError(f"{key}.data: a control reads the texts and tokens of its run")
     strategies = {control.config.strategy.name, run.config.strategy.name}
@@ -181,7 +182,7 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
         )
 
 
-def _texts(data: DataConfig, **same: Any) -> dict[str, DataConfig]:
+def texts_read(data: DataConfig, **same: Any) -> dict[str, DataConfig]:
     """Return the texts by name. All have the values ``same``, and one way of reading."""
     same |= {"num_workers": 0, "cache_dir": None}
     return {name: replace(text, **same) for name, text in data.texts.items()}
@@ -193,7 +194,7 @@ def _before(run: Run, step: int) -> tuple[object, ...]:
     for phase in run.phases:
         if phase.start < step:
             changes = phase.drop, phase.rescale, phase.optimizer_state
-            phases.append((phase.start, changes, phase.batch_size, _texts(phase.data)))
+            phases.append((phase.start, changes, phase.batch_size, texts_read(phase.data)))
     config = run.config
     model = replace(config.model, attention_backend="auto")
     return model, config.positional, config.optimizer.name, config.seed, phases

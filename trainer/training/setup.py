@@ -90,10 +90,11 @@ def set_environment(trainer: TrainerConfig) -> None:
 @contextmanager
 def numerics(trainer: TrainerConfig) -> Iterator[None]:
     """Multiply float32 in TF32 on a GPU and apply ``trainer.deterministic`` within the block."""
+    memory: Any = torch.utils.deterministic  # attributes are created at run time
     before = torch.are_deterministic_algorithms_enabled()
+    fills = memory.fill_uninitialized_memory
     if trainer.deterministic:
         torch.use_deterministic_algorithms(True)
-        memory: Any = torch.utils.deterministic  # attributes are created at run time
         # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
         memory.fill_uninitialized_memory = False
     try:
@@ -101,6 +102,7 @@ def numerics(trainer: TrainerConfig) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = fills
 
 
 def make_decoder(run: Run, vocab_size: int) -> Decoder:

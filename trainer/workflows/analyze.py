@@ -41,7 +41,7 @@ from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import use_style
 from trainer.report.pages import write_analysis
-from trainer.runs.models import environment, find_model, origin, without_home
+from trainer.runs.models import environment, find_model, provenance, without_home
 from trainer.workflows.evaluate import held_out_corpus
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
         name=saved.name,
         lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
         f"of {first.length:,}.",
-        made=origin(models),
+        made=provenance(models),
         details={"Settings": settings, "Environment": environment(corpus, device_type())},
     )
     return results, page

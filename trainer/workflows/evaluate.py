@@ -33,7 +33,8 @@ from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, Report
 from trainer.runs.directory import FREE_TO_CHANGE, differences, plain
-from trainer.runs.models import environment, find_models, origin, origins, without_home
+from trainer.runs.models import environment, find_models, origins, provenance, without_home
+from trainer.runs.parsing import texts_read
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +67,16 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     models = find_models(references, C, with_origins=not request.compare)
     first = next(model for model in models if model.reference == request.checkpoint)
     name = request.name or name
-    place = Path("evaluation") if name == DEFAULT else Path("lengths", name)
-    output = Path(request.output or first.home / place)
-    if current_ranks().rank == 0:
-        place = place_of(request, output)
+    of_name = Path("evaluation") if name == DEFAULT else Path("lengths", name)
+    output = Path(request.output or first.home / of_name)
+    directory = place_of(request, output) if current_ranks().rank == 0 else output
     text = held_out_of(held_out_corpus(request.text, first), first)
     title = "Length evaluation" if first.run is None else first.run.name
     report = measure_models(title, models, evaluation, text, output / "cells")
     if report is None:
         return None
     report = replace(report, config=report.config | {"request": plain_request(request)})
-    return publish(report, models, place), place
+    return publish(report, models, directory), directory
 
 
 def plain_request(request: EvaluationRequest) -> dict[str, Any]:
@@ -219,6 +219,15 @@ def same_recipe(models: Sequence[SavedModel]) -> list[SavedModel]:
     ]
 
 
+def one_text(models: Sequence[SavedModel]) -> bool:
+    """Whether runs read the same texts in the same way, wherever these lie."""
+    texts = []
+    for model in models:
+        configured = model.run and texts_read(model.run.data, prepared=None)
+        texts.append((model.state["texts"], configured))
+    return all(text == texts[0] for text in texts)
+
+
 def publish(report: Report, models: Sequence[SavedModel], directory: Path) -> Report:
     """Judge the papers' claims, write page and results, and return the report."""
     known = [model for model in models if model.role]
@@ -226,11 +235,9 @@ def publish(report: Report, models: Sequence[SavedModel], directory: Path) -> Re
     for model in known:
         by_role.setdefault(str(model.role), []).append(model)
     names = {role: [m.name for m in same_recipe(found)] for role, found in by_role.items()}
-    texts = [model.run and model.run.data for model in known]
-    one_text = all(text == texts[0] for text in texts)
-    observations = observe(Evidence(report, names, one_text))
+    observations = observe(Evidence(report, names, one_text(known)))
     report = replace(
-        report, origins=origins(models), observations=observations, made=origin(models)
+        report, origins=origins(models), observations=observations, made=provenance(models)
     )
     write_renderings(report, directory)
     report.write(directory)
