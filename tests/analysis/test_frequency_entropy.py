@@ -208,3 +208,11 @@ def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder)
         for alpha in (*alphas, 1.0):
             measured = cells(rows, f"perplexity, alpha={alpha:g}", variant=variant, length=n)
             assert measured.item() == pytest.approx(perplexity(pairs, alpha, n), rel=1e-4)
+
+
+def test_a_gate_counts_its_pairs_also_without_a_factor_that_changes_them(tiny_decoder):
+    gates = [[WeightedRopeSettings("sequence", "below", 0.99)]]
+    target = Target("tiny", tiny_decoder(), text(60))
+    alone, both = (rows_with(target, alphas=alphas, gates=gates) for alphas in ([1.0], [0.5, 1.0]))
+    counts = [cells(rows, "attenuated_pairs").item() for rows in (alone, both)]
+    assert counts[0] == counts[1] > 0

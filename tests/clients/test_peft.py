@@ -251,6 +251,21 @@ def test_a_base_is_written_again_over_that_of_another_run(base: str, tmp_path: P
         loaded = AutoModelForCausalLM.from_pretrained(written)
         expected = reference_logits(LlamaForCausalLM.from_pretrained(directory))
         assert torch.equal(logits(loaded), expected)
+        index = "model.safetensors.index.json"
+        assert (written / index).exists() == Path(directory, index).exists()
+
+
+def test_the_tokenizer_beside_a_written_base_is_a_file_of_its_own(
+    base: str, tmp_path: Path
+) -> None:
+    source = Path(base, "tokenizer.json")
+    source.write_text("the base's")
+    model = drop_rotation(adapted(base))
+    for _ in range(2):
+        written = save_dropped_base(model, tmp_path / "dropped") / "tokenizer.json"
+        assert written.read_text() == "the base's"
+        written.write_text("another")
+    assert source.read_text() == "the base's"
 
 
 def test_a_model_without_an_adapter_is_refused(base: str, tmp_path: Path) -> None:

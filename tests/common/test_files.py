@@ -6,7 +6,8 @@ import os
 
 import pytest
 
-from trainer.common.files import partial_directory, write_atomically
+from trainer.common.errors import UserError
+from trainer.common.files import expecting, partial_directory, write_atomically
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch):
@@ -27,3 +28,17 @@ def test_a_renamed_directory_stays(tmp_path):
         (partial / "weights").write_text("whole")
         partial.rename(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ValueError("line 1\nline 2"), "line 1"),
+        (ValueError(), "ValueError"),
+        (KeyError(), "KeyError"),
+    ],
+)
+def test_an_error_of_a_parser_names_the_file(tmp_path, error, reason):
+    with pytest.raises(UserError) as raised, expecting("JSON", tmp_path / "a.json"):
+        raise error
+    assert str(raised.value) == f"{tmp_path / 'a.json'}: expected JSON ({reason})"

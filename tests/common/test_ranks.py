@@ -86,6 +86,18 @@ def test_ranks_of_srun_meet_at_the_first_host_of_the_job(environment, nodes, fir
     assert [os.environ[name] for name in names] == [first, "18456", "1", "5", "8"]
 
 
+def test_ranks_of_srun_meet_where_the_user_says(environment):
+    step = {
+        "PROCID": "5", "LOCALID": "1", "NODEID": "1", "STEP_NUM_TASKS": "8", "JOB_ID": "123456",
+        "STEP_NUM_NODES": "2", "STEP_NODELIST": "gpu[07-08]",
+    }  # fmt: skip
+    for name, value in step.items():
+        environment.setenv(f"SLURM_{name}", value)
+    environment.setenv("MASTER_ADDR", "10.0.0.7")
+    assert current_ranks() == Ranks(5, 8, 1, 4)
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.7", "18456")
+
+
 def test_a_step_of_one_task_and_what_torchrun_says_are_not_srun_s(environment):
     environment.setenv("SLURM_STEP_NUM_TASKS", "1")
     assert current_ranks() == Ranks()

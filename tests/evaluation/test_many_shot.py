@@ -9,7 +9,12 @@ import pytest
 from trainer.config import ManyShotSettings
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.many_shot import final_answer, many_shot_tasks, normalised
+from trainer.evaluation.many_shot import (
+    final_answer,
+    many_shot_tasks,
+    normalised,
+    read_problems,
+)
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +144,16 @@ def test_a_file_of_math_is_asked(math_file, tokenizer):
     assert made[1].score(r"Thus \boxed{\dfrac{0}{2}}.", asked.answers) == 1
     (*_, zero_shot) = many_shot_tasks(ManyShotSettings(file=file), encoder)
     assert {prompt.new_tokens for prompt in zero_shot.prompts(2200)} == {2048}
+
+
+def test_a_separator_of_lines_within_a_problem_is_text(tmp_path):
+    file = tmp_path / "math.jsonl"
+    rows = [{"problem": f"One\u2028{i}", "solution": "S\u0085", "answer": i} for i in range(2)]
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    file.write_text("\n".join(lines), encoding="utf-8")
+    assert [question for question, _, _ in read_problems(str(file))] == [
+        "Problem: One\u20280\nSolution:", "Problem: One\u20281\nSolution:",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

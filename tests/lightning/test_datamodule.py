@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.lightning.test_drop import Llama, RandomSamples, ours
+from trainer.data.corpus import prepare_corpus
 from trainer.lightning import TokenData
 
 pytestmark = pytest.mark.slow
@@ -101,3 +102,12 @@ def test_an_epoch_that_ends_with_fewer_micro_batches_ends_its_step(tmp_path, at)
     assert {step: note.read[step] for step in again.read} == again.read
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_samples_of_ones_own_have_a_probe_of_the_text_in_a_directory(finished):
+    config, _ = finished
+    directory = prepare_corpus(config.data, config.tokenizer).parts[0].directory
+    data = TokenData(directory, 16, 8, samples=RandomSamples())
+    data.setup("fit")
+    assert isinstance(data.samples, RandomSamples)
+    assert data.probe(2).shape == (2, 17)

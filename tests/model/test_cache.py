@@ -177,3 +177,10 @@ def test_chunks_after_a_cache_know_the_whole_length(tiny_decoder):
     expected = model(IDS[:, 30:], cache=caches[0])
     model.prefill_chunk = 7
     torch.testing.assert_close(model(IDS[:, 30:], cache=caches[1]), expected)
+
+
+def test_a_text_read_in_chunks_takes_no_options_that_it_would_ignore(tiny_decoder):
+    model = tiny_decoder().eval()
+    model.prefill_chunk = 7
+    with pytest.raises(TypeError, match="documents"):
+        model(IDS, documents=IDS)

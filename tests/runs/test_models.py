@@ -108,6 +108,14 @@ def test_models_of_one_name_are_told_apart(finished):
         distinct([first, third, first])
 
 
+def test_published_models_of_one_name_keep_their_directories(finished):
+    first = replace(find_model(finished[0].run_dir), run=None, home=Path("runs/Llama"))
+    a, b = (replace(first, reference=f"hf:{owner}/Llama", name="Llama") for owner in "ab")
+    renamed = distinct([a, b])
+    assert [model.name for model in renamed] == ["Llama (hf:a/Llama)", "Llama (hf:b/Llama)"]
+    assert [model.home for model in renamed] == [Path("runs/Llama")] * 2
+
+
 def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
     path = Path.home() / "runs/a/last"
     run = SimpleNamespace(name="DroPE", path=path, state={"step": 1600}, computed_by=None)

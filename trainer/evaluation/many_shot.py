@@ -44,7 +44,9 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     for line in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
         question, solution = QUESTION.format(problem=row["problem"]), row["solution"]
-        answer = row.get("answer") or boxed(solution)
+        answer = row.get("answer", "")
+        if answer in (None, ""):  # 0 is one
+            answer = boxed(solution)
         if answer is None:
             raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")
         example = f"{question} {solution}\n\n"

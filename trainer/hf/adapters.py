@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError
 from torch import nn
 from transformers.utils import CONFIG_NAME
 
+from trainer.common.files import write_atomically
 from trainer.hf.rotation import (
     adapters_in,
     drop_rotation,
@@ -29,6 +30,7 @@ from trainer.hf.rotation import (
 )
 
 WEIGHTS = "model*.safetensors", "pytorch_model*.bin"
+INDICES = "*.index.json"
 DESCRIPTIONS = "*.json", "*.jinja", "*.txt", "*.model"  # also of the tokenizer
 NOT_OF_THE_BASE = {CONFIG_NAME, "adapter_config.json", "trainer_state.json"}
 
@@ -75,17 +77,17 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
     if source is None:
         drop_rotation(_without_adapters(model)).save_pretrained(directory)
         return directory.resolve()
-    weights = {file for pattern in WEIGHTS for file in source.glob(pattern)}
-    descriptions = {file for pattern in DESCRIPTIONS for file in source.glob(pattern)}
+    for pattern in (*WEIGHTS, INDICES):
+        for file in directory.glob(pattern):
+            if not (source / file.name).exists():  # of another base
+                file.unlink()
     for pattern in WEIGHTS:
-        for stale in directory.glob(pattern):
-            if source / stale.name not in weights:
-                stale.unlink()
-    for file in weights:
-        _link(file, directory / file.name)
-    for file in descriptions:  # which others may write over in place
-        if file.name not in NOT_OF_THE_BASE:
-            shutil.copyfile(file, directory / file.name)
+        for file in source.glob(pattern):
+            _link(file, directory / file.name)
+    for pattern in DESCRIPTIONS:
+        for file in source.glob(pattern):
+            if file.name not in NOT_OF_THE_BASE:  # no link: others may write over it in place
+                write_atomically(directory / file.name, file.read_bytes())
     config = type(parts.top.config).from_pretrained(source)
     text = config.get_text_config(decoder=True)
     text.rope_parameters = rope_parameters_written(parts)
