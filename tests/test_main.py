@@ -199,6 +199,20 @@ def test_a_stopped_run_exits_with_the_code_to_requeue(jobs):
 
 
 @pytest.mark.parametrize(
+    ("exit_code", "code", "said"),
+    [("no such plugin", 1, "no such plugin\n"), (3, 3, ""), (None, 0, "")],
+)
+def test_an_exit_in_a_command_has_its_code_and_its_message(
+    monkeypatch, capsys, exit_code, code, said
+):
+    monkeypatch.setitem(COMMANDS, "evaluate", lambda _: sys.exit(exit_code))
+    with pytest.raises(SystemExit) as stopped:
+        main(["evaluate", "x"])
+    assert stopped.value.code == code
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
     ("reason", "code", "requeues"),
     [
         ("SIGUSR1", 85, True),
@@ -242,7 +256,7 @@ def test_a_requeue_that_fails_is_a_line(monkeypatch, capsys, tmp_path):
 def test_ranks_are_started_with_the_same_keys(monkeypatch, other):
     values = {"seed": 0, "trainer": {"threads": 1}}
     monkeypatch.setattr(
-        "trainer.common.ranks.of_rank_zero", lambda mine: mine() | merged(values, other)
+        "trainer.common.ranks.shared_value", lambda mine: mine() | merged(values, other)
     )
     expected = nullcontext()
     if "seed" in other:

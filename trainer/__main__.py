@@ -75,29 +75,11 @@ def end(error: BaseException, words: list[str], watch: Watch | None) -> None:
 
     Ranks with an open process group exit immediately: its threads may wait for others.
     """
-    from trainer.commands import KEPT, explain, is_of_user
-
-    rank = 0 if watch is None else watch.rank
-    if isinstance(error, KeyboardInterrupt):
-        error = PreemptedError("Stopped (SIGINT).", "SIGINT")
-    if isinstance(error, PreemptedError):
-        code = 130 if error.reason == "SIGINT" else REQUEUE_EXIT_CODE
-        ended = End(rank, "stopped", code, error.reason)
-        text = f"{error} {KEPT.get(command_of(words), '')}".rstrip()
-    elif isinstance(error, SystemExit):
-        code, text = 0, ""
-        if isinstance(error.code, int):
-            code = error.code
-        elif error.code is not None:  # a message, as for Python
-            code, text = 1, str(error.code)
-        ended = End(rank, "failed" if code else "done", code)
-    else:
-        ended = End(rank, "failed", 1)
-        text = explain(error)
-        if os.environ.get(SHOWS_TRACEBACK) or not is_of_user(error):
-            text = "".join(traceback.format_exception(error)).rstrip()
-            if watch is None:
-                raise error
+    ended, text = outcome(error, words, 0 if watch is None else watch.rank)
+    if text is None and watch is None:
+        raise error
+    if text is None:
+        text = "".join(traceback.format_exception(error)).rstrip()
     if watch is None:
         if text:
             print(text, file=sys.stderr)
@@ -111,6 +93,27 @@ def end(error: BaseException, words: list[str], watch: Watch | None) -> None:
     if sys.modules["torch.distributed"].is_initialized():
         os._exit(code)
     sys.exit(code)
+
+
+def outcome(error: BaseException, words: list[str], rank: int) -> tuple[End, str | None]:
+    """Return how a command ends with an error, and the text to print; None: its traceback."""
+    from trainer.commands import KEPT, explain, is_of_user
+
+    if isinstance(error, KeyboardInterrupt):
+        error = PreemptedError("Stopped (SIGINT).", "SIGINT")
+    if isinstance(error, PreemptedError):
+        code = 130 if error.reason == "SIGINT" else REQUEUE_EXIT_CODE
+        text = f"{error} {KEPT.get(command_of(words), '')}"
+        return End(rank, "stopped", code, error.reason), text.rstrip()
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        code = error.code or 0
+        return End(rank, "failed" if code else "done", code), ""
+    failed = End(rank, "failed", 1)
+    if isinstance(error, SystemExit):  # with a message, as for Python
+        return failed, str(error.code)
+    if os.environ.get(SHOWS_TRACEBACK) or not is_of_user(error):
+        return failed, None
+    return failed, explain(error)
 
 
 if __name__ == "__main__":

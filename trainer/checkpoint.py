@@ -315,7 +315,6 @@ def files_of(tensors: Tensors) -> dict[str, int]:
 
 
 def _described(file: Path) -> list[Any]:
-    """Return size and checksum of a file."""
     return [file.stat().st_size, checksum(file)]
 
 

@@ -284,10 +284,10 @@ def check_alike(values: dict[str, Any]) -> None:
     Raises:
         UserError: it was not, or its machine has another number of ranks.
     """
-    from trainer.common.ranks import of_rank_zero
+    from trainer.common.ranks import shared_value
 
     mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
-    if changed := differences(of_rank_zero(lambda: mine), mine, OF_A_MACHINE):
+    if changed := differences(shared_value(lambda: mine), mine, OF_A_MACHINE):
         raise UserError(
             f"rank {current_ranks().rank} was started with other keys than rank 0 ({changed})"
         )

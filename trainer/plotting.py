@@ -454,7 +454,6 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
-    """Draw a line, its unsmoothed values, and its interval as a band."""
     colour = line.colour
     if line.is_context:
         axes.plot(line.x, line.y, color=colour, linewidth=0.8, zorder=1.2)

@@ -7,13 +7,13 @@ from trainer.common.processes import current_ranks
 from trainer.common.ranks import (
     all_gather,
     any_rank,
-    of_rank_zero,
     on_rank_zero,
     process_group,
+    shared_value,
 )
 
 rank = current_ranks().rank
-print("told:", of_rank_zero(lambda: [time.sleep(0.5), rank]))
+print("told:", shared_value(lambda: [time.sleep(0.5), rank]))
 time.sleep(0.5 * rank)
 with process_group("ddp"):
     print("result:", on_rank_zero(lambda: 3 + rank))

@@ -116,6 +116,20 @@ def test_published_models_of_one_name_keep_their_directories(finished):
     assert [model.home for model in renamed] == [Path("runs/Llama")] * 2
 
 
+def test_only_a_backend_that_cannot_run_here_is_replaced(finished, caplog):
+    saved = find_model(finished[0].run_dir)
+
+    def with_backend(name):
+        model = saved.load()
+        model.config = replace(model.config, attention_backend=name)
+        return replace(saved, read=lambda *_: model)
+
+    with_backend("flash").for_inference("cpu", "fp32")
+    assert [r.levelname for r in caplog.records if "'flash' needs" in r.message] == ["WARNING"]
+    with pytest.raises(UserError, match="expected one of auto"):
+        with_backend("gone").for_inference("cpu", "fp32")
+
+
 def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
     path = Path.home() / "runs/a/last"
     run = SimpleNamespace(name="DroPE", path=path, state={"step": 1600}, computed_by=None)

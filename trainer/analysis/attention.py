@@ -205,11 +205,13 @@ def attention_statistics(heads: Heads, *, rotated: bool = True) -> AttentionStat
     group = heads.queries_per_key
     window = heads.encoding.window
     slopes = bias_slopes(Hq, heads.encoding.biased, q.device) if rotated else None
-    statistics = [q.new_empty(B, Hq, T) for _ in fields(AttentionStatistics)[1:]]
+    empty = (q.new_empty(B, Hq, T) for _ in fields(AttentionStatistics)[1:])
+    rows = AttentionStatistics(visible_keys(T, window, q.device), *empty)
     size = max(16, min(512, BLOCK_ELEMENTS[q.device.type] // (group * T)))
     for b, kv, start in product(range(B), range(k.shape[1]), range(0, T, size)):
         shared = slice(kv * group, (kv + 1) * group)  # the query heads that read this key head
         stop = min(start + size, T)
+        block = b, shared, slice(start, stop)
         first = 0 if window is None else max(0, start - window + 1)
         i = torch.arange(start, stop, device=q.device)[:, None]
         j = torch.arange(first, stop, device=q.device)
@@ -220,7 +222,7 @@ def attention_statistics(heads: Heads, *, rotated: bool = True) -> AttentionStat
         scores[..., past:].masked_fill_(j[past:] > i, HIDDEN)
         if window is not None:
             scores.masked_fill_(j <= i - window, HIDDEN)
-        peak = scores.amax(dim=-1) / heads.scale
+        rows.peak[block] = scores.amax(dim=-1) / heads.scale
         if heads.softcap is not None:
             scores = heads.capped(scores).masked_fill_(scores == HIDDEN, HIDDEN)
         if slopes is not None:
@@ -232,21 +234,19 @@ def attention_statistics(heads: Heads, *, rotated: bool = True) -> AttentionStat
         moments = weights @ torch.stack([torch.ones_like(j), j - first], dim=1).to(weights.dtype)
         keys = moments[..., 0]
         mean = moments[..., 1] / keys
-        entropy = keys.log() - (weights * scores).sum(dim=-1) / keys
+        rows.distance[block] = i[:, 0] - first - mean
+        rows.entropy[block] = keys.log() - (weights * scores).sum(dim=-1) / keys
         total = keys
         if heads.sinks is not None:
             total = keys + (heads.sinks[shared, None] - top[..., 0]).exp()
-        sink = weights[..., 0] / total if first == 0 else torch.zeros_like(total)
+        rows.learned[block] = 1 - keys / total
+        rows.sink[block] = weights[..., 0] / total if first == 0 else 0
         before = weights.diagonal(past - 1, -2, -1)
         if past == 0:  # the first query of the block does not see the key before it
             before = F.pad(before, (1, 0))
-        diagonal = weights.diagonal(past, -2, -1) / total
-        distance = i[:, 0] - first - mean
-        learned = 1 - keys / total
-        block = peak, sink, diagonal, before / total, distance, entropy, learned
-        for rows, values in zip(statistics, block, strict=True):
-            rows[b, shared, start:stop] = values
-    return AttentionStatistics(visible_keys(T, window, q.device), *statistics)
+        rows.previous[block] = before / total
+        rows.diagonal[block] = weights.diagonal(past, -2, -1) / total
+    return rows
 
 
 def head_attention(

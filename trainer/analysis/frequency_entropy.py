@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 import numpy as np
 import torch
@@ -198,7 +197,8 @@ def analyze_frequency_entropy(target: Target) -> Findings:
         target.model, target.ids, lambda heads: frequency_entropy_of(heads, measures, frames)
     )
     by_length: dict[int, Entropies] = {}
-    for n in sorted({n for n in target.config.prefixes if n < target.length}):
+    shorter = {n for n in target.config.prefixes if n < target.length}
+    for n in sorted(shorter):
         names = [m for m in measures if m != "spectrum" or n >= frames.frame]
         prefix = target.ids[:, :n]
         by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
@@ -291,7 +291,6 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
 
 
 def _norms_plot(norms: Mapping[HeadIndex, Mapping[Side, Array]], side: Side, length: int) -> Plot:
-    """Draw norms of the pairs of single heads along the text."""
     return Plot(
         f"frequency_entropy_norms_{SIDES[side]}",
         heat_maps(
@@ -333,8 +332,7 @@ def attenuated_perplexity(
         ids = target.ids[:1, : n + 1]
         plain = _perplexity(model, layout, ids)
         lines = []
-        # Steps of 7 change colour and dashes: curves that cover each other stay visible.
-        for style, rules in zip(count(1, 7), gates, strict=False):
+        for number, rules in enumerate(gates):
             curve = {1.0: plain}
             head_size = model.config.head_size
             chosen = factors_of(layout, entropies, [replace(r, alpha=0) for r in rules], head_size)
@@ -348,7 +346,8 @@ def attenuated_perplexity(
             tables.append(tidy(numbers, variant=in_words(rules), length=n))
             if pairs:
                 label = f"{in_words(rules)} ({pairs:,})"
-                lines.append(Line(label, style, [*curve], [*curve.values()]))
+                # Steps of 7 change colour and dashes: curves that cover each other stay visible.
+                lines.append(Line(label, 1 + 7 * number, [*curve], [*curve.values()]))
             else:
                 idle.append(in_words(rules))
         if lines:
@@ -367,7 +366,6 @@ def attenuated_perplexity(
 
 
 def _needed(gates: Sequence[Sequence[WeightedRopeSettings]]) -> set[str]:
-    """Return the names of the measures that gates use."""
     return {rule.entropy for rules in gates for rule in rules}
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -158,8 +159,8 @@ def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
     )
 
 
-def _has_target(visible: Tensor, shift: int) -> Tensor:
-    """Return which queries see the key ``shift`` tokens back and another one."""
+def _target_weights(visible: Tensor, shift: int) -> Tensor:
+    """Return 1 for queries that see the key ``shift`` tokens back and another one, 0 for others."""
     return (visible > max(shift, 1)).to(torch.float64)
 
 
@@ -169,7 +170,7 @@ def positional_biases(rows: AttentionStatistics) -> dict[str, Tensor]:
     def bias(weight: Tensor, shift: int) -> Tensor:
         excess = weight.double() * rows.visible - 1 + rows.learned
         values = excess / (rows.visible - 1).clamp(min=1)
-        return (values * _has_target(rows.visible, shift)).mean(dim=-1)
+        return (values * _target_weights(rows.visible, shift)).mean(dim=-1)
 
     return {"diagonal": bias(rows.diagonal, 0), "previous": bias(rows.previous, 1)}
 
@@ -193,7 +194,7 @@ def bias_gradients(model: Decoder, ids: Tensor) -> Array:
         for head in range(q.shape[1]):
             weights = head_attention(heads, head, slice(None))[0]
             for shift in (0, 1):
-                share = _has_target(visible, shift) * visible / (visible - 1).clamp(min=1)
+                share = _target_weights(visible, shift) * visible / (visible - 1).clamp(min=1)
                 bias = (weights.diagonal(-shift) * share[shift:]).sum() / len(visible)
                 # This is A^c less a constant.
                 gradients = torch.autograd.grad(bias, projections, retain_graph=True)
@@ -201,15 +202,13 @@ def bias_gradients(model: Decoder, ids: Tensor) -> Array:
         measured.append(torch.stack(norms).unflatten(0, (-1, 2)))
 
     # Detached inputs: no gradient crosses layers.
-    hooks = [
-        block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
-        for block in model.layers
-    ]
-    with torch.enable_grad(), model.observed(observe):
+    with ExitStack() as hooks, torch.enable_grad(), model.observed(observe):
+        for block in model.layers:
+            hooks.enter_context(
+                block.register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
+            )
         for row in ids.to(model.device):
             model.hidden_states(row[None])
-    for hook in hooks:
-        hook.remove()
     means = torch.stack(measured).unflatten(0, (len(ids), -1)).mean(dim=0)
     return means.permute(2, 3, 0, 1).cpu().numpy()
 

@@ -32,7 +32,10 @@ class Ranks:
 
 
 def current_ranks() -> Ranks:
-    """Return this process's rank as set by torchrun or srun; rank 0 of 1 without either."""
+    """Return this process's rank as set by torchrun or srun; rank 0 of 1 without either.
+
+    Under srun, set torchrun's environment variables too, which the libraries read.
+    """
     if "RANK" not in os.environ and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         _translate_slurm()
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

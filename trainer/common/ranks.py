@@ -60,16 +60,17 @@ def device_of(accelerator: str) -> torch.device:
     return torch.device("cuda", current_ranks().local_rank if several else 0)
 
 
-def of_rank_zero(function: Callable[[], T]) -> T:
+def shared_value(function: Callable[[], T]) -> T:
     """Call ``function`` on rank 0, and return its result, plain values as JSON, on all ranks.
 
     Needs no process group and has no time limit: rank 0 may read a text for an hour. If it fails,
     all ranks end (`trainer.common.watch`).
     """
-    if current_ranks().world_size == 1:
-        return function()
+    ranks = current_ranks()
+    if ranks.world_size == 1:
+        return json.loads(json.dumps(function()))
     key, store = f"value {next(MEETINGS)}", meeting_store()
-    if current_ranks().rank == 0:
+    if ranks.rank == 0:
         store.set(key, json.dumps(function()))
     while not store.check([key]):
         time.sleep(0.1)  # signals interrupt it, unlike a wait of the store

@@ -284,7 +284,6 @@ def of_all_texts(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> To
 
 
 def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> None:
-    """Decide on the splits and the tokenizer, and write both."""
     request = request_of(config, tokenizer)
     revision = revision_of(config)
     few = [len(text) for text in islice(documents(config, revision), PIECES)]

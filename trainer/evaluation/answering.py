@@ -105,7 +105,8 @@ def _read(
         cache = copies.part(0, len(chunk))
         logits: list[Tensor] = []
         for begin in range(0, len(chunk), len(groups)):
-            (*_, cut), rows, indices = zip(*chunk[begin : begin + len(groups)], strict=True)
+            cuts, rows, indices = zip(*chunk[begin : begin + len(groups)], strict=True)
+            cut = cuts[-1]  # the shortest prefix of these
             part = cache.part(begin, len(rows))
             part.copy_from(trunk, cut, rows)
             states = read_rows(model, tokens(indices)[:, cut:], part, length)

@@ -182,7 +182,6 @@ def _measure(
 
 
 def _is_complete(stored: Sequence[dict[str, Any]]) -> bool:
-    """Return whether the values of all batches of a cell are stored."""
     return bool(stored) and len({value["batch"] for value in stored}) == stored[0]["batches"]
 
 

@@ -85,5 +85,4 @@ class FitText:
 
 
 def _spread_evenly(count: int, total: int) -> Integers:
-    """Return the indices of ``count`` of ``total`` rows, spread evenly."""
     return np.linspace(0, total - 1, count).round().astype(np.int64)

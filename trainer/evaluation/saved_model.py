@@ -14,6 +14,7 @@ import torch
 from trainer.common.errors import UserError
 from trainer.config import RunConfig
 from trainer.data.tokenizer import SpecialTokens
+from trainer.model.backends import UnsupportedError
 from trainer.model.decoder import Decoder
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -84,12 +85,14 @@ class SavedModel:
         """Load the model in evaluation mode, with the run's attention backend if possible."""
         model = self.load(device, dtype).eval()
         model.prefill_chunk = PREFILL
-        half, backend = dtype == "bf16", "of transformers"
+        half = dtype == "bf16"
+        backend = "of transformers"
         if isinstance(model, Decoder):
             try:
                 backend = model.use_backend(model.config.attention_backend, device, half=half)
-            except UserError:  # the run's backend needs a GPU or 16 bits
+            except UnsupportedError as error:
                 backend = model.use_backend("auto", device, half=half)
+                log.warning("%s: %s; computed with %s", self.name, error, backend)
         kind = f"{matmul_precision(dtype, device)} on {device}"
         log.info("%s: %s, attention %s", self.name, kind, backend)
         return model

@@ -101,7 +101,6 @@ class PromptTask:
     def _batches(
         self, prompts: Sequence[Prompt], model: LanguageModel, batch_tokens: int
     ) -> list[Batch]:
-        """Return batches of prompts, whose values are the scores of answers."""
         asked = [_cropped(prompt, model.context) for prompt in prompts]
 
         def read(indices: Sequence[int]) -> list[Value]:
@@ -121,7 +120,10 @@ class PromptTask:
 def _cropped(prompt: Prompt, context: int | None) -> Prompt:
     """Return the prompt's first token and as many of its last ones as leave room for the answer in
     ``context`` tokens (None: all)."""
-    if context is None or len(prompt.tokens) <= (room := max(1, context - prompt.new_tokens)):
+    if context is None:
+        return prompt
+    room = max(1, context - prompt.new_tokens)
+    if len(prompt.tokens) <= room:
         return prompt
     tokens = (prompt.tokens[0], *prompt.tokens[len(prompt.tokens) - room + 1 :])
     return replace(prompt, tokens=tokens, group=None)

@@ -12,8 +12,6 @@ weights safetensors.
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,7 +19,7 @@ from contextvars import ContextVar
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -50,6 +48,9 @@ TRIED = 16
 CLOSE = 1e-4
 """Of the largest entry: how far a rotation in float32 may be from the model's own."""
 
+OF_TRANSFORMERS = None, "eager", "sdpa", "grouped_mm", "batched_mm"
+"""Implementations that transformers has itself."""
+
 Tables = Tensor | tuple[Tensor, Tensor]
 """What a layer is given as ``position_embeddings``: complex numbers, or cosines and sines."""
 
@@ -66,8 +67,7 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> Adapted
             f"{directory}: model_type: {kind!r} needs code, and code of a model is never run"
         )
     # For an implementation of another name, transformers may download a kernel and run it.
-    kernels = set(re.findall(r'_implementation": ("[^"]*"|.)', json.dumps(values)))
-    if unknown := kernels - {'"eager"', '"sdpa"', '"grouped_mm"', '"batched_mm"', "n"}:  # or null
+    if unknown := [name for name in _implementations(values) if name not in OF_TRANSFORMERS]:
         raise UserError(f"{directory}: attn_implementation: {unknown} needs code of others")
     elsewhere = (directory / "adapter_config.json").exists()
     if elsewhere or values.get("transformers_weights") is not None:
@@ -92,6 +92,16 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> Adapted
     return model
 
 
+def _implementations(values: Any) -> list[Any]:
+    """Return the values of keys that end in ``_implementation``, at any depth."""
+    if isinstance(values, list):
+        return [*chain.from_iterable(map(_implementations, values))]
+    if not isinstance(values, dict):
+        return []
+    names = [value for key, value in values.items() if key.endswith("_implementation")]
+    return names + _implementations([*values.values()])
+
+
 # ---------------------------------------------------------------- attention and cache
 
 
@@ -103,7 +113,6 @@ _WATCH: ContextVar[Callable[..., Encoded] | None] = ContextVar("watch", default=
 
 @contextmanager
 def _watching(watch: Callable[..., Encoded]) -> Iterator[None]:
-    """Let ``watch`` see all attention calls within the block."""
     token = _WATCH.set(watch)
     try:
         yield
@@ -111,13 +120,20 @@ def _watching(watch: Callable[..., Encoded]) -> Iterator[None]:
         _WATCH.reset(token)
 
 
-def _calls(run: Callable[[], Any]) -> tuple[list[tuple[nn.Module, Encoded, dict[str, Any]]], Any]:
-    """Return the module, queries and keys, and options of every attention call of ``run()``, and
-    its result."""
-    calls: list[tuple[nn.Module, Encoded, dict[str, Any]]] = []
+class _Call(NamedTuple):
+    """A call of attention: its module, queries and keys, and options."""
+
+    module: nn.Module
+    states: Encoded
+    options: dict[str, Any]
+
+
+def _calls(run: Callable[[], Any]) -> tuple[list[_Call], Any]:
+    """Return all calls of attention in ``run()``, and its result."""
+    calls: list[_Call] = []
 
     def note(module: nn.Module, q: Tensor, k: Tensor, *_: Any, **options: Any) -> Encoded:
-        calls.append((module, (q, k), options))
+        calls.append(_Call(module, (q, k), options))
         return q, k
 
     with _watching(note):
@@ -273,7 +289,7 @@ class AdaptedModel(LanguageModel):
     def _note_layers(self, ids: Tensor, depth: int) -> None:
         """Note the attention layers, the type of the outputs and the shapes in the cache."""
         calls, outputs = _calls(lambda: self._base(ids, use_cache=True))
-        self.attentions = [module for module, _, _ in calls]
+        self.attentions = [call.module for call in calls]
         if len(calls) != depth:
             raise UserError(
                 f"{len(calls)} of its {depth} layers call attention through transformers' "
@@ -296,14 +312,15 @@ class AdaptedModel(LanguageModel):
 
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
             still = _without_rotation(options)
-            (((_, plain, _),), _) = _calls(lambda: module.forward(*args, **still))
-            (((_, rotated, attention),), _) = _calls(lambda: module.forward(*args, **options))
+            (plain,), _ = _calls(lambda: module.forward(*args, **still))
+            (rotated,), _ = _calls(lambda: module.forward(*args, **options))
             tables = options.get("position_embeddings")
             if tables is None and has_frequencies:  # it rotates past the tables
                 raise UserError("a layer rotates queries and keys in an unknown way")
-            shapes = tuple(x.shape for x in plain)
-            window = attention.get("sliding_window")
-            layers.append((*rotation_of(plain, rotated, tables), window, shapes))
+            shapes = tuple(x.shape for x in plain.states)
+            window = rotated.options.get("sliding_window")
+            rotation = rotation_of(plain.states, rotated.states, tables)
+            layers.append((*rotation, window, shapes))
 
         with self.before_attention(before):
             self._base(ids, use_cache=False)

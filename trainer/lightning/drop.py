@@ -334,7 +334,6 @@ class DropPositions(L.Callback):
 
 
 def _decoder_in(module: nn.Module) -> Decoder | None:
-    """Return the decoder in a module, of several the one that is trained."""
     decoders = [part for part in module.modules() if isinstance(part, Decoder)]
     if len(decoders) > 1:
         decoders = [d for d in decoders if any(p.requires_grad for p in d.parameters())]

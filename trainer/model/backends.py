@@ -390,13 +390,18 @@ def prepared(
     return mask
 
 
+class UnsupportedError(UserError):
+    """The configured attention backend cannot run here."""
+
+
 def choose_backend(name: str, use: Use) -> str:
     """Return the key in :data:`BACKENDS` of the configured backend, or of the fastest that suits.
 
     ``name``: ``auto`` or a backend; ``sdpa`` also with cuDNN's kernel.
 
     Raises:
-        UserError: the configured backend does not exist or cannot run here.
+        UserError: the configured backend does not exist.
+        UnsupportedError: it cannot run here.
     """
     if name == "auto":
         suiting = (n for n, row in BACKENDS.items() if row.supports(use) and row.suits(use))
@@ -405,7 +410,8 @@ def choose_backend(name: str, use: Use) -> str:
         expected = ", ".join(["auto", *BACKENDS])
         raise UserError(f"model.attention_backend: expected one of {expected}, got {name!r}")
     if not BACKENDS[name].supports(use):
-        raise UserError(f"model.attention_backend: {name!r} needs {BACKENDS[name].needs}")
+        needs = BACKENDS[name].needs
+        raise UnsupportedError(f"model.attention_backend: {name!r} needs {needs}")
     return "cudnn" if name == "sdpa" and _supports_cudnn(use) else name
 
 

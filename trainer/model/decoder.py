@@ -265,7 +265,6 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
 
 
 def _initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
-    """Return the standard deviation of a matrix's initial values."""
     module = name.removesuffix(".weight")
     if config.initializer == "normal":
         std = 0.02

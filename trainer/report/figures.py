@@ -168,7 +168,6 @@ def _contrast(report: Report) -> Iterator[Plot]:
 
 
 def _by_depth(report: Report, task: str) -> Iterator[Plot]:
-    """Draw the scores of a task by length and depth, if its trials have depths."""
     trials = report.trials[(report.trials.task == task) & report.trials.depth.notna()]
     if trials.empty:
         return

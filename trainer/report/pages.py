@@ -137,7 +137,6 @@ def _write(template: str, directory: Path, **values: Any) -> None:
 
 
 def _cell(value: Any) -> str:
-    """Return a cell of the table of an analysis as text."""
     if isinstance(value, float):
         if math.isnan(value):
             return ""

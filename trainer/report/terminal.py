@@ -15,7 +15,8 @@ from trainer.report.report import VERDICTS, Report, troubles
 from trainer.report.tables import MISSING, Cell, Table, legend, tables
 
 WIDTH = 100
-_COLOURS = {True: "green", False: "red", None: "dim", "↑": "green", "↓": "red", "": ""}
+_OF_VERDICTS = {True: "green", False: "red", None: "dim"}
+_OF_MARKS = {"↑": "green", "↓": "red", "": ""}
 
 
 def print_tables(shown: Sequence[Table]) -> None:
@@ -50,12 +51,11 @@ def _console() -> Console:
 
 
 def _cell(cell: Cell | None) -> Text:
-    """Return a cell with its interval below it."""
     if cell is None:
         return Text(MISSING, style="dim")
     style = "bold" if cell.best else ""
     text = Text(cell.value, style=style)
-    text.append(cell.mark or " ", style=_COLOURS[cell.mark])
+    text.append(cell.mark or " ", style=_OF_MARKS[cell.mark])
     if cell.interval:
         text.append(f"\n{cell.interval}", style="dim")
     return text
@@ -86,7 +86,7 @@ def print_report(report: Report, run_dir: str) -> None:
     for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))
     for observation in report.observations:
-        verdict = Text(f"{VERDICTS[observation.shown]:10}", style=_COLOURS[observation.shown])
+        verdict = Text(f"{VERDICTS[observation.shown]:10}", style=_OF_VERDICTS[observation.shown])
         out.print(verdict, observation.claim)
         if observation.shown is None:
             out.print(Text(f"{'':10} {observation.evidence}", style="dim"))

@@ -298,7 +298,6 @@ def origins(models: Sequence[SavedModel]) -> dict[str, str]:
 
 
 def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
-    """Whether a model has the encoding with which ``run`` began."""
     if model.run is None:
         return run.model.from_pretrained == model.reference
     shapes = [(c.model.hidden_size, c.model.num_hidden_layers) for c in (model.run, run)]

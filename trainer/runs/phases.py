@@ -5,6 +5,7 @@ Phases with equal sequence length and mixture share one order of samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -99,13 +100,17 @@ class Phase:
         """Return the number of the first sample that a step reads."""
         return self.samples + (step - self.start) * self.batch_size
 
+    def rows(self, ranks: int) -> int:
+        """Return the sequences of a forward pass on each of ``ranks``."""
+        return self.micro_batch_size or math.ceil(self.batch_size / ranks)
+
     def micro_batches(self, ranks: int = 1) -> int:
         """Return the number of forward passes of a rank for an update.
 
         Raises:
             UserError: the batch does not divide into micro-batches on the ranks.
         """
-        size = self.micro_batch_size or max(self.batch_size // ranks, 1)
+        size = self.rows(ranks)
         if self.batch_size % (ranks * size):
             raise UserError(
                 f"trainer.batch_size: {self.batch_size} sequences do not divide into "

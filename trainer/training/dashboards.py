@@ -59,8 +59,10 @@ def _wandb(directory: Path, name: str, group: str, offline: bool) -> Logger:
         reinit="create_new",  # the run's own stays open while its controls train
     )
     without_anonymous(logger)
-    for row in read_metrics(directory / "metrics.csv") if offline else ():
-        logger.log_metrics(row, step=row.pop("step"))
+    if offline:
+        for row in read_metrics(directory / "metrics.csv"):
+            step = row.pop("step")
+            logger.log_metrics(row, step=step)
     return logger
 
 

@@ -136,7 +136,7 @@ def starting_point(
         if state["texts"] != corpus.fingerprints:
             raise UserError("data: the checkpoint was trained on another text than this run")
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    on_rank_zero(lambda: _cut_metrics(run_dir, branch, state))
+    state["rows"] = on_rank_zero(lambda: _cut_metrics(run_dir, branch, state))
     return start, state
 
 
@@ -147,8 +147,9 @@ def _remove_partial(directory: Path) -> None:
         shutil.rmtree(partly)
 
 
-def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> None:
-    """Keep the rows of a run up to its checkpoint; a branch begins with those of its run."""
+def _cut_metrics(run_dir: Path, branch: Path | None, state: Mapping[str, Any]) -> int:
+    """Keep the rows of a run up to its checkpoint, and return their number; a branch begins with
+    those of its run."""
     metrics, step = run_dir / "metrics.csv", state["step"]
     source = metrics
     if branch is not None and not metrics.exists():
@@ -157,8 +158,8 @@ def _cut_metrics(run_dir: Path, branch: Path | None, state: dict[str, Any]) -> N
     expected = state.get("rows", len(rows))
     if len(rows) != expected:
         log.warning("%s: expected %d rows up to step %d, got %d", source, expected, step, len(rows))
-    state["rows"] = len(rows)
     write_metrics(metrics, rows)
+    return len(rows)
 
 
 def user_callbacks(
@@ -195,11 +196,15 @@ class PhaseData(L.LightningDataModule):
         """Batch size and text of the last phase."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Return this rank's micro-batches from the present step to the end of its phase."""
+        """Return this rank's micro-batches from the present step to the end of its phase.
+
+        Sets the trainer's ``accumulate_grad_batches`` to their number in a step of this phase.
+        """
         trainer = self.trainer
         assert trainer is not None
         phase = self.phases.at(trainer.global_step)
-        trainer.accumulate_grad_batches = phase.micro_batches(trainer.world_size)
+        micro_batches = phase.micro_batches(trainer.world_size)
+        trainer.accumulate_grad_batches = micro_batches
         shape = phase.batch_size, phase.data
         if shape != self.shape and self.compiles:
             torch.compiler.reset()  # compile for this length; with others sizes become dynamic
@@ -210,7 +215,7 @@ class PhaseData(L.LightningDataModule):
             start=trainer.global_step,
             end=phase.end,
             offset=phase.first_sample(0),
-            micro_batches=trainer.accumulate_grad_batches,
+            micro_batches=micro_batches,
             rank=trainer.global_rank,
             ranks=trainer.world_size,
         )

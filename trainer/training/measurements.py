@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -56,9 +57,8 @@ class Measurements:
 
     def probe(self, phase: Phase) -> Sequence[Tensor]:
         """Return the probe of a phase, see :func:`effect_probe`, in micro-batches."""
-        rows = phase.micro_batch_size or phase.batch_size // current_ranks().world_size
-        sequences = self.run.config.drop.effect_sequences
-        return effect_probe(self.corpus, phase, sequences).split(rows)
+        probe = effect_probe(self.corpus, phase, self.run.config.drop.effect_sequences)
+        return probe.split(phase.rows(current_ranks().world_size))
 
     def note_change(self, phase: Phase, before: list[float], after: list[float]) -> None:
         """Note the losses of the probe's sequences before and after a phase's change."""
@@ -98,14 +98,14 @@ class Measurements:
         batch_tokens = self.run.config.evaluation.batch_tokens // ranks.world_size
         scores: dict[str, float] = {}
         with evaluating(model):
-            model = whole_model(model)
+            whole = whole_model(model)
             for task in self.tasks:
-                batches = task.batches(model, batch_tokens)[ranks.rank :: ranks.world_size]
+                batches = task.batches(whole, batch_tokens)[ranks.rank :: ranks.world_size]
                 values = [value for batch in batches for value in batch()]
                 for key in task.titles:
-                    own = [value for _, name, value in values if name == key]
-                    of_all = [value for of_rank in all_gather(own) for value in of_rank]
-                    mean = sum(of_all) / len(of_all) if of_all else math.nan
+                    scores_of_rank = [value for _, name, value in values if name == key]
+                    all_scores = [*chain.from_iterable(all_gather(scores_of_rank))]
+                    mean = sum(all_scores) / len(all_scores) if all_scores else math.nan
                     score = math.exp(mean) if task.metric == "loss" else mean
                     scores[f"{key}/{task.length / phases[-1].length:g}x"] = score
         tokens = phases.at(step).tokens_at(step)

@@ -17,7 +17,7 @@ from trainer.checkpoint import BEFORE_DROP, step_name
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import check_signals, current_ranks
-from trainer.common.ranks import all_gather, device_type, of_rank_zero, process_group
+from trainer.common.ranks import all_gather, device_type, process_group, shared_value
 from trainer.config import RunConfig
 from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
@@ -65,14 +65,14 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
     """
     start_time, config = time.time(), run.config
     set_environment(config.trainer)
-    if of_rank_zero(lambda: is_finished(config)):
+    if shared_value(lambda: is_finished(config)):
         log.info("Finished before: nothing is trained; overwrite=true starts again")
         return None if current_ranks().rank else Report.read(run.directory)
     set_threads(config.trainer)
     check_machine(run)
     with ExitStack() as lock:
         # Without a process group, whose operations have a time limit: a machine may read for hours.
-        places = of_rank_zero(lambda: _open(run, lock))
+        places = shared_value(lambda: _open(run, lock))
         corpus = corpus_at(config.data, places)
         with process_group(config.strategy.name, config.trainer.accelerator):
             checkpoints = []

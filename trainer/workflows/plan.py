@@ -136,7 +136,7 @@ def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
     """
 
     def micro_batch(phase: Phase) -> tuple[int, int]:
-        return phase.micro_batch_size or math.ceil(phase.batch_size / gpus), phase.length
+        return phase.rows(gpus), phase.length
 
     rows, length = max(map(micro_batch, run.phases), key=math.prod)
     activations, state = rows * length * a_token / GIB, state / GIB
@@ -151,8 +151,8 @@ def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
 def longest(state: float, a_token: int) -> dict[str, str]:
     """Return for each kind of GPU the longest sequence that it trains, see :func:`memory`."""
     lengths = {}
-    for name, memory in GPUS.items():
-        room = 0.8 * memory * GIB - state  # a fifth for everything that is not counted
+    for name, size in GPUS.items():
+        room = 0.8 * size * GIB - state  # a fifth for everything that is not counted
         tokens = int(room / a_token) // 1024 * 1024
         lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
     return lengths
