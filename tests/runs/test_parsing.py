@@ -87,3 +87,19 @@ def test_batches_divide_among_ranks_or_are_refused(batch, micro, processes, fits
         return
     with pytest.raises(UserError, match=f"{batch} sequences do not divide .* on {processes} ranks"):
         phase.micro_batches(processes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "drops"),
+    [
+        ({}, False),
+        ({"drop": {"at": 5, "layers": [0]}}, False),
+        ({"model": {"qk_norm": {"when": "after_drop"}}}, True),
+        ({"drop": {"at": 5, "windows": [16]}}, True),
+        ({"drop": {"at": 5, "to": "alibi"}}, True),
+    ],
+)
+def test_a_drop_of_nope_counts_if_the_layout_changes(changes, drops):
+    values = {"positional": {"layers": ["nope"]}, "drop": {"at": 5}, "trainer": {"max_steps": 9}}
+    run = parse(merged(values, changes))
+    assert (run.phases.drop_step == 5) is drops

@@ -18,9 +18,9 @@ from trainer.data.prepared import (
     Prepared,
     directory_of,
     is_prepared,
-    of_all_texts,
     open_prepared,
     prepare,
+    shared_tokenizer,
     windows_at,
 )
 from trainer.data.sources import cache_directory, digest, source_of
@@ -240,7 +240,7 @@ def prepare_corpus(
                 )
             directory = prepare(text, tokenizer)
         directories.append(directory)
-        tokenizer = of_all_texts(tokenizer, directory, cache_directory(config))
+        tokenizer = shared_tokenizer(tokenizer, directory, cache_directory(config))
     return corpus_at(config, directories, tokens)
 
 

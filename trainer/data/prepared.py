@@ -270,12 +270,12 @@ def held_out_problems(text: Prepared, config: DataConfig) -> Iterator[str]:
                 f"data.{name}: expected {share:.2g} of the text, got {actual:.2g}: "
                 "a document is in one split as a whole"
             )
-        documents = np.count_nonzero(ids[:AT_FIRST] == text.special.end)
-        if documents < FEW:
-            yield f"data.{name}: the {name} split has only {documents} documents: raise its share"
+        count = np.count_nonzero(ids[:AT_FIRST] == text.special.end)
+        if count < FEW:
+            yield f"data.{name}: the {name} split has only {count} documents: raise its share"
 
 
-def of_all_texts(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:
+def shared_tokenizer(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:
     """Return the tokenizer of a run's other texts: one that was trained on the first text, which is
     prepared in ``directory``, is used for all. ``cache``: as for :func:`open_prepared`."""
     if isinstance(tokenizer, SpecialTokens) or tokenizer.path:
@@ -286,10 +286,10 @@ def of_all_texts(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> To
 def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> None:
     request = request_of(config, tokenizer)
     revision = revision_of(config)
-    few = [len(text) for text in islice(documents(config, revision), PIECES)]
+    sizes = [len(text) for text in islice(documents(config, revision), PIECES)]
     longest = LONGEST
-    if len(few) < PIECES:  # a long document could be more than the share of its split
-        longest = min(max(sum(few) // PIECES, 1), LONGEST)
+    if len(sizes) < PIECES:  # a long document could be more than the share of its split
+        longest = min(max(sum(sizes) // PIECES, 1), LONGEST)
 
     def texts() -> Iterator[str]:
         return cut(documents(config, revision), longest)

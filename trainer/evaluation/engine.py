@@ -91,11 +91,11 @@ def measure(
             cells_of_model: list[Cell] = []
             for fit in fits:
                 stored = store.wait(fit.key)[0]
-                values = adapter(list[Layout]).validate_python(stored["layouts"])
-                layouts, fitted = dict(zip(fit.lengths, values, strict=True)), stored["notes"]
+                layouts = adapter(list[Layout]).validate_python(stored["layouts"])
+                by_length = dict(zip(fit.lengths, layouts, strict=True))
                 title = f"{model.name}, {title_of(fit.method)}"
-                notes += [f"{title}: {note}" for note in fitted]
-                cells_of_model += _cells(model, fit.method, layouts, tasks, setup)
+                notes += [f"{title}: {note}" for note in stored["notes"]]
+                cells_of_model += _cells(model, fit.method, by_length, tasks, setup)
             for number, cell in enumerate(cells_of_model, len(cells)):
                 if not _is_complete(store.values(cell.key)):
                     for share in _measure(cell, number, load(), batch_tokens, store):

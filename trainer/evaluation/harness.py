@@ -27,8 +27,6 @@ from trainer.evaluation.task import Task, Value
 from trainer.model.generate import text_until
 from trainer.model.language_model import LanguageModel
 
-MAX_NEW_TOKENS = 256
-"""Default for tasks that do not say, as for lm-eval's own models."""
 METRICS = ("acc", "acc_norm", "exact_match", "em", "f1")
 """Metrics that are reported: means over questions of values from 0 to 1."""
 FEWSHOT_SEED = 1234
@@ -60,7 +58,7 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         """Return the greedy continuation of each context, up to the first of its stop strings."""
         prompts = []
         for context, options in (request.args for request in requests):
-            settings = normalize_gen_kwargs(options, MAX_NEW_TOKENS)
+            settings = normalize_gen_kwargs(options)
             new, stops = settings["max_gen_toks"], tuple(filter(None, settings["until"]))
             room = self.max_length - new
             check_room(room - 1, f"{new} that are generated", self.max_length)

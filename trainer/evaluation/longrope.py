@@ -128,7 +128,8 @@ def longrope2_factors(
         spectra = []
         for spectrum, mine, theirs in zip(layout.spectra, first, second, strict=True):
             n = len(spectrum.inv_freq)
-            pair = n - len((mine, theirs)[generator.integers(2)]) + generator.integers(-1, 2)
+            parent = theirs if generator.integers(2) else mine
+            pair = n - len(parent) + generator.integers(-1, 2)
             earliest, latest = (critical_pair(spectrum, C, share) for share in (min(CRITICAL), 1.0))
             parents = _completed(mine, n, s), _completed(theirs, n, s)
             factors = _mutated(*parents, width, generator).clip(s, HIGHEST * s)

@@ -111,9 +111,9 @@ def token_losses(
     return losses
 
 
-def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> float:
+def unigram_loss(text: HeldOutText, training: HeldOutText, vocabulary: int) -> float:
     """Return the loss on ``text``, in nats, of a model that knows only how frequent the tokens of
-    ``counted`` are, each of the ``vocabulary`` counted once more."""
+    ``training`` are, each of the ``vocabulary`` counted once more."""
 
     def shares(split: HeldOutText, extra: int) -> NDArray[np.float64]:
         total = np.zeros(vocabulary)
@@ -122,5 +122,5 @@ def unigram_loss(text: HeldOutText, counted: HeldOutText, vocabulary: int) -> fl
             total += weight * counts / max(1, counts.sum())
         return total / total.sum()
 
-    known, wanted = shares(counted, 1), shares(text, 0)
+    known, wanted = shares(training, 1), shares(text, 0)
     return float(-(wanted * np.log(known)).sum())

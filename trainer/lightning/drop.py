@@ -223,7 +223,7 @@ class DropPositions(L.Callback):
         """Check that the drop will work, or repeat all that were in a module that has not seen
         them; prepare rewarming."""
         if self.dropped_at is None:
-            self._check(pl_module)
+            self._prepare(pl_module)
         callbacks: list[L.Callback] = getattr(trainer, "callbacks")  # noqa: B009 - not declared
         drops = [callback for callback in callbacks if isinstance(callback, DropPositions)]
         done = [(drop.dropped_at, drop) for drop in drops if drop.dropped_at is not None]
@@ -235,7 +235,8 @@ class DropPositions(L.Callback):
             raise UserError(f"DropPositions.rewarm: expected 0 with DeepSpeed, got {self.rewarm}")
         self._rewarming.start(trainer)
 
-    def _check(self, module: L.LightningModule) -> None:
+    def _prepare(self, module: L.LightningModule) -> None:
+        """Check that the drop will work; restore rotation that an earlier training has dropped."""
         decoder = _decoder_in(module)
         if decoder is not None:
             dropped = self._dropped(decoder)
@@ -251,7 +252,7 @@ class DropPositions(L.Callback):
         from trainer import hf
 
         if self.at != 0 or not hf.is_dropped(module):
-            hf.restore_rotation(module)  # that an earlier training has dropped
+            hf.restore_rotation(module)
         hf.check_droppable(module)
 
     def _change(self, module: L.LightningModule) -> None:

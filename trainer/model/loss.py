@@ -126,15 +126,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         size = equal_chunk_size(len(hidden), chunk_size(len(weight), hidden.device))
         grad_hidden = torch.empty_like(hidden)
-        made = torch.empty_like if len(hidden) else torch.zeros_like
-        grad_weight = made(weight, dtype=torch.float32)
+        allocate = torch.empty_like if len(hidden) else torch.zeros_like
+        grad_weight = allocate(weight, dtype=torch.float32)
         log_z, picked = torch.empty_like(weights), torch.empty_like(weights)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = F.linear(hidden[part], head)
             log_z[part], picked[part] = replace_by_gradient(logits, targets[part], weights[part])
             torch.mm(logits, head, out=grad_hidden[part])
-            add_product(grad_weight, logits.T, hidden[part], min(start, 1))
+            add_product(grad_weight, logits.T, hidden[part], beta=float(start > 0))
             del logits  # free them before the next chunk
         ctx.gradients = grad_hidden, grad_weight
         ctx.weight_dtype = weight.dtype

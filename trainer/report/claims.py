@@ -87,7 +87,9 @@ class Evidence:
         )
         if task != STATEMENTS:
             return means
-        rates = [_over_trainings(row) for row in means.itertuples()]
+        # n trials of one training count as n / (1 + (n - 1) ρ) (Kish, Survey Sampling, 1965).
+        independent = means.n / (1 + (means.n - 1) * TRAINING_CORRELATION)
+        rates = [*map(wilson, means.value, means.trainings * independent)]
         return means.assign(low=[rate.low for rate in rates], high=[rate.high for rate in rates])
 
     def windows(self, key: str, row: Any) -> list[float]:
@@ -108,14 +110,6 @@ class Evidence:
         """Return the training run of a role."""
         names = self.models.get(role, ())
         return next((run for run in self.report.runs if run.name in names), None)
-
-
-def _over_trainings(row: Any) -> Estimate:
-    """Return the rate of a row with its interval over trials and trainings: n trials of one
-    training count as n / (1 + (n - 1) ρ), with ρ of :data:`TRAINING_CORRELATION` (Kish, Survey
-    Sampling, 1965)."""
-    independent = row.n / (1 + (row.n - 1) * TRAINING_CORRELATION)
-    return wilson(row.value, row.trainings * independent)
 
 
 def at(rows: pd.DataFrame, lengths: Lengths) -> pd.DataFrame:

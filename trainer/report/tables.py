@@ -234,8 +234,9 @@ def _table(
     a model after its first are named by their method alone.
     """
     lengths = dict(sorted(zip(rows.length.tolist(), rows.factor.tolist(), strict=True)))
+    marks = {trained: " (trained)"}
     columns = tuple(
-        (f"{length} tokens", factor_label(factor) + " (trained)" * (length == trained))
+        (f"{length} tokens", factor_label(factor) + marks.get(length, ""))
         for length, factor in lengths.items()
     )
     cells = {(row.model, row.method, row.length): cell(row) for row in rows.itertuples()}

@@ -15,7 +15,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from trainer.common.files import write_atomically
 from trainer.runs.directory import read_metrics
 from trainer.runs.phases import Run
-from trainer.training.internals import without_anonymous
+from trainer.training.internals import remove_anonymous
 
 LENGTH = "evaluation/length"
 """Name of the length in tokens in dashboards, against which scores are drawn."""
@@ -58,7 +58,7 @@ def _wandb(directory: Path, name: str, group: str, offline: bool) -> Logger:
         save_dir=directory,
         reinit="create_new",  # the run's own stays open while its controls train
     )
-    without_anonymous(logger)
+    remove_anonymous(logger)
     if offline:
         for row in read_metrics(directory / "metrics.csv"):
             step = row.pop("step")

@@ -43,11 +43,11 @@ def loops_at(
     return {"fit_loop": state}
 
 
-def world_without_mesh(strategy: Any) -> None:
+def join_without_mesh(strategy: Any) -> None:
     """Join the process group without Lightning's device mesh, whose groups nothing destroys."""
     strategy._setup_distributed()
 
 
-def without_anonymous(logger: Any) -> None:
+def remove_anonymous(logger: Any) -> None:
     """Leave ``anonymous`` out of wandb's arguments: wandb warns about it, whatever its value."""
     logger._wandb_init.pop("anonymous", None)

@@ -65,7 +65,7 @@ class Rows:
         metrics |= module.tally.read()
         metrics["parameter_norm"] = global_norm(p.detach() for p in module.parameters()).item()
         metrics["learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
-        metrics |= self.speed(module, phase, step, batch)
+        metrics |= self.lap(module, phase, step, batch)
         for name, value in trainer.logged_metrics.items():
             is_taken = name in COLUMNS  # a user's callback may log under a name of the run
             metrics[f"callback/{name}" if is_taken else name] = float(value)
@@ -77,11 +77,11 @@ class Rows:
             logger.log_metrics(metrics, step=step)
         self.progress.advance_to(step, loss=metrics["loss"])
 
-    def speed(
+    def lap(
         self, module: LanguageModule, phase: Phase, step: int, batch: Batch
     ) -> dict[str, float]:
-        """Return tokens per second since the last row; on a GPU also peak memory in GiB, and the
-        share of the dense peak of all ranks' GPUs if it is known."""
+        """Begin the next row, and return tokens per second since the last; on a GPU also peak
+        memory in GiB, and the share of the dense peak of all ranks' GPUs if it is known."""
         now = time.perf_counter()
         tokens = (step - self.last_step) * phase.tokens_per_step
         rate = tokens / (now - self.last_time)

@@ -29,7 +29,7 @@ from trainer.checkpoint import (
 from trainer.common.processes import current_ranks
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import StrategyName
-from trainer.training.internals import world_without_mesh
+from trainer.training.internals import join_without_mesh
 
 if TYPE_CHECKING:
     Base = Strategy
@@ -134,7 +134,7 @@ class Sharded(RunStrategy, ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group; the module has its own device mesh."""
-        world_without_mesh(self)
+        join_without_mesh(self)
 
 
 def make_strategy(name: StrategyName, device: torch.device) -> RunStrategy:

@@ -150,8 +150,9 @@ def make_report(
     config = run.config
     use_style(**asdict(config.plots))
     references = [*map(str, checkpoints), *beside]
-    C, adds_origins = config.evaluation.training_length, config.evaluation.enabled and not beside
-    measured = find_models(references, C, with_origins=adds_origins)
+    adds_origins = config.evaluation.enabled and not beside
+    unit = config.evaluation.training_length
+    measured = find_models(references, unit, with_origins=adds_origins)
     models = [model for model in measured if model.path in checkpoints]
     if config.evaluation.enabled:
         report = measure_models(

@@ -10,7 +10,7 @@ from trainer.checkpoint import read_state, regular_checkpoints
 from trainer.common.errors import UserError
 from trainer.common.processes import current_ranks
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.data.prepared import Manifest, of_all_texts, prepare
+from trainer.data.prepared import Manifest, prepare, shared_tokenizer
 from trainer.data.sources import cache_directory, source_of
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
 from trainer.model.config import check_vocabulary
@@ -34,7 +34,7 @@ def prepare_texts(run: Run) -> Iterator[str]:
     tokenizer = tokens_of_weights(run) or run.config.tokenizer
     for text in run.config.data.texts.values():
         directory = prepare(text, tokenizer)
-        tokenizer = of_all_texts(tokenizer, directory, cache_directory(text))
+        tokenizer = shared_tokenizer(tokenizer, directory, cache_directory(text))
         manifest = Manifest.load(directory)
         counts = ", ".join(f"{split} {count:,}" for split, count in manifest.tokens.items())
         title = source_of(text).title(text)
