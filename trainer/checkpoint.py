@@ -197,7 +197,10 @@ class Writer:
         permanent: Collection[int] = (),
         every: int | None = None,
     ) -> None:
-        self.directory, self.keep, self.permanent, self.every = directory, keep, permanent, every
+        self.directory = directory
+        self.keep = keep
+        self.permanent = permanent
+        self.every = every
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._work: Future[None] | None = None
         # Both threads would mix their collectives in the group of training.

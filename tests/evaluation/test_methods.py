@@ -26,6 +26,7 @@ from trainer.config import (
     WeightedRopeSettings,
 )
 from trainer.evaluation import dope
+from trainer.evaluation.method import METHODS, method
 from trainer.evaluation.methods import (
     applicable,
     known_methods,
@@ -428,3 +429,11 @@ def test_a_method_that_changes_no_model_is_named_with_the_reasons(models):
 def test_layers_are_checked_before_anything_is_measured(models):
     with pytest.raises(IndexError):
         applicable(models, EvaluationConfig(methods=["none", "yarn"], layers=[1, 5]))
+
+
+def test_a_plugins_method_replaces_none_of_another_file(monkeypatch):
+    monkeypatch.setattr("trainer.evaluation.method.METHODS", dict(METHODS))
+    for _ in range(2):  # a plugin may be run again
+        method("mine", "mine")(lambda layout, factor, config: layout)
+    with pytest.raises(UserError, match=r"'temperature' exists"):
+        method("temperature", "mine")(lambda layout, factor, config: layout)

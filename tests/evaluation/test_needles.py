@@ -17,6 +17,7 @@ from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
+from trainer.evaluation.held_out import Places
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, plain_words
 
@@ -108,7 +109,7 @@ def test_a_haystack_of_no_documents_is_refused():
 def with_places(sentences, words):
     """A haystack whose sentences and words begin at these tokens."""
     haystack = Haystack(None, ())
-    haystack.places = np.array(sentences, dtype=int), np.array(words, dtype=int)
+    haystack.places = Places(np.array(sentences, dtype=int), np.array(words, dtype=int))
     return haystack
 
 

@@ -111,3 +111,8 @@ def test_the_next_step_is_scaled_or_skipped(tiny_decoder, name):
     scale_or_skip_next_step(optimizer, torch.tensor(1.0), torch.tensor(True))
     optimizer.step()
     assert_equal(fresh, tiny_decoder())
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(tiny_decoder):
+    with pytest.raises(ValueError, match=r"optimizer: expected one of adamw, muon.*, got 'sgd'"):
+        make_optimizer(tiny_decoder(), "sgd")

@@ -339,8 +339,7 @@ def scaling_factors(spectrum: Spectrum, training_length: int, factor: float) -> 
 
 
 def attention_by_distance(heads: Heads, head: int) -> Array:
-    """Average attention ``[T]`` on the key 0, 1, 2, ... tokens back, over queries with such a key
-    (Fig. 7)."""
+    """Average attention ``[T]`` on the key 0, 1, ... tokens back over queries with one (Fig. 7)."""
     T = heads.q.shape[2]
     total = torch.zeros(T, dtype=torch.float64)
     back = torch.arange(T, device=heads.q.device)

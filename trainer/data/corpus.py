@@ -216,7 +216,7 @@ def prepare_corpus(
     Text that needs a network is prepared by a command of its own.
 
     ``wanted``: fingerprints of the texts as they were read before. A text that is prepared with its
-    fingerprint is used even if its source has changed since.
+    fingerprint is used even if its source has changed since. Another number of them has no effect.
 
     Raises:
         UserError: the text is not prepared, or too short.

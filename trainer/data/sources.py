@@ -76,8 +76,8 @@ def digest(value: Any) -> str:
 def _files_state(config: DataConfig) -> str:
     """Return a digest of the addresses elsewhere, and of the files on this machine."""
     names = list(_addresses(config, offline=True))
-    here = find_files(replace(config, files=[name for name in names if "://" not in name]))
-    return digest([[name for name in names if "://" in name], [_imprint(path) for path in here]])
+    paths = find_files(replace(config, files=[name for name in names if "://" not in name]))
+    return digest([[name for name in names if "://" in name], [_imprint(path) for path in paths]])
 
 
 def _imprint(path: str) -> list[str | int]:
@@ -212,12 +212,12 @@ def _without_descriptions(names: list[str]) -> list[str]:
     files = [name.rpartition("/") for name in names]
     described = {directory for directory, _, file in files if file == "dataset_info.json"}
     saved = {directory for directory, _, file in files if file == "state.json"} & described
-    kept = []
+    text_files = []
     for name, (directory, _, file) in zip(names, files, strict=True):
         is_data = directory not in saved or fnmatchcase(file, "data*.arrow")
         if is_data and file not in ("dataset_info.json", "dataset_dict.json"):
-            kept.append(name)
-    return kept
+            text_files.append(name)
+    return text_files
 
 
 def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:

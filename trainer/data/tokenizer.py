@@ -99,11 +99,14 @@ def special_tokens(
         _ids(tokenizer, values.get("eos_token_id")) for values in (config, generation)
     )
     eos = [*_ids(tokenizer, word), *of_config, *of_generation]
-    named, turns = _ids(tokenizer, TEXT_ENDS), _ids(tokenizer, TURN_ENDS)
+    named = _ids(tokenizer, TEXT_ENDS)
+    turns = _ids(tokenizer, TURN_ENDS)
     ends = [*(i for i in named if i in eos), *(i for i in eos if i not in turns), *named, *eos]
     first = own_first_token(tokenizer)
     if end is not None:
-        ends, first = [end], end if first is None else first
+        ends = [end]
+        if first is None:
+            first = end
     if not ends:
         raise UserError(
             "tokenizer.path: expected an end-of-text token such as <|endoftext|>, got none"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -22,6 +23,14 @@ NEAR = 0.05
 SENTENCE_ENDS = re.compile(r"""[.!?]["')\]]*$""")
 ANCHOR = "."
 """Text before another one, so that a tokenizer treats the latter as the middle of a text."""
+
+
+class Places(NamedTuple):
+    """Ascending indices of tokens that begin with white space, after a sentence or line, and after
+    any word."""
+
+    sentences: Integers
+    words: Integers
 
 
 @dataclass(eq=False)
@@ -74,7 +83,7 @@ class Haystack:
             raise UserError(
                 f"text: expected {length} tokens for a haystack, got {len(self.tokens)}"
             )
-        starts = np.concatenate([[0], self.places[0]])
+        starts = np.concatenate([[0], self.places.sentences])
         return int(starts[random.integers(np.searchsorted(starts, room, side="right"))])
 
     def place(self, begin: int, length: int, depth: float) -> int:
@@ -93,9 +102,8 @@ class Haystack:
         return wanted
 
     @cached_property
-    def places(self) -> tuple[Integers, Integers]:
-        """Ascending indices of tokens that begin with white space: after a sentence or line, and
-        after any word."""
+    def places(self) -> Places:
+        """Where to insert something, computed on first use."""
         ids, kinds = np.unique(self.tokens, return_inverse=True)
         known = len(self.tokenizer.decode(self._anchor))
         texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
@@ -104,7 +112,7 @@ class Haystack:
         breaks = np.array([text[:1] == "\n" for text in texts])[kinds]
         stops = np.array([bool(SENTENCE_ENDS.search(text.rstrip())) for text in texts])[kinds]
         ends = breaks[1:] | (opens[1:] & stops[:-1])
-        return ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1
+        return Places(ends.nonzero()[0] + 1, opens[1:].nonzero()[0] + 1)
 
     @cached_property
     def _anchor(self) -> list[int]:

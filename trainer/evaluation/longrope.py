@@ -150,8 +150,7 @@ def evolve(
     budget: int,
     generator: Generator,
 ) -> Candidate:
-    """Return the candidate of least ``loss`` of ``budget`` ones: the ``starts``, then descendants
-    of the best."""
+    """Return the candidate of least ``loss`` of ``budget`` ``starts`` and descendants."""
     waiting, misses = list(dict.fromkeys(starts)), 0
     tried: dict[Candidate, float] = {}
     while len(tried) < budget and misses < budget:

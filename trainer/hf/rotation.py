@@ -185,15 +185,15 @@ class Parts:
 
     def text_configs(self) -> list[Any]:
         """Return the configurations that have the text decoder's rotary parameters."""
-        found = {id(self.decoder.config): self.decoder.config}
+        configs = {id(self.decoder.config): self.decoder.config}
         inner = set(self.decoder.modules())
         for module, config in self.configs():
             if module in inner and getattr(config, "rope_parameters", None):
-                found[id(config)] = config
+                configs[id(config)] = config
         text = self.top.config.get_text_config(decoder=True)
         if getattr(text, "rope_parameters", None):
-            found[id(text)] = text
-        return list(found.values())
+            configs[id(text)] = text
+        return list(configs.values())
 
 
 def find_parts(model: nn.Module) -> Parts:
@@ -202,7 +202,7 @@ def find_parts(model: nn.Module) -> Parts:
     Raises:
         ValueError: there is no rotary encoding, or that of several models.
     """
-    found: list[Parts] = []
+    models: list[Parts] = []
     seen: set[nn.Module] = set()
     for module in model.modules():
         if module in seen or not isinstance(module, PreTrainedModel):
@@ -213,17 +213,17 @@ def find_parts(model: nn.Module) -> Parts:
             decoder = module.base_model
         rotary = [part for part in decoder.modules() if _has_frequencies(part)]
         if rotary:
-            found.append(Parts(module, decoder, rotary))
+            models.append(Parts(module, decoder, rotary))
     name = type(model).__name__
-    if not found:
+    if not models:
         raise ValueError(f"{name} has no rotary frequencies (inv_freq) of transformers")
-    if len(found) > 1:
-        found = [parts for parts in found if _is_trained(parts.top)]
-    if len(found) != 1:
+    if len(models) > 1:
+        models = [parts for parts in models if _is_trained(parts.top)]
+    if len(models) != 1:
         raise ValueError(
             f"{name} holds several models of transformers: expected one that is trained"
         )
-    return found[0]
+    return models[0]
 
 
 def _has_frequencies(module: nn.Module) -> bool:
@@ -250,12 +250,12 @@ def _describes_no_rotation(config: Any) -> bool:
 def adapters_in(model: nn.Module) -> list[Any]:
     """Return the configurations of peft's adapters of the model of transformers in ``model``."""
     top = find_parts(model).top
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         if isinstance(adapters, dict) and top in set(module.modules()):
-            found.update({id(adapter): adapter for adapter in adapters.values()})
-    return list(found.values())
+            configs.update({id(adapter): adapter for adapter in adapters.values()})
+    return list(configs.values())
 
 
 def rope_parameters_written(parts: Parts) -> Parameters:
@@ -320,17 +320,17 @@ def _forms(parts: Parts) -> Iterator[Parameters]:
 
 def _changed(form: Parameters, old: Parameters) -> Parameters:
     """Return ``old`` with the frequencies of ``form``."""
-    kept = {key: deepcopy(value) for key, value in old.items() if key not in FREQUENCY_KEYS}
+    parameters = {key: deepcopy(value) for key, value in old.items() if key not in FREQUENCY_KEYS}
     rope_type = old.get("rope_type", "default")
     if rope_type == "proportional":  # its frequencies are as many as a whole head's
-        kept.pop("partial_rotary_factor", None)
+        parameters.pop("partial_rotary_factor", None)
     # DeepSeek multiplies scores by (0.1 mscale_all_dim log(factor) + 1)^2, unless it is "default".
-    if kept.get("mscale_all_dim"):
+    if parameters.get("mscale_all_dim"):
         factor = old.get("factor") or 1.0
         log = 0.0 if rope_type == "default" else math.log(max(factor, 1.0))
-        kept["mscale_all_dim"] *= log / math.log(FACTOR)
+        parameters["mscale_all_dim"] *= log / math.log(FACTOR)
     scales = {key: 1.0 for key in ("short_mscale", "long_mscale") if key in old}
-    return {ORIGINAL_LENGTH: NO_ROTATION[ORIGINAL_LENGTH]} | kept | scales | form
+    return {ORIGINAL_LENGTH: NO_ROTATION[ORIGINAL_LENGTH]} | parameters | scales | form
 
 
 @torch.no_grad()

@@ -130,10 +130,10 @@ def _completed(text: str, architecture: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     values = json.loads(text)
-    given = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
-    stated = given, given.get("rope_parameters") or {}
+    config_values = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
+    stated = config_values, config_values.get("rope_parameters") or {}
     bases = [place["rope_theta"] for place in stated if place.get("rope_theta") is not None]
-    config = CONFIG_MAPPING[architecture.removesuffix("ForCausalLM").lower()](**given)
+    config = CONFIG_MAPPING[architecture.removesuffix("ForCausalLM").lower()](**config_values)
     config.standardize_rope_params()  # takes original_max_position_embeddings from beside them
     completed: dict[str, Any] = config.to_dict()
     base = completed["rope_parameters"]["rope_theta"]

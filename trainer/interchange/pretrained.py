@@ -115,11 +115,12 @@ def read_pretrained(location: str) -> Pretrained:
     path = find_pretrained(location)
     values, tokenizer, files = read_config(path), read_tokenizer(path), read_token_files(path)
     config, layout = shape_and_layout(values)
-    tensors, given = {}, {}
+    tensors, saved_shapes = {}, {}
     for key, (file, size) in read_headers(path).items():
         if not is_unused(values, key):
             name = key.removeprefix("model.")
-            tensors[name], given[name] = partial(read_tensor, file, key), tuple(size)
+            tensors[name] = partial(read_tensor, file, key)
+            saved_shapes[name] = tuple(size)
     with torch.device("meta"):
         shapes = {
             name: tuple(parameter.shape)
@@ -127,9 +128,10 @@ def read_pretrained(location: str) -> Pretrained:
             if not is_disabled_norm(name, layout)
         }
     redundant = "rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else [])
-    given = {n: size for n, size in given.items() if n in shapes or not n.endswith(redundant)}
-    for name, _ in sorted(shapes.items() ^ given.items()):
-        expected, got = shapes.get(name), given.get(name)
+    for name, _ in sorted(shapes.items() ^ saved_shapes.items()):
+        if name not in shapes and name.endswith(redundant):
+            continue
+        expected, got = shapes.get(name), saved_shapes.get(name)
         raise UserError(f"{location}: tensor {name}: expected the shape {expected}, got {got}")
     tied_head = tensors.get("lm_head.weight") if config.tie_word_embeddings else None
     if tied_head and not torch.equal(tied_head(), tensors["embed_tokens.weight"]()):

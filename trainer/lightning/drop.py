@@ -61,8 +61,7 @@ def apply_change(
 
 
 def losses_of(model: Decoder, probe: Sequence[Tensor]) -> list[float]:
-    """Return the mean loss of each sequence of a probe, see :func:`apply_change`; every rank reads
-    all."""
+    """Return the loss of each sequence of a probe (:func:`apply_change`), which all ranks read."""
     losses: list[float] = []
     with evaluating(model):
         for ids in probe:

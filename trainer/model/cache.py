@@ -66,8 +66,7 @@ class KVCache:
         )
 
     def fill(self, begins: tuple[int, ...], length: int) -> None:
-        """Mark all rows as filled from ``begins`` to ``length``, after filling them by
-        :meth:`part`."""
+        """Mark all rows as filled (by :meth:`part`) from ``begins`` to ``length``."""
         self.begins = begins if any(begins) else ()
         for layer in self.layers:
             layer.length = length

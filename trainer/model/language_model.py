@@ -163,8 +163,7 @@ class LanguageModel(nn.Module, ABC):
         last: int | None = None,
         **options: Any,
     ) -> Iterator[Tensor]:
-        """Yield the states of one chunk after the other, without positions before the ``last``
-        ones."""
+        """Yield the states of the ``last`` positions, one chunk after the other."""
         if self.prefill_chunk is None or ids.shape[1] <= self.prefill_chunk:
             yield self.hidden_states(ids, cache=cache, length=length, last=last, **options)
             return

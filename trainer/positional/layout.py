@@ -171,8 +171,7 @@ class Layout:
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None
     ) -> Layout:
-        """Slow the rotations of ``layers`` with the length of each sequence, ``growth`` times as
-        fast."""
+        """Slow the rotations of ``layers`` with the sequence's length, ``growth`` times as fast."""
         start = self.longest
         return self.map(lambda s: dynamic(s, rescaling, start, growth), layers)
 

@@ -54,12 +54,16 @@ def write_renderings(report: Report, directory: Path) -> None:
     shown = tables(report)
     write_tables(shown, directory / "tables")
     counts = Counter(VERDICTS[observation.shown] for observation in report.observations)
+    answer = answer_of(report)
+    explains_yarn = False
+    if answer is not None and answer.rival is not None:
+        explains_yarn = answer.task == STATEMENTS and answer.rival[1] == "yarn"
     _write(
         "report.html.j2",
         directory,
         report=report,
         lead=sentence(report),
-        explains_yarn=_leads_by_yarn(report),
+        explains_yarn=explains_yarn,
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
         tables=shown,
@@ -142,11 +146,3 @@ def _cell(value: Any) -> str:
             return ""
         return f"{value:,.0f}" if value.is_integer() else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _leads_by_yarn(report: Report) -> bool:
-    """Whether YaRN is the best other method in the task of the training sequences."""
-    answer = answer_of(report)
-    if answer is None or answer.rival is None:
-        return False
-    return answer.task == STATEMENTS and answer.rival[1] == "yarn"

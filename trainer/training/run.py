@@ -94,8 +94,7 @@ class RunCallback(Checkpoint):
     def on_train_start(  # type: ignore[override]  # our trainers have no other module
         self, trainer: L.Trainer, module: LanguageModule
     ) -> None:
-        """Check states that checkpoints will hold, measure trained weights as they are, and start
-        the clock."""
+        """Check states that checkpoints will hold, measure trained weights, and start the clock."""
         callbacks: list[L.Callback] = getattr(trainer, "callbacks")  # noqa: B009 - not declared
         for callback in callbacks:
             split_tensors(callback.state_dict(), f"callbacks.{callback.state_key}", {})

@@ -134,8 +134,7 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
 
 
 def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel | None:
-    """Return the model to compare with, if any: ``compare``, or the run's checkpoint from before
-    its drop."""
+    """Return the model to compare with, if any: ``compare``, or the run's from before its drop."""
     if request.compare is not None:
         other = find_model(request.compare)
         words = [c.tokens.tokenizer.get_vocab(with_added_tokens=False) for c in (saved, other)]
