@@ -93,13 +93,12 @@ def test_batches_divide_among_ranks_or_are_refused(batch, micro, processes, fits
     ("changes", "drops"),
     [
         ({}, False),
-        ({"drop": {"at": 5, "layers": [0]}}, False),
-        ({"model": {"qk_norm": {"when": "after_drop"}}}, True),
+        ({"model": {"qk_norm": {"when": "after_drop"}}}, False),
         ({"drop": {"at": 5, "windows": [16]}}, True),
         ({"drop": {"at": 5, "to": "alibi"}}, True),
     ],
 )
-def test_a_drop_of_nope_counts_if_the_layout_changes(changes, drops):
+def test_a_drop_of_nope_counts_if_it_changes_the_encoding(changes, drops):
     values = {"positional": {"layers": ["nope"]}, "drop": {"at": 5}, "trainer": {"max_steps": 9}}
     run = parse(merged(values, changes))
     assert (run.phases.drop_step == 5) is drops

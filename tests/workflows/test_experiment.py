@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -20,7 +19,6 @@ from trainer.runs.models import name_and_role, without_home
 from trainer.runs.parsing import merged, parse
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
-    branch_checkpoint,
     check_machine,
     is_finished,
     run_experiment,
@@ -42,14 +40,8 @@ def test_a_control_has_the_label_of_its_encoding_and_branches_off_the_run():
     run = parse({**values, "controls": controls})
     labels = {name: label_of(each) for name, each in run.runs.items()}
     assert labels == {"main": "DroPE", "rope": "RoPE", "early": "DroPE", "nope": "NoPE"}
-    checkpoints = Path("runs/x/checkpoints")
-    branches = {name: branch_checkpoint(run, each) for name, each in run.runs.items()}
-    assert branches == {
-        "main": None,
-        "rope": checkpoints / "before-drop",
-        "early": checkpoints / "step-000003",
-        "nope": None,
-    }
+    branches = {name: each.branch for name, each in run.runs.items()}
+    assert branches == {"main": None, "rope": "drop", "early": 3, "nope": None}
 
 
 def test_an_encoding_without_rotation_has_nothing_to_drop():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
-from trainer.config import MAIN, SAME, DataConfig, NeedlesConfig, RunConfig
+from trainer.config import MAIN, DataConfig, NeedlesConfig, RunConfig
 from trainer.model.config import ModelConfig, check_shape
 from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
@@ -60,7 +60,7 @@ def parse(values: dict[str, Any]) -> Run:
     for phase in phases:
         phase.micro_batches()
         layout = layout_of_phase(config, phase, layout)
-    if not config.phases and config.drop.to != SAME and layout == first:
+    if _drops_nothing(config):
         config = replace(config, drop=replace(config.drop, at=None))
         phases = phases_of(config)
     run = Run(config, phases, first, weights)
@@ -98,6 +98,15 @@ def _trained_shape(model: ModelConfig, weights: Pretrained) -> ModelConfig:
         from_pretrained=model.from_pretrained,
         from_run=model.from_run,
     )
+
+
+def _drops_nothing(config: RunConfig) -> bool:
+    """Whether the run has the encoding that takes the place of the dropped one from the start."""
+    drop, positional = config.drop, config.positional
+    if config.phases or config.model.from_pretrained is not None or drop.windows:
+        return False
+    names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
+    return names == {drop.to}
 
 
 def _check_run(config: RunConfig) -> None:
