@@ -131,8 +131,10 @@ def head_vectors(heads: Heads, head: int) -> dict[Side, Tensor]:
 
 
 def pair_counts(encoding: LayerEncoding, heads: int, head_dim: int) -> tuple[int, ...]:
-    """Count the rotary pairs of each of ``heads`` query or key heads of a layer, of which pair m of
-    M is channels m and m + M; a head without rotation counts as if all its channels rotated."""
+    """Return the number of rotary pairs of each of ``heads`` query or key heads of a layer.
+
+    A head without rotation counts as if all its channels rotated.
+    """
     per_key = heads // len(encoding.spectra)
     counts: list[int] = []
     for spectrum in encoding.spectra:

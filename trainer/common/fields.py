@@ -43,7 +43,7 @@ def validated(schema: type[T], values: dict[str, Any], prefix: str = "") -> T:
     try:
         return adapter(schema).validate_python(values)
     except ValidationError as error:
-        # Of the types of a union the last one is named.
+        # A union gives an error for each of its types: keep the last.
         problems = {_key_of(e, values): f"{e['msg']}, got {e['input']!r}" for e in error.errors()}
         lines = (f"{prefix}{key}: {problem}" for key, problem in problems.items())
         raise UserError("\n".join(lines)) from None

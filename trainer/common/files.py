@@ -46,7 +46,7 @@ def synchronise(directory: Path) -> None:
 
 @contextmanager
 def expecting(content: str, path: Path) -> Iterator[None]:
-    """Name ``path`` in the errors of a parser within the block.
+    """Raise a parser's errors within the block with the path of the file.
 
     Raises:
         UserError: it holds something else than ``content``.

@@ -42,8 +42,11 @@ class Cell(NamedTuple):
 
 
 class Setup(NamedTuple):
-    """What all cells share: ``config`` of methods and computation, ``text`` of fits, ``store`` of
-    layouts and values, and ``device``, "cpu" or "cuda"."""
+    """Settings shared by all cells.
+
+    ``config``: of methods and computation. ``text``: of fits. ``store``: of layouts and values.
+    ``device``: "cpu" or "cuda".
+    """
 
     config: EvaluationConfig
     text: FitText

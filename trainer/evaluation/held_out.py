@@ -103,7 +103,7 @@ class Haystack:
 
     @cached_property
     def places(self) -> Places:
-        """Where to insert something, computed on first use."""
+        """Indices at which a needle may be inserted; computed on first use."""
         ids, kinds = np.unique(self.tokens, return_inverse=True)
         known = len(self.tokenizer.decode(self._anchor))
         texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])

@@ -107,7 +107,8 @@ def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float
     # Padded on the right, which causal models do not see.
     rows = [[*context, *new[:-1], *[0] * (last - len(new))] for context, new in requests]
     ids = torch.tensor(rows, device=model.device)
-    contexts = {context: row for row, context in enumerate(dict.fromkeys(c for c, _ in requests))}
+    distinct = dict.fromkeys(context for context, _ in requests)
+    contexts = {context: row for row, context in enumerate(distinct)}
     if length > 1 and len(contexts) < len(requests):
         begin = length - 1  # the state of the last token of the context predicts the first token
         before = torch.tensor([context[:-1] for context in contexts], device=model.device)

@@ -230,8 +230,10 @@ def with_factors(layout: Layout, factors: Candidate, layers: LayerChoice = None)
 
 
 def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request]:
-    """Make texts of ``length`` tokens that state a number once, at the depth (n + 1/2) / N in text
-    n of N, and end with the question of the task ``standard`` and this number, which is asked for.
+    """Make ``count`` texts of ``length`` tokens that state a number once, and end with the question
+    of the task ``standard`` and this number.
+
+    The depth of the number in text n of N is (n + 1/2) / N.
 
     Raises:
         UserError: the needle does not fit the length, or the text is too short.

@@ -21,10 +21,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Method:
-    """``title``: in tables. ``apply``: maps a layout, a factor s and the configuration to a layout;
-    if it ``is_fitted``, see :func:`~trainer.evaluation.temperature.fit_temperature`. ``needs``: of
-    the model.
-    ``is_joint``: whether one fit depends on all lengths of the evaluation."""
+    """Change of a model's layout for an extension factor s.
+
+    ``title``: in tables. ``apply``: maps a layout, s and the configuration to a layout; if it
+    ``is_fitted``, see :func:`~trainer.evaluation.temperature.fit_temperature`. ``needs``: of the
+    model. ``is_joint``: whether one fit depends on all lengths of the evaluation.
+    """
 
     title: str
     apply: Callable[..., Any]

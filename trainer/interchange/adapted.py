@@ -226,7 +226,8 @@ def rotation_of(
         cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
         turning = spectrum.rotary_dim
         # The pairs are halves or neighbours of the first or the last channels.
-        for start in (0, size - turning) if turning <= size else ():
+        starts = (0, size - turning) if turning <= size else ()
+        for start in starts:
             channels = range(start, start + turning)
             still = [*range(start), *range(start + turning, size)]
             for pairs in (channels, chain(channels[::2], channels[1::2])):
@@ -426,11 +427,11 @@ class AdaptedModel(LanguageModel):
     def empty_cache(self, rows: int, capacity: int) -> KVCache:
         """Allocate a cache for ``capacity`` tokens in each of ``rows``."""
         like = torch.empty(0, dtype=self.hf.dtype, device=self.device)
-        layers = (
-            [like.new_zeros(rows, heads, capacity, size) for heads, size in shapes]
-            for shapes in self._cached
-        )
-        return KVCache([LayerCache(keys, values) for keys, values in layers])
+        layers = []
+        for shapes in self._cached:
+            keys, values = (like.new_zeros(rows, n, capacity, size) for n, size in shapes)
+            layers.append(LayerCache(keys, values))
+        return KVCache(layers)
 
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:

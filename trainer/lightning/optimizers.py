@@ -56,8 +56,8 @@ def muon(
     matrices, *rest = groups
     if any(isinstance(matrix, DTensor) for matrix in matrices["params"]):
         raise ValueError("optimizer: muon needs whole matrices (one process or DDP)")
-    adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
-    return MuonWithAdamW(matrices | {"lr": muon_lr, "momentum": MOMENTUM}, adamw)
+    of_rest = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
+    return MuonWithAdamW(matrices | {"lr": muon_lr, "momentum": MOMENTUM}, of_rest)
 
 
 def make_optimizer(
@@ -89,10 +89,10 @@ def make_optimizer(
     ]
     if name not in OPTIMIZERS:
         raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
-    optimizer = OPTIMIZERS[name](groups, **settings)
-    for group in optimizer.param_groups:
+    result = OPTIMIZERS[name](groups, **settings)
+    for group in result.param_groups:
         group["initial_lr"] = group["lr"]
-    return optimizer
+    return result
 
 
 def global_norm(tensors: Iterable[Tensor]) -> Tensor:

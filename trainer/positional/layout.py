@@ -197,18 +197,13 @@ class Layout:
     def from_dict(cls, values: dict[str, Any]) -> Layout:
         """Build a layout from values of :meth:`to_dict`."""
         spectra = adapter(list[Spectrum]).validate_python(values["spectra"])
-        return cls(
-            values["training_length"],
-            tuple(
-                LayerEncoding(
-                    tuple(spectra[i] for i, heads in layer["groups"] for _ in range(heads)),
-                    layer["window"],
-                    layer["qk_norm"],
-                )
-                for layer in values["layers"]
-            ),
-            values["reach"],
-        )
+        layers = []
+        for layer in values["layers"]:
+            of_heads: list[Spectrum] = []
+            for index, heads in layer["groups"]:
+                of_heads += [spectra[index]] * heads
+            layers.append(LayerEncoding(tuple(of_heads), layer["window"], layer["qk_norm"]))
+        return cls(values["training_length"], tuple(layers), values["reach"])
 
 
 def uniform(
