@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,7 +62,11 @@ def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeyp
         loss = original(module, batch, index)
         return loss * float("nan") if module.global_step >= 7 else loss
 
+    def slow_disk(path):
+        time.sleep(0.1)
+
     monkeypatch.setattr(LanguageModule, "training_step", broken)
+    monkeypatch.setattr("trainer.checkpoint.synchronise", slow_disk)
     monkeypatch.setattr("trainer.training.run.MOST_SKIPPED", 4)
     message = r"not finite in steps 8 to 11; the last healthy checkpoint is \S+/step-000007"
     changes = {"log_every": 100, "checkpoint_every": 1, "keep_checkpoints": 1}

@@ -184,6 +184,7 @@ class RunCallback(Checkpoint):
         if has_failed:
             self.writer.wait()  # raises its error
         if is_diverging and not self.run.is_control:
+            self.writer.wait()  # the newest healthy checkpoint may be on its way to disk
             check_divergence(module.tally.skipped_in_a_row(), step, self.writer.directory)
         stops = any(reasons)
         must_save = step == self.phase.end or step in self.run.kept_steps or stops
