@@ -161,8 +161,22 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(saved, harm, pat
     assert newest_checkpoint(directory) == directory / "step-000003"
     assert regular_checkpoints(directory) == [directory / "step-000003"]
     harm(next((directory / "step-000003").glob(pattern)))
-    with pytest.raises(UserError, match="are damaged"):
+    for _ in range(2):  # the next start does not begin anew either
+        with pytest.raises(UserError, match="are damaged"):
+            newest_checkpoint(directory)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(saved, monkeypatch):
+    directory = saved[2]
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(PermissionError):
         newest_checkpoint(directory)
+    monkeypatch.undo()
+    assert newest_checkpoint(directory) == directory / "step-000003"
 
 
 @pytest.mark.parametrize("removed", [[], ["*.safetensors"], [STATE]])
@@ -258,10 +272,12 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(saved, monkeypatch
     [
         {0: torch.zeros(1), "0": torch.ones(1)},
         {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}},
+        {(1, 2): 3},
+        {torch.float32: 3},
     ],
 )
-def test_tensors_of_one_path_are_refused(value):
-    with pytest.raises(UserError, match=r"state\."):
+def test_what_could_not_be_read_again_is_refused(value):
+    with pytest.raises(UserError, match="state"):
         split_tensors(value, "state", {})
 
 

@@ -52,6 +52,7 @@ FORMAT = 5
 STATE = "state.json"
 MANIFEST = "manifest.json"
 BEFORE_DROP = "before-drop"
+DAMAGED = "damaged-"
 FILE_BYTES = 2**27
 """Bytes of a rank's tensors in one file: safetensors makes a copy of a file's contents."""
 
@@ -83,8 +84,8 @@ def split_tensors(value: Any, path: str, tensors: Tensors) -> Any:
     """Return ``value`` as JSON can hold it, and put its tensors into ``tensors`` by their paths.
 
     Raises:
-        UserError: a part of it is not a number, string, list, tuple, dictionary or tensor, or two
-            tensors have one path, as in ``{0: x, "0": y}``.
+        UserError: a part of it is not a number, string, list, tuple, tensor or dictionary of
+            strings or numbers, or two tensors have one path, as in ``{0: x, "0": y}``.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -96,14 +97,14 @@ def split_tensors(value: Any, path: str, tensors: Tensors) -> Any:
     if isinstance(value, list | tuple):
         parts = [split_tensors(x, f"{path}.{i}", tensors) for i, x in enumerate(value)]
         return {TUPLE: parts} if isinstance(value, tuple) else parts
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and all(isinstance(key, str | int | float) for key in value):
         items = [[key, split_tensors(x, f"{path}.{key}", tensors)] for key, x in value.items()]
         if all(isinstance(key, str) for key in value):
             return dict(items)
         return {ITEMS: items}
     raise UserError(
         f"checkpoint: {path} is a {type(value).__name__}; expected numbers, strings, lists, "
-        "tuples, dictionaries and tensors"
+        "tuples, tensors and dictionaries of strings or numbers"
     )
 
 
@@ -159,7 +160,7 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
     """Load weights and optimizer state, whatever strategy wrote them.
 
     Raises:
-        RuntimeError, ValueError: a parameter is missing, or has another shape.
+        RuntimeError, ValueError, KeyError: a parameter is missing, or has another shape.
     """
     reader, parameters = dcp.HuggingFaceStorageReader(str(path)), dict(model.named_parameters())
     tensors = weights_of(model)
@@ -384,8 +385,8 @@ def _is_share_sound(path: Path) -> bool:
         names = sorted(manifest)[ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor() as pool:
             described = [*pool.map(_described, [path / name for name in names])]
-    except (OSError, ValueError):  # a file is missing or a directory, or the manifest is not JSON
-        return False
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return False  # an error of the disk or of rights is not damage: nothing is renamed
     return described == [manifest[name] for name in names]
 
 
@@ -395,7 +396,8 @@ def newest_checkpoint(directory: Path) -> Path | None:
     Damaged ones are renamed, so that they are not found again. All ranks call this together.
 
     Raises:
-        UserError: there are checkpoints, and all are damaged.
+        UserError: there are checkpoints, and all are damaged, now or at an earlier call.
+        OSError: one cannot be read.
     """
     paths = on_rank_zero(lambda: [*directory.glob(BEFORE_DROP), *regular_checkpoints(directory)])
     for path in reversed(paths):
@@ -408,13 +410,16 @@ def newest_checkpoint(directory: Path) -> Path | None:
         if path.name == BEFORE_DROP:
             log.warning("Only %s is left of the run's checkpoints", BEFORE_DROP)
         return path
-    if paths:
-        raise UserError(f"checkpoint: all in {str(directory)!r} are damaged")
+    damaged = on_rank_zero(lambda: [*directory.glob(f"{DAMAGED}*")])
+    if damaged:
+        raise UserError(
+            f"checkpoint: all in {str(directory)!r} are damaged; overwrite=true starts again"
+        )
     return None
 
 
 def _put_aside(path: Path) -> None:
-    target = path.with_name(f"damaged-{path.name}")
+    target = path.with_name(f"{DAMAGED}{path.name}")
     shutil.rmtree(target, ignore_errors=True)
     path.rename(target)
 

@@ -8,12 +8,19 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from trainer.common.fields import Share, configuration, validated
 from trainer.common.schedule import Schedule, schedule
 from trainer.model.config import ModelConfig
-from trainer.positional.config import PositionalConfig
+from trainer.positional.config import PositionalConfig, Windows
 from trainer.positional.layout import LayerChoice
 
 Length = Annotated[int, Field(ge=2)]
@@ -22,7 +29,9 @@ MISSING = "???"
 """Value of a key that has to be given, as Hydra writes it."""
 Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$")]
 """Name of a run, a phase or a control, and of a directory."""
-Names = Annotated[list[str], Field(min_length=1)]
+Distinct = Annotated[list[str], AfterValidator(lambda names: [*dict.fromkeys(names)])]
+"""Names, each once."""
+Names = Annotated[Distinct, Field(min_length=1)]
 """At least one name."""
 MAIN = "main"
 """Name of the run itself among its controls."""
@@ -160,7 +169,7 @@ class ChangeConfig:
     to: str = "nope"
     """Encoding that takes the place, named as in positional; same (with drop.at): nothing is
     dropped, but schedule and optimizer are those of a drop, as a control of one."""
-    windows: list[PositiveInt | None] | None = None
+    windows: Windows | None = None
     """Sliding windows of all layers from the drop on, as positional.windows; null: those before."""
     qk_norm_gain: Literal["one", "matched"] = "one"
     """Gain of a QK-norm that comes on: one, or matched (to queries and keys before it)."""
@@ -282,7 +291,7 @@ class BenchmarksConfig:
 
     every: PositiveInt | None = None
     """Steps between them; null: never."""
-    tasks: list[str] = field(default_factory=list)
+    tasks: Distinct = field(default_factory=list)
     """Tasks on validation text, named as in evaluation.tasks."""
     lengths: list[PositiveFloat] = field(default_factory=lambda: [1.0, 2.0])
     """Lengths of these tasks, in multiples of the training length."""
@@ -411,7 +420,7 @@ class NeedleTaskSettings:
 class RulerSettings:
     """Settings of ruler."""
 
-    tasks: list[str] = field(default_factory=list)
+    tasks: Distinct = field(default_factory=list)
     """Tasks of RULER, such as niah_single_1, vt, qa_1; []: all 13."""
     trials: PositiveInt = 500
     """Prompts of a task and length."""
@@ -427,7 +436,7 @@ class LongBenchSettings:
 
     directory: str | None = None
     """Directory of TASK.jsonl; null: the archive that the hub distributes."""
-    tasks: list[str] = field(default_factory=list)
+    tasks: Distinct = field(default_factory=list)
     """Tasks of LongBench, such as hotpotqa; []: the 14 that RoPE-ID averages (App. A.8)."""
 
 
@@ -449,7 +458,7 @@ class MultipleChoiceSettings:
 
     directory: str | None = None
     """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
-    tasks: list[str] = field(
+    tasks: Distinct = field(
         default_factory=lambda: [
             *("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande")
         ]
@@ -461,7 +470,7 @@ class MultipleChoiceSettings:
 class HarnessSettings:
     """Settings of harness."""
 
-    tasks: list[str] = field(default_factory=list)
+    tasks: Distinct = field(default_factory=list)
     """Tasks and groups of lm-eval, which gets their data from the hub."""
 
 

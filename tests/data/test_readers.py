@@ -182,6 +182,7 @@ BROKEN = [
     ("a.jsonl", (ROW * 3).encode() + b'{"text": "\xff"}\n', 4),
     ("a.jsonl", (ROW * 3).encode("utf-16"), 1),
     ("a.json", "[" + ROW, 1),
+    ("a.json", '[{"text": "first"},\n{"text": "second"},\n{"body": "third"}]', 3),
     ("a.json", '[{"body": "text"}]', 1),
     ("a.csv", "body,id\ntext,1\n", 1),
     ("a.csv", "text,text\nwhich,one\n", 1),

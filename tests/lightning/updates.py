@@ -7,12 +7,14 @@ import copy
 import sys
 
 import lightning as L
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from trainer.common.errors import UserError
 from trainer.common.processes import current_ranks
 from trainer.lightning import LanguageModule, strategy
 from trainer.lightning import module as language_module
@@ -111,11 +113,27 @@ def train_plainly(model, optimizers, steps, clip):
 
 def main(name):
     torch.set_num_threads(1)
+    if name == "fsdp2":
+        fit_twice()
     if name == "hsdp":
         mesh_of_ranks = strategy.mesh_of_ranks
         language_module.mesh_of_ranks = lambda device: mesh_of_ranks(device, 1)
     for kind in (Smooth, Unfused):
         compare(kind, name)
+
+
+def fit_twice():
+    """Validate and train again. Lightning's own sizes, where ranks share data, are refused."""
+    sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    module = LanguageModule(decoder(), 1e-2)
+    trainer = fit(module, micro_batches(), strategy=ModelParallelStrategy(**sizes), devices=2)
+    steps = trainer.global_step
+    trainer.validate(module, DataLoader(micro_batches(), batch_size=None), verbose=False)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, DataLoader(micro_batches(), batch_size=None))
+    assert trainer.global_step == 2 * steps
+    with pytest.raises(UserError, match="tensor_parallel_size=1"):
+        fit(module, micro_batches(), strategy=ModelParallelStrategy(), devices=2)
 
 
 def compare(kind, name):

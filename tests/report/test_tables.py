@@ -77,6 +77,11 @@ def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     assert perplexity(1e4) == math.inf
 
 
+def test_a_loss_that_is_not_finite_was_measured():
+    (losses,) = tables(report(loss(3.0), loss([3.0, math.nan], "DroPE")))
+    assert [entries[0].value for _, entries in losses.rows] == ["20.09", "not finite"]
+
+
 def test_rows_of_equal_means_are_all_best():
     """(4 / 11 + 5 / 11) / 3 and (1 / 11 + 4 / 11 + 4 / 11) / 3 differ as floats."""
 
@@ -102,12 +107,13 @@ ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "len
        "factor": 1.0, "metric": "score", "value": 0.5, "low": 0.25, "high": 0.75}  # fmt: skip
 
 
-def run(place, *rows, evaluation=False, text="one"):
+def run(place, *rows, evaluation=False, text="one", C=64):
+    facts = {"environment": {"corpus": text}, "training_length": C}
     results = place / "evaluation" if evaluation else place
     results.mkdir(parents=True)
     table = pd.DataFrame([ROW | row for row in rows])
     table.to_csv(results / "results.csv", index=False)
-    (results / "facts.json").write_text(json.dumps({"environment": {"corpus": text}}))
+    (results / "facts.json").write_text(json.dumps(facts))
     return str(place)
 
 
@@ -130,6 +136,15 @@ def test_runs_whose_directories_have_one_name_have_their_paths(tmp_path):
     runs = [run(tmp_path / place / "a", {}) for place in "xy"]
     (scores,) = compare(runs)
     assert [name for name, _ in scores.rows] == [f"{path}: RoPE" for path in runs]
+
+
+def test_a_length_of_runs_of_other_training_lengths_has_a_factor_for_each(tmp_path):
+    loss = {"task": "perplexity", "metric": "loss", "value": 3.25, "low": None, "high": None}
+    far, near = {"length": 512, "factor": 8.0}, {"length": 512, "factor": 4.0}
+    runs = [run(tmp_path / "a", far, loss | far), run(tmp_path / "b", near, loss | near, C=128)]
+    scores, *losses = compare(runs)
+    assert scores.columns == (("512 tokens", "8× or 4×"),)
+    assert [table.columns[0][1] for table in losses] == ["8×", "4×"]  # of other tokens
 
 
 def test_losses_on_different_texts_stand_in_different_tables(tmp_path):

@@ -29,7 +29,8 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
         analyses("offset_features")
     (results,) = analyses("synthetic")
     assert results.key == "synthetic"
-    assert analyses("drop") == []
+    with pytest.raises(UserError, match=r"^compare: analysis 'drop'"):
+        analyses("drop")
 
 
 END = 10**6

@@ -210,6 +210,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     ("changes", "said"),
     [
         ({"tasks": ["standard"]}, "tokens for needles and a question, got 32"),
+        ({"lengths": [0.01, 1]}, "evaluation.lengths: expected 2 tokens or more, got 0"),
         ({"lengths": [1, 500]}, "expected 16000 tokens of held-out text or more, got"),
         ({"tasks": ["ruler"]}, "tokens for niah_single_1, got 32"),
         (

@@ -86,9 +86,10 @@ def quotas(weights: Sequence[float]) -> list[int]:
 
 
 def assigned(seed: int, counters: Integers, counts: Sequence[int]) -> tuple[Integers, Integers]:
-    """Return each sample's text, and the number of earlier samples of that text.
+    """Return each sample's text, and its number among the samples of that text.
 
-    ``counts``: :func:`quotas` of the texts, which every period holds in a new random order.
+    A text's samples of one period have consecutive numbers, in random order. ``counts``:
+    :func:`quotas` of the texts, which every period holds in a new random order.
     """
     if len(counts) == 1:
         return np.zeros_like(counters), counters

@@ -29,7 +29,7 @@ UNREADABLE = OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.erro
 
 Rows = Iterator[tuple[int, Any]]
 """Values of a column (None: nothing), each with the number of lines that end with it; lines of a
-table are its rows."""
+table or of a JSON list are its rows."""
 
 
 def read_column(path: str, column: str) -> Iterator[str | None]:
@@ -136,8 +136,8 @@ def _read_json(file: BinaryIO, column: str) -> Rows:
     decoded = _decoded(file)
     first = decoded.readline()
     if first.lstrip().startswith("["):
-        for row in _parsed(first + decoded.read()):
-            yield 0, _field(row, column)
+        for entry, row in enumerate(_parsed(first + decoded.read()), start=1):
+            yield entry, _field(row, column)
         return
     for number, line in enumerate(chain([first], decoded), start=1):
         if line.strip():
@@ -147,12 +147,15 @@ def _read_json(file: BinaryIO, column: str) -> Rows:
 
 
 def _parsed(text: str) -> Any:
-    """Parse JSON; an error says the column, since its line is one of ``text``."""
+    """Parse JSON; an error says its place in ``text``."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         text.encode()  # raises for bytes that are not UTF-8, which explain the error
-        raise ValueError(f"{error.msg} at column {error.colno}") from error
+        place = f"column {error.colno}"
+        if error.lineno > 1:  # of a list
+            place = f"line {error.lineno} of the list, {place}"
+        raise ValueError(f"{error.msg} at {place}") from error
 
 
 def _field(row: Any, column: str) -> Any:

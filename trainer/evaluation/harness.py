@@ -140,7 +140,7 @@ def harness_task(
     """
     of_tasks = [metrics_of(task) for task in tasks.values()]
     common = set.intersection(*map(set, of_tasks))
-    metrics = {key: label for key, label in of_tasks[0].items() if key in common}
+    metrics = {source: label for source, label in of_tasks[0].items() if source in common}
     if not metrics:
         raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
     titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics.values()}
@@ -164,8 +164,8 @@ def harness_task(
         for subtask, of_task in questions.items():
             for row in results["samples"][subtask]:
                 number = begin + row["doc_id"]
-                for (metric, each), label in metrics.items():
-                    if metric in row and each == row["filter"]:
+                for (metric, filter_name), label in metrics.items():
+                    if metric in row and filter_name == row["filter"]:
                         values.append((number, f"{name}_{label}", float(row[metric])))
             begin += len(of_task)
         return values

@@ -77,8 +77,9 @@ def far_rotation(model: SavedModel, config: EvaluationConfig) -> str:
 
 def far_layers(model: SavedModel, config: EvaluationConfig) -> str:
     """Need layers of ``evaluation.layers`` whose logits do not follow the length."""
-    layout = model.layout
-    if not layout.of_layers(config.layers).layers:
+    C = model.layout.training_length
+    chosen = model.layout.of_layers(config.layers)
+    if not chosen.layers:
         return NO_LAYER
-    is_trained = any(x.temperature.is_trained(layout.training_length) for x in layout.spectra)
+    is_trained = any(spectrum.temperature.is_trained(C) for spectrum in chosen.spectra)
     return "was trained with logits that follow the length" if is_trained else ""

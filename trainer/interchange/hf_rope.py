@@ -195,12 +195,15 @@ def _whole_head(inv_freq: Frequencies, pairs: int) -> Frequencies:
 def rotate_alike(a: Spectrum, b: Spectrum, head_dim: int, training_length: int) -> bool:
     """Whether two spectra rotate a head alike at every length; scales may differ by a constant."""
     pairs = head_dim // 2
-    lengths = {s.long.length for s in (a, b) if s.long is not None} | {training_length}
-    for n in {1, *(n for length in lengths for n in (length, length + 1, 3 * length))}:
+    lengths = {1}
+    for end in {training_length} | {s.long.length for s in (a, b) if s.long is not None}:
+        lengths |= {end, end + 1, 3 * end}
+    for n in lengths:
         x, y = (s.at(n, training_length) for s in (a, b))
-        grown = x.rotary_scale - a.rotary_scale, y.rotary_scale - b.rotary_scale
-        both = zip(_whole_head(x.inv_freq, pairs), _whole_head(y.inv_freq, pairs), strict=True)
-        if not all(math.isclose(f, g, rel_tol=PRECISION, abs_tol=1e-12) for f, g in (grown, *both)):
+        heads = _whole_head(x.inv_freq, pairs), _whole_head(y.inv_freq, pairs)
+        growth = x.rotary_scale - a.rotary_scale, y.rotary_scale - b.rotary_scale
+        compared = [*zip(*heads, strict=True), growth]
+        if not all(math.isclose(f, g, rel_tol=PRECISION, abs_tol=1e-12) for f, g in compared):
             return False
     return True
 

@@ -53,7 +53,9 @@ def table(spectrum: dict[str, Any], window: int | None, trained: int, positions:
     ``trained``, the factor is scale * (1 + coefficient * ln s) ** exponent, s = max(n, R) / R with
     R the ``reference`` or C, or with ``steps`` 1 + floor(n / R).
     """
-    positions = positions.double()[:, None, :, None]
+    device = positions.device
+    exact = "cpu" if device.type == "mps" else device  # MPS has no float64
+    positions = positions.to(exact, torch.float64)[:, None, :, None]
     length = positions.amax(dim=2, keepdim=True) + 1
     # Remove whole turns before rounding: a large float32 phase would be inexact.
     inv_freq = positions.new_tensor(spectrum["inv_freq"])
@@ -68,7 +70,8 @@ def table(spectrum: dict[str, Any], window: int | None, trained: int, positions:
         stretch = 1 + (seen / reference).floor()
     tempered = 1 + temperature["coefficient"] * stretch.log()
     factor = temperature["scale"] * tempered ** temperature["exponent"]
-    return scale * phase.cos(), scale * phase.sin(), factor.float()
+    cos, sin = scale * phase.cos(), scale * phase.sin()
+    return cos.to(device), sin.to(device), factor.float().to(device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

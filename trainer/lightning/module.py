@@ -88,7 +88,11 @@ class LanguageModule(L.LightningModule):
 
     def configure_model(self) -> None:
         """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
-        Lightning may call it repeatedly, and without a trainer in ``load_from_checkpoint``."""
+        Lightning may call it repeatedly, and without a trainer in ``load_from_checkpoint``.
+
+        Raises:
+            UserError: ranks would share their data, as with Lightning's default sizes.
+        """
         if self._trainer is None:
             return
         strategy = self.trainer.strategy
@@ -98,8 +102,14 @@ class LanguageModule(L.LightningModule):
             if self.model.norm.weight.is_meta:
                 self.prepare(self.model, strategy.root_device)
         elif isinstance(strategy, ModelParallelStrategy):
-            half = self.model.compute_dtype is not None
-            shard(self.model, mesh_of_ranks(strategy.root_device), half)
+            if strategy.device_mesh["tensor_parallel"].size() > 1:
+                raise UserError(
+                    "strategy: expected ModelParallelStrategy(data_parallel_size=RANKS, "
+                    "tensor_parallel_size=1)"
+                )
+            if not isinstance(self.model, FSDPModule):
+                half = self.model.compute_dtype is not None
+                shard(self.model, mesh_of_ranks(strategy.root_device), half)
 
     def configure_optimizers(self) -> Any:
         """Create the optimizer, or return the one of earlier fits."""

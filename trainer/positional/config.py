@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import asdict, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from trainer.common.errors import UserError
 from trainer.common.fields import Share, configuration
 from trainer.positional.encodings import ENCODINGS, by_name
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
+
+Windows = Annotated[list[PositiveInt | None], Field(min_length=1)]
+"""Sliding windows in tokens, repeated over the depth; null: full attention."""
 
 
 @configuration
@@ -41,7 +44,7 @@ class PositionalConfig:
 
     layers: list[str] = field(default_factory=lambda: ["rope"])
     """Encodings by name, repeated over the depth: [rope, rope, rope, nope] is iRoPE."""
-    windows: list[PositiveInt | None] = field(default_factory=lambda: [None])
+    windows: Windows = field(default_factory=lambda: [None])
     """Sliding windows in tokens, repeated likewise; null: full attention."""
     heads: dict[str, Share] = field(default_factory=dict)
     """Share of every layer's key-value heads, the last ones, that get another encoding: {nope:

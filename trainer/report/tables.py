@@ -45,7 +45,8 @@ class Table(NamedTuple):
 
 def tables(report: Report) -> list[Table]:
     """Return the mean over tasks if there are several, a table for each task, and perplexity."""
-    rows = report.rows.dropna(subset="value")
+    # A loss that is not finite was measured all the same.
+    rows = report.rows[report.rows.value.notna() | (report.rows.task == PERPLEXITY)]
     for model, method in copies(report):
         rows = rows[(rows.model != model) | (rows.method != method)]
     shown = [_scores(report, task, rows[rows.task == task]) for task in report.scored]
@@ -84,7 +85,7 @@ def _results(run: str) -> pd.DataFrame:
         rows = read_csv(path) if path.is_file() else pd.DataFrame()
         if len(rows):
             facts = json.loads(path.with_name(FACTS).read_bytes())
-            text = facts["environment"]["corpus"]
+            text = f"{facts['environment']['corpus']}, C = {facts['training_length']}"
             return rows.assign(text=rows.metric.map({"loss": text}).fillna(""))
     raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")
 
@@ -206,6 +207,8 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
     lowest = losses.groupby("length").value.min()
 
     def cell(row: Any) -> Cell:
+        if math.isnan(row.value):
+            return Cell("not finite")
         value = perplexity(row.value)
         digits = ".0e"
         if value < 100_000:
@@ -213,8 +216,8 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
         return Cell(f"{value:{digits}}", best=row.value == lowest[row.length])
 
     note = (
-        "exp of the mean loss on the last C tokens of held-out windows, the same at every length, "
-        "so that more context only adds what lies before them."
+        "exp of the mean loss on the last C tokens of held-out windows (all of shorter ones), the "
+        "same at every length, so that more context only adds what lies before them."
     )
     title = report.tasks[PERPLEXITY]
     return _table(title, note, losses, cell, report.methods, report.trained)
@@ -233,18 +236,18 @@ def _table(
     ``cell``: shows a row. ``methods``: titles by key. ``trained``: the length to mark. The rows of
     a model after its first are named by their method alone.
     """
-    lengths = dict(sorted(zip(rows.length.tolist(), rows.factor.tolist(), strict=True)))
+    factors = rows.groupby("length").factor.unique()  # several if models differ in C
     marks = {trained: " (trained)"}
     columns = tuple(
-        (f"{length} tokens", factor_label(factor) + marks.get(length, ""))
-        for length, factor in lengths.items()
+        (f"{length} tokens", " or ".join(map(factor_label, of_length)) + marks.get(length, ""))
+        for length, of_length in factors.items()
     )
     cells = {(row.model, row.method, row.length): cell(row) for row in rows.itertuples()}
     shown, before = [], None
     for model, method in dict.fromkeys(key[:2] for key in cells):
         added = "" if method == AS_IS else f"+ {(methods or {}).get(method, method)}"
         name = added if added and model == before else f"{model} {added}".rstrip()
-        shown.append((name, tuple(cells.get((model, method, length)) for length in lengths)))
+        shown.append((name, tuple(cells.get((model, method, length)) for length in factors.index)))
         before = model
     return Table(title, note, columns, tuple(shown))
 

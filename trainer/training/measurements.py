@@ -106,7 +106,7 @@ class Measurements:
                     scores_of_rank = [value for _, name, value in values if name == key]
                     all_scores = [*chain.from_iterable(all_gather(scores_of_rank))]
                     mean = sum(all_scores) / len(all_scores) if all_scores else math.nan
-                    score = math.exp(mean) if task.metric == "loss" else mean
+                    score = math.exp(min(mean, 700.0)) if task.metric == "loss" else mean
                     scores[f"{key}/{task.length / phases[-1].length:g}x"] = score
         tokens = phases.at(step).tokens_at(step)
         milestone = {"step": step, "tokens": tokens, "dropped": self.has_dropped, "scores": scores}

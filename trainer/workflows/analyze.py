@@ -35,7 +35,7 @@ from trainer.data.corpus import Corpus, HeldOutText, held_out_windows
 from trainer.data.order import Integers
 from trainer.evaluation.held_out import Haystack
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.methods import changed, parts_of, title_of, why_not
+from trainer.evaluation.methods import changed, parts_of, title_of, tokens_read, why_not
 from trainer.evaluation.needles import magic_numbers
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
@@ -119,7 +119,7 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
     """Set the layout that a method has for texts of ``length`` tokens.
 
     Raises:
-        UserError: the method changes nothing in this model, or is fitted on text.
+        UserError: the method changes nothing in this model, is fitted on text, or cuts it.
     """
     config = EvaluationConfig(methods=[name])
     reason = why_not(name, saved, config)
@@ -127,6 +127,8 @@ def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) 
         raise UserError(f"analysis.method: {saved.name} {reason}")
     if any(part.is_fitted for part in parts_of(name)):
         raise UserError(f"analysis.method: expected one that is not fitted on text, got {name}")
+    if tokens_read(name, saved.layout) is not None:
+        raise UserError(f"analysis.method: expected one that reads whole texts, got {name}")
     factor = max(1.0, length / saved.training_length)
     config = replace(config, layers=saved.layout.chosen(config.layers))
     model.layout = changed(name, saved.layout, factor, config)
@@ -151,10 +153,16 @@ def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel
 
 def analyses_of(*targets: Target) -> list[Results]:
     """Make the configured analyses of one model or of two, the later one last; of kind ``all``
-    those that apply to them."""
+    those that apply to them.
+
+    Raises:
+        UserError: none applies.
+    """
     config, ids = targets[-1].config, targets[-1].ids
     named = [topic for topic in TOPICS.values() if config.kind in ("all", topic.kind)]
     topics = [topic for topic in named if topic.models <= len(targets)]
+    if not topics:
+        raise UserError(f"compare: analysis {config.kind!r} is one of two models, got one")
     topics.sort(key=lambda topic: (topic.models, topic.name))
     results = []
     with Progress("Analysing", max(1, len(topics)), ids.numel()) as progress:
@@ -166,11 +174,13 @@ def analyses_of(*targets: Target) -> list[Results]:
                     raise
                 log.info("Left out %s: %s", topic.name, reason)
             progress.advance_to(done)
+    if not results:
+        raise NotApplicableError(f"none applies to {targets[-1].name}")
     return results
 
 
 PAGE_TOKENS = 4096
-"""Tokens of all texts of a page together, by default and at most."""
+"""Tokens of all texts of a page together, by default and at most, or one text of 2 C tokens."""
 MOST_TOKENS = 2**24
 """Tokens of each held-out text from which the texts are taken, at most."""
 PROMPTS = 4

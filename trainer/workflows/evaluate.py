@@ -168,6 +168,8 @@ def measure_models(
     dtype = config.dtype or best_precision(device)
     C = models[0].training_length
     lengths = list(dict.fromkeys(config.tokens or [round(C * x) for x in config.lengths]))
+    if min(lengths) < 2:
+        raise UserError(f"evaluation.lengths: expected 2 tokens or more, got {min(lengths)}")
     factors = config.lengths if config.tokens is None else [n / C for n in lengths]
     config = replace(config, training_length=C, lengths=factors, tokens=None, dtype=dtype)
     corpus = text.corpus

@@ -44,7 +44,9 @@ def export_checkpoint(request: ExportRequest) -> str:
     model = saved.load()
     assert isinstance(model, Decoder)
     model.layout = scaled.with_training_length(longest)
-    encoding = "dropped" if saved.is_dropped else "kept"
+    encoding = "kept"
+    if saved.is_dropped:
+        encoding = "changed in part" if has_positions else "dropped"
     began_with = config.model.from_pretrained or config.model.from_run
     card = (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"

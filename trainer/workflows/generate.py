@@ -45,4 +45,9 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     )
     read, new = sum(map(len, prompts)), sum(map(len, written))
     log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)
-    return [text_until(tokenizer.decode(tokens), request.stop) for tokens in written]
+    texts = []
+    for tokens in written:
+        if tokens[-1:] and tokens[-1] in saved.tokens.stops:
+            tokens = tokens[:-1]  # not every tokenizer calls it a special token
+        texts.append(text_until(tokenizer.decode(tokens), request.stop))
+    return texts
