@@ -47,7 +47,7 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)
     texts = []
     for tokens in written:
-        if tokens[-1:] and tokens[-1] in saved.tokens.stops:
-            tokens = tokens[:-1]  # not every tokenizer calls it a special token
-        texts.append(text_until(tokenizer.decode(tokens), request.stop))
+        # Not every tokenizer calls the end token a special one, which its decoder leaves out.
+        kept = [token for token in tokens if token not in saved.tokens.stops]
+        texts.append(text_until(tokenizer.decode(kept), request.stop))
     return texts
