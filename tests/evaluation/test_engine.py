@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
-from trainer.data.corpus import windows_with_fixed_ends
+from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope, engine
 from trainer.evaluation import perplexity as losses
 from trainer.evaluation.engine import Setup, measure
@@ -123,7 +123,7 @@ def test_cropped_losses_are_those_of_the_tokens_in_reach(evaluation, model, corp
     measured, _ = evaluation(["crop"])
     (got,) = [r["value"] for r in rows(measured) if r["metric"] == "loss" and r["length"] == 64]
     losses = []
-    for window in windows_with_fixed_ends(corpus.test, 3, 64):
+    for window in held_out_windows(corpus.test, 3, 64):
         for first in (16, 32):
             ids = torch.tensor([corpus.end_of_text, *window[first : first + 32]])
             logits = model(ids[None, :-1])[0].double()

@@ -34,23 +34,20 @@ def test_windows_of_all_lengths_end_at_the_same_places():
 
 @pytest.mark.parametrize("shares", [(26, 6), (22, 10), (13, 10, 9)])
 def test_windows_of_a_mixture_are_chosen_from_each_of_its_texts(shares):
-    """As many as their shares of four, apart from each other; a heavy text is not taken alone."""
+    """As many as their shares of four; a heavy text is not taken alone."""
     texts = [range(100 * i, 100 * i + 100) for i in range(len(shares))]
     text = fit_text(*texts, weights=shares, count=32)
-    windows, chosen = text.windows(1)[:, 0].tolist(), text.spread(4, 1)[:, 0]
-    places = [windows.index(token) for token in chosen]
-    assert sorted(set(places)) == places
+    chosen = text.windows(1, 4)[:, 0]
+    assert len(np.unique(chosen)) == 4
     assert (abs(np.bincount(chosen // 100) - 4 * np.array(shares) / 32) < 1).all()
-    assert max(places) - min(places) > 20
-    assert text.spread(40, 1)[:, 0].tolist() == windows
 
 
-def test_texts_of_a_choice_spread_over_all_windows():
-    """The first ones overlap in almost all of their tokens."""
+def test_texts_of_a_choice_spread_over_the_whole_text():
     text = fit_text(range(24), count=9)
-    for texts, rows in ((1, [0]), (2, [0, 8]), (4, [0, 3, 5, 8]), (12, [*range(9)])):
-        ids = text.choice(replace(CONFIG, choice=ChoiceSettings(texts=texts)), 16)
-        np.testing.assert_array_equal(ids, text.windows(16)[rows])
+    for texts, ends in ((1, [23]), (2, [11, 23]), (4, [5, 11, 17, 23])):
+        ids = text.choice(replace(CONFIG, choice=ChoiceSettings(texts=texts)), 5)
+        assert ids[:, -1].tolist() == ends
+    assert len(text.choice(replace(CONFIG, choice=ChoiceSettings(texts=12)), 5)) == 9
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ def counted_up(size):
 
 @pytest.mark.parametrize(
     ("size", "last", "count"),
-    [(500, 8, 7), (80, 8, 7), (79, 8, 6), (39, 8, 1), (32, 8, 1), (33, 1, 2), (32 + 6 * 9, 9, 7)],
+    [(500, 8, 7), (56, 8, 7), (55, 8, 6), (39, 8, 4), (32, 17, 1), (33, 1, 7), (63, 9, 7)],
 )
 def test_scored_tokens_of_two_windows_never_overlap(size, last, count):
     """There are as many windows as the text has disjoint scored tokens for."""

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from tests.evaluation.conftest import values_of
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig, NeedleTaskSettings
-from trainer.data.corpus import windows_with_fixed_ends
+from trainer.data.corpus import held_out_windows
 from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import statements
@@ -32,7 +32,7 @@ def inputs(corpus, lengths, settings):
 @pytest.mark.parametrize("last", [24, 5])
 def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
     windows, text = (
-        windows_with_fixed_ends(corpus.test, 3, 64),
+        held_out_windows(corpus.test, 3, 64),
         HeldOut(corpus, corpus.test, (), None),
     )
     tasks = perplexity(TaskInputs(text, [24, 64], last, 99, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from trainer.data.prepared import (
     open_prepared,
     prepare,
     shared_tokenizer,
-    windows_at,
 )
 from trainer.data.sources import cache_directory, digest, source_of
 from trainer.data.tokenizer import SpecialTokens, TokenizerChoice, load_tokenizer, same_tokens
@@ -46,67 +45,33 @@ class HeldOutText:
 def held_out_windows(
     text: HeldOutText, count: int, length: int, apart: int | None = None
 ) -> Integers:
-    """Return ``[count, length]`` tokens, evenly spaced in each part of held-out text.
-
-    The parts share the windows by their weights, and the windows of each part are spread evenly
-    among the others. A part with too little text gives what it has, and the others give the rest.
-    ``apart``: least distance between two windows (None: they may overlap). Together the parts may
-    have fewer windows than ``count``.
-
-    Raises:
-        UserError: the text is shorter than one window.
-    """
-
-    def most(tokens: int) -> int:
-        return count if apart is None else (tokens - length) // apart + 1
-
-    shares = _shares(text, count, length, most)
-    windows = [
-        windows_at(ids, np.linspace(0, len(ids) - length, share).astype(np.int64), length)
-        for (_, ids), share in zip(text.parts, shares, strict=True)
-    ]
-    return np.concatenate(windows)[_spread(shares)]
-
-
-def windows_with_fixed_ends(
-    text: HeldOutText, count: int, length: int, apart: int | None = None
-) -> Integers:
     """Return ``[count, length]`` tokens that end at the same places whatever their length.
 
-    Window i of n, counted from 1, ends at i / n of its part of the text; one that is longer than
-    what is before its end begins in the end of the part. The parts share the windows as in
-    :func:`held_out_windows`, among those that have ``length`` tokens. ``apart``: least distance
-    between two ends.
+    The parts share the windows by their weights, and the windows of each part are spread evenly
+    among the others. Window i of the n of a part, counted from 1, ends at i / n of it; one that is
+    longer than what is before its end begins in the end of the part. A part of fewer tokens than
+    ``length`` has none.
+
+    ``apart``: least distance between two ends (None: any). There are fewer windows than ``count``
+    if the parts have no room for more.
 
     Raises:
         UserError: the text is shorter than one window.
     """
-
-    def most(tokens: int) -> int:
-        return count if apart is None else max(1, tokens // apart)
-
-    shares = _shares(text, count, length, most)
+    if text.longest < length:
+        raise UserError(
+            f"data: expected {length} tokens of held-out text or more, got {text.longest}"
+        )
+    most = []
+    for _, ids in text.parts:
+        fitting = count if apart is None else max(1, len(ids) // apart)
+        most.append(fitting if len(ids) >= length else 0)
+    shares = divided(count, [weight for weight, _ in text.parts], most)
     windows = []
     for (_, ids), share in zip(text.parts, shares, strict=True):
         for end in (np.arange(1, share + 1) * len(ids) // max(share, 1)).tolist():
             windows.append(np.take(ids, np.arange(end - length, end), mode="wrap"))
     return np.stack(windows).astype(np.int64)[_spread(shares)]
-
-
-def parts_of_windows(text: HeldOutText, count: int, length: int) -> Integers:
-    """Return the index of the part of each window, of either function."""
-    shares = _shares(text, count, length, lambda tokens: count)
-    return np.repeat(np.arange(len(shares)), shares)[_spread(shares)]
-
-
-def _shares(text: HeldOutText, count: int, length: int, most: Callable[[int], int]) -> list[int]:
-    """Divide windows among the parts of a text, at most ``most(tokens)`` for a part."""
-    if text.longest < length:
-        raise UserError(
-            f"data: expected {length} tokens of held-out text or more, got {text.longest}"
-        )
-    room = [most(len(ids)) if len(ids) >= length else 0 for _, ids in text.parts]
-    return divided(count, [weight for weight, _ in text.parts], room)
 
 
 def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:

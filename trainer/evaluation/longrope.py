@@ -69,7 +69,7 @@ def fit_longrope(
             text_loss = partial(answer_loss, model, requests, batch_tokens)
         else:
             search = longrope_factors
-            windows = text.spread(settings.windows, length)
+            windows = text.windows(length, settings.windows)
             text_loss = partial(text.loss, model, windows, batch_tokens)
 
         def loss(factors: Candidate) -> float:

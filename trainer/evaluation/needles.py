@@ -21,7 +21,7 @@ import torch
 import wonderwords
 
 from trainer.config import NeedleTaskSettings
-from trainer.data.corpus import windows_with_fixed_ends
+from trainer.data.corpus import held_out_windows
 from trainer.data.needles import NeedleVocabulary, Trials, make_trials
 from trainer.evaluation.held_out import Haystack
 from trainer.evaluation.results import STATEMENTS
@@ -286,7 +286,7 @@ def statements(inputs: TaskInputs) -> list[Task]:
         return []
     settings, corpus, count = inputs.settings, inputs.text.corpus, inputs.trials
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
-    longest = windows_with_fixed_ends(inputs.text.split, count, max(inputs.lengths))
+    longest = held_out_windows(inputs.text.split, count, max(inputs.lengths))
     numbers, needles = np.arange(count), settings.needles
     tasks = []
     for length in inputs.lengths:

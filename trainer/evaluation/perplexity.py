@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.corpus import HeldOutText, windows_with_fixed_ends
+from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.order import Integers
 from trainer.evaluation.results import PERPLEXITY, counted
 from trainer.evaluation.store import fingerprint
@@ -35,7 +35,7 @@ def perplexity(inputs: TaskInputs) -> list[Task]:
     """
     split, first_token = inputs.text.split, inputs.text.corpus.first_token
     number, C = min(inputs.settings, inputs.limit), inputs.training_length
-    whole = windows_with_fixed_ends(split, number, max(inputs.lengths), apart=C)
+    whole = held_out_windows(split, number, max(inputs.lengths), apart=C)
     if len(whole) < number:
         inputs.notes.append(
             f"Losses are over {counted(len(whole), 'window')}, not {number} "

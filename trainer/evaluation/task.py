@@ -79,9 +79,8 @@ class PromptTask:
         prompts = self.prompts(length)
         longest = max((len(p.tokens) + p.new_tokens for p in prompts), default=0)
         check_room(length - longest, self.name, length)
-        if limit is not None and limit < len(prompts):
-            places = np.linspace(0, len(prompts) - 1, limit).round().astype(int)
-            prompts = [prompts[place] for place in places]
+        if limit is not None:
+            prompts = [prompts[place] for place in evenly_spaced(len(prompts), limit)]
         # Four bytes for a token, because the prompts of all tasks are kept in memory together.
         prompts = [replace(p, tokens=array("i", p.tokens)) for p in prompts]
         # A prompt without a group has its own text; groups are numbered from 0.
@@ -115,6 +114,11 @@ class PromptTask:
             partial(read, [*chain.from_iterable(groups)])
             for groups in batches_of_prompts(asked, batch_tokens)
         ]
+
+
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Return ``count`` of the numbers below ``total``, or all if there are fewer."""
+    return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()
 
 
 def _cropped(prompt: Prompt, context: int | None) -> Prompt:
