@@ -27,10 +27,10 @@ from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.ruler import (
     DEPTHS,
     LEAST_FREQUENT,
-    NOISE,
     READERS,
     SEARCHES,
     TASKS,
+    WORDING,
     common_words,
     document_questions,
     essay,
@@ -294,7 +294,7 @@ NEW_TOKENS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return train_tokenizer([*DOCUMENTS, *[NOISE] * 50], 2000, ())
+    return train_tokenizer([*DOCUMENTS, *[WORDING["noise"]] * 50], 2000, ())
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,9 @@
 """RULER (Hsieh et al. 2024, arXiv 2404.06654): thirteen generated tasks.
 
-Wording, and numbers of needles, hops and words are those of the benchmark's own programs
-(github.com/NVIDIA/RULER, template ``base``, its ``synthetic.yaml``). The trials are not the
-benchmark's: each has its own order, every prompt is as long as fits, and essay haystacks consist of
-the caller's documents instead of Paul Graham's.
+Wording (``ruler.yaml``), and numbers of needles, hops and words are those of the benchmark's own
+programs (github.com/NVIDIA/RULER, template ``base``, its ``synthetic.yaml``). The trials are not
+the benchmark's: each has its own order, every prompt is as long as fits, and essay haystacks
+consist of the caller's documents instead of Paul Graham's.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib import resources
 from itertools import chain, cycle, islice, pairwise
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from string import ascii_lowercase, ascii_uppercase
 from typing import Literal, NamedTuple
 from uuid import UUID
 
+import yaml
 from tokenizers import Tokenizer
 
 from trainer.evaluation.likelihood import Encoder
@@ -30,8 +32,10 @@ from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import Prompt, once_right, string_match_all, string_match_part
 from trainer.evaluation.task import PromptTask, TaskInputs, task
 
-NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-"""A meaningless line of a haystack."""
+WORDING: dict[str, str] = yaml.safe_load(
+    resources.files(__package__).joinpath("ruler.yaml").read_text("utf-8")
+)
+"""Templates of needles and questions."""
 
 Question = tuple[str, tuple[str, ...]]
 """A question as text, and its answers."""
@@ -81,20 +85,6 @@ def essay(documents: Sequence[str], count: int) -> list[str]:
     return text
 
 
-NEEDLE = "One of the special magic {values} for {key} is: {value}."
-ONE = (
-    "A special magic {value} is hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {value} afterwards.\n{context}\n"
-    "What is the special magic {value} for {query} mentioned in the provided text? "
-    "The special magic {value} for {query} mentioned in the provided text is"
-)
-SEVERAL = (
-    "Some special magic {value}s are hidden within the following text. Make sure to memorize it. "
-    "I will quiz you about the {value}s afterwards.\n{context}\n"
-    "What are all the special magic {value}s for {query} mentioned in the provided text? "
-    "The special magic {value}s for {query} mentioned in the provided text are"
-)
-
 DEPTHS = [round(step / 39 * 100) / 100 for step in range(40)]
 """Depths of needles in an essay."""
 
@@ -131,7 +121,9 @@ class Search:
         needles = []
         for name, of_name in stated.items():
             for value in of_name:
-                needles.append(NEEDLE.format(values=f"{self.value}s", key=name, value=value))
+                needles.append(
+                    WORDING["needle"].format(values=f"{self.value}s", key=name, value=value)
+                )
         first_other = self.keys * self.values
         hidden, lines = needles[:first_other], needles[first_other:]
         rng.shuffle(hidden)
@@ -141,13 +133,13 @@ class Search:
             depths = sorted(rng.sample(DEPTHS, len(hidden)))
             places = [int(len(lines) * depth) for depth in depths]
         else:
-            lines = lines or [NOISE] * units
+            lines = lines or [WORDING["noise"]] * units
             places = sorted(rng.sample(range(units), len(hidden)))
         for place, needle in reversed(list(zip(places, hidden, strict=True))):
             lines.insert(place, needle)
         queried = rng.sample(names[: self.keys], self.queries)
         answers = tuple(chain.from_iterable(stated[name] for name in queried))
-        template = ONE if len(answers) == 1 else SEVERAL
+        template = WORDING["one" if len(answers) == 1 else "several"]
         text = template.format(
             value=self.value, context=separator.join(lines), query=listed(queried)
         )
@@ -157,14 +149,6 @@ class Search:
 HOPS = 4
 EXAMPLE_TOKENS = 500
 """A solved example comes before the question, with as much noise as fits this."""
-
-# RULER has this space at the end.
-CHAIN_TEMPLATE = (
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
-    "{context}\nQuestion: Find all variables that are assigned the value {value} in the text "
-    "above. Answer: According to the chain(s) of variable assignment in the text above, {count} "
-    "variables are assigned the value {value}, they are: "
-)
 
 
 def variable_tracking(
@@ -195,26 +179,12 @@ def _chain(rng: Random, lines: int, letters: int) -> Question:
         f"VAR {names[0]} = {value}",
         *(f"VAR {new} = VAR {old} " for old, new in pairwise(names)),
     ]
-    text = [NOISE] * lines
+    text = [WORDING["noise"]] * lines
     for offset, place in enumerate(sorted(rng.sample(range(lines), len(assignments)))):
         text.insert(place + offset, assignments[offset])
-    asked = CHAIN_TEMPLATE.format(context="\n".join(text), value=value, count=len(names))
+    asked = WORDING["chain"].format(context="\n".join(text), value=value, count=len(names))
     return asked, tuple(names)
 
-
-COMMON_TEMPLATE = (
-    "Below is a numbered list of words. In these words, some appear more often than others. "
-    "Memorize the ones that appear most often.\n{context}\n"
-    "Question: What are the 10 most common words in the above list? "
-    "Answer: The top 10 words that appear most often in the list are:"
-)
-FREQUENT_TEMPLATE = (
-    "Read the following coded text and track the frequency of each coded word. "
-    "Find the three most frequently appeared coded words. {context}\n"
-    "Question: Do not provide any explanation. Please ignore the dots '....'. "
-    "What are the three most frequently appeared words in the above coded text? "
-    "Answer: According to the coded text above, the three most frequently appeared words are:"
-)
 
 COMMON = 10
 LONG = 4096
@@ -239,7 +209,7 @@ def _word_list(rng: Random, words: int, often: int, seldom: int) -> tuple[str, l
     common = drawn[:COMMON]
     entries = common * often + drawn[COMMON:] * seldom
     rng.shuffle(entries)
-    return COMMON_TEMPLATE.format(context=_numbered(entries)), common
+    return WORDING["common"].format(context=_numbered(entries)), common
 
 
 def _numbered(words: list[str]) -> str:
@@ -262,17 +232,7 @@ def frequent_words(rng: Random, trial: int, units: int, length: int) -> Question
     for rank, word in enumerate(vocabulary, 1):
         text += [word] * int(units / rank**2 / zeta)
     rng.shuffle(text)
-    return FREQUENT_TEMPLATE.format(context=" ".join(text)), tuple(vocabulary[1:4])
-
-
-INSTRUCTION = (
-    "Answer the question based on the given documents. "
-    "Only give me the answer and do not output any other words."
-)
-DOCUMENTS_TEMPLATE = (
-    INSTRUCTION + "\n\nThe following are given documents.\n\n{context}\n\n" + INSTRUCTION + "\n\n"
-    "Question: {query} Answer:"
-)
+    return WORDING["frequent"].format(context=" ".join(text)), tuple(vocabulary[1:4])
 
 
 class Item(NamedTuple):
@@ -324,7 +284,7 @@ def document_questions(items: Sequence[Item]) -> Ask:
         chosen = list(islice(cycle(dict.fromkeys(chosen)), wanted))
         rng.shuffle(chosen)
         context = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(chosen, 1))
-        return DOCUMENTS_TEMPLATE.format(context=context, query=item.query), item.answers
+        return WORDING["documents"].format(context=context, query=item.query), item.answers
 
     return ask
 
