@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import Environment, PackageLoader
 from tokenizers import Tokenizer
 from tokenizers.processors import Sequence, TemplateProcessing
 from torch import Tensor
@@ -118,7 +119,7 @@ def export_model(
         if architecture != OWN and is_still:
             _write_config_for_llama_cpp(partial)
         if card:
-            text = f"{card}\n{serving(values, to.name, is_still)}"
+            text = readme(card, values, to.name, is_still)
             (partial / "README.md").write_text(text, encoding="utf-8")
         difference = largest_difference(model.eval(), tokenizer, partial)
         log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
@@ -295,40 +296,22 @@ def _write_config_for_llama_cpp(directory: Path) -> None:
     (directory / CONFIG_FOR_LLAMA_CPP).write_text(text, encoding="utf-8")
 
 
-def serving(values: Mapping[str, Any], name: str, is_still: bool) -> str:
-    """Return how engines read an export, in Markdown.
+def readme(card: str, values: Mapping[str, Any], name: str, is_still: bool) -> str:
+    """Return the page of an export: its ``card``, and how engines read it, in Markdown.
 
     ``values``: its ``config.json``. ``name``: its directory's. ``is_still``: it does not rotate.
     """
-    context = values["max_position_embeddings"]
-    is_ours = values["architectures"] == [OWN]
-    trust = ", trust_remote_code=True" if is_ours else ""
-    lines = [
-        "## Serving",
-        "",
-        f"Engines read {context:,} tokens, the `max_position_embeddings` of {CONFIG}.",
-        "",
-        f'- transformers: `AutoModelForCausalLM.from_pretrained("{name}"{trust})`',
-    ]
-    if not is_ours:
-        lines += [
-            f"- vLLM: `vllm serve {name}`",
-            f"- SGLang: `python -m sglang.launch_server --model-path {name}`",
-        ]
-    if not is_ours and is_still:
-        override = '{"max_position_embeddings": N}'
-        lines += [
-            f"- llama.cpp: `cp -r {name} gguf && mv gguf/{CONFIG_FOR_LLAMA_CPP} gguf/{CONFIG} && "
-            f"python convert_hf_to_gguf.py gguf --outfile model.gguf && "
-            f"llama-server -m model.gguf -c {context}`; with the {CONFIG} as it is, families other "
-            "than Llama rotate. The converter refuses tokenizers that it does not know, such as "
-            "one that a run has trained.",
-            "",
-            "To read N tokens, export with `context=N`, or add to vLLM's line `--hf-overrides "
-            f"'{override}' --max-model-len N`, to SGLang's `--json-model-override-args "
-            f"'{override}' --context-length N`. llama-server needs `context=N`.",
-        ]
-    return "\n".join(lines) + "\n"
+    loader = PackageLoader("trainer.interchange")
+    page = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)
+    return page.get_template("README.md.j2").render(
+        card=card,
+        name=name,
+        context=values["max_position_embeddings"],
+        is_ours=values["architectures"] == [OWN],
+        is_still=is_still,
+        CONFIG=CONFIG,
+        CONFIG_FOR_LLAMA_CPP=CONFIG_FOR_LLAMA_CPP,
+    )
 
 
 def exported(model: Decoder, name: str, rope: Parameters | None) -> Tensor:
