@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.model.cache import KVCache
-from trainer.model.generate import continue_from_cache, read_prompts, read_rows
+from trainer.model.generate import generate, read_prompts, read_rows
 from trainer.model.language_model import LanguageModel
 
 
@@ -49,14 +49,13 @@ def answers(
             def is_complete(row: int, new: list[int], asked: list[Prompt] = asked) -> bool:
                 return stop is not None and stop(tokenizer.decode(new), asked[row].answers)
 
-            answered = continue_from_cache(
+            answered = generate(
                 model,
-                logits,
-                cache,
                 [prompt.tokens for prompt in asked],
                 asked[0].new_tokens,
                 end_tokens=ends,
                 on_token=is_complete,
+                read=(logits, cache),
             )
             for index, tokens in zip(indices, answered, strict=True):
                 has_ended = not ends.isdisjoint(tokens[-1:])

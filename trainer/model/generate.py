@@ -59,8 +59,24 @@ def generate(
     sampler: Sampler | None = None,
     end_tokens: Collection[int] = (),
     on_token: OnToken | None = None,
+    read: tuple[Tensor, KVCache] | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt independently of the others; see :func:`continue_from_cache`.
+    """Continue every prompt independently of the others.
+
+    All sequences grow by one token per step, and finished ones leave the batch. A sequence that
+    grows beyond a length at which all frequencies switch (LongRoPE) is read again, since deeper
+    layers' keys and values come from states of the other frequencies.
+
+    Args:
+        sampler: draws the tokens; None: takes the most likely ones.
+        end_tokens: tokens that end a sequence.
+        on_token: called with a prompt's index and its new tokens after each of them; returning True
+            ends that sequence.
+        read: logits ``[B, vocab]`` after the prompts, and a cache that holds them with room for
+            ``max_new_tokens - 1`` more, which is consumed; None: see :func:`read_prompts`.
+
+    Returns:
+        The new tokens of each prompt, including the end token.
 
     Raises:
         ValueError: a prompt is empty.
@@ -69,50 +85,14 @@ def generate(
         raise ValueError("a prompt must have at least one token")
     if not prompts or max_new_tokens < 1:
         return [[] for _ in prompts]
-    logits, cache = read_prompts(model, prompts, max_new_tokens)
-    return continue_from_cache(
-        *(model, logits, cache, prompts, max_new_tokens),
-        sampler=sampler,
-        end_tokens=end_tokens,
-        on_token=on_token,
-    )
-
-
-@torch.no_grad()
-def continue_from_cache(
-    model: LanguageModel,
-    logits: Tensor,
-    cache: KVCache,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    sampler: Sampler | None = None,
-    end_tokens: Collection[int] = (),
-    on_token: OnToken | None = None,
-) -> list[list[int]]:
-    """Continue prompts that are already in the cache.
-
-    All sequences grow by one token per step, and finished ones leave the batch. A sequence that
-    grows beyond a length at which all frequencies switch (LongRoPE) is read again, since deeper
-    layers' keys and values come from states of the other frequencies.
-
-    Args:
-        logits: ``[B, vocab]`` after the prompts.
-        cache: keys and values of the prompts, with room for ``max_new_tokens - 1`` more; it is
-            consumed.
-        sampler: draws the tokens; None: takes the most likely ones.
-        end_tokens: tokens that end a sequence.
-        on_token: called with a prompt's index and its new tokens after each of them; returning True
-            ends that sequence.
-
-    Returns:
-        The new tokens of each prompt, including the end token.
-    """
+    logits, cache = read or read_prompts(model, prompts, max_new_tokens)
     rows = list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in rows]
-    sampler, switches = sampler or Sampler(), model.layout.switches
+    sampler = sampler or Sampler()
+    switches = model.layout.switches
     for step in range(1, max_new_tokens + 1):
-        tokens, growing = sampler(logits, rows).tolist(), []
+        tokens = sampler(logits, rows).tolist()
+        growing = []
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             new[row].append(token)
             ended = on_token is not None and on_token(row, new[row])
