@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,12 +16,15 @@ from trainer.evaluation import many_shot
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.perplexity import token_losses
+from trainer.evaluation.results import counted
 from trainer.evaluation.task import evenly_spaced
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
 
 LayoutAt = Callable[[float], Layout]
 """A layout for every extension factor s."""
+Change = Callable[[Layout], Layout]
+"""A change of any layout."""
 Notes = list[str]
 """Sentences about what was fitted."""
 VALIDATION = "validation"
@@ -68,6 +72,30 @@ class FitText:
         bos = len(haystack.encoder.bos)
         behind = min(map(len, rows)) - bos
         return torch.tensor([[*row[:bos], *row[len(row) - behind :]] for row in rows])
+
+    def changed_by(
+        self,
+        choose: Callable[[Tensor, Layout], tuple[Change, str]],
+        before: LayoutAt,
+        training_length: int,
+        config: EvaluationConfig,
+        notes: Notes,
+    ) -> LayoutAt:
+        """Return the layouts ``before`` after a change that is chosen at each length, or at
+        ``choice.length`` for all.
+
+        ``choose``: returns the change for texts ``[B, T]`` and a layout, and what it has chosen.
+        """
+
+        @cache
+        def change(factor: float) -> Change:
+            ids = self.choice(config, round(factor * training_length))
+            change, chosen = choose(ids, before(factor))
+            texts = f"{counted(len(ids), 'text')} of {ids.shape[1]:,} tokens"
+            notes.append(f"{chosen}, chosen on {texts} ({config.choice.text})")
+            return change
+
+        return lambda factor: change(config.choice.length or factor)(before(factor))
 
     def loss(self, model: LanguageModel, windows: Integers, batch_tokens: int) -> float:
         """Return the mean loss over windows and positions, in nats."""

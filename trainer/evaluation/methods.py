@@ -12,12 +12,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from trainer.analysis import weighted_rope
 from trainer.analysis.frequency_entropy import choose_factors
 from trainer.common.errors import UserError
 from trainer.config import EvaluationConfig
 from trainer.evaluation import dope, longrope, temperature  # noqa: F401 - they register methods
-from trainer.evaluation.fitting import VALIDATION, FitText, LayoutAt, Notes
+from trainer.evaluation.fitting import VALIDATION, Change, FitText, LayoutAt, Notes
 from trainer.evaluation.method import METHODS, Method, far_rotation, method, own_decoder, rotation
 from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
 from trainer.evaluation.saved_model import SavedModel
@@ -74,40 +76,32 @@ def dynamically_rescaled(
     return layout.dynamically_rescaled(rescaling, layers=config.layers)
 
 
-def fit_choice(
-    part: str,
-    before: LayoutAt,
-    model: LanguageModel,
-    text: FitText,
-    config: EvaluationConfig,
-    notes: Notes,
+@method("dope", "DoPE", own_decoder, rotation, is_fitted=True)
+def fit_dope(
+    before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
 ) -> LayoutAt:
-    """Change heads (dope) or pairs (weighted_rope) of extreme entropy, chosen at each length, or at
-    ``choice.length`` for all."""
+    """Change heads of extreme matrix entropy."""
 
-    @cache
-    def change(factor: float) -> Callable[[Layout], Layout]:
-        layout, length = before(factor), round(factor * model.layout.training_length)
-        ids = text.choice(config, length)
-        if part == "dope":
-            heads = dope.select(model, ids, config.dope, layout)
-            chosen = ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
-            change = partial(dope.apply, chosen=heads, settings=config.dope, model=model)
-        else:
-            factors = choose_factors(model, ids, config.weighted_rope, layout)
-            chosen = f"{counted(weighted_rope.count_pairs(factors), 'pair')} of queries and keys"
-            change = partial(weighted_rope.apply, chosen=factors)
-        texts, tokens = counted(len(ids), "text"), f"{ids.shape[1]:,} tokens"
-        notes.append(f"{chosen}, chosen on {texts} of {tokens} ({config.choice.text})")
-        return change
+    def choose(ids: Tensor, layout: Layout) -> tuple[Change, str]:
+        heads = dope.select(model, ids, config.dope, layout)
+        change = partial(dope.apply, chosen=heads, settings=config.dope, model=model)
+        return change, ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
 
-    return lambda factor: change(config.choice.length or factor)(before(factor))
+    return text.changed_by(choose, before, model.layout.training_length, config, notes)
 
 
-method("dope", "DoPE", own_decoder, rotation, is_fitted=True)(partial(fit_choice, "dope"))
-method("weighted_rope", "Weighted RoPE", rotation, is_fitted=True)(
-    partial(fit_choice, "weighted_rope")
-)
+@method("weighted_rope", "Weighted RoPE", rotation, is_fitted=True)
+def fit_weighted_rope(
+    before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
+) -> LayoutAt:
+    """Change pairs of extreme frequency entropy."""
+
+    def choose(ids: Tensor, layout: Layout) -> tuple[Change, str]:
+        factors = choose_factors(model, ids, config.weighted_rope, layout)
+        pairs = counted(weighted_rope.count_pairs(factors), "pair")
+        return partial(weighted_rope.apply, chosen=factors), f"{pairs} of queries and keys"
+
+    return text.changed_by(choose, before, model.layout.training_length, config, notes)
 
 
 def known_methods() -> dict[str, Method]:
