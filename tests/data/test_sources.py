@@ -12,6 +12,7 @@ import pytest
 
 from trainer.commands import compose_words
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.config import DataConfig
 from trainer.data import sources
 from trainer.data.sources import (
@@ -158,7 +159,7 @@ def test_every_part_of_dolma_belongs_to_one_text_of_its_mixture():
 
 
 def test_a_source_of_the_users_own_has_its_code_as_its_state(monkeypatch, tmp_path):
-    monkeypatch.setattr(sources, "TEXT_SOURCES", {})
+    monkeypatch.setattr(sources, "TEXT_SOURCES", Registry("text source"))
 
     @text_source()
     def numbers(upto=3):

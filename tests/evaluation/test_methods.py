@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
@@ -432,7 +433,7 @@ def test_layers_are_checked_before_anything_is_measured(models):
 
 
 def test_a_plugins_method_replaces_none_of_another_file(monkeypatch):
-    monkeypatch.setattr("trainer.evaluation.method.METHODS", dict(METHODS))
+    monkeypatch.setattr("trainer.evaluation.method.METHODS", copy(METHODS))
     for _ in range(2):  # a plugin may be run again
         method("mine", "mine")(lambda layout, factor, config: layout)
     with pytest.raises(UserError, match=r"'temperature' exists"):

@@ -4,6 +4,7 @@ import math
 import sys
 import types
 import warnings
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -351,7 +352,7 @@ def test_sdpa_forbids_cudnns_kernel_and_cudnn_leaves_it_to_the_caller(
 
 @torch.no_grad()
 def test_a_function_registers_itself_as_a_backend(monkeypatch, tiny_decoder):
-    monkeypatch.setattr(backends, "BACKENDS", dict(BACKENDS))
+    monkeypatch.setattr(backends, "BACKENDS", copy(BACKENDS))
     monkeypatch.setattr(decoder_module, "BACKENDS", backends.BACKENDS)
     shapes = []
 

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from trainer.analysis.target import Target
+from trainer.common.registry import Registry
 from trainer.plotting import Plot
 
 COLUMNS = ("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value")
@@ -68,7 +69,7 @@ class Topic:
         return Results(self.name, self.title, plots, rows, notes)
 
 
-TOPICS: dict[str, Topic] = {}
+TOPICS = Registry[Topic]("analysis")
 """Analyses by name, those of the user's plugins included."""
 
 
@@ -78,8 +79,9 @@ def analysis(
     """Register a function as an analysis, see :class:`Topic`; ``title``: heading on the page."""
 
     def register(function: Callable[..., Findings]) -> Topic:
-        TOPICS[name] = Topic(name, title, function, models, kind or name)
-        return TOPICS[name]
+        topic = Topic(name, title, function, models, kind or name)
+        TOPICS.add(name, topic, function)
+        return topic
 
     return register
 

@@ -23,6 +23,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.config import DataConfig
 from trainer.data.readers import AT_ONCE, as_text, format_of, read_column
 
@@ -45,7 +46,7 @@ class TextSource:
     title: Callable[[DataConfig], str] = lambda config: config.source
 
 
-TEXT_SOURCES: dict[str, TextSource] = {}
+TEXT_SOURCES = Registry[TextSource]("text source")
 """Sources by name, those of the user's plugins included."""
 
 READ_WHOLE, END = 1 << 26, 1 << 16
@@ -62,7 +63,8 @@ def text_source(**fields: Any) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         own_state = {"state": lambda _: digest(inspect.getsource(function))}
-        TEXT_SOURCES[function.__name__] = TextSource(function, **own_state | fields)
+        source = TextSource(function, **own_state | fields)
+        TEXT_SOURCES.add(function.__name__, source, function)
         return function
 
     return register
@@ -98,10 +100,7 @@ def _imprint(path: str) -> list[str | int]:
 
 def source_of(config: DataConfig) -> TextSource:
     """Return the configured source."""
-    if config.source not in TEXT_SOURCES:
-        known = ", ".join(TEXT_SOURCES)
-        raise UserError(f"data.source: expected one of {known}, got {config.source!r}")
-    return TEXT_SOURCES[config.source]
+    return TEXT_SOURCES.find(config.source, "data.source")
 
 
 def revision_of(config: DataConfig) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.config import EvaluationConfig
 from trainer.evaluation.saved_model import SavedModel
 
@@ -35,19 +35,17 @@ class Method:
     is_joint: bool = False
 
 
-METHODS: dict[str, Method] = {}
+METHODS = Registry[Method]("method")
 """Registered methods by the names of ``evaluation.methods``."""
 
 
 def method(
     name: str, title: str, *needs: Need, is_fitted: bool = False, is_joint: bool = False
 ) -> Callable[[F], F]:
-    """Register a function as :class:`Method` ``name``, which no other file may have."""
+    """Register a function as :class:`Method` ``name``."""
 
     def register(function: F) -> F:
-        if name in METHODS and METHODS[name].apply.__module__ != function.__module__:
-            raise UserError(f"method: {name!r} exists; expected another name")
-        METHODS[name] = Method(title, function, needs, is_fitted, is_joint)
+        METHODS.add(name, Method(title, function, needs, is_fitted, is_joint), function)
         return function
 
     return register

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import resources
 from itertools import chain
 
@@ -204,6 +204,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
             return PromptTask(name, haystack.tokenizer, prompts, score, stop)
 
         @task(name, settings="needles")
+        @wraps(make)
         def tasks(inputs: TaskInputs) -> list[PromptTask]:
             settings = replace(inputs.settings, trials=inputs.trials)
             return [prompt_task(inputs.text.haystack, settings)]

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 from tokenizers import Tokenizer
 
+from trainer.common.registry import Registry
 from trainer.evaluation.answering import answers
 from trainer.evaluation.answering import batches as batches_of_prompts
 from trainer.evaluation.held_out import HeldOut
@@ -154,7 +155,16 @@ class TaskInputs:
 
 MakeTasks = Callable[[TaskInputs], Sequence[Task | PromptTask]]
 """Returns a task for each length, or prompts that can be asked at any."""
-TASKS: dict[str, tuple[MakeTasks, str | type | None]] = {}
+
+
+class TaskKind(NamedTuple):
+    """Row of :data:`TASKS`: makes tasks, of settings as in :func:`task`."""
+
+    make: MakeTasks
+    settings: str | type | None
+
+
+TASKS = Registry[TaskKind]("task")
 """What :func:`task` registered, by the names of ``evaluation.tasks``."""
 
 M = TypeVar("M", bound=MakeTasks)
@@ -169,7 +179,7 @@ def task(name: str, settings: str | type | None = None) -> Callable[[M], M]:
     """
 
     def register(make: M) -> M:
-        TASKS[name] = make, settings
+        TASKS.add(name, TaskKind(make, settings), make)
         return make
 
     return register

@@ -59,7 +59,7 @@ def settings_of(name: str, config: EvaluationConfig) -> Any:
     Raises:
         UserError: unknown keys or wrong values.
     """
-    _, settings = TASKS[name]
+    settings = TASKS[name].settings
     if isinstance(settings, type):
         values = config.settings.get(name, {})
         return validated(settings, values, f"evaluation.settings.{name}.")
@@ -78,8 +78,7 @@ def make_tasks(
     inputs = TaskInputs(text, lengths, training_length, config.limit or sys.maxsize)
     tasks: list[Task] = []
     for name in config.tasks:
-        make, _ = TASKS[name]
-        for each in make(replace(inputs, settings=settings_of(name, config))):
+        for each in TASKS[name].make(replace(inputs, settings=settings_of(name, config))):
             if isinstance(each, Task):
                 tasks.append(each)
             else:

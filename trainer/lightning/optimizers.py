@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trainer.common.registry import Registry
+
 MOMENTUM = 0.95
 """Momentum of Muon."""
 BATCH = 2**26
@@ -17,7 +19,7 @@ BATCH = 2**26
 
 
 Make = Callable[..., torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {}
+OPTIMIZERS = Registry[Make]("optimizer")
 """Functions that make optimizers, by their names."""
 
 
@@ -28,7 +30,7 @@ def optimizer(function: Make) -> Make:
     embeddings with an untied head, norms and biases. Its keyword arguments are its settings, ``lr``
     among them. The optimizer's state must consist of tensors, which checkpoints hold.
     """
-    OPTIMIZERS[function.__name__] = function
+    OPTIMIZERS.add(function.__name__, function, function)
     return function
 
 
@@ -87,9 +89,7 @@ def make_optimizer(
         {"params": embeddings, "weight_decay": weight_decay if decay_embeddings else 0.0},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if name not in OPTIMIZERS:
-        raise ValueError(f"optimizer: expected one of {', '.join(OPTIMIZERS)}, got {name!r}")
-    result = OPTIMIZERS[name](groups, **settings)
+    result = OPTIMIZERS.find(name, "optimizer")(groups, **settings)
     for group in result.param_groups:
         group["initial_lr"] = group["lr"]
     return result

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 
 QUERY_BLOCK = {"cpu": 128, "cuda": 512}
 """Queries per block of ``sdpa`` with a mask: small blocks compute fewer scores that the mask hides,
@@ -104,7 +105,7 @@ class Backend:
     prepare: Prepare | None = None
 
 
-BACKENDS: dict[str, Backend] = {}
+BACKENDS = Registry[Backend]("attention backend")
 """Backends by the names of their functions, in the order in which ``auto`` considers them."""
 
 
@@ -112,7 +113,7 @@ def backend(**row: Any) -> Callable[[Attend], Attend]:
     """Register a function as a backend; see :class:`Backend`. A file of ``plugins`` may do so."""
 
     def register(attend: Attend) -> Attend:
-        BACKENDS[attend.__name__] = Backend(attend, **row)
+        BACKENDS.add(attend.__name__, Backend(attend, **row), attend)
         return attend
 
     return register

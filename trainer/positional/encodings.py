@@ -15,9 +15,11 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.positional.spectrum import Spectrum, Step, Temperature, cope_shares
 
-ENCODINGS: dict[str, Callable[..., Spectrum]] = {}
+ENCODINGS = Registry[Callable[..., Spectrum]]("encoding")
+"""Encodings by the names of their functions."""
 
 F = TypeVar("F", bound=Callable[..., Spectrum])
 
@@ -40,7 +42,7 @@ def encoding(function: F) -> F:
         origin = (Step(function.__name__, parameters),)
         return replace(spectrum, origin=origin) if spectrum.rotates else spectrum
 
-    ENCODINGS[function.__name__] = with_origin
+    ENCODINGS.add(function.__name__, with_origin, function)
     return cast("F", with_origin)
 
 
@@ -50,9 +52,7 @@ def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Sp
     Raises:
         UserError: the encoding or a parameter is unknown, or does not fit ``head_dim``.
     """
-    if name not in ENCODINGS:
-        raise UserError(f"positional: expected one of {', '.join(ENCODINGS)}, got {name!r}")
-    function = ENCODINGS[name]
+    function = ENCODINGS.find(name, "positional")
     model = {"head_dim": head_dim, "training_length": training_length}
     wanted = {key: model[key] for key in model if key in inspect.signature(function).parameters}
     try:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trainer.common.registry import Registry
 from trainer.positional.spectrum import (
     Frequencies,
     LongFrequencies,
@@ -31,7 +32,7 @@ Rescaling = Callable[[Frequencies, int], Stretch]
 R = TypeVar("R", bound=Callable[..., Stretch])
 
 
-RESCALINGS: dict[str, Rescaling] = {}
+RESCALINGS = Registry[Rescaling]("rescaling")
 """Methods of context extension by name."""
 TITLES: dict[str, str] = {}
 """Their titles in tables."""
@@ -42,7 +43,8 @@ def rescaling(name: str, title: str) -> Callable[[R], R]:
     methods then know; use it in a file that ``plugins`` names, too."""
 
     def register(function: R) -> R:
-        RESCALINGS[name], TITLES[name] = function, title
+        RESCALINGS.add(name, function, function)
+        TITLES[name] = title
         return function
 
     return register

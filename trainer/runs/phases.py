@@ -261,13 +261,11 @@ def layout_of_phase(config: RunConfig, phase: Phase, layout: Layout) -> Layout:
         layout = layout.map(lambda s: rebased(s, base), rescale.layers)
     elif rescale is not None:
         key = f"phases.{phase.name}.rescale"
-        if rescale.method not in RESCALINGS:
-            known = ", ".join(RESCALINGS)
-            raise UserError(f"{key}.method: expected one of {known}, got {rescale.method!r}")
+        method = RESCALINGS.find(rescale.method, f"{key}.method")
         factor = rescale.factor or phase.length / layout.training_length
         if factor <= 1:
             raise UserError(f"{key}: its sequences are no longer than those before")
-        layout = layout.rescaled(RESCALINGS[rescale.method], factor, rescale.layers)
+        layout = layout.rescaled(method, factor, rescale.layers)
     layout = replace(layout, training_length=max(layout.training_length, phase.length))
     if change is None:
         return layout

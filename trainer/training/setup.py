@@ -157,10 +157,7 @@ def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
     Raises:
         UserError: there is no such optimizer, or it has no such settings.
     """
-    if config.name not in OPTIMIZERS:
-        names = ", ".join(OPTIMIZERS)
-        raise UserError(f"optimizer.name: expected one of {names}, got {config.name!r}")
-    takes = inspect.signature(OPTIMIZERS[config.name]).parameters
+    takes = inspect.signature(OPTIMIZERS.find(config.name, "optimizer.name")).parameters
     arguments = config.arguments or {}
     if unknown := arguments.keys() - takes.keys():
         raise UserError(f"optimizer.arguments: {config.name} has no {', '.join(sorted(unknown))}")
