@@ -99,9 +99,16 @@ def train(
         ) as writer,
     ):
         callback = RunCallback(
-            run, corpus, state, writer=writer, progress=progress, stop_requested=stop_requested
+            run,
+            corpus,
+            state,
+            module=module,
+            writer=writer,
+            progress=progress,
+            stop_requested=stop_requested,
         )
-        strategy.writer, strategy.describe = writer, callback.describe
+        strategy.writer = writer
+        strategy.describe = callback.describe
         trainer = make_trainer(run, strategy, dashboards(run), [*callbacks, callback])
         data = PhaseData(run.phases, corpus, compiles=compiles(settings))
         try:

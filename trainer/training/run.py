@@ -55,11 +55,15 @@ class RunCallback(Checkpoint):
         corpus: Corpus,
         state: dict[str, Any],
         *,
+        module: LanguageModule,
         writer: Writer,
         progress: Progress,
         stop_requested: Callable[[], str | None],
     ) -> None:
-        self.run, self.corpus, self.writer = run, corpus, writer
+        self.run = run
+        self.corpus = corpus
+        self.module = module
+        self.writer = writer
         self.stop_requested = stop_requested
         self.settings = run.config.trainer
         self.phase = run.phases.at(state["step"])
@@ -73,13 +77,14 @@ class RunCallback(Checkpoint):
 
     # A checkpoint is loaded
 
-    def on_load_checkpoint(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, checkpoint: dict[str, Any]
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
         """Set Lightning's counters by the step: another number of ranks has other batches."""
         assert self.tally is not None
-        module.tally.load(self.tally, module.device)
-        step, ranks = checkpoint["global_step"], trainer.world_size
+        self.module.tally.load(self.tally, self.module.device)
+        step = checkpoint["global_step"]
+        ranks = trainer.world_size
         done = [phase for phase in self.run.phases if phase.end <= step]
         checkpoint["loops"] = loops_at(
             trainer,
@@ -91,32 +96,29 @@ class RunCallback(Checkpoint):
 
     # Training starts
 
-    def on_train_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule
-    ) -> None:
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Check states that checkpoints will hold, measure trained weights, and start the clock."""
         callbacks: list[L.Callback] = getattr(trainer, "callbacks")  # noqa: B009 - not declared
         for callback in callbacks:
             split_tensors(callback.state_dict(), f"callbacks.{callback.state_key}", {})
         if trainer.global_step == 0 and self.run.weights is not None:
-            self.measurements.measure_benchmarks(module.model, 0)
+            self.measurements.measure_benchmarks(self.module.model, 0)
         self.rows.start(trainer.global_step)
 
     # A phase starts
 
-    def on_train_epoch_start(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule
-    ) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin a phase: Lightning does not call this in a run that resumes within one."""
         self.phase = self.run.phases.at(trainer.global_step)
-        is_longer = self.phase.length > module.model.layout.training_length
+        is_longer = self.phase.length > self.module.model.layout.training_length
         if self.phase.has_change or is_longer:
-            self.change(trainer, module)
+            self.change(trainer)
         self.rows.start(trainer.global_step)
 
-    def change(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def change(self, trainer: L.Trainer) -> None:
         """Change the model for its phase, and measure it before and after."""
-        phase, model = self.phase, module.model
+        phase = self.phase
+        model = self.module.model
         if phase.drop is not None and not self.measurements.has_dropped:
             self.save(trainer, BEFORE_DROP)
         gain: Gain = "one"
@@ -135,34 +137,34 @@ class RunCallback(Checkpoint):
 
     # An update is done
 
-    def on_train_batch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule, outputs: Any, batch: Batch, index: int
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         """Measure, write a row, save and stop, in this order, after an update."""
-        if (index + 1) % trainer.accumulate_grad_batches != 0:
+        if (batch_idx + 1) % trainer.accumulate_grad_batches != 0:
             return
-        step, phase, measurements = trainer.global_step, self.phase, self.measurements
+        step = trainer.global_step
+        phase = self.phase
+        measurements = self.measurements
         is_last = step == phase.end
         with self.rows.untimed():
             if is_last:
-                measurements.measure_end(module.model, phase)
+                measurements.measure_end(self.module.model, phase)
             if is_last or is_due(step, self.run.config.benchmarks.every):
-                measurements.measure_benchmarks(module.model, step)
+                measurements.measure_benchmarks(self.module.model, step)
         if is_last or is_due(step, self.settings.log_every):
-            self.rows.write(trainer, module, phase, batch, measurements.pending)
+            self.rows.write(trainer, self.module, phase, batch, measurements.pending)
             measurements.pending = {}
         if not is_last:
-            self.save_or_stop(trainer, module)
+            self.save_or_stop(trainer)
 
-    def on_train_epoch_end(  # type: ignore[override]  # our trainers have no other module
-        self, trainer: L.Trainer, module: LanguageModule
-    ) -> None:
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Save after a phase, when the other callbacks have ended its epoch."""
-        self.save_or_stop(trainer, module)
+        self.save_or_stop(trainer)
 
     # A save, a stop
 
-    def save_or_stop(self, trainer: L.Trainer, module: LanguageModule) -> None:
+    def save_or_stop(self, trainer: L.Trainer) -> None:
         """Save if a checkpoint is due, and stop if a rank is asked to; all ranks do the same.
 
         Raises:
@@ -170,7 +172,9 @@ class RunCallback(Checkpoint):
             DivergedError: the run has diverged, and is no control: the run that a control is
                 compared with is evaluated all the same.
         """
-        step, skipped = trainer.global_step, module.tally.lately_skipped_in_a_row()
+        step = trainer.global_step
+        tally = self.module.tally
+        skipped = tally.lately_skipped_in_a_row()
         is_end = step == self.run.steps
         requested = None if is_end else self.stop_requested()
         minutes_since_save = (time.monotonic() - self.saved_at) / 60
@@ -185,12 +189,12 @@ class RunCallback(Checkpoint):
             self.writer.wait()  # raises its error
         if is_diverging and not self.run.is_control:
             self.writer.wait()  # the newest healthy checkpoint may be on its way to disk
-            check_divergence(module.tally.skipped_in_a_row(), step, self.writer.directory)
+            check_divergence(tally.skipped_in_a_row(), step, self.writer.directory)
         stops = any(reasons)
         must_save = step == self.phase.end or step in self.run.kept_steps or stops
         may_save = is_late or is_due(step, self.settings.checkpoint_every)
         # While updates are skipped, nothing is saved by schedule: the newest checkpoint is healthy.
-        if must_save or (may_save and module.tally.skipped_in_a_row() == 0):
+        if must_save or (may_save and tally.skipped_in_a_row() == 0):
             self.save(trainer, step_name(step))
         if stops or is_end:
             self.writer.wait()
@@ -205,18 +209,18 @@ class RunCallback(Checkpoint):
             trainer.save_checkpoint(self.writer.directory / name)
         self.saved_at = time.monotonic()
 
-    def describe(self, module: LanguageModule) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what ``state.json`` of a checkpoint holds of the run."""
         measurements = self.measurements
         return {
-            "step": module.global_step,
-            "model": asdict(module.model.config),
+            "step": self.module.global_step,
+            "model": asdict(self.module.model.config),
             "tokenizer": self.corpus.tokenizer.to_str(),
             "end_of_text": self.corpus.end_of_text,
             "token_files": self.token_files,
             "config": asdict(self.run.config),
             "texts": self.corpus.fingerprints,
-            "tally": module.tally.state(),
+            "tally": self.module.tally.state(),
             "rows": self.rows.count,
             "pending_metrics": dict(measurements.pending),
             "effects": dict(measurements.effects),

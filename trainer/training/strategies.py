@@ -48,7 +48,7 @@ class RunStrategy(Base):
     """
 
     writer: Writer
-    describe: Callable[[LanguageModule], dict[str, Any]]
+    describe: Callable[[], dict[str, Any]]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -89,7 +89,7 @@ class RunStrategy(Base):
         layout = checkpoint.pop("layout")
         del checkpoint["loops"]
         described = split_tensors(checkpoint, "lightning", tensors)
-        run = self.describe(self.module) | {"layout": layout, "lightning": described}
+        run = self.describe() | {"layout": layout, "lightning": described}
         self.writer.save(Path(filepath), tensors, run)
 
     def load_checkpoint(
