@@ -7,7 +7,7 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -41,7 +41,6 @@ from trainer.interchange.pretrained import Pretrained, is_disabled_norm, read_pr
 from trainer.interchange.published import find_pretrained, read_token_files, read_tokenizer
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
-from trainer.model.language_model import LanguageModel
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
 from trainer.runs.directory import is_published, saved_config
@@ -59,42 +58,85 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
         UserError: there is none, it is damaged, or transformers cannot compute ``hf:DIRECTORY`` by
             itself.
     """
-    role: str | None = None
-    run: RunConfig | None = None
-    state: dict[str, Any] = {}
-    computed_by: str | None = None
-    is_dropped = False
-    lengths = [training_length]
-    read: Callable[[str, torch.dtype], LanguageModel]
     if reference.startswith("hf:"):
-        from trainer.interchange.adapted import read_adapted  # imports transformers
+        return _adapted_model(reference, training_length)
+    if is_published(reference):
+        return _published_model(reference, training_length)
+    return _trained_model(reference, training_length)
 
-        path = Path(reference.removeprefix("hf:")).expanduser()
-        model = read_adapted(path)
-        name, computed_by = f"{path.resolve().name}-hf", f"transformers {version('transformers')}"
-        shape = model.config, model.layout
-        weights = Pretrained(reference, *shape, read_tokenizer(path), {}, read_token_files(path))
 
-        def read_again(device: str, dtype: torch.dtype) -> LanguageModel:
-            return read_adapted(path, dtype).to(device)
+def _adapted_model(reference: str, training_length: int | None) -> SavedModel:
+    """Find a model that transformers is to compute."""
+    from trainer.interchange.adapted import read_adapted  # imports transformers
 
-        read = read_again
-        key = f"{computed_by} {_files_fingerprint(path)}"
-    elif is_published(reference):
-        path, weights = find_pretrained(reference), read_pretrained(reference)
-        name, read, key = Path(reference).name, weights.decoder, _files_fingerprint(path)
-    else:
-        path = check_sound(find_checkpoint(reference))
-        state, weights = read_state(path), read_run(path)
-        run, step = saved_config(state["config"]), state["step"]
-        read, key, phases = weights.decoder, checksum(path / MANIFEST), phases_of(run)
-        name, role = name_and_role(run, phases, step)
-        if step != run.trainer.max_steps:
-            checkpoint = "before its drop" if path.name == BEFORE_DROP else path.name
-            name = f"{name} ({checkpoint})"
-        if step:
-            lengths.insert(0, phases.at(step - 1).length)
-        is_dropped = phases.is_dropped(step)
+    path = Path(reference.removeprefix("hf:")).expanduser()
+    model = read_adapted(path)
+    name = f"{path.resolve().name}-hf"
+    computed_by = f"transformers {version('transformers')}"
+    tokenizer = read_tokenizer(path)
+    return _saved_model(
+        Pretrained(reference, model.config, model.layout, tokenizer, {}, read_token_files(path)),
+        [training_length],
+        key=f"{computed_by} {_files_fingerprint(path)}",
+        name=name,
+        reference=reference,
+        path=path,
+        home=Path("runs", name),
+        read=lambda device, dtype: read_adapted(path, dtype).to(device),
+        computed_by=computed_by,
+    )
+
+
+def _published_model(reference: str, training_length: int | None) -> SavedModel:
+    path = find_pretrained(reference)
+    weights = read_pretrained(reference)
+    name = Path(reference).name
+    return _saved_model(
+        weights,
+        [training_length],
+        key=_files_fingerprint(path),
+        name=name,
+        reference=reference,
+        path=path,
+        home=Path("runs", name),
+        read=weights.decoder,
+    )
+
+
+def _trained_model(reference: str, training_length: int | None) -> SavedModel:
+    """Find the checkpoint of a run."""
+    path = check_sound(find_checkpoint(reference))
+    state = read_state(path)
+    weights = read_run(path)
+    run = saved_config(state["config"])
+    step = state["step"]
+    phases = phases_of(run)
+    name, role = name_and_role(run, phases, step)
+    if step != run.trainer.max_steps:
+        checkpoint = "before its drop" if path.name == BEFORE_DROP else path.name
+        name = f"{name} ({checkpoint})"
+    of_run = phases.at(step - 1).length if step else None
+    return _saved_model(
+        weights,
+        [of_run, training_length],
+        key=checksum(path / MANIFEST),
+        name=name,
+        reference=reference,
+        path=path,
+        home=path.parent.parent,
+        read=weights.decoder,
+        run=run,
+        role=role,
+        is_dropped=phases.is_dropped(step),
+        state=state,
+    )
+
+
+def _saved_model(
+    weights: Pretrained, lengths: Sequence[int | None], *, key: str, **fields: Any
+) -> SavedModel:
+    """Return a model with what follows from its weights; ``lengths``: training lengths that it
+    gets, one after the other. ``key``: hash that changes with the weights."""
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
@@ -105,21 +147,12 @@ def find_model(reference: str, training_length: int | None = None) -> SavedModel
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(weights.config, layout).parameters())
     return SavedModel(
-        name=name,
-        reference=reference,
-        path=path,
-        home=Path("runs", name) if run is None else path.parent.parent,
         tokens=tokens,
         layout=layout,
-        read=read,
         fingerprint=fingerprint(key, layout.training_length, sorted(tokens.stops)),
         parameters=parameters,
         longest_context=longest,
-        run=run,
-        role=role,
-        is_dropped=is_dropped,
-        state=state,
-        computed_by=computed_by,
+        **fields,
     )
 
 
