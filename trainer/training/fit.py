@@ -37,7 +37,14 @@ from trainer.runs.models import name_and_role
 from trainer.runs.phases import Phases, Run
 from trainer.training.dashboards import dashboards
 from trainer.training.run import RunCallback, check_divergence
-from trainer.training.setup import compiles, make_decoder, make_module, make_trainer, numerics
+from trainer.training.setup import (
+    compiles,
+    make_decoder,
+    make_module,
+    make_trainer,
+    numerics,
+    quiet_lightning,
+)
 from trainer.training.strategies import make_strategy
 
 log = logging.getLogger(__name__)
@@ -91,6 +98,7 @@ def train(
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
     strategy = make_strategy(config.strategy.name, device_of(settings.accelerator))
     with (
+        quiet_lightning(),
         Progress(title, run.steps, run.phases.tokens / run.steps) as progress,
         numerics(settings),
         stop_requests(settings.max_time, start_time or time.time()) as stop_requested,

@@ -105,6 +105,22 @@ def numerics(trainer: TrainerConfig) -> Iterator[None]:
         memory.fill_uninitialized_memory = fills
 
 
+@contextmanager
+def quiet_lightning() -> Iterator[None]:
+    """Silence Lightning's advice within the block: its log below warnings, and its warnings."""
+    names = "lightning", "lightning.pytorch", "lightning.fabric"
+    levels = {name: logging.getLogger(name).level for name in names}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        try:
+            for name in names:
+                logging.getLogger(name).setLevel(logging.WARNING)
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+
+
 def make_decoder(run: Run, vocab_size: int) -> Decoder:
     """Create a run's decoder on the meta device, without weights.
 
@@ -169,10 +185,8 @@ def make_trainer(
     run: Run, strategy: RunStrategy, loggers: list[Logger], callbacks: list[L.Callback]
 ) -> L.Trainer:
     """Create Lightning's trainer of a run, whose phases are epochs, without bar and summary."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module="lightning")
-    ranks, is_single = current_ranks(), run.config.strategy.name == "single"
+    ranks = current_ranks()
+    is_single = run.config.strategy.name == "single"
     trainer = L.Trainer(
         max_steps=run.steps,
         accelerator=device_type(run.config.trainer.accelerator),
