@@ -91,7 +91,8 @@ def capture(
 ) -> list[Measured]:
     """Read ``ids`` ``[B, T]``, and return what ``measure`` gives for each layer before its
     attention; tensors that it does not return are freed before the next layer."""
-    layers, C = model.layout.layers, model.layout.training_length
+    layers = model.layout.layers
+    C = model.layout.training_length
     measured: list[Measured] = []
 
     def observe(layer: int, *tensors: Tensor, sinks: Tensor | None = None, **scores: Any) -> None:

@@ -84,18 +84,25 @@ METHODS = {
     "ntk": ("NTK-aware", STYLE_NUMBERS["RoPE + NTK-aware"]),
 }
 FACTORS = (2.0, 3.0, 4.0)
-TOKENS, FEWEST, SEEDS = 512, 32, 3
+TOKENS = 512
+"""Most tokens that are read before training."""
+FEWEST = 32
+"""Fewest of them; larger shapes are left out."""
+SEEDS = 3
 BUDGET = 1e12
 """Largest number of floating-point operations in gradients, about a minute of one core."""
-BESIDE, REACH = 32, 8
-"""Distances that a profile shows, and tokens around a needle."""
+BESIDE = 32
+"""Distances that a profile shows."""
+REACH = 8
+"""Tokens that are shown on each side of a needle."""
 
 
 @analysis("positional_bias", "Positional bias")
 def analyze_positional_bias(target: Target) -> Findings:
     """Measure Aᶜ of heads within the training length, its causes and YaRN's effect on attention."""
     target.require(2)  # a single token attends to itself alone
-    model, C = target.model, target.training_length
+    model = target.model
+    C = target.training_length
     ids = target.ids[:, :C]
     bias = head_biases(target)
     tokens, gradients, spreads = fresh_decoders(model, target.ids)
@@ -185,8 +192,9 @@ def bias_gradients(model: Decoder, ids: Tensor) -> Array:
     measured: list[Tensor] = []  # [heads, 2, 2] of every layer of every text
 
     def observe(layer: int, q: Tensor, k: Tensor, rotated_q: Tensor, rotated_k: Tensor) -> None:
-        attention, encoding = model.layers[layer].self_attn, model.layout.layers[layer]
+        attention = model.layers[layer].self_attn
         projections = [attention.q_proj.weight, attention.k_proj.weight]
+        encoding = model.layout.layers[layer]
         C = model.layout.training_length
         heads = Heads(layer, encoding, q, k, rotated_q, rotated_k, C)
         visible = visible_keys(q.shape[2], encoding.window, model.device)
@@ -260,7 +268,8 @@ def fresh_decoders(
     diagonal and the previous token; and prefix spreads ``[seeds, layers + 1]``. There are no
     versions if the shape is too large to be measured on a useful number of tokens.
     """
-    config, layout = model.config, model.layout
+    config = model.config
+    layout = model.layout
     wanted = min(TOKENS, ids.shape[1], layout.training_length)
     # Operations for one token: gradients of both biases in both versions, in every head.
     projected = (config.num_attention_heads + config.num_key_value_heads) * config.head_size
@@ -315,7 +324,8 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
         for version, by_seed in gradients.items():
             norms = by_seed[:, kind]
             mean = norms.mean(axis=0).tolist()
-            low, high = norms.min(axis=0).tolist(), norms.max(axis=0).tolist()
+            low = norms.min(axis=0).tolist()
+            high = norms.max(axis=0).tolist()
             lines.append(Line(*VERSIONS[version], range(norms.shape[1]), mean, low, high))
         panels.append(Panel(f"towards {towards}", lines, "layer", "gradient norm of Aᶜ", prepare))
     return Plot(
@@ -372,7 +382,8 @@ def yarn_attention(
     def of_last(heads: Heads) -> Array:
         return last_attention(heads)[:, :, 0].double().mean(dim=0).cpu().numpy()
 
-    by_distance, near_needle = {}, {}
+    by_distance = {}
+    near_needle = {}
     layouts = {"trained": model.layout, "yarn": model.layout.rescaled(yarn_turns, 2.0, "all")}
     for name, layout in layouts.items():
         with model.using(layout):
@@ -385,7 +396,8 @@ def yarn_attention(
 def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Plot]:
     """Measure and draw attention as trained and under YaRN: of one head by distance, and near a
     needle of the head that attends to it most."""
-    model, prompt = target.model, target.prompt
+    model = target.model
+    prompt = target.prompt
     ids = target.ids[:, : target.training_length]
     by_distance, maps = yarn_attention(model, ids, place, prompt)
     beside = {name: curve[:BESIDE] for name, curve in by_distance.items()}
@@ -398,7 +410,8 @@ def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Pl
         first = max(0, needle.start - REACH)
         near = {name: map_[place][first : needle.stop + REACH] for name, map_ in maps.items()}
         first -= needle.start
-        title, x = "needle: layer {} head {}".format(*place), "key, tokens from the needle's first"
+        title = "needle: layer {} head {}".format(*place)
+        x = "key, tokens from the needle's first"
         panels.append(Panel(title, _lines(near, first), x, "attention"))
         tables.append(_curve_rows("attention_near_needle", place, near, first))
     plot = Plot(
@@ -440,11 +453,11 @@ def factors_plot(
     mark = None
     if slow.any():
         mark = int(np.argmax(slow)) - 0.5, "right of it: less than one turn"
-    x, y = "pair, fastest first", "frequency factor γ"
-    panels = [
-        Panel(f"s = {s:g}", _lines(by_method), x, y, prepare, mark)
-        for s, by_method in factors.items()
-    ]
+    panels = []
+    for s, by_method in factors.items():
+        lines = _lines(by_method)
+        x = "pair, fastest first"
+        panels.append(Panel(f"s = {s:g}", lines, x, "frequency factor γ", prepare, mark))
     return Plot(
         "rescaling_factors",
         draw(panels),

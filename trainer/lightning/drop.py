@@ -308,7 +308,9 @@ class DropPositions(L.Callback):
                 logger.log_metrics(effect, step=self.dropped_at)
 
     def _dropped(self, decoder: Decoder) -> Layout:
-        layout, to, qk_norm = decoder.layout, self.to, self.qk_norm
+        layout = decoder.layout
+        to = self.to
+        qk_norm = self.qk_norm
         if isinstance(to, str):
             to = by_name(to, decoder.config.head_size, layout.training_length)
         if qk_norm is None:

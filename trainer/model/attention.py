@@ -99,7 +99,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""
-        cache, qk_norm = layer_pass.cache, layer_pass.qk_norm
+        cache = layer_pass.cache
+        qk_norm = layer_pass.qk_norm
         x_queries = x if layer_pass.last is None else x[:, -layer_pass.last :]
         plain_q = self._heads(self.q_proj(x_queries), self.q_norm if qk_norm else None)
         plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)

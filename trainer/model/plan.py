@@ -76,8 +76,8 @@ def tables_of(
     def at(positions: Tensor) -> list[Groups]:
         return head_groups(layout, positions, columns.lengths, dtype)
 
-    new = at(columns.new)
-    queries, keys = list(new), new
+    keys = new = at(columns.new)
+    queries = list(new)
     if columns.queries[-1] is not columns.new:
         queries[-1] = at(columns.queries[-1])[-1]
     if any(plain) and columns.positions.shape != columns.new.shape:
@@ -94,7 +94,8 @@ def masks_of(
     ``mask``: restrictions of all layers. ``attends``: their backends. ``shape``: rows, query heads.
     """
     rows, heads = shape
-    keys, device = columns.positions.shape[-1], columns.positions.device
+    keys = columns.positions.shape[-1]
+    device = columns.positions.device
     distinct: dict[tuple[int | None, tuple[bool, ...], int], Mask] = {}
     masks = []
     for layer, positions, attend in zip(layout.layers, columns.queries, attends, strict=True):

@@ -142,7 +142,8 @@ class Layout:
 
     def map(self, change: Callable[[Spectrum], Spectrum], layers: LayerChoice = "all") -> Layout:
         """Replace every spectrum of ``layers`` by ``change(spectrum)``; return the new layout."""
-        changed, new = cache(change), list(self.layers)
+        changed = cache(change)
+        new = list(self.layers)
         for index in self.chosen(layers):
             new[index] = replace(new[index], spectra=tuple(map(changed, new[index].spectra)))
         return replace(self, layers=tuple(new))
@@ -155,8 +156,11 @@ class Layout:
         """
         if isinstance(layers, list):
             return _indices(layers, len(self.layers))
-        windows, C = (layer.window or math.inf for layer in self.layers), self.training_length
-        return [index for index, window in enumerate(windows) if layers == "all" or window > C]
+        every = range(len(self.layers))
+        if layers == "all":
+            return [*every]
+        windows = [layer.window or math.inf for layer in self.layers]
+        return [index for index in every if windows[index] > self.training_length]
 
     def of_layers(self, layers: LayerChoice) -> Layout:
         """Return the layout of these layers alone."""
@@ -164,8 +168,10 @@ class Layout:
 
     def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Layout:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
-        C, start = self.training_length, self.longest
-        factor = factor if start == C else max(1.0, factor * C / start)
+        C = self.training_length
+        start = self.longest
+        if start != C:
+            factor = max(1.0, factor * C / start)
         return self.map(lambda s: rescaled(s, rescaling, start, factor), layers)
 
     def dynamically_rescaled(

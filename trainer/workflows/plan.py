@@ -30,7 +30,8 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     Raises:
         UserError: the vocabulary is that of a finished tokenizer.
     """
-    config, phases = run.config, run.phases
+    config = run.config
+    phases = run.phases
     training = {"steps": f"{run.steps:,} of {phases[-1].tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
@@ -69,7 +70,8 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
 
 def _in_words(phase: Phase) -> str:
     """Describe the steps, the tokens and the change of a phase."""
-    steps, tokens = phase.end - phase.start, phase.tokens_at(phase.end) - phase.tokens
+    steps = phase.end - phase.start
+    tokens = phase.tokens_at(phase.end) - phase.tokens
     text = f"{steps:,} steps of {phase.batch_size:,} x {phase.length:,}: {tokens:,} tokens"
     if phase.drop is not None or phase.rescale is not None:
         text += f", {phase.description}"
@@ -83,7 +85,8 @@ def shape_of(run: Run) -> ModelConfig:
     Raises:
         UserError: the vocabulary is that of a finished tokenizer.
     """
-    model, tokenizer = run.config.model, run.config.tokenizer
+    model = run.config.model
+    tokenizer = run.config.tokenizer
     if model.vocab_size is not None:
         return model
     if tokenizer.path is not None:
@@ -93,19 +96,22 @@ def shape_of(run: Run) -> ModelConfig:
 
 def parameters(config: ModelConfig) -> dict[str, int]:
     """Return the numbers of parameters of a decoder by part, from its shape."""
-    h, layers, a_head = config.hidden_size, config.num_hidden_layers, config.head_size
-    q, k = config.num_attention_heads * a_head, config.num_key_value_heads * a_head
+    h = config.hidden_size
+    layers = config.num_hidden_layers
+    q = config.num_attention_heads * config.head_size
+    k = config.num_key_value_heads * config.head_size
     embeddings = (config.vocab_size or 0) * h
     head = 0 if config.tie_word_embeddings else embeddings
     attention = 2 * h * (q + k)
     if config.qkv_bias:
         attention += q + 2 * k
     if config.qk_norm.when != "never":
-        gains = {"q": q, "k": k} if config.qk_norm.kind == "full" else {"q": a_head, "k": a_head}
-        for target, size in gains.items():
-            if config.qk_norm.targets in ("both", target):
-                attention += size
-    mlp, norms = 3 * h * config.intermediate_size, 2 * layers * h + h
+        is_full = config.qk_norm.kind == "full"
+        for side, size in (("q", q), ("k", k)):
+            if config.qk_norm.targets in ("both", side):
+                attention += size if is_full else config.head_size
+    mlp = 3 * h * config.intermediate_size
+    norms = 2 * layers * h + h
     total = embeddings + head + layers * (attention + mlp) + norms
     return {
         "embeddings": embeddings,
@@ -120,7 +126,8 @@ def parameters(config: ModelConfig) -> dict[str, int]:
 
 def flops(run: Run, begin: int = 0) -> float:
     """Return the operations of a run's steps from step ``begin``."""
-    shape, total = shape_of(run), 0.0
+    shape = shape_of(run)
+    total = 0.0
     for phase in run.phases:
         steps = max(phase.end - max(phase.start, begin), 0)
         a_sequence = training_flops(shape, run.layout, phase.length)
@@ -139,12 +146,12 @@ def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
         return phase.rows(gpus), phase.length
 
     rows, length = max(map(micro_batch, run.phases), key=math.prod)
-    activations, state = rows * length * a_token / GIB, state / GIB
+    activations = rows * length * a_token
     return {
         "micro-batch": f"{rows:,} x {length:,} tokens, strategy {run.config.strategy.name}",
-        "activations": f"{activations:,.1f} GiB",
-        "weights, gradients, optimizer": f"{state:,.1f} GiB",
-        "in all": f"{activations + state:,.1f} GiB",
+        "activations": f"{activations / GIB:,.1f} GiB",
+        "weights, gradients, optimizer": f"{state / GIB:,.1f} GiB",
+        "in all": f"{(activations + state) / GIB:,.1f} GiB",
     }
 
 
@@ -175,9 +182,10 @@ def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
     Korthikanti et al. (2022, arXiv 2205.05198, Sec. 4.1) for a gated MLP and grouped heads, without
     stored attention probabilities.
     """
-    h, i = config.hidden_size, config.intermediate_size
-    q, k = config.num_attention_heads * config.head_size, config.num_key_value_heads
-    k *= config.head_size
+    h = config.hidden_size
+    i = config.intermediate_size
+    q = config.num_attention_heads * config.head_size
+    k = config.num_key_value_heads * config.head_size
     a_layer = {
         "none": size * (5 * h + 4 * q + 3 * k + 4 * i),
         "selective": size * (3 * h + 2 * q + 2 * k + 2 * i),
