@@ -48,6 +48,10 @@ _FIXED = (
 STYLE_NUMBERS = {name: number for number, name in enumerate(_FIXED)}
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
 
+SHEET = mpl.rc_params_from_file(
+    Path(__file__).with_name("plotting.mplstyle"), use_default_template=False
+)
+"""Settings of matplotlib that all styles share."""
 _CLOUD_DPI = 200  # of the bitmaps in SVGs and PDFs
 
 
@@ -70,12 +74,9 @@ class Style:
 
     def settings(self) -> dict[Any, Any]:
         """Return the settings of matplotlib."""
-        # Both fonts ship with matplotlib, so figures are the same everywhere.
-        fonts = {"sans": ["DejaVu Sans", "Verdana"], "serif": ["STIXGeneral", "Times New Roman"]}
-        family = {"sans": "sans-serif", "serif": "serif"}[self.font]
         return {
-            "font.family": family,
-            f"font.{family}": fonts[self.font],
+            **SHEET,
+            "font.family": {"sans": "sans-serif", "serif": "serif"}[self.font],
             "font.size": self.size,
             "axes.titlesize": self.size,
             "axes.labelsize": self.size,
@@ -84,20 +85,7 @@ class Style:
             "legend.fontsize": 7.5 * self.scale,
             "figure.titlesize": self.size,
             "figure.labelsize": self.size,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.linewidth": 0.7,
-            "axes.grid": True,
-            "axes.grid.axis": "y",
-            "axes.axisbelow": True,
             "grid.color": GRID,
-            "grid.linewidth": 0.6,
-            "lines.linewidth": 1.4,
-            "lines.markersize": 4,
-            "savefig.dpi": 300,
-            "svg.fonttype": "none",  # text as text
-            "pdf.fonttype": 42,
-            "svg.hashsalt": "unrope",  # otherwise the identifiers in the file are random
         }
 
 
