@@ -1,7 +1,5 @@
 """``python -m trainer [command] key=value ...``, also installed as ``unrope``."""
 
-from __future__ import annotations
-
 from trainer.common import spinning  # noqa: F401 - before anything that may load torch
 
 # isort: split

@@ -14,8 +14,6 @@ Nothing is pickled. A checkpoint is written under another name and renamed at it
 complete or absent.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

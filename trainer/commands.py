@@ -4,8 +4,6 @@ Keys and defaults stand once, in :mod:`trainer.config`; ``ConfigStore`` hands th
 ``conf/`` holds only what differs.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import logging

@@ -3,8 +3,6 @@
 Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.parsing`.
 """
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
@@ -105,7 +103,7 @@ class DataConfig:
     """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
 
     @property
-    def texts(self) -> dict[str, DataConfig]:
+    def texts(self) -> dict[str, "DataConfig"]:
         """Every text by name; one alone is called ``text``.
 
         Raises:

@@ -3,8 +3,6 @@
 Drawn over matplotlib; knows no results.
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 No function holds a whole attention matrix: scores are computed and reduced in blocks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -4,8 +4,6 @@ App. A.3 and A.10).
 Sums of vectors and Gram matrices are summed over the text once and read at every prefix length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -2,8 +2,6 @@
 others (DroPE).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ tone, and 1, white noise. SpectrumFE is low where a pair's norm stays high or lo
 frequency band), SequenceFE where it oscillates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

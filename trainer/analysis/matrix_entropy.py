@@ -11,8 +11,6 @@ Stages of one forward pass, whose last two the paper does not tell apart: before
 frequencies as trained (``post_rope``). Without a rescaling the last two are equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

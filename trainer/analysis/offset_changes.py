@@ -1,8 +1,6 @@
 """Rotary offset features of a model and its extension (Rotary Offset Features, App. C, Fig. 15 and
 16)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

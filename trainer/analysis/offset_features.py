@@ -12,8 +12,6 @@ is a sum over pairs and the channels that do not rotate. The token before: the p
 largest at phi / theta tokens (Sec. 4.3.1).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

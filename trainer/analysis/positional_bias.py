@@ -9,8 +9,6 @@ learned sink it is mean_i (a_i n_i - S_i) / (n_i - 1), where S_i is the attentio
 A query that does not see such a key, or sees no other, counts as 0.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -11,8 +11,6 @@ Put yours in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure
 What it reads is in :mod:`trainer.analysis.target`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

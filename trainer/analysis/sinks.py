@@ -1,8 +1,6 @@
 """The first token as an attention sink: its short key, the attention on it, and how both change in
 long texts (RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

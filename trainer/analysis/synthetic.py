@@ -4,8 +4,6 @@ standard ones side by side (RoPE-ID Sec. 4, Fig. 7).
 The cluster is one repeated vector. All curves are in closed form.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial

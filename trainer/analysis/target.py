@@ -6,8 +6,6 @@ gives the norms ``[layers, heads, positions]``, averaged over the texts. The fig
 it returns are in :mod:`trainer.analysis.results`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -5,8 +5,6 @@ of keys are chosen on a text by their own entropies (Eq. 11 and 12), and the lay
 them, on top of any rescaling. Pairs that do not rotate stay unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """User-facing errors and preemption."""
 
-from __future__ import annotations
-
 REQUEUE_EXIT_CODE = 85
 """Exit code of a run that stopped to be resumed: SLURM's ``RequeueExit`` can name it."""
 STOP_REASONS = "SIGINT", "SIGTERM", "SIGUSR1", "time limit"

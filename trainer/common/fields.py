@@ -1,7 +1,5 @@
 """Configuration groups as dataclasses, which pydantic checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field

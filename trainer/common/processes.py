@@ -1,7 +1,5 @@
 """This process: its rank, its CPU cores, signals that end it, and the requeue of its SLURM job."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """Progress of long work: the log, a live bar on a terminal, a line at every tenth elsewhere."""
 
-from __future__ import annotations
-
 import logging
 import time
 
@@ -55,7 +53,7 @@ class Progress:
         self.line = 0.0, 0.0
         """Step and time of the last line."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Ranks of a distributed run: the device of this process, its group, collective operations."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Rows that functions register by name: those of the program, and of the files in ``plugins``."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Numbers of optimizer updates as users give them: a count, or a share of all updates."""
 
-from __future__ import annotations
-
 from numbers import Integral
 from typing import Any
 

@@ -5,8 +5,6 @@ process that dies, whatever it was doing, and keepalive finds a lost machine. So
 and a rank that computes for minutes without the interpreter does not count as dead.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -61,7 +59,7 @@ class Watch:
     After a stop rank 0 requeues the job. ``store``: in which rank 0 says where it listens.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: "Store") -> None:
         ranks = current_ranks()
         self.rank = ranks.rank
         self._hub = Hub(ranks.world_size, store) if self.rank == 0 else None
@@ -140,7 +138,7 @@ class Watch:
 class Hub(Thread):
     """A thread of rank 0 that hears how each rank ends, and answers how all of them do."""
 
-    def __init__(self, world_size: int, store: Store) -> None:
+    def __init__(self, world_size: int, store: "Store") -> None:
         super().__init__(name="watch-hub", daemon=True)
         self.world_size = world_size
         self.token = token_hex(16)

@@ -1,7 +1,5 @@
 """Checksums of prepared text and of published models, which every machine computes once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """Text of a run: one prepared text or a mixture of several, and its held-out windows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -149,7 +147,7 @@ class Corpus:
         """Held-out text for reported figures."""
         return HeldOutText(tuple((part.weight, part.test) for part in self.parts))
 
-    def mixed(self, config: DataConfig) -> Corpus:
+    def mixed(self, config: DataConfig) -> "Corpus":
         """Return the corpus with only the texts that ``config`` mixes, weighted as it says."""
         weights = {name: text.weight for name, text in config.texts.items()}
         parts = (part for part in self.parts if part.name in weights)

@@ -1,7 +1,5 @@
 """Training samples by number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

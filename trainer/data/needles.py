@@ -4,8 +4,6 @@ A statement has three tokens. A tiny model cannot know the task without training
 training sequences contains statements and questions, at the training length only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +34,7 @@ class NeedleVocabulary:
     full_stop: int
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer) -> NeedleVocabulary:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> "NeedleVocabulary":
         """Look up the token ids.
 
         Raises:

@@ -4,8 +4,6 @@ Sample ``counter`` does not depend on earlier samples, on the batch size, or on 
 workers and ranks. No function here needs memory that grows with the number of samples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ without header, an end-of-text token after each document. ``manifest.json`` says
 while text is prepared, it says up to where they are complete. ``tokenizer.json`` made them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -105,7 +103,7 @@ class Manifest:
     """Checksums of the complete files; older versions wrote none."""
 
     @classmethod
-    def load(cls, directory: Path) -> Manifest:
+    def load(cls, directory: Path) -> "Manifest":
         """Read the manifest of a directory.
 
         Raises:

@@ -1,7 +1,5 @@
 """Values of one column of a file, by its format: text as it stands, in order, nothing guessed."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

@@ -1,7 +1,5 @@
 """Text sources by name: each gives its documents in a fixed order."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import inspect

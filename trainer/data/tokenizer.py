@@ -1,7 +1,5 @@
 """Byte-level BPE trained on the training text, or a published tokenizer; and special tokens."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ deepest of them, the trunk. The trunks of many groups are read first. Then as ma
 are read from where they leave their trunks, in a copy of the trunks' keys and values.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 

@@ -5,8 +5,6 @@ together (Sec. 5.1), and the layout is changed for them, on top of any rescaling
 head with a copy of the keys that it reads. Settings resolve the paper's ambiguities.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ stored, so that an interrupted evaluation resumes. With several processes, each 
 every n-th method and reads every n-th batch.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The held-out text on which methods fit their parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Tasks of lm-eval, which get their answers from our models; importing needs the ``eval`` extra."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial

@@ -1,7 +1,5 @@
 """Held-out text of a model: its tokens, its documents, and these as a haystack for needles."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

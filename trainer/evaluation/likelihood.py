@@ -4,8 +4,6 @@ Contexts and continuations become tokens, truncated as in lm-eval's ``hf`` model
 length are read together.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ continuation with one right answer, 0 to 1. Each equals the benchmark's own ``me
 ``rouge`` 1.0.1 and ``fuzzywuzzy``, which uses Python's difflib.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

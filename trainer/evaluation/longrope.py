@@ -7,8 +7,6 @@ text; with ``needles`` LongRoPE2's, and the loss of only the answers to question
 texts that state each answer once.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

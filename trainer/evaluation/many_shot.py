@@ -5,8 +5,6 @@ at one of four depths. The problems are those of MATH (Hendrycks et al. 2021), a
 compared as in MATH.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

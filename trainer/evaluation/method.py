@@ -4,8 +4,6 @@ A function registers itself with :func:`method`, in a file that ``plugins`` name
 then known to ``evaluation.methods``, alone or joined with others by ``+``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -4,8 +4,6 @@ Each part changes the layout of the parts before it, so that every intervention 
 every rescaling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial

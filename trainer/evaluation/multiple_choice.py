@@ -1,7 +1,5 @@
 """Multiple-choice questions: whether the right answer is the most likely continuation."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Sequence

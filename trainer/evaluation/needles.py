@@ -6,8 +6,6 @@ sentences are those of DroPE, App. C.2, which are RULER's without introduction a
 in RULER (Hsieh et al. 2024), keys are ``adjective-noun`` of wonderwords' lists and values numbers.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

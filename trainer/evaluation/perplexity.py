@@ -1,7 +1,5 @@
 """The task of the loss on the last tokens of held-out windows."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

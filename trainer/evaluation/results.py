@@ -3,8 +3,6 @@
 Lengths are in tokens, losses in nats per token, scores are fractions from 0 to 1.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

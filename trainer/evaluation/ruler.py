@@ -6,8 +6,6 @@ the benchmark's: each has its own order, every prompt is as long as fits, and es
 consist of the caller's documents instead of Paul Graham's.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """A model that an evaluation, an analysis or a generation loads."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence

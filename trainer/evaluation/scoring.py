@@ -9,8 +9,6 @@ continuation must be it, as Mohtashami and Jaggi (2023) score pass keys. Sentenc
 recall of their words (``rouge_1_recall``).
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence

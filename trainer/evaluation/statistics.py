@@ -5,8 +5,6 @@ that several trials share. Intervals are 95% intervals over them; they do not co
 training seed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

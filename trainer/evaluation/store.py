@@ -3,8 +3,6 @@
 An interrupted evaluation resumes from them, and several processes share them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -4,8 +4,6 @@ A function that makes tasks registers itself with :func:`task`, in a file that `
 too; its name is then known to ``evaluation.tasks``.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Tasks that a configuration names; importing this module registers those of the program."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The softmax temperature 1 + c ln s beyond the training length (DroPE, App. C.2), and its fit."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

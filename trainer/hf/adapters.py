@@ -4,8 +4,6 @@ Whoever loads an adapter loads the base that it names. The base of an adapter th
 without rotation is therefore written without rotation.
 """
 
-from __future__ import annotations
-
 import filecmp
 import os
 import shutil

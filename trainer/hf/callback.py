@@ -1,7 +1,5 @@
 """The drop at a step of ``transformers.Trainer``, or of a trainer derived from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal, get_args
 

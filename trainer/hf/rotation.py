@@ -6,8 +6,6 @@ recomputes buffers brings no rotation back. The model's configurations, copies t
 describe the same natively, so transformers loads what ``save_pretrained`` writes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from copy import deepcopy

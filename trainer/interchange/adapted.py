@@ -10,8 +10,6 @@ No code of a model is run and no pickle is read: the architecture must be transf
 weights safetensors.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -55,7 +53,7 @@ Tables = Tensor | tuple[Tensor, Tensor]
 """What a layer is given as ``position_embeddings``: complex numbers, or cosines and sines."""
 
 
-def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> AdaptedModel:
+def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "AdaptedModel":
     """Load a model, determine the behaviour of its layers in float32, and convert its weights.
 
     Raises:

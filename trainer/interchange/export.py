@@ -3,8 +3,6 @@
 The directory is complete and its logits agree with the decoder's, or it is not there.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -6,8 +6,6 @@ An export's file contains our layout unchanged. The classes of DroPE's authors (
 queries, keys or both. The code beside either is for transformers and never run here.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -4,8 +4,6 @@ Older files call the parameters ``rope_scaling``. Every rope type of transformer
 (``modeling_rope_utils.py``) is a rescaling of RoPE's spectrum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -5,8 +5,6 @@ shards with an index, ``tokenizer.json``), one of our exports, or a hub id. Only
 no code in a file is run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ A run keeps the texts of the files about tokens, chat template and generation, a
 them. Only files that are listed here are read and written: others can name code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training batches in an order that is a pure function of (seed, step)."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -84,7 +82,7 @@ class TokenData(L.LightningDataModule):
 
     def __init__(
         self,
-        corpus: Corpus | str | Path,
+        corpus: "Corpus | str | Path",
         length: int,
         batch_size: int,
         *,

@@ -1,7 +1,5 @@
 """The drop of positional encodings in mid-run, as a Lightning callback."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence

@@ -4,8 +4,6 @@ Lightning trains a step as it always does: ``training_step`` and ``backward`` fo
 callbacks' ``on_before_optimizer_step``, ``configure_gradient_clipping``, ``optimizer.step()``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers, each a function that registers itself by its name: AdamW, and Muon with AdamW."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

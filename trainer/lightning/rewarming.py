@@ -1,7 +1,5 @@
 """Learning rates that are lower in a step alone, so that no schedule sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

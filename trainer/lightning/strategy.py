@@ -3,8 +3,6 @@
 Order: activation checkpointing, compilation of each block, sharding.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache, partial
 from types import MethodType
 from typing import Any, Literal

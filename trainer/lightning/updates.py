@@ -1,7 +1,5 @@
 """Counting the updates of a Lightning trainer: numbers of them, and shares of all."""
 
-from __future__ import annotations
-
 import math
 
 import lightning as L

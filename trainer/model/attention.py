@@ -1,7 +1,5 @@
 """Grouped-query attention with optional QK-norm; the positional encoding is passed in as data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

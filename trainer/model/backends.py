@@ -6,8 +6,6 @@ key. None allocates a [Tq, Tk] tensor: where a kernel needs a mask, ``sdpa`` pro
 in blocks. Single queries, as in generation, use ``sdpa`` in all backends.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

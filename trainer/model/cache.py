@@ -1,7 +1,5 @@
 """Key-value cache for generation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,7 +51,7 @@ class KVCache:
         """Number of filled columns: tokens of the longest row."""
         return self.layers[0].length
 
-    def part(self, first: int, rows: int, begin: int = 0) -> KVCache:
+    def part(self, first: int, rows: int, begin: int = 0) -> "KVCache":
         """Return neighbouring rows from column ``begin``, sharing memory, not filled yet."""
         return KVCache(
             [
@@ -71,7 +69,7 @@ class KVCache:
         for layer in self.layers:
             layer.length = length
 
-    def copy_from(self, other: KVCache, length: int, rows: Sequence[int]) -> None:
+    def copy_from(self, other: "KVCache", length: int, rows: Sequence[int]) -> None:
         """Fill with the first ``length`` columns of ``rows`` of another cache."""
         index = torch.tensor(rows, device=self.layers[0].keys.device)
         for layer, source in zip(self.layers, other.layers, strict=True):

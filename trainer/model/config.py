@@ -1,7 +1,5 @@
 """The ``model`` configuration group; keys are named as in Hugging Face configurations."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Literal
 

@@ -5,8 +5,6 @@ decoder knows no encoding method. It holds a :class:`Layout`, computes the table
 spectrum once per forward pass, and gives each block a :class:`LayerPass`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ biases, embedding look-ups nor recomputation. Attention counts visible pairs of 
 torchtitan, nanochat and OLMo count the full square of the length.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Literal

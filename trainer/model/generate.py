@@ -1,7 +1,5 @@
 """Generate continuations of prompts of any lengths with a key-value cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 

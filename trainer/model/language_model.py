@@ -1,7 +1,5 @@
 """Interface of a model for analyses, evaluations and generation, whoever implements it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -6,8 +6,6 @@ pass, so that its logits are computed once and then freed; backward only scales 
 A chunk's logits stay in the dtype of the products, and their gradient is written over them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import cache

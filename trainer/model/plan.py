@@ -4,8 +4,6 @@ Lists have an entry for each layer. Left padding copies numbers of each row to t
 pass; nothing else here causes a host sync.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The ``positional`` configuration group, and the layout that it describes."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, field, replace
 from typing import Annotated, Any, Literal
 

@@ -5,8 +5,6 @@ and its keyword-only parameters become the keys under ``positional.encodings.<na
 outside the package works too: name it in ``plugins``.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

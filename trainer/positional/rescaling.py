@@ -5,8 +5,6 @@ It returns a :class:`Stretch`, which says how an extension by any factor s = len
 :func:`rescaled` applies it with a fixed s, :func:`dynamic` with the s of each sequence.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

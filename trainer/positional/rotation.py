@@ -3,8 +3,6 @@
 The channel layout is Hugging Face's rotate-half: pair m of M is channels (m, m + M).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

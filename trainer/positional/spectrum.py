@@ -5,8 +5,6 @@ empty one; the decoder only reads it. C, the training length in tokens, belongs 
 :class:`~trainer.positional.layout.Layout` holds it.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -62,7 +60,7 @@ class Temperature:
         below = self.reference is not None and self.reference < training_length
         return not self.is_constant and (below or self.steps)
 
-    def at(self, length: int, training_length: int) -> Temperature:
+    def at(self, length: int, training_length: int) -> "Temperature":
         """Return the temperature for a sequence of ``length`` tokens.
 
         It is constant, except for ``per="query"``, which is the same in all sequences.
@@ -164,7 +162,7 @@ class Spectrum:
         is_tempered = self.temperature.per == "sequence" and not self.temperature.is_constant
         return self.long is not None or is_tempered
 
-    def at(self, length: int, training_length: int) -> Spectrum:
+    def at(self, length: int, training_length: int) -> "Spectrum":
         """Return the spectrum for a sequence of ``length`` tokens, with fixed frequencies."""
         if not self.follows_length:
             return self
@@ -186,6 +184,6 @@ class Spectrum:
         """Return the origin after one more step; empty if it is unknown."""
         return (*self.origin, Step(name, parameters)) if self.origin else ()
 
-    def with_temperature(self, **changes: Any) -> Spectrum:
+    def with_temperature(self, **changes: Any) -> "Spectrum":
         """Return this spectrum with some fields of its temperature replaced."""
         return replace(self, temperature=replace(self.temperature, **changes))

@@ -1,7 +1,5 @@
 """A page's answer: one model against the model that it came from and the best other."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pandas as pd

@@ -10,8 +10,6 @@ the paper "Extending the Context of Pretrained LLMs by Dropping Their Positional
 "RoPE-ID" is "Frayed RoPE and Long Inputs".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

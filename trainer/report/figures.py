@@ -1,7 +1,5 @@
 """The figures of a report: success and perplexity by length, success by depth, and training."""
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

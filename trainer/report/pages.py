@@ -3,8 +3,6 @@
 A page is one HTML file that opens anywhere: no network, no scripts, and figures inside.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -6,8 +6,6 @@ number that was not measured or is not finite is empty or ``null``. Everything b
 ``tokens_per_second`` depends only on what was trained and evaluated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -156,7 +154,7 @@ class Report:
         write_atomically(directory / FACTS, facts + b"\n")
 
     @classmethod
-    def read(cls, directory: Path) -> Report:
+    def read(cls, directory: Path) -> "Report":
         """Read what :meth:`write` wrote.
 
         Raises:

@@ -1,7 +1,5 @@
 """Tables of results: a row for each model and method, a column for each length."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence

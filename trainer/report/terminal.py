@@ -1,7 +1,5 @@
 """Output on the terminal: tables and reports."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Run directories: stable, self-contained, and never overwritten silently; their metrics."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

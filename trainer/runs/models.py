@@ -1,7 +1,5 @@
 """Models by the names that users give them, and by those that reports give them."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

@@ -5,8 +5,6 @@ Everything else fails where it happens; an evaluation that fails resumes behind 
 training.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +82,7 @@ def configured_layout(config: RunConfig) -> Layout:
     )
 
 
-def _trained_shape(model: ModelConfig, weights: Pretrained) -> ModelConfig:
+def _trained_shape(model: ModelConfig, weights: "Pretrained") -> ModelConfig:
     """Return the shape of trained weights, with the keys of ``model`` that a run may choose."""
     qk_norm = model.qk_norm
     if any(layer.qk_norm for layer in weights.layout.layers):

@@ -3,8 +3,6 @@
 Phases with equal sequence length and mixture share one order of samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -218,13 +216,13 @@ class Run:
     config: RunConfig
     phases: Phases
     layout: Layout
-    weights: Pretrained | None = None
+    weights: "Pretrained | None" = None
     branch: int | Literal["drop"] | None = None
     is_control: bool = False
-    controls: Mapping[str, Run] = field(default_factory=dict)
+    controls: Mapping[str, "Run"] = field(default_factory=dict)
 
     @property
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> dict[str, "Run"]:
         """This run as ``main``, and its controls, by name."""
         return {MAIN: self, **self.controls}
 

@@ -1,7 +1,5 @@
 """Weights & Biases and TensorBoard: rows of metrics and results of an evaluation."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Mapping

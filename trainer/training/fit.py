@@ -1,7 +1,5 @@
 """One training run from start or checkpoint to its last step, as one ``Trainer.fit``."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -1,7 +1,5 @@
 """Names of Lightning that it does not document; each has a test that fails when it goes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -5,8 +5,6 @@ trained weights, every so many steps, directly after a change of the model, and 
 of every phase, on the same questions every time.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Rows of ``metrics.csv`` and of dashboards: what a run shows of its updates."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

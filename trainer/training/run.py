@@ -1,7 +1,5 @@
 """The callback of a run: it changes the model at a phase's start, measures, logs, saves, stops."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

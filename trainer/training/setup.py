@@ -1,7 +1,5 @@
 """From a run to Lightning's trainer: device, settings of torch, module."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 import os

@@ -1,7 +1,5 @@
 """Lightning's strategies for a run: their checkpoints are the run's directories."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast

@@ -1,7 +1,5 @@
 """Analyses of the attention of checkpoints and published models, without their runs."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path

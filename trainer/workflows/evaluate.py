@@ -1,7 +1,5 @@
 """Evaluation of finished models: cells measured by the engine, and a report made of them."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

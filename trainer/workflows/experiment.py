@@ -1,7 +1,5 @@
 """A whole experiment: the run, its controls, their evaluation and the report."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,7 +1,5 @@
 """Export of a checkpoint to a directory that transformers loads."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

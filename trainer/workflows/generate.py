@@ -1,7 +1,5 @@
 """Text from a finished model."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -3,8 +3,6 @@
 Nothing is trained, downloaded or written, and no GPU is needed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

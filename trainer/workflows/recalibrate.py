@@ -3,8 +3,6 @@
 docs/pretrained.md states the rules with their numbers, docs/guide.md where these come from.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

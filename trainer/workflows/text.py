@@ -1,7 +1,5 @@
 """Text of a run in the tokens of its model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
