@@ -33,7 +33,7 @@ def median(model, measure, ids):
 def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure, side):
     model = tiny_decoder()
     settings = WeightedRopeSettings(measure, side, median(model, measure, IDS), 0.25)
-    weights = choose_factors(model, IDS, [settings])
+    weights = choose_factors(model, IDS, [settings], model.layout)
     before, after = captured(model, model.layout), captured(model, apply(model.layout, weights))
     result = frequency_entropies(model, IDS, [measure])
     for name, entropies in (("q", result[0][measure, "query"]), ("k", result[0][measure, "key"])):
@@ -49,7 +49,7 @@ def test_pairs_on_one_side_of_the_threshold_get_the_factor(tiny_decoder, measure
 def test_nothing_chosen_is_the_very_same_model(tiny_decoder):
     model = tiny_decoder()
     for settings in (WeightedRopeSettings(tau=0.0), WeightedRopeSettings(tau=1.0, alpha=1.0)):
-        weights = choose_factors(model, SHORT, [settings])
+        weights = choose_factors(model, SHORT, [settings], model.layout)
         assert all(not w.query and not w.key for w in weights)
         assert apply(model.layout, weights) == model.layout
 
@@ -78,14 +78,19 @@ def test_pairs_that_several_rules_choose_have_the_smallest_factor(tiny_decoder):
         WeightedRopeSettings(side="above", tau=middle, alpha=0.7),
     ]
     for order in (rules, rules[::-1]):
-        values = {g for w in choose_factors(model, SHORT, order) for row in w.query for g in row}
+        values = {
+            g
+            for w in choose_factors(model, SHORT, order, model.layout)
+            for row in w.query
+            for g in row
+        }
         assert values == {0.2, 0.5}
 
 
 def test_pairs_without_rotation_keep_the_factor_1(tiny_decoder):
     half = {"encodings": {"rope": {"rotary_fraction": 0.5}}}
     model = tiny_decoder(layers=["rope", "nope"], heads={"nope": 0.5}, **half)
-    first, second = choose_factors(model, SHORT, [EVERYTHING])
+    first, second = choose_factors(model, SHORT, [EVERYTHING], model.layout)
     turns, still = (0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0), (1.0,) * 8
     assert first.query == (turns, turns, still, still)
     assert first.key == (turns, still)
@@ -98,9 +103,14 @@ def test_pairs_without_rotation_keep_the_factor_1(tiny_decoder):
 def test_a_pair_of_frequency_zero_does_not_rotate(tiny_decoder):
     model = tiny_decoder()
     model.layout = model.layout.map(lambda s: replace(s, inv_freq=(*s.inv_freq[:3], 0.0)))
-    assert choose_factors(model, SHORT, [EVERYTHING])[0].key == ((0.5, 0.5, 0.5, 1.0) * 2,) * 2
+    assert (
+        choose_factors(model, SHORT, [EVERYTHING], model.layout)[0].key
+        == ((0.5, 0.5, 0.5, 1.0) * 2,) * 2
+    )
 
 
 def test_spectra_need_a_whole_frame(tiny_decoder):
+    model = tiny_decoder()
+    rules = [WeightedRopeSettings(entropy="spectrum")]
     with pytest.raises(UserError, match="1024 tokens"):
-        choose_factors(tiny_decoder(), SHORT, [WeightedRopeSettings(entropy="spectrum")])
+        choose_factors(model, SHORT, rules, model.layout)

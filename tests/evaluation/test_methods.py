@@ -253,7 +253,7 @@ def test_pairs_of_another_length_are_taken_for_the_evaluated_one(fitting):
     rules = [WeightedRopeSettings("sequence", "below", 0.9, 0.5)]
     config = replace(CONFIG, weighted_rope=rules, choice=ChoiceSettings(length=2))
     ids = torch.from_numpy(have.text.windows(64))
-    expected = choose_factors(have.model, ids, rules)
+    expected = choose_factors(have.model, ids, rules, have.model.layout)
     (layout,), (note,) = layouts_of("weighted_rope", have, [1.0], config)
     assert layout == weighted_rope.apply(have.model.layout, expected)
     assert layout != layout_of("weighted_rope", have, 1.0, replace(config, choice=CONFIG.choice))

@@ -165,17 +165,17 @@ def choose_factors(
     model: LanguageModel,
     ids: Tensor,
     rules: Sequence[WeightedRopeSettings],
-    layout: Layout | None = None,
+    layout: Layout,
 ) -> tuple[Intervention, ...]:
     """Choose the factors of Weighted RoPE for every layer by mean entropies on texts ``[B, T]``.
 
-    ``model`` has its layout as trained; ``layout``: the rescaled one, if any.
+    ``model`` has its layout as trained; ``layout``: the rescaled one, or the same.
 
     Raises:
         UserError: the text is too short.
     """
     measures = sorted({rule.entropy for rule in rules})
-    with model.using(layout or model.layout):
+    with model.using(layout):
         entropies = frequency_entropies(model, ids, measures)
     return factors_of(model.layout, entropies, rules, model.config.head_size)
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -103,17 +103,17 @@ def analyze_positional_bias(target: Target) -> Findings:
     C = target.training_length
     ids = target.ids[:, :C]
     bias = head_biases(target)
-    tokens, gradients, spreads = fresh_decoders(model, target.ids)
-    spreads["model"] = prefix_spreads(model, ids[:1, :TOKENS])[None]
+    fresh = fresh_decoders(model, target.ids)
+    spreads = fresh.spreads | {"model": prefix_spreads(model, ids[:1, :TOKENS])[None]}
     tables = [tidy(bias, "layer", "head", length=ids.shape[1])]
     for version, seeds in spreads.items():
         tables += _rows_of_seeds("prefix_spread", version, seeds)
-    for version, norms in gradients.items():
+    for version, norms in fresh.gradients.items():
         for i, kind in enumerate(KINDS):
             tables += _rows_of_seeds(f"gradient_{kind}", version, norms[:, i])
     plots = [biases_plot(bias, ids.shape[1])]
-    if gradients:
-        plots.append(gradients_plot(gradients, tokens))
+    if fresh.gradients:
+        plots.append(gradients_plot(fresh.gradients, fresh.tokens))
     rotating = [spectrum for spectrum in model.layout.spectra if spectrum.rotates]
     if rotating:
         spectrum = rotating[0].at(C, C)
@@ -250,9 +250,21 @@ def _prefix_spread(states: Tensor) -> Tensor:
     return torch.cdist(means, states).tril().amax()
 
 
-def fresh_decoders(
-    model: LanguageModel, ids: Tensor
-) -> tuple[int, dict[str, Array], dict[str, Array]]:
+class FreshDecoders(NamedTuple):
+    """Measures of a model's shape before training, by version: with positions (``encoded``) and
+    without (``nope``).
+
+    ``tokens``: number of tokens that were read. ``gradients``: norms of the gradients of A^c by W_Q
+    and W_K together, means over heads, ``[seeds, 2, layers]`` for the diagonal and the previous
+    token. ``spreads``: prefix spreads ``[seeds, layers + 1]``.
+    """
+
+    tokens: int
+    gradients: dict[str, Array]
+    spreads: dict[str, Array]
+
+
+def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshDecoders:
     """Measure a model's shape before training, with an encoding and without (DroPE Sec. 3, Fig. 4,
     Thm. 3.4).
 
@@ -260,11 +272,8 @@ def fresh_decoders(
     it has none). All matrices are drawn with a standard deviation of 0.02, the paper's "fixed
     variance" (Table 5). The vocabulary is limited to the tokens of the text.
 
-    Returns the number of tokens that are read, at most 512 or the training length of the first
-    text, and by version, with positions (``encoded``) and without (``nope``): norms of the
-    gradients of A^c by W_Q and W_K together, means over heads, ``[seeds, 2, layers]`` for the
-    diagonal and the previous token; and prefix spreads ``[seeds, layers + 1]``. There are no
-    versions if the shape is too large to be measured on a useful number of tokens.
+    At most 512 tokens of the first text are read, or the training length. There are no versions if
+    the shape is too large to be measured on a useful number of tokens.
     """
     config = model.config
     layout = model.layout
@@ -275,7 +284,7 @@ def fresh_decoders(
     cost = 4 * heads * 2.0 * config.hidden_size * projected
     tokens = min(wanted, int(BUDGET / cost))
     if tokens < min(FEWEST, wanted):
-        return 0, {}, {}
+        return FreshDecoders(0, {}, {})
     words, text = torch.unique(ids[:1, :tokens], return_inverse=True)
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
         layout = drop(layout, to=rope(config.head_size))
@@ -301,7 +310,7 @@ def fresh_decoders(
             by_query, by_key = bias_gradients(decoder, text).swapaxes(0, 1)
             gradients[name].append(np.hypot(by_query, by_key).mean(axis=-1))
             spreads[name].append(prefix_spreads(decoder, text))
-    return tokens, _stacked_seeds(gradients), _stacked_seeds(spreads)
+    return FreshDecoders(tokens, _stacked_seeds(gradients), _stacked_seeds(spreads))
 
 
 def _stacked_seeds(measured: Mapping[str, list[Array]]) -> dict[str, Array]:

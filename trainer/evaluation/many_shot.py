@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,19 @@ from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask, TaskInputs, task
 
-TASKS = ("many_shot_needle", "many_shot_skip", "zero_shot")
+
+class Kind(NamedTuple):
+    """Whether the prompts of a task have solved problems, and the question among them."""
+
+    has_examples: bool
+    has_needle: bool
+
+
+TASKS = {
+    "many_shot_needle": Kind(has_examples=True, has_needle=True),
+    "many_shot_skip": Kind(has_examples=True, has_needle=False),
+    "zero_shot": Kind(has_examples=False, has_needle=False),
+}
 DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
 """Places of the needle: 0 the beginning of the examples, 1 their end."""
 SEED = 42
@@ -92,7 +105,7 @@ def many_shot_tasks(
     encodings = tokenizer.encode_batch_fast([e for _, e, _ in problems], add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
 
-    def prompts(name: str, length: int) -> list[Prompt]:
+    def prompts(kind: Kind, length: int) -> list[Prompt]:
         """Return the trials; prompt and answer together have ``length`` tokens, less the room that
         no example fits.
 
@@ -106,10 +119,10 @@ def many_shot_tasks(
             room = length - len(bos) - len(question) - new
             needle: list[int] = []
             depths: tuple[float | None, ...] = (None,)
-            if name == "many_shot_needle":
+            if kind.has_needle:
                 needle, depths = examples[problem], DEPTHS
             others: list[list[int]] = []
-            if name != "zero_shot":
+            if kind.has_examples:
                 others = filling(examples, problem, room - len(needle), seed)
             begins = np.cumsum([0, *map(len, others)])
             for depth in depths:
@@ -125,8 +138,8 @@ def many_shot_tasks(
         return NEXT in text
 
     return [
-        PromptTask(name, tokenizer, partial(prompts, name), right_final_answer, stop)
-        for name in TASKS
+        PromptTask(name, tokenizer, partial(prompts, kind), right_final_answer, stop)
+        for name, kind in TASKS.items()
     ]
 
 
