@@ -13,7 +13,7 @@ from trainer.analysis.offset_features import (
     PAIR_INDEX,
     PLACE,
     angle_axis,
-    first_possible,
+    mark_upper_bound,
     offset_features,
     pair_rows,
     points_by,
@@ -21,7 +21,7 @@ from trainer.analysis.offset_features import (
 )
 from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import NotApplicableError, Target
-from trainer.plotting import BLACK, GREY, Grid, Panel, Plot, draw
+from trainer.plotting import GREY, Grid, Panel, Plot, draw
 
 
 @analysis(
@@ -73,10 +73,8 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
         axes.set_xlim(-0.6, was.pair.max() + 0.6)
         axes.axhline(0, color=GREY, linewidth=0.6)
         axes.locator_params(axis="x", integer=True)
-        for name, features, dash in ((first, was, "--"), (second, now, ":")):
-            for index in first_possible(features):
-                mark: dict[str, Any] = {"color": BLACK, "linewidth": 0.9, "linestyle": dash}
-                axes.axvline(index - 0.5, label=f"upper bound of {name}", **mark)
+        mark_upper_bound(axes, was, f"upper bound of {first}")
+        mark_upper_bound(axes, now, f"upper bound of {second}", ":")
 
     labels = {"x": PAIR_INDEX, "y": "change of the radius"}
     panel = points_by(table, "x", "change", "layer", prepare=prepare, **labels)

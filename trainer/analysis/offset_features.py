@@ -353,10 +353,11 @@ def angle_axis(axes: Axes) -> None:
     axes.set_ylim(0, TURN)
 
 
-def first_possible(features: pd.DataFrame) -> list[int]:
-    """Return the first pair under the upper bound of every spectrum that has one."""
+def mark_upper_bound(axes: Axes, features: pd.DataFrame, label: str, linestyle: str = "--") -> None:
+    """Draw a line before the first pair under the upper bound of every spectrum that has one."""
     possible = features[features.possible]
-    return sorted(set(possible.groupby(["layer", "head"])["pair"].min()))
+    for pair in sorted(set(possible.groupby(["layer", "head"])["pair"].min())):
+        axes.axvline(pair - 0.5, label=label, color=BLACK, linewidth=0.9, linestyle=linestyle)
 
 
 def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
@@ -364,10 +365,7 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
     # The longest means on top.
     moving = features[features.inv_freq > 0].sort_values("key_radius")
 
-    def upper_bound(axes: Axes) -> None:
-        for index in first_possible(features):
-            mark: dict[str, Any] = {"color": BLACK, "linewidth": 0.9, "linestyle": "--"}
-            axes.axvline(index - 0.5, label="upper bound", **mark)
+    upper_bound = partial(mark_upper_bound, features=features, label="upper bound")
 
     def both_bounds(axes: Axes) -> None:
         upper_bound(axes)
