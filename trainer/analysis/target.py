@@ -17,7 +17,6 @@ from trainer.analysis.attention import Array, Heads, NeedlePrompt, by_name, capt
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig
 from trainer.model.language_model import LanguageModel
-from trainer.positional.layout import LayerEncoding
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,10 @@ class Target:
     def shown_layers(self) -> list[int]:
         """Layers of which heads are shown if none are chosen: the first, the middle, the last, and
         the first one without rotation."""
-        layers = self.model.layout.layers
-        still = [i for i, layer in enumerate(layers) if not _rotates(layer)]
-        return sorted({0, (len(layers) - 1) // 2, len(layers) - 1, *still[:1]})
+        layout = self.model.layout
+        last = len(layout.layers) - 1
+        still = [i for i in range(last + 1) if not layout.of_layers([i]).rotates]
+        return sorted({0, last // 2, last, *still[:1]})
 
     def require(self, tokens: int) -> None:
         """Raise :class:`NotApplicableError` if a text is shorter than ``tokens``."""
@@ -83,10 +83,6 @@ class Target:
             raise NotApplicableError(
                 f"analysis.length: expected {tokens} or more, got {self.length}"
             )
-
-
-def _rotates(layer: LayerEncoding) -> bool:
-    return any(spectrum.rotates for spectrum in layer.spectra)
 
 
 class NotApplicableError(UserError):
