@@ -35,7 +35,7 @@ class TellRank1(L.Callback):
 
 
 def train_as_told(run: Run, begin: str | None, stop: int | None) -> None:
-    set_environment(run.config.trainer)
+    set_environment(run.config.trainer.accelerator)
     rank = dist.get_rank()
     if not rank:
         directory = run.directory / "checkpoints"

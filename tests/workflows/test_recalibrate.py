@@ -174,8 +174,8 @@ def llama(tmp_path, monkeypatch):
     return tmp_path / "llama"
 
 
-def test_cublas_is_deterministic_from_the_speed_test_on(monkeypatch):
-    """torch reads its configuration at the first product."""
+def test_cublas_can_be_deterministic_from_the_speed_test_on(monkeypatch):
+    """torch reads its configuration at the first product; a later run may be deterministic."""
     for name in ("CUBLAS_WORKSPACE_CONFIG", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "of the user")
         monkeypatch.delenv(name)
@@ -188,7 +188,7 @@ def test_cublas_is_deterministic_from_the_speed_test_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(recalibrate, "shape_of", lambda _: shape("tiny", 2048))
     monkeypatch.setattr(recalibrate, "measure_speed", measured)
-    recalibrate.chosen_keys("llama", 20, {"trainer.deterministic": True}, time.time(), None)
+    recalibrate.chosen_keys("llama", 20, {}, time.time(), None)
     assert seen == [":4096:8"]
 
 

@@ -75,14 +75,13 @@ def set_threads(trainer: TrainerConfig) -> None:
         inductor.compile_threads = min(threads or share, 32)
 
 
-def set_environment(trainer: TrainerConfig) -> None:
+def set_environment(accelerator: str) -> None:
     """Set the environment that torch and cuBLAS read when first used; the user's settings stay."""
-    if device_type(trainer.accelerator) == "cpu":
+    if device_type(accelerator) == "cpu":
         return
     if not any(name.endswith("_ALLOC_CONF") for name in os.environ):  # torch has three names
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    if trainer.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a later run may need it
 
 
 @contextmanager

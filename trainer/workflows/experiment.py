@@ -62,7 +62,7 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
         PreemptedError: the run was asked to stop.
     """
     start_time, config = time.time(), run.config
-    set_environment(config.trainer)
+    set_environment(config.trainer.accelerator)
     if shared_value(lambda: is_finished(config)):
         log.info("Finished before: nothing is trained; overwrite=true starts again")
         return None if current_ranks().rank else Report.read(run.directory)

@@ -21,7 +21,7 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.files import write_atomically
 from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
-from trainer.config import RunConfig, TrainerConfig
+from trainer.config import RunConfig
 from trainer.interchange.pretrained import read_pretrained
 from trainer.lightning.strategy import parallelize
 from trainer.model.config import ModelConfig
@@ -236,12 +236,9 @@ def chosen_keys(
         saved = read_record(record.parent)
         return {k: reduce(getitem, k.split("."), saved) for k in KEYS if k not in given}
     shape = shape_of(model)
-    trainer = TrainerConfig(
-        accelerator=given.get("trainer.accelerator", "auto"),
-        deterministic=given.get("trainer.deterministic", False),
-    )
-    set_environment(trainer)  # torch reads it once, in the speed test
-    speed = measure_speed(*shape, trainer.accelerator, given.get("trainer.threads"))
+    accelerator = given.get("trainer.accelerator", "auto")
+    set_environment(accelerator)  # torch reads it once, in the speed test
+    speed = measure_speed(*shape, accelerator, given.get("trainer.threads"))
     left = minutes - (time.time() - began) / 60
     return choose(*shape, speed, left, given)
 
