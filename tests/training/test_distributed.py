@@ -100,6 +100,16 @@ def test_resumed_runs_are_bitwise_the_uninterrupted_one(resumed, name):
     assert not any(spectrum["inv_freq"] for spectrum in layout["spectra"])
 
 
+@pytest.mark.weekly
+def test_three_replicas_resume_bitwise(base, tmp_path):
+    """A sum of more than two numbers depends on its order, which DDP's buckets set."""
+    changes = variant("ddp", trainer={"batch_size": 6, "deterministic": True})
+    middle = tmp_path / "whole" / "checkpoints" / "step-000008"
+    jobs = {"whole": (changes, None, None), "resumed": (changes, middle, None)}
+    runs = launch(base, tmp_path, 3, jobs)
+    assert_same_state(checkpoint_of(runs["resumed"]), checkpoint_of(runs["whole"]))
+
+
 @pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""

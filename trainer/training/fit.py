@@ -94,7 +94,8 @@ def train(
     module = make_module(run, model, draws=checkpoint is None)
     title = f"Training {name_and_role(config, run.phases)[0]}"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
-    strategy = make_strategy(config.strategy.name, device_of(settings.accelerator))
+    device = device_of(settings.accelerator)
+    strategy = make_strategy(config.strategy.name, device, settings.deterministic)
     with (
         quiet_lightning(),
         Progress(title, run.steps, run.phases.tokens / run.steps) as progress,

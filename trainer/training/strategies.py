@@ -135,13 +135,21 @@ class Sharded(RunStrategy, ModelParallelStrategy):
         join_without_mesh(self)
 
 
-def make_strategy(name: StrategyName, device: torch.device) -> RunStrategy:
-    """Create the strategy of that name for this process's ``device``."""
+def make_strategy(name: StrategyName, device: torch.device, deterministic: bool) -> RunStrategy:
+    """Create the strategy of that name for this process's ``device``; ``deterministic``: gradients
+    are summed in the same order in every step."""
     if name == "single":
         return SingleDevice(device)
     strategy: DDP | Sharded
     if name == "ddp":
-        strategy = DDP(gradient_as_bucket_view=True, broadcast_buffers=False)
+        strategy = DDP(
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+            # Ranks have the same weights; a broadcast on DDP's own stream could follow a resume.
+            init_sync=False,
+            # Otherwise the first step has other buckets than the rest, thus another order of sums.
+            find_unused_parameters=deterministic,
+        )
     else:
         strategy = Sharded(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
     # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of all
