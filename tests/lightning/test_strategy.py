@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from functools import partial
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.loops import utilities
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from tests.comparing import assert_same_tensors, checkpoint_of, rows_of
+from tests.lightning.updates import decoder, micro_batch
 from tests.small_runs import SMALLEST
 from trainer.common.ranks import process_group
 from trainer.data.corpus import prepare_corpus
+from trainer.lightning import LanguageModule
 from trainer.lightning.strategy import parallelize, shard_like
 from trainer.model.decoder import initial_value
 from trainer.runs.parsing import merged, parse
@@ -92,6 +98,32 @@ def test_one_process_trains_sharded_as_on_a_single_device(run, alone, precision)
         assert row["loss"] == pytest.approx(
             expected["loss"], rel=1e-5 if precision == "fp32" else 1e-2
         )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_module_is_validated_trained_and_trained_again(monkeypatch):
+    """Lightning validates in inference mode, unless the process group is of gloo."""
+    monkeypatch.setattr(utilities, "_distributed_is_initialized", lambda: False)
+    module = LanguageModule(decoder(), 1e-2)
+    loader = DataLoader([micro_batch(seed, 2, 8) for seed in range(3)], batch_size=None)
+
+    def trainer():
+        return L.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    losses = []
+    for _ in range(3):
+        losses.append(trainer().validate(module, loader, verbose=False)[0]["val_loss"])
+        trainer().fit(module, loader)
+    assert losses[0] > losses[1] > losses[2]
 
 
 def test_bf16_is_the_same_computation_under_every_strategy(alone):

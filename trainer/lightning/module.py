@@ -250,7 +250,8 @@ class LanguageModule(L.LightningModule):
 
     def validation_step(self, batch: Batch, index: int) -> None:
         """Add the losses of a micro-batch to those of the validation."""
-        with self._numerics(uses_cudnn=False):  # it would make a plan for every new length
+        # Lightning's inference mode would leave FSDP2 parameters that have no gradients.
+        with torch.inference_mode(False), torch.no_grad(), self._numerics(uses_cudnn=False):
             losses = self.model.token_losses(batch["input_ids"], batch["labels"])
         weights = token_weights(batch)
         self._validation += torch.stack([(losses * weights).sum(), weights.sum()])
