@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,7 @@ from trainer.training import dashboards
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
 from trainer.training.measurements import effect_probe
+from trainer.training.rows import Rows
 from trainer.training.setup import make_decoder, numerics
 
 VARIANTS = {
@@ -204,6 +206,16 @@ def synced(record):
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
             rows, parts = rows + [row] * bool(row), b""
     return rows
+
+
+def test_updates_that_a_gpu_still_computes_take_their_time_of_training(monkeypatch):
+    rows = Rows.__new__(Rows)
+    rows.last_time = 0.0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.1))
+    with rows.untimed():
+        pass
+    assert rows.last_time < 0.1
 
 
 def test_deterministic_settings_end_with_the_block():

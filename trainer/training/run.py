@@ -145,10 +145,10 @@ class RunCallback(Checkpoint):
         phase = self.phase
         measurements = self.measurements
         is_last = step == phase.end
-        with self.rows.untimed():
-            if is_last:
-                measurements.measure_end(self.module.model, phase)
-            if is_last or is_due(step, self.run.config.benchmarks.every):
+        if is_last or is_due(step, self.run.config.benchmarks.every):
+            with self.rows.untimed():
+                if is_last:
+                    measurements.measure_end(self.module.model, phase)
                 measurements.measure_benchmarks(self.module.model, step)
         if is_last or is_due(step, self.settings.log_every):
             self.rows.write(trainer, self.module, phase, batch, measurements.pending)
