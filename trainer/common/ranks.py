@@ -128,17 +128,15 @@ def process_group(strategy: str, accelerator: str = "auto") -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store: dist.Store = dist.HashStore()
     if ranks.world_size > 1:
-        dist.init_process_group(
-            backend,
-            timeout=timedelta(minutes=30),
-            store=dist.PrefixStore(f"group {next(MEETINGS)}", meeting_store()),
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-        )
+        store = dist.PrefixStore(f"group {next(MEETINGS)}", meeting_store())
     else:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    limit = timedelta(minutes=30)
+    dist.init_process_group(
+        backend, timeout=limit, store=store, rank=ranks.rank, world_size=ranks.world_size
+    )
     try:
         yield
     except BaseException as error:

@@ -62,14 +62,8 @@ def _table(inv_freq: Tensor, scale: float | Tensor, positions: Tensor) -> tuple[
 
 @lru_cache
 def frequencies(inv_freq: Any, device: torch.device) -> Tensor:
-    """Return frequencies (nested tuples) as float64 on a device; cached.
-
-    A copy from pinned memory does not block the host until the GPU has them.
-    """
-    tensor = torch.tensor(inv_freq, dtype=torch.float64, device="cpu")
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    """Return frequencies (nested tuples) as float64 on a device; cached to avoid a host sync."""
+    return torch.tensor(inv_freq, dtype=torch.float64, device=device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
