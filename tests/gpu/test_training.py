@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.comparing import checkpoint_of, contents_of
+from tests.lightning.test_drop import RandomSamples, ours
 from tests.program import Started
 from tests.program import run as run_program
 from trainer.checkpoint import Writer
 from trainer.data.corpus import prepare_corpus
+from trainer.lightning import DropPositions, TokenData
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import merged, parse
 from trainer.training.fit import train
@@ -136,6 +138,52 @@ def test_a_killed_run_ends_with_the_same_bits(device, tmp_path):
         assert whole.keys() == killed.keys()
         for name, value in whole.items():
             assert torch.equal(value, killed[name]), f"{step}: {name}"
+
+
+@pytest.mark.slow
+def test_a_deterministic_run_follows_another_in_one_process(device, tmp_path):
+    """torch reads the configuration of cuBLAS at the first product of a process."""
+    accelerator = "gpu" if device == "cuda" else "cpu"
+    ended = run_program(
+        *("-m", "trainer", "--multirun", *DEMO, f"trainer.accelerator={accelerator}"),
+        "trainer.deterministic=false,true",
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("  ran ") == 2
+
+
+class Validated(TokenData):
+    """Samples, of which the first are validation text, too."""
+
+    def val_dataloader(self):
+        batches = [RandomSamples().__getitems__(range(8))]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize(("precision", "rel"), [("32-true", 1e-4), ("bf16-mixed", 2e-2)])
+def test_a_script_of_ones_own_has_the_losses_of_the_cpu(device, precision, rel):
+    """Lightning's trainer validates before a training with a drop, and within it."""
+    losses = {}
+    for name in ("cpu", device):
+        module, data = ours(), Validated("", 32, 8, workers=0, samples=RandomSamples())
+        trainer = L.Trainer(
+            accelerator="gpu" if name == "cuda" else "cpu",
+            devices=1,
+            precision=precision,
+            max_steps=8,
+            val_check_interval=4,
+            callbacks=[DropPositions(4)],
+            logger=False,
+            enable_checkpointing=False,
+        )
+        before = trainer.validate(module, data)[0]["val_loss"]
+        trainer.fit(module, data)
+        losses[name] = before, trainer.callback_metrics["val_loss"].item()
+        assert not module.model.layout.rotates
+    assert losses[device] == pytest.approx(losses["cpu"], rel=rel)
 
 
 @pytest.mark.gpu
