@@ -189,7 +189,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
     """Return ``[texts, length]`` tokens, each text after a beginning-of-text token.
 
     The texts are evenly spread over the test split, and do not overlap. A configured file is read
-    instead, whole unless a length is given.
+    instead, whole unless a length is given, and then from its beginning.
 
     Raises:
         UserError: there is too little text.
@@ -208,6 +208,9 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
     texts = config.texts or max(1, min(fitting, 16, PAGE_TOKENS // length))
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
+    if config.file is not None:
+        ((weight, ids),) = text.parts
+        text = HeldOutText(((weight, ids[: texts * (length - 1)]),))
     windows = held_out_windows(text, texts, length - 1, apart=max(1, length - 1))
     return after_bos(windows, corpus, saved)
 
