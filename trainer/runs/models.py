@@ -69,17 +69,16 @@ def _adapted_model(reference: str, training_length: int | None) -> SavedModel:
 
     path = Path(reference.removeprefix("hf:")).expanduser()
     model = read_adapted(path)
-    name = f"{path.resolve().name}-hf"
-    computed_by = f"transformers {version('transformers')}"
     tokenizer = read_tokenizer(path)
+    files = read_token_files(path)
+    computed_by = f"transformers {version('transformers')}"
     return _saved_model(
-        Pretrained(reference, model.config, model.layout, tokenizer, {}, read_token_files(path)),
+        f"{path.resolve().name}-hf",
+        Pretrained(reference, model.config, model.layout, tokenizer, {}, files),
         [training_length],
-        key=f"{computed_by} {_files_fingerprint(path)}",
-        name=name,
+        f"{computed_by} {_files_fingerprint(path)}",
         reference=reference,
         path=path,
-        home=Path("runs", name),
         read=lambda device, dtype: read_adapted(path, dtype).to(device),
         computed_by=computed_by,
     )
@@ -88,24 +87,15 @@ def _adapted_model(reference: str, training_length: int | None) -> SavedModel:
 def _published_model(reference: str, training_length: int | None) -> SavedModel:
     path = find_pretrained(reference)
     weights = read_pretrained(reference)
+    key = _files_fingerprint(path)
     name = Path(reference).name
-    return _saved_model(
-        weights,
-        [training_length],
-        key=_files_fingerprint(path),
-        name=name,
-        reference=reference,
-        path=path,
-        home=Path("runs", name),
-        read=weights.decoder,
-    )
+    return _saved_model(name, weights, [training_length], key, reference=reference, path=path)
 
 
 def _trained_model(reference: str, training_length: int | None) -> SavedModel:
     """Find the checkpoint of a run."""
     path = check_sound(find_checkpoint(reference))
     state = read_state(path)
-    weights = read_run(path)
     run = saved_config(state["config"])
     step = state["step"]
     phases = phases_of(run)
@@ -115,14 +105,13 @@ def _trained_model(reference: str, training_length: int | None) -> SavedModel:
         name = f"{name} ({checkpoint})"
     of_run = phases.at(step - 1).length if step else None
     return _saved_model(
-        weights,
+        name,
+        read_run(path),
         [of_run, training_length],
-        key=checksum(path / MANIFEST),
-        name=name,
+        checksum(path / MANIFEST),
         reference=reference,
         path=path,
         home=path.parent.parent,
-        read=weights.decoder,
         run=run,
         role=role,
         is_dropped=phases.is_dropped(step),
@@ -131,7 +120,7 @@ def _trained_model(reference: str, training_length: int | None) -> SavedModel:
 
 
 def _saved_model(
-    weights: Pretrained, lengths: Sequence[int | None], *, key: str, **fields: Any
+    name: str, weights: Pretrained, lengths: Sequence[int | None], key: str, **fields: Any
 ) -> SavedModel:
     """Return a model with what follows from its weights; ``lengths``: training lengths that it
     gets, one after the other. ``key``: hash that changes with the weights."""
@@ -144,13 +133,15 @@ def _saved_model(
             longest = max(longest, layout.longest)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(weights.config, layout).parameters())
+    defaults: dict[str, Any] = {"home": Path("runs", name), "read": weights.decoder}
     return SavedModel(
+        name=name,
         tokens=tokens,
         layout=layout,
         fingerprint=fingerprint(key, layout.training_length, sorted(tokens.stops)),
         parameters=parameters,
         longest_context=longest,
-        **fields,
+        **defaults | fields,
     )
 
 
