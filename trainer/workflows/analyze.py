@@ -209,8 +209,8 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
     if texts > fitting:
         raise UserError(f"analysis: expected text for {texts} x {length} tokens, got {len(text)}")
     if config.file is not None:
-        ((weight, ids),) = text.parts
-        text = HeldOutText(((weight, ids[: texts * (length - 1)]),))
+        ((weight, whole),) = text.parts
+        text = HeldOutText(((weight, whole[: texts * (length - 1)]),))
     windows = held_out_windows(text, texts, length - 1, apart=max(1, length - 1))
     return after_bos(windows, corpus, saved)
 
