@@ -285,13 +285,14 @@ def test_prompts_get_the_first_token_of_training_and_no_other(template, first):
 def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
     model = decoder()
     model.layout = model.layout.with_training_length(999)
-    export_model(model, TOKENIZER, 7, tmp_path / "export", card="A card.")
+    card = {"title": "A model", "parameters": 9, "steps": 3, "training_length": 999}
+    export_model(model, TOKENIZER, 7, tmp_path / "export", card=card | {"encoding": "kept"})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
     assert tokenizer.eos_token == WORD(7)
     values = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (values["max_position_embeddings"], values["bos_token_id"]) == (999, 7)
-    assert (tmp_path / "export" / "README.md").read_text().startswith("A card.")
+    assert (tmp_path / "export" / "README.md").read_text().count("# A model") == 1
 
 
 def test_the_context_is_what_it_is_told(decoder, tmp_path):

@@ -64,7 +64,7 @@ def export_model(
     end: int,
     to: Path,
     *,
-    card: str = "",
+    card: Mapping[str, Any] | None = None,
     context: int | None = None,
     tolerance: float = 1e-4,
     token_files: Mapping[str, str] | None = None,
@@ -77,7 +77,8 @@ def export_model(
         model: float32, on the CPU.
         end: id of the end-of-text token.
         to: a new or empty directory.
-        card: text of ``README.md``, to which a line for each engine is added.
+        card: facts of the training for ``README.md``, by their names in its template; None: no
+            such file.
         context: tokens that engines may read; None: the training length, or the longest that a
             rescaling of the model reaches.
         tolerance: limit of the difference.
@@ -116,7 +117,7 @@ def export_model(
         is_still = not model.layout.rotates
         if architecture != OWN and is_still:
             _write_config_for_llama_cpp(partial)
-        if card:
+        if card is not None:
             text = readme(card, values, to.name, is_still)
             (partial / "README.md").write_text(text, encoding="utf-8")
         difference = largest_difference(model.eval(), tokenizer, partial)
@@ -294,15 +295,16 @@ def _write_config_for_llama_cpp(directory: Path) -> None:
     (directory / CONFIG_FOR_LLAMA_CPP).write_text(text, encoding="utf-8")
 
 
-def readme(card: str, values: Mapping[str, Any], name: str, is_still: bool) -> str:
-    """Return the page of an export: its ``card``, and how engines read it, in Markdown.
+def readme(card: Mapping[str, Any], values: Mapping[str, Any], name: str, is_still: bool) -> str:
+    """Return the page of an export: what it is, and how engines read it, in Markdown.
 
-    ``values``: its ``config.json``. ``name``: its directory's. ``is_still``: it does not rotate.
+    ``card``: facts of its training. ``values``: its ``config.json``. ``name``: its directory's.
+    ``is_still``: it does not rotate.
     """
     loader = PackageLoader("trainer.interchange")
     page = Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True)
     return page.get_template("README.md.j2").render(
-        card=card,
+        card,
         name=name,
         context=values["max_position_embeddings"],
         is_ours=values["architectures"] == [OWN],

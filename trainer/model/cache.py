@@ -53,15 +53,8 @@ class KVCache:
 
     def part(self, first: int, rows: int, begin: int = 0) -> "KVCache":
         """Return neighbouring rows from column ``begin``, sharing memory, not filled yet."""
-        return KVCache(
-            [
-                LayerCache(
-                    layer.keys[first : first + rows, :, begin:],
-                    layer.values[first : first + rows, :, begin:],
-                )
-                for layer in self.layers
-            ]
-        )
+        place = slice(first, first + rows), slice(None), slice(begin, None)
+        return KVCache([LayerCache(x.keys[place], x.values[place]) for x in self.layers])
 
     def fill(self, begins: tuple[int, ...], length: int) -> None:
         """Mark all rows as filled (by :meth:`part`) from ``begins`` to ``length``."""

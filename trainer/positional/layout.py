@@ -5,14 +5,12 @@ spectrum. An evaluation may assign a spectrum to every query head of a layer: ea
 of its keys. Every checkpoint stores the layout of its time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from trainer.common.fields import adapter
 from trainer.positional.intervention import Intervention
@@ -50,7 +48,7 @@ class LayerEncoding:
         """Whether each head has ALiBi's bias."""
         return tuple(spectrum.alibi for spectrum in self.spectra)
 
-    def expanded(self, query_heads: int) -> LayerEncoding:
+    def expanded(self, query_heads: int) -> Self:
         """Return the layer with a spectrum for every query head."""
         queries_per_key = query_heads // len(self.spectra)
 
@@ -62,7 +60,7 @@ class LayerEncoding:
             change = replace(change, key=repeated(change.key), key_noise=repeated(change.key_noise))
         return replace(self, spectra=repeated(self.spectra), intervention=change)
 
-    def with_intervention(self, intervention: Intervention) -> LayerEncoding:
+    def with_intervention(self, intervention: Intervention) -> Self:
         """Return the layer with an intervention on its heads.
 
         Raises:
@@ -119,13 +117,13 @@ class Layout:
         """Lengths beyond which all tokens have other frequencies at once (LongRoPE)."""
         return {s.long.length for s in self.spectra if s.long and s.long.inv_freq != s.inv_freq}
 
-    def at(self, length: int) -> Layout:
+    def at(self, length: int) -> Self:
         """Return the layout at ``length`` tokens, with fixed frequencies and temperatures."""
         if not self.follows_length:
             return self
         return self.map(lambda spectrum: spectrum.at(length, self.training_length))
 
-    def with_training_length(self, length: int) -> Layout:
+    def with_training_length(self, length: int) -> Self:
         """Return the layout with another C, for a model that computes the same as before.
 
         Temperatures that grew from the previous C keep it as their reference.
@@ -140,7 +138,7 @@ class Layout:
 
         return self if length == C else replace(self.map(with_reference), training_length=length)
 
-    def map(self, change: Callable[[Spectrum], Spectrum], layers: LayerChoice = "all") -> Layout:
+    def map(self, change: Callable[[Spectrum], Spectrum], layers: LayerChoice = "all") -> Self:
         """Replace every spectrum of ``layers`` by ``change(spectrum)``; return the new layout."""
         changed = cache(change)
         new = list(self.layers)
@@ -162,11 +160,11 @@ class Layout:
         windows = [layer.window or math.inf for layer in self.layers]
         return [index for index in every if windows[index] > self.training_length]
 
-    def of_layers(self, layers: LayerChoice) -> Layout:
+    def of_layers(self, layers: LayerChoice) -> Self:
         """Return the layout of these layers alone."""
         return replace(self, layers=tuple(self.layers[index] for index in self.chosen(layers)))
 
-    def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Layout:
+    def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Self:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
         C = self.training_length
         start = self.longest
@@ -176,7 +174,7 @@ class Layout:
 
     def dynamically_rescaled(
         self, rescaling: Rescaling, growth: float = 1.0, layers: LayerChoice = None
-    ) -> Layout:
+    ) -> Self:
         """Slow the rotations of ``layers`` with the sequence's length, ``growth`` times as fast."""
         start = self.longest
         return self.map(lambda s: dynamic(s, rescaling, start, growth), layers)
@@ -200,7 +198,7 @@ class Layout:
         }
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Layout:
+    def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build a layout from values of :meth:`to_dict`."""
         spectra = adapter(list[Spectrum]).validate_python(values["spectra"])
         layers = []

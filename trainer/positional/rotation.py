@@ -42,9 +42,8 @@ def rotary_table(spectrum: Spectrum, positions: Tensor) -> tuple[Tensor, Tensor]
     For ``[..., T]`` positions, in tokens, both tables are ``[..., T, 2 pairs]`` float32, one half
     for each channel of the pairs: ``(cos, cos)`` and ``(-sin, sin)``.
     """
-    return _table(
-        frequencies(spectrum.inv_freq, positions.device), spectrum.rotary_scale, positions
-    )
+    inv_freq = frequencies(spectrum.inv_freq, positions.device)
+    return _table(inv_freq, spectrum.rotary_scale, positions)
 
 
 def _table(inv_freq: Tensor, scale: float | Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,15 +46,14 @@ def export_checkpoint(request: ExportRequest) -> str:
     if saved.is_dropped:
         encoding = "changed in part" if has_positions else "dropped"
     began_with = config.model.from_pretrained or config.model.from_run
-    card = (
-        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n\n"
-        f"# {config.name}\n\n"
-        f"{saved.parameters:,} parameters, {step:,} steps, "
-        f"positional encoding {encoding}, "
-        f"training length {layout.training_length:,} tokens.\n"
-    )
-    if began_with:
-        card += f"Training began with {Path(began_with).name}.\n"
+    card = {
+        "title": config.name,
+        "parameters": saved.parameters,
+        "steps": step,
+        "encoding": encoding,
+        "training_length": layout.training_length,
+        "began_with": Path(began_with).name if began_with else None,
+    }
     return export_model(
         model,
         saved.tokens.tokenizer,
