@@ -41,6 +41,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import checksum, synchronise, write_atomically
 from trainer.common.processes import current_ranks
 from trainer.common.ranks import all_gather, on_rank_zero
+from trainer.interchange.pretrained import read_tensor
 from trainer.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -143,14 +144,8 @@ def readers(path: Path) -> Readers:
 
 
 def _joined(name: str, places: list[tuple[list[int], Path]]) -> Tensor:
-    """Read the shards of a tensor, which are slices of its first dimension, and join them.
-
-    A file is opened for each tensor: touched pages of an open one count as memory.
-    """
-    parts = []
-    for _, file in sorted(places):
-        with safe_open(file, framework="pt") as opened:
-            parts.append(opened.get_tensor(name))
+    """Read the shards of a tensor, which are slices of its first dimension, and join them."""
+    parts = [read_tensor(file, name) for _, file in sorted(places)]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 

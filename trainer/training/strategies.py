@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -29,13 +29,8 @@ from trainer.lightning.module import LanguageModule
 from trainer.lightning.strategy import StrategyName
 from trainer.training.internals import join_without_mesh
 
-if TYPE_CHECKING:
-    Base = Strategy
-else:
-    Base = object
 
-
-class RunStrategy(Base):
+class RunStrategy(Strategy):
     """Saves what Lightning and its callbacks put into a checkpoint as the directory of a run.
 
     Weights and optimizer state are read in place, each rank its shards, after the model has been
