@@ -1,4 +1,4 @@
-"""The papers' claims as a table (claim, source, predicate), judged by the numbers of runs.
+"""The papers' claims (``claims.yaml``: claim, source, predicate), judged by the numbers of runs.
 
 A claim is *shown* if the whole 95% interval of a difference is on its side, and *not shown* if the
 whole interval is on the other side. Everything between is *not judged*, and so is a claim about a
@@ -13,11 +13,13 @@ the paper "Extending the Context of Pretrained LLMs by Dropping Their Positional
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from trainer.evaluation.results import AS_IS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import Estimate, change, wilson
@@ -29,10 +31,9 @@ LEARNED = 0.5
 LEARNED_TEXT = 0.9
 """Share of a unigram model's loss above which a model has not learned its text."""
 KEPT = 0.95
-"""Share of RoPE's retrieval, and of the loss that a drop costs (DroPE, Sec. 5.1: "over 95%")."""
-HELD = 0.90
-"""Share of a method's own retrieval at its training length."""
-SAME, NEAR, RISEN = 0.01, 0.02, 0.05
+"""Share of the loss that a drop costs (DroPE, Sec. 5.1: "over 95%")."""
+SAME = 0.01
+RISEN = 0.05
 """Relative margins of losses."""
 TRAINING_LOSS = 0.01
 """95% half-width of a loss over trainings, relative to it."""
@@ -40,10 +41,11 @@ TRAINING_CORRELATION = 0.005
 """Correlation of two trials that one training answers: the variance of its rate p over trainings,
 divided by p (1 - p). docs/results/README.md measures both over seeds and threads."""
 
-Lengths = Literal["the training length", "the longest length", "4× and more"]
-TRAINED: Lengths = "the training length"
-LONGEST: Lengths = "the longest length"
-FAR: Lengths = "4× and more"
+Lengths = Literal["trained", "longest", "far"]
+TRAINED: Lengths = "trained"
+LONGEST: Lengths = "longest"
+FAR: Lengths = "far"
+"""The training length, the longest length beyond it, and all from 4 times it on."""
 
 
 class Verdict(NamedTuple):
@@ -332,124 +334,42 @@ class Claim(NamedTuple):
     test: Callable[[Evidence], Verdict | None]
 
 
-CLAIMS = (
-    Claim(
-        "NoPE learns more slowly than RoPE: its training loss is over 1% higher",
-        "DroPE, Obs. 1",
-        learns_slower,
-    ),
-    Claim(
-        "NoPE from scratch ends behind RoPE on the same budget, in retrieval or by over 1% in text "
-        "loss",
-        "DroPE, Obs. 1 and Fig. 3",
-        ends_behind,
-    ),
-    Claim(
-        "RoPE loses more than half of its retrieval beyond its training length",
-        "DroPE, Obs. 2 and Table 1; RoPE-ID, Table 1",
-        Retrieves("rope", TRAINED, 2, "rope", LONGEST),
-    ),
-    Claim(
-        "RoPE's text loss rises beyond its training length too, by more than 5%",
-        "DroPE, Sec. 1",
-        LossRises("rope", LONGEST, RISEN, "rope"),
-    ),
-    Claim(
-        "YaRN keeps its text loss (within 5%) at the longest length, and yet loses more than half "
-        "of its retrieval",
-        "DroPE, Sec. 4 and Fig. 5",
-        keeps_only_loss,
-    ),
-    Claim(
-        "HalfRoPE loses more than half of its retrieval beyond its training length",
-        "RoPE-ID, Table 1",
-        Retrieves("half_rope", TRAINED, 2, "half_rope", LONGEST),
-    ),
-    Claim(
-        "YaRN retrieves at least twice as much as RoPE at the longest length",
-        "RoPE-ID, Table 1",
-        Retrieves("rope+yarn", LONGEST, 2, "rope", LONGEST),
-    ),
-    Claim(
-        "High-frequency RoPE retrieves less than RoPE already at the training length",
-        "RoPE-ID, Table 1",
-        Retrieves("rope", TRAINED, 1, "high_frequency", TRAINED, learned=("rope",)),
-    ),
-    Claim(
-        "RoPE-ID keeps at least 90% of its retrieval at the longest length",
-        "RoPE-ID, Table 1",
-        Retrieves("rope_id*", LONGEST, HELD, "rope_id*", TRAINED),
-    ),
-    Claim(
-        "RoPE-ID retrieves at least twice as much as RoPE at the longest length",
-        "RoPE-ID, Table 1",
-        Retrieves("rope_id*", LONGEST, 2, "rope", LONGEST),
-    ),
-    Claim(
-        "A softmax temperature helps RoPE-ID at the longest length",
-        "RoPE-ID, Table 1",
-        Retrieves("rope_id+temperature", LONGEST, 1, "rope_id", LONGEST),
-    ),
-)
-"""Claims about models that keep their encoding, or never had one."""
-RIVALS = {
-    "PI": "rope+pi",
-    "NTK-aware scaling": "rope+ntk",
-    "YaRN": "rope+yarn",
-    "ALiBi": "alibi*",
-    "NoPE from scratch": "nope*",
-    "RNoPE-SWA": "rope_nope_window*",
+TESTS: Mapping[str, Callable[..., Any]] = {
+    "retrieves": Retrieves,
+    "loss_rises": LossRises,
+    "loss_stays": LossStays,
+    "learns_slower": learns_slower,
+    "is_won_back": is_won_back,
+    "ends_behind": ends_behind,
+    "keeps_only_loss": keeps_only_loss,
 }
-"""Methods and encodings that DroPE is compared with, by their names."""
-DROP_CLAIMS = (
-    Claim(
-        "Recalibration wins back at least 95% of the loss that the drop costs",
-        "DroPE, Obs. 3 and Sec. 5.1",
-        is_won_back,
-    ),
-    Claim(
-        "DroPE keeps at least 95% of RoPE's retrieval at the training length",
-        "DroPE, Obs. 3 and Sec. 5.1",
-        Retrieves("drope", TRAINED, KEPT, "rope", TRAINED, learned=("rope",)),
-    ),
-    Claim(
-        "DroPE's text loss at the training length matches RoPE's, within 1%",
-        "DroPE, Fig. 2 and Table 7",
-        LossStays("drope", TRAINED, SAME, "rope"),
-    ),
-    Claim(
-        "DroPE's text loss is no worse than that of NoPE from scratch, within 2%",
-        "DroPE, Fig. 2 and Table 7",
-        LossStays("drope", TRAINED, NEAR, "nope"),
-    ),
-    Claim(
-        "DroPE retrieves at least twice as much as RoPE from 4× the training length on",
-        "DroPE, Obs. 3 and Table 3",
-        Retrieves("drope", FAR, 2, "rope", FAR),
-    ),
-    *(
-        Claim(
-            f"DroPE retrieves more than {name} at the longest length",
-            "DroPE, Table 1",
-            Retrieves("drope*", LONGEST, 1, rival, LONGEST),
-        )
-        for name, rival in RIVALS.items()
-    ),
-    Claim(
-        "A softmax temperature helps DroPE at the longest length",
-        "DroPE, App. C.2",
-        Retrieves("drope+temperature", LONGEST, 1, "drope", LONGEST),
-    ),
-)
-"""Claims about a model whose encoding was dropped."""
+"""Predicates by the names in ``claims.yaml``; those with ``fields`` are classes."""
+
+
+def read_claims() -> dict[str, list[Claim]]:
+    """Return the claims of ``claims.yaml`` about models that ``kept`` their encoding or never had
+    one, and about a model whose encoding was ``dropped``."""
+    table = yaml.safe_load(resources.files(__package__).joinpath("claims.yaml").read_text("utf-8"))
+    claims: dict[str, list[Claim]] = {}
+    for about, rows in table.items():
+        claims[about] = []
+        for row in rows:
+            test = TESTS[row["test"]]
+            if "fields" in row:
+                test = test(**row["fields"])
+            claims[about].append(Claim(row["claim"], row["source"], test))
+    return claims
+
+
+CLAIMS = read_claims()
 
 
 def observe(evidence: Evidence) -> tuple[Observation, ...]:
     """Return the verdicts of all claims that the evidence has numbers for."""
     untrained = _untrained(evidence)
     undropped = untrained or _undropped(evidence.report.drop)
-    judged = [_judged(claim, evidence, untrained) for claim in CLAIMS]
-    judged += [_judged(claim, evidence, undropped) for claim in DROP_CLAIMS]
+    judged = [_judged(claim, evidence, untrained) for claim in CLAIMS["kept"]]
+    judged += [_judged(claim, evidence, undropped) for claim in CLAIMS["dropped"]]
     return tuple(observation for observation in judged if observation is not None)
 
 
