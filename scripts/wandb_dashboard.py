@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Create the Weights & Biases workspace of a project that docs/cluster.md describes.
+"""Create the Weights & Biases workspace of a project of the metrics in docs/files.md.
 
     python scripts/wandb_dashboard.py --entity my-team
     python scripts/wandb_dashboard.py --entity my-team --dry-run

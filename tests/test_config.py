@@ -147,6 +147,13 @@ def test_a_wrong_value_is_one_line_that_begins_with_its_key(key, values):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("names", ["a.txt", ["a.txt", "b.txt"]])
+def test_held_out_files_are_named_alone(names):
+    files = [names] if isinstance(names, str) else names
+    text = validated(schema.EvaluationRequest, {"checkpoint": "x", "text": names}).text
+    assert text == schema.DataConfig(source="files", files=files)
+
+
 def test_an_option_of_one_s_own_builds_on_another(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [nano, _self_]\nhidden_size: 32\n")

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -706,6 +707,12 @@ class AnalysisConfig:
 # ---- Requests ----
 
 
+def _text_of(value: Any) -> Any:
+    """Return the keys of data for files that are named alone, as ``a.txt`` or a list."""
+    names = [value] if isinstance(value, str) else value
+    return {"source": "files", "files": names} if isinstance(names, list) else value
+
+
 @configuration
 class ModelsRequest:
     """The common keys of evaluate and analyze."""
@@ -716,8 +723,9 @@ class ModelsRequest:
     output: str | None = None
     """Directory of the results; null: evaluation, lengths/NAME or analysis/NAME in the run, or in
     runs/ITS_NAME for a published model."""
-    text: DataConfig | None = None
-    """Where held-out text comes from; null: the first checkpoint's own source."""
+    text: Annotated[DataConfig | None, BeforeValidator(_text_of)] = None
+    """Text that is held out, as files (a.txt, or a list) or by keys of data; null: the first
+    checkpoint's own source."""
     plugins: list[str] = field(default_factory=list)
     """Python files that register needle tasks or analyses of your own."""
     plots: PlotsConfig = field(default_factory=PlotsConfig)

@@ -38,8 +38,7 @@ NAMES = {
 
 
 def evidence(*cells, runs=(), one_text=True, **facts):
-    names = {role: [name] for role, name in NAMES.items()}
-    return Evidence(report(*cells, training_length=64, runs=tuple(runs), **facts), names, one_text)
+    return Evidence(report(*cells, training_length=64, runs=tuple(runs), **facts), NAMES, one_text)
 
 
 DROPE = RunSummary("DroPE", "rope, dropped", 1, 2, 3)
@@ -182,27 +181,21 @@ def test_overlapping_intervals_are_not_judged(far, shown):
 
 def test_trainings_that_differ_in_their_seeds_count_together():
     """82% against 74% is open for one seed each, and shown for four."""
-    models = {
-        "drope": [f"DroPE ({n})" for n in range(4)],
-        "alibi": [f"ALiBi ({n})" for n in "abcd"],
-    }
-    rates = {"drope": 82, "alibi": 74}
-    cells = [
-        part
-        for role, names in models.items()
-        for name in names
-        for part in statements(name, (100, 90, 90, rates[role]))
-    ]
+    rates = {"DroPE": 82, "ALiBi": 74}
+    seeds = {f"{mean} ({n})": mean for mean in rates for n in range(4)}
+    cells = []
+    for name, mean in seeds.items():
+        cells += statements(name, (100, 90, 90, rates[mean]))
+    measured = report(*cells, training_length=64, seeds=seeds)
 
-    def verdict(names):
-        evidence = Evidence(report(*cells, training_length=64), names)
-        (found,) = (o for o in observe(evidence) if "more than ALiBi" in o.claim)
+    def verdict(report, names):
+        (found,) = (o for o in observe(Evidence(report, names)) if "more than ALiBi" in o.claim)
         return found
 
-    assert verdict({role: names[:1] for role, names in models.items()}).shown is None
-    found = verdict(models)
+    assert verdict(measured, {"drope": "DroPE (0)", "alibi": "ALiBi (0)"}).shown is None
+    found = verdict(measured.over_seeds(), {"drope": "DroPE", "alibi": "ALiBi"})
     assert found.shown is True
-    assert "DroPE (0) and 3 other seeds" in found.evidence
+    assert "DroPE (mean of 4 seeds)" in found.evidence
 
 
 def test_claims_about_absent_methods_and_lengths_are_left_out():

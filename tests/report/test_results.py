@@ -116,3 +116,42 @@ def test_every_task_counts_once_in_the_mean_however_many_texts_it_has():
     assert (value, n) == (pytest.approx((1 / 3 + 7 / 8 + 1 / 2) / 3), 31)
     assert value - low == pytest.approx(math.hypot(*(e.mean - e.low for e in alone)) / 3)
     assert high - value == pytest.approx(math.hypot(*(e.high - e.mean for e in alone)) / 3)
+
+
+SEEDS = dict.fromkeys(("DroPE (a)", "DroPE (b)", "DroPE (c)"), "DroPE")
+T_2 = 4.302652729911275
+"""Student's 97.5% quantile for three numbers."""
+
+
+def over_seeds():
+    """Three seeds of one model with 6, 8 and 10 of 10 right, beside a model of one seed."""
+    cells = []
+    for name, right, nats in zip(SEEDS, (6, 8, 10), (4.0, 4.1, 4.5), strict=True):
+        cells += [cell([1.0] * right + [0.0] * (10 - right), name), loss(nats, name)]
+    made = report(*cells, cell([1.0, 0.0]), origins={"DroPE (b)": "RoPE"}, seeds=SEEDS)
+    return made, made.over_seeds()
+
+
+def test_seeds_have_one_row_with_their_mean_and_students_interval():
+    """Of 0.6, 0.8 and 1.0 the standard deviation is 0.2; a rate ends at 1."""
+    made, means = over_seeds()
+    rows = means.rows[means.rows.metric == "score"].set_index("model")
+    half = T_2 * 0.2 / math.sqrt(3)
+    assert [*rows.index] == ["DroPE", "RoPE"]
+    assert rows.loc["DroPE", ["value", "low", "high"]].tolist() == pytest.approx(
+        [0.8, 0.8 - half, 1.0]
+    )
+    alone = made.rows.set_index("model").loc["RoPE"]
+    assert rows.loc["RoPE", ["value", "low", "high"]].tolist() == pytest.approx(
+        alone[["value", "low", "high"]].tolist()
+    )
+    mean, deviation = 4.2, math.sqrt((0.2**2 + 0.1**2 + 0.3**2) / 2)
+    half = T_2 * deviation / math.sqrt(3)
+    assert values(means, PERPLEXITY, "loss")[:3] == pytest.approx((mean, mean - half, mean + half))
+    assert means.origins == {"DroPE": "RoPE"}
+
+
+def test_a_text_of_several_seeds_has_their_mean_score():
+    _, means = over_seeds()
+    texts = by_text(means.trials[means.trials.model == "DroPE"].query("metric == 'score'"))
+    assert texts.value.tolist() == pytest.approx([1.0] * 6 + [2 / 3] * 2 + [1 / 3] * 2)

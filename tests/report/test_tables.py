@@ -82,6 +82,18 @@ def test_a_loss_that_is_not_finite_was_measured():
     assert [entries[0].value for _, entries in losses.rows] == ["20.09", "not finite"]
 
 
+def test_perplexities_over_seeds_have_an_interval():
+    """Of losses of 3 and 5 nats it is 4 ± 12.706: t with one degree of freedom."""
+    made = report(loss(3.0, "A (0)"), loss(5.0, "A (1)"), seeds={"A (0)": "A", "A (1)": "A"})
+    (table,) = tables(made.over_seeds())
+    ((name, (entry,)),) = table.rows
+    assert (name, entry.value) == ("A", f"{math.exp(4):.2f}")
+    low, high = map(float, entry.interval.split("–"))
+    assert (low, high) == pytest.approx(
+        (math.exp(4 - 12.7062), math.exp(4 + 12.7062)), abs=0.01, rel=1e-4
+    )
+
+
 def test_rows_of_equal_means_are_all_best():
     """(4 / 11 + 5 / 11) / 3 and (1 / 11 + 4 / 11 + 4 / 11) / 3 differ as floats."""
 

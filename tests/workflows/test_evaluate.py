@@ -30,7 +30,7 @@ from trainer.runs.directory import plain, saved_config
 from trainer.runs.models import find_model
 from trainer.runs.parsing import merged
 from trainer.workflows import evaluate
-from trainer.workflows.evaluate import evaluate_lengths, one_text, same_recipe
+from trainer.workflows.evaluate import evaluate_lengths, one_text, seeds_of
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -85,12 +85,29 @@ def assert_same(first, second):
     ],
 )
 def test_models_that_differ_in_their_seeds_alone_are_of_one_recipe(changes, step, is_same):
-    def model(changes, step):
+    def model(name, changes, step):
         run = None if changes is None else saved_config(merged(plain(RunConfig()), changes))
-        return SimpleNamespace(run=run, state={"step": step})
+        return SimpleNamespace(name=name, run=run, state={"step": step})
 
-    first, other = model({}, 100), model(changes, step)
-    assert same_recipe([first, other]) == ([first, other] if is_same else [first])
+    models = [model("A (a)", {}, 100), model("A (b)", changes, step)]
+    assert seeds_of(models) == ({"A (a)": "A", "A (b)": "A"} if is_same else {})
+
+
+@pytest.mark.parametrize(
+    ("further", "mean"),
+    [({}, "DroPE"), ({"DroPE (d)": {"lr": 1.0}}, "DroPE (a) and other seeds")],
+)
+def test_seeds_of_a_recipe_have_the_name_that_they_share_if_no_other_recipe_has_it(further, mean):
+    def model(name, seed, optimizer):
+        changes = {"seed": seed, "optimizer": optimizer}
+        run = saved_config(merged(plain(RunConfig()), changes))
+        return SimpleNamespace(name=name, run=run, state={"step": 1})
+
+    alike = ["DroPE (a)", "DroPE (b)", "DroPE (c)"]
+    models = [model(name, seed, {}) for seed, name in enumerate(alike)]
+    models.insert(1, model("RoPE", 0, {"lr": 0.5}))
+    models += [model(name, 0, optimizer) for name, optimizer in further.items()]
+    assert seeds_of(models) == dict.fromkeys(alike, mean)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ import yaml
 from trainer.evaluation.results import AS_IS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import Estimate, change, wilson
 from trainer.report.report import Observation, Report, RunSummary
-from trainer.report.tables import rate
+from trainer.report.tables import rate, values_by_text
 
 LEARNED = 0.5
 """Retrieval at the training length below which a model has not learned the task."""
@@ -57,59 +57,49 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Evidence:
-    """A report, names of ``models`` by role, such as ``rope`` or ``drope``, where several names are
-    models that differ in their seeds alone, and whether all trained on ``one_text``."""
+    """A report with one model for each recipe (:meth:`Report.over_seeds`), the names of ``models``
+    by role, such as ``rope`` or ``drope``, and whether all trained on ``one_text``."""
 
     report: Report
-    models: Mapping[str, Sequence[str]]
+    models: Mapping[str, str]
     one_text: bool = True
 
     def rows(self, key: str, task: str = STATEMENTS) -> pd.DataFrame:
-        """Return the rows of results.csv of a role and method, by length: the mean over models.
+        """Return the rows of results.csv of a role and method, by length.
 
-        ``key``: ``rope`` for the models of this role as they are, ``rope+yarn`` with a method;
+        ``key``: ``rope`` for the model of this role as it is, ``rope+yarn`` with a method;
         ``drope*`` with a temperature if that was measured, as the paper evaluates DroPE. The column
-        ``trainings`` counts models.
+        ``trainings`` counts seeds.
         """
         role, _, method = key.rstrip("*").partition("+")
-        names, rows = self.models.get(role, ()), self.report.rows
-        rows = rows[rows.model.isin(names) & (rows.task == task)].dropna(subset="value")
-        if key.endswith("*") and "temperature" in set(rows.method):
-            method = "temperature"
-        rows = rows[rows.method == (method or AS_IS)]
-        means = rows.groupby("length", as_index=False).agg(
-            model=("model", "first"),
-            method=("method", "first"),
-            factor=("factor", "first"),
-            value=("value", "mean"),
-            n=("n", "min"),
-            trainings=("model", "size"),
-        )
+        name = self.models.get(role, "")
+        rows = self.report.curve((name, method or AS_IS), task)
+        if key.endswith("*"):
+            tempered = self.report.curve((name, "temperature"), task)
+            rows = rows if tempered.empty else tempered
+        rows = rows.assign(trainings=max(1, [*self.report.seeds.values()].count(name)))
         if task != STATEMENTS:
-            return means
+            return rows
         # n trials of one training count as n / (1 + (n - 1) ρ) (Kish, Survey Sampling, 1965).
-        independent = means.n / (1 + (means.n - 1) * TRAINING_CORRELATION)
-        rates = [*map(wilson, means.value, means.trainings * independent)]
-        return means.assign(low=[rate.low for rate in rates], high=[rate.high for rate in rates])
+        independent = rows.n / (1 + (rows.n - 1) * TRAINING_CORRELATION)
+        rates = [*map(wilson, rows.value, rows.trainings * independent)]
+        return rows.assign(low=[rate.low for rate in rates], high=[rate.high for rate in rates])
 
-    def windows(self, key: str, row: Any) -> list[float]:
+    def windows(self, row: Any) -> list[float]:
         """Return the losses of a row, as :meth:`rows` returns it, by window of text."""
-        names = self.models[key.rstrip("*").partition("+")[0]]
-        trials = self.report.trials
-        is_wanted = (trials.task == PERPLEXITY) & (trials.length == row.length)
-        is_wanted &= trials.model.isin(names) & (trials.method == row.method)
-        losses: list[float] = trials[is_wanted].groupby("text").value.mean().tolist()
-        return losses
+        losses = values_by_text(self.report, PERPLEXITY)[row.model, row.method]
+        windows: list[float] = losses.loc[row.length].dropna().tolist()
+        return windows
 
     def name(self, row: Any) -> str:
         """Return the name of a row in tables."""
         name = self.report.row_name((row.model, row.method))
-        return name if row.trainings == 1 else f"{name} and {row.trainings - 1} other seeds"
+        return name if row.trainings == 1 else f"{name} (mean of {row.trainings} seeds)"
 
     def run(self, role: str) -> RunSummary | None:
         """Return the training run of a role."""
-        names = self.models.get(role, ())
-        return next((run for run in self.report.runs if run.name in names), None)
+        name, means = self.models.get(role), self.report.seeds
+        return next((r for r in self.report.runs if means.get(r.name, r.name) == name), None)
 
 
 def at(rows: pd.DataFrame, lengths: Lengths) -> pd.DataFrame:
@@ -231,7 +221,7 @@ class LossRises:
         if not both:
             return None
         ((p, q),) = both
-        ours, theirs = evidence.windows(self.a, p), evidence.windows(self.b, q)
+        ours, theirs = evidence.windows(p), evidence.windows(q)
         if not len(ours) == len(theirs) > 1:
             return Verdict(None, "Measured on fewer than two common windows.")
         difference = widened(change(ours, theirs), TRAINING_LOSS / math.sqrt(p.trainings))

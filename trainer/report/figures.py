@@ -33,6 +33,7 @@ _MOST_LINES = 8  # in one panel; more become a panel for each model
 _MOST_DEPTHS = 11  # more are rounded to tenths
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points
 _LENGTHS = "sequence length (tokens)"
+_BANDS = "Bands: 95% intervals, over texts, or over seeds where a line is the mean of several."
 _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional Embeddings"
 
 
@@ -105,8 +106,8 @@ def _success(report: Report, task: str) -> Plot:
     return Plot(
         f"success_{_file_name(task)}",
         draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
-        f"Mean score of the trials over sequence length: {report.tasks[task]}. Bands: 95% "
-        f"intervals over texts. After Figure 1 and Table 1 of “{_DROPE}”.",
+        f"Mean score of the trials over sequence length: {report.tasks[task]}. {_BANDS} After "
+        f"Figure 1 and Table 1 of “{_DROPE}”.",
     )
 
 
@@ -160,8 +161,8 @@ def _contrast(report: Report) -> Iterator[Plot]:
         "perplexity_and_retrieval",
         draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
         "Left: perplexity, exp of the mean loss on the last tokens of held-out sequences. Right: "
-        f"{report.tasks[task]}. A low perplexity does not show that distant text is read. Bands: "
-        f"95% intervals over texts. After Figure 5 of “{_DROPE}”.",
+        f"{report.tasks[task]}. A low perplexity does not show that distant text is read. {_BANDS} "
+        f"After Figure 5 of “{_DROPE}”.",
     )
 
 

@@ -49,10 +49,11 @@ def write_renderings(report: Report, directory: Path) -> None:
     for pattern in ("tables/[0-9]*", "figures/*.svg", "figures/*.pdf", "figures/*.png"):
         for path in directory.glob(pattern):
             path.unlink()
-    shown = tables(report)
+    means = report.over_seeds()
+    shown = tables(means)
     write_tables(shown, directory / "tables")
     counts = Counter(VERDICTS[observation.shown] for observation in report.observations)
-    answer = answer_of(report)
+    answer = answer_of(means)
     explains_yarn = False
     if answer is not None and answer.rival is not None:
         explains_yarn = answer.task == STATEMENTS and answer.rival[1] == "yarn"
@@ -60,13 +61,13 @@ def write_renderings(report: Report, directory: Path) -> None:
         "report.html.j2",
         directory,
         report=report,
-        lead=sentence(report),
+        lead=sentence(means),
         explains_yarn=explains_yarn,
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
         tables=shown,
-        legend=legend(report, shown),
-        figures=_saved(plots(report), directory / "figures"),
+        legend=legend(means, shown),
+        figures=_saved(plots(means), directory / "figures"),
         verdicts=VERDICTS,
         made=report.made,
         details={"Settings": report.config, "Environment": report.environment},

@@ -8,7 +8,7 @@ number that was not measured or is not finite is empty or ``null``. Everything b
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from trainer.common.fields import adapter
 from trainer.common.files import expecting, write_atomically
 from trainer.data.needles import NAMES, WORDS
 from trainer.evaluation.results import AS_IS, COLUMNS, MEAN, PERPLEXITY, STATEMENTS, TRIAL_COLUMNS
+from trainer.evaluation.statistics import mean_estimate
 
 FACTS = "facts.json"
 """Name of the file that marks results as complete."""
@@ -86,7 +87,8 @@ class Report:
     ``evaluation`` either way. ``training_share``: share of sequences with needle statements.
     ``drop``: the change of the run that drops its encoding, as in ``RunSummary.changes``. ``made``:
     date, command, program and inputs, as text by term. ``origins``: for each model that dropped its
-    encoding the name of the model that it came from.
+    encoding the name of the model that it came from. ``seeds``: for each model that differs from
+    others in its seed alone the name of their mean.
     """
 
     __pydantic_config__: ClassVar = ConfigDict(arbitrary_types_allowed=True)
@@ -108,6 +110,30 @@ class Report:
     training_share: float | None = None
     made: dict[str, str] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
+    seeds: dict[str, str] = field(default_factory=dict)
+
+    def over_seeds(self) -> Report:
+        """Return the report with one model in the place of those that differ in their seeds alone:
+        its values are their means, with Student's 95% intervals over the seeds, and its trials are
+        those of all of them."""
+        means, cells = {*self.seeds.values()}, []
+        keys = ["model", "method", "task", "length", "metric"]
+        for _, of_cell in self.rows.replace({"model": self.seeds}).groupby(keys, sort=False):
+            row = of_cell.iloc[0].to_dict()
+            if row["model"] in means:
+                row["value"], row["low"], row["high"] = mean_estimate(of_cell.value)
+            if row["metric"] == "score":
+                row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
+            cells.append(row)
+        return replace(
+            self,
+            rows=pd.DataFrame(cells, columns=self.rows.columns),
+            trials=self.trials.replace({"model": self.seeds}),
+            origins={
+                self.seeds.get(model, model): self.seeds.get(origin, origin)
+                for model, origin in self.origins.items()
+            },
+        )
 
     @property
     def scored(self) -> list[str]:

@@ -211,7 +211,11 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
         digits = ".0e"
         if value < 100_000:
             digits = ".2f" if value < 100 else ".0f"
-        return Cell(f"{value:{digits}}", best=row.value == lowest[row.length])
+        limits = ""
+        if row.model in report.seeds.values():
+            low, high = perplexity(row.low), perplexity(row.high)
+            limits = f"{low:{digits}}–{high:{digits}}"
+        return Cell(f"{value:{digits}}", limits, best=row.value == lowest[row.length])
 
     note = (
         "exp of the mean loss on the last C tokens of held-out windows (all of shorter ones), the "

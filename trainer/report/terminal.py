@@ -66,11 +66,12 @@ def _loss(value: float | None) -> str:
 def print_report(report: Report, run_dir: str) -> None:
     """Print the tables, what training changed, the verdicts on the papers' claims, and the path of
     the page, which has their numbers."""
-    shown = tables(report)
+    means = report.over_seeds()
+    shown = tables(means)
     print_tables(shown)
     out = _console()
     if shown:
-        out.print(Text(f"{legend(report, shown)}\n", style="dim"))
+        out.print(Text(f"{legend(means, shown)}\n", style="dim"))
     for run in report.runs:
         for change in run.changes:
             before, after, end = (
@@ -90,5 +91,5 @@ def print_report(report: Report, run_dir: str) -> None:
             out.print(Text(f"{'':10} {observation.evidence}", style="dim"))
     for note in report.notes:
         out.print(f"Note: {note}")
-    out.print(sentence(report))
+    out.print(sentence(means))
     out.print(f"Report: {Path(run_dir) / 'report.html'}")

@@ -274,7 +274,7 @@ COLUMNS = (
     "drop/loss_after",
     "drop/loss_end",
 )
-"""Columns of ``metrics.csv``, which docs/cluster.md explains; ``epochs/`` and ``benchmark/`` have
+"""Columns of ``metrics.csv``, which docs/files.md explains; ``epochs/`` and ``benchmark/`` have
 more. There is one row a logged step, without gap or duplicate, however often a run resumes."""
 
 

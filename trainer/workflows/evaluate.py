@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import count
@@ -14,7 +15,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import current_ranks, default_threads, use_cores
 from trainer.common.ranks import best_precision, device_of, device_type
-from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest
+from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import Setup, measure
@@ -203,20 +204,23 @@ def measure_models(
     )
 
 
-def same_recipe(models: Sequence[SavedModel]) -> list[SavedModel]:
-    """Return the first model and those that differ from it in their seeds alone."""
-    first = models[0]
-    if first.run is None:
-        return [first]
-    free = {*FREE_TO_CHANGE, "seed", "controls"}
-    recipe = plain(first.run)
-    return [
-        model
-        for model in models
-        if model.run is not None
-        and model.state["step"] == first.state["step"]
-        and not differences(recipe, plain(model.run), free)
-    ]
+def seeds_of(models: Sequence[SavedModel]) -> dict[str, str]:
+    """Return for each model that differs from others in its seed alone the name of their mean: the
+    name that they share, unless another recipe has it too, or else that of the first."""
+    defaults, free = plain(RunConfig()), {*FREE_TO_CHANGE, "seed", "controls"}
+    recipes: dict[tuple[str, int], list[str]] = {}
+    for model in models:
+        if model.run is not None:
+            recipe = differences(defaults, plain(model.run), free), model.state["step"]
+            recipes.setdefault(recipe, []).append(model.name)
+    seeds: dict[str, str] = {}
+    for alike in recipes.values():
+        mean = alike[0].rpartition(" (")[0]  # without what tells models of one name apart
+        if any(m.name.startswith(f"{mean} (") for m in models if m.name not in alike):
+            mean = f"{alike[0]} and other seeds"
+        if len(alike) > 1:
+            seeds |= dict.fromkeys(alike, mean)
+    return seeds
 
 
 def one_text(models: Sequence[SavedModel]) -> bool:
@@ -230,15 +234,19 @@ def one_text(models: Sequence[SavedModel]) -> bool:
 
 def publish(report: Report, models: Sequence[SavedModel], directory: Path) -> Report:
     """Judge the papers' claims, write page and results, and return the report."""
-    known = [model for model in models if model.role]
-    by_role: dict[str, list[SavedModel]] = {}
-    for model in known:
-        by_role.setdefault(str(model.role), []).append(model)
-    names = {role: [m.name for m in same_recipe(found)] for role, found in by_role.items()}
-    observations = observe(Evidence(report, names, one_text(known)))
     report = replace(
-        report, origins=origins(models), observations=observations, made=provenance(models)
+        report, origins=origins(models), seeds=seeds_of(models), made=provenance(models)
     )
+    known = [model for model in models if model.role]
+    by_role: dict[str, str] = {}
+    for model in known:
+        by_role.setdefault(str(model.role), report.seeds.get(model.name, model.name))
+    evidence = Evidence(report.over_seeds(), by_role, one_text(known))
+    notes = [
+        f"{mean}: mean of {count} seeds, with Student's 95% interval over them."
+        for mean, count in Counter(report.seeds.values()).items()
+    ]
+    report = replace(report, observations=observe(evidence), notes=(*notes, *report.notes))
     write_renderings(report, directory)
     report.write(directory)
     return report
