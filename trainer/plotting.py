@@ -290,7 +290,7 @@ def heat_maps(
             axes.grid(visible=False)
             axes.set_title(title, pad=3)
             if names is None:
-                axes.locator_params(integer=True, nbins=6)
+                axes.locator_params(integer=True, nbins=4)
             else:
                 axes.set_xticks(range(len(names[0])), names[0], fontsize=6 * style.scale)
                 axes.set_yticks(range(len(names[1])), names[1], fontsize=6 * style.scale)

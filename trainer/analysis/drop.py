@@ -21,8 +21,8 @@ MEASURES = {
     "distance": "mean distance (tokens)",
     "entropy": "entropy (1: uniform)",
     "sink_mass": "attention on the first token",
-    "diagonal": "Aᶜ, its own token",
-    "previous": "Aᶜ, the previous token",
+    "diagonal": "bias towards the own token",
+    "previous": "bias towards the previous token",
 }
 DIVERGENCE_STYLE = 3
 """Style of the divergence of two models, which have styles of their own."""

@@ -156,7 +156,7 @@ def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
         "positional_bias_heads",
         heat_maps(
             {f"towards {KINDS[kind]}": values for kind, values in bias.items()},
-            ColourScale("Aᶜ", low=lowest),
+            ColourScale("positional bias", low=lowest),
             Grid(2, 2.0, x="query head", y="layer"),
         ),
         f"Positional bias Aᶜ of every head on {tokens:,} tokens; 1: all attention on that key, 0: "
@@ -334,7 +334,7 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
             low = norms.min(axis=0).tolist()
             high = norms.max(axis=0).tolist()
             lines.append(Line(*VERSIONS[version], range(norms.shape[1]), mean, low, high))
-        panels.append(Panel(f"towards {towards}", lines, "layer", "gradient norm of Aᶜ", prepare))
+        panels.append(Panel(f"towards {towards}", lines, "layer", "gradient norm of the bias", prepare))
     return Plot(
         "positional_bias_gradients",
         draw(panels),
