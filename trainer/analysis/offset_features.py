@@ -443,7 +443,8 @@ def points_of_head(
     panels = []
     for pair in [pair for pair in pairs if pair < len(turns)] or range(len(turns)):
         channels = [pair, pair + len(turns)]
-        title = f"{pair}: {turns[pair]:.2g} turns"
+        digits = np.format_float_positional(turns[pair], 2, fractional=False, trim="-")
+        title = f"{pair}: {digits} turns"
         query, key = tokens["query"][:, channels], tokens["key"][:, channels]
         panels.append(_cloud(title, query, key, turns[pair]))
     columns = min(8, math.ceil(math.sqrt(len(panels))))

@@ -334,7 +334,7 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
             low = norms.min(axis=0).tolist()
             high = norms.max(axis=0).tolist()
             lines.append(Line(*VERSIONS[version], range(norms.shape[1]), mean, low, high))
-        panels.append(Panel(f"towards {towards}", lines, "layer", "gradient norm of the bias", prepare))
+        panels.append(Panel(f"towards {towards}", lines, "layer", "norm of the gradient", prepare))
     return Plot(
         "positional_bias_gradients",
         draw(panels),

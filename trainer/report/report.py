@@ -112,7 +112,7 @@ class Report:
     origins: dict[str, str] = field(default_factory=dict)
     seeds: dict[str, str] = field(default_factory=dict)
 
-    def over_seeds(self) -> Report:
+    def over_seeds(self) -> "Report":
         """Return the report with one model in the place of those that differ in their seeds alone:
         its values are their means, with Student's 95% intervals over the seeds, and its trials are
         those of all of them."""
