@@ -18,7 +18,6 @@ from markupsafe import Markup
 from trainer import plotting
 from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
-from trainer.evaluation.results import STATEMENTS
 from trainer.plotting import Plot, save
 from trainer.report.answer import answer_of, sentence
 from trainer.report.figures import plots
@@ -53,16 +52,12 @@ def write_renderings(report: Report, directory: Path) -> None:
     shown = tables(means)
     write_tables(shown, directory / "tables")
     counts = Counter(VERDICTS[observation.shown] for observation in report.observations)
-    answer = answer_of(means)
-    explains_yarn = False
-    if answer is not None and answer.rival is not None:
-        explains_yarn = answer.task == STATEMENTS and answer.rival[1] == "yarn"
     _write(
         "report.html.j2",
         directory,
         report=report,
         lead=sentence(means),
-        explains_yarn=explains_yarn,
+        answer=answer_of(means),
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
         tables=shown,
