@@ -151,6 +151,14 @@ def test_seeds_have_one_row_with_their_mean_and_students_interval():
     assert means.origins == {"DroPE": "RoPE"}
 
 
+def test_seeds_without_spread_keep_the_interval_over_trials():
+    seeds = {"A (0)": "A", "A (1)": "A"}
+    made = report(*(cell([1.0] * 10, name) for name in seeds), seeds=seeds)
+    (row,) = made.over_seeds().rows.itertuples()
+    assert (row.low, row.high) == pytest.approx((made.rows.low[0], 1.0))
+    assert row.low < 0.75  # Wilson: of 10 of 10 it is 0.722
+
+
 def test_a_text_of_several_seeds_has_their_mean_score():
     _, means = over_seeds()
     texts = by_text(means.trials[means.trials.model == "DroPE"].query("metric == 'score'"))

@@ -13,6 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pandas as pd
 from pydantic import ConfigDict
 
@@ -114,16 +115,22 @@ class Report:
 
     def over_seeds(self) -> "Report":
         """Return the report with one model in the place of those that differ in their seeds alone:
-        its values are their means, with Student's 95% intervals over the seeds, and its trials are
-        those of all of them."""
-        means, cells = {*self.seeds.values()}, []
+        its values are their means, with Student's 95% intervals over the seeds, at least as wide as
+        those of single models, and its trials are those of all of them."""
+        means = {*self.seeds.values()}
+        cells = []
         keys = ["model", "method", "task", "length", "metric"]
         for _, of_cell in self.rows.replace({"model": self.seeds}).groupby(keys, sort=False):
             row = of_cell.iloc[0].to_dict()
             if row["model"] in means:
-                row["value"], row["low"], row["high"] = mean_estimate(of_cell.value)
+                over_seeds = mean_estimate(of_cell.value)
+                row["value"] = over_seeds.mean
+                # All seeds answer the same trials, which may leave them without any spread.
+                row["low"] = np.fmin(over_seeds.low, of_cell.low.mean())
+                row["high"] = np.fmax(over_seeds.high, of_cell.high.mean())
             if row["metric"] == "score":
-                row["low"], row["high"] = max(row["low"], 0.0), min(row["high"], 1.0)
+                row["low"] = max(row["low"], 0.0)
+                row["high"] = min(row["high"], 1.0)
             cells.append(row)
         return replace(
             self,
