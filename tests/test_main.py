@@ -57,8 +57,17 @@ def test_help_names_the_command_and_its_options(capsys, name):
             ["positional=nope", "drop=late", "model.qk_norm.when=after_drop"],
             "model.qk_norm.when: 'after_drop', but there is no drop",
         ),
-        (["trian"], f"expected a command of {', '.join(COMMANDS)}, got 'trian'"),
-        (["evaluate"], "Missing mandatory value: checkpoint, full_key: checkpoint"),
+        (
+            ["trian"],
+            f"expected a command of {', '.join(COMMANDS)}, got 'trian'; the nearest is 'train'",
+        ),
+        (
+            ["export", "to=a"],
+            "checkpoint: expected a value: python -m trainer export PATH to=DIRECTORY "
+            "[KEY=VALUE ...]",
+        ),
+        (["evaluate", "a", "b"], "expected one model, got 'a' and 'b'"),
+        (["runs/a"], "expected KEY=VALUE, got 'runs/a'"),
         (
             ["data=files", "data.files=[no.txt]"],
             "FileNotFoundError: [Errno 2] No such file or directory: 'no.txt'",
@@ -84,13 +93,15 @@ def test_an_unknown_option_is_a_line_with_those_that_there_are(capsys):
     assert line.endswith("adamw, muon")
 
 
-def test_paths_that_come_first_get_the_key_of_the_command(tmp_path):
+def test_paths_get_the_key_of_the_command(tmp_path):
     place = tmp_path / "lr=0.1"
     place.mkdir()
     assert overrides_of("evaluate", ["runs/a", "seed=1"]) == ['checkpoint="runs/a"', "seed=1"]
-    assert overrides_of("export", [str(place), "to=b"]) == [f'checkpoint="{place}"', "to=b"]
+    for words in ([str(place), "to=b"], ["to=b", str(place)]):
+        assert overrides_of("export", words) == [f'checkpoint="{place}"', "to=b"]
+    options = ["--cfg", "job", "--config-dir", "c"]
+    assert overrides_of("evaluate", [*options, "a"]) == ['checkpoint="a"', *options]
     assert overrides_of("compare", ["a", "b c"]) == ['runs=["a", "b c"]']
-    assert overrides_of("train", ["evalute"]) == ["evalute"]
     words = ["it's, {1}", "+analysis=sinks", "analysis.length=64"]
     composed = compose_words(words, "analyze")
     assert composed.values["checkpoint"] == words[0]
@@ -101,8 +112,8 @@ def test_paths_that_come_first_get_the_key_of_the_command(tmp_path):
 def test_a_prompt_is_text_with_any_characters(monkeypatch):
     prompts = []
     monkeypatch.setitem(COMMANDS, "generate", lambda job: prompts.extend(job.values["prompts"]))
-    main(["generate", "x", "prompt=It's {1}, x=${2}", "prompt=3", "seed=1"])
-    assert prompts == ["It's {1}, x=${2}", "3"]
+    main(["generate", "x", "prompt=It's {1}, x=${2}", "prompt=3", "seed=1", "Of x = {1}"])
+    assert prompts == ["Of x = {1}", "It's {1}, x=${2}", "3"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import sys
 import traceback
 
 import trainer
-from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError, nearest
 from trainer.common.processes import current_ranks, requeue, stop_on_signals
 from trainer.common.watch import End, Watch
 
@@ -47,7 +47,8 @@ def run(words: list[str]) -> None:
     name = command_of(words)
     words = words[1:] if words[:1] == [name] else words
     if name not in COMMANDS:
-        raise UserError(f"expected a command of {', '.join(COMMANDS)}, got {name!r}")
+        expected = f"expected a command of {', '.join(COMMANDS)}"
+        raise UserError(f"{expected}, got {name!r}{nearest(name, COMMANDS)}")
     if "--version" in words:
         print(f"unrope {trainer.__version__}")
         return

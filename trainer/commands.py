@@ -14,10 +14,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
-from difflib import get_close_matches
 from functools import reduce
-from itertools import chain, product, takewhile
+from itertools import chain, product
 from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from trainer import config as schema
-from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError
+from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError, nearest
 from trainer.common.fields import validated
 from trainer.common.processes import current_ranks, requeue
 from trainer.common.progress import show_log
@@ -73,6 +73,8 @@ KEPT = {
 """What a command that is stopped says of its work."""
 NOT_OF_WEIGHTS = "model.attention_backend", "model.qk_norm.", "model.from_"
 """Beginnings of keys that a run with trained weights may choose."""
+WITH_VALUE = "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--info", "-i"
+"""Options of Hydra whose value is the next word."""
 OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
 """The group whose options a command's help lists."""
 
@@ -110,27 +112,37 @@ def register_schema() -> None:
 def overrides_of(name: str, words: Iterable[str]) -> list[str]:
     """Return the words of a command as Hydra reads them.
 
-    Paths that come first get their key. ``+evaluation=NAME`` becomes ``evaluation=NAME``, whether
-    the command has a default for that group or not. Names are text: Hydra would read numbers.
+    Paths get their key. ``+evaluation=NAME`` becomes ``evaluation=NAME``, whether the command has a
+    default for that group or not. Names are text: Hydra would read numbers.
     """
-    words = list(words)
+    paths, others = split_words(words)
+    keys = [_as_hydra_reads(word) for word in others]
+    if not paths:
+        return keys
+    quoted = json.dumps(paths, ensure_ascii=False)
+    if name == "compare":
+        return [f"runs={quoted}", *keys]
+    if name in ("train", "prepare", "plan"):
+        raise UserError(f"expected KEY=VALUE, got {paths[0]!r}")
+    if len(paths) > 1:
+        raise UserError(f"expected one model, got {' and '.join(map(repr, paths))}")
+    return [f"checkpoint={quoted[1:-1]}", *keys]
+
+
+def split_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the bare words, such as paths, and the others: overrides, options and their values."""
+    bare, others, before = [], [], ""
     for word in words:
         if word.lstrip("+~").startswith("="):
             raise UserError(f"expected KEY=VALUE, got {word!r}")
-    first: list[str] = []
-    if name == "compare":
-        paths = list(takewhile(_is_path, words))
-        words = words[len(paths) :]
-        if paths:
-            first = [f"runs={json.dumps(paths, ensure_ascii=False)}"]
-    elif name not in ("train", "prepare", "plan") and words and _is_path(words[0]):
-        first = [f"checkpoint={json.dumps(words.pop(0), ensure_ascii=False)}"]
-    return first + [_as_hydra_reads(word) for word in words]
-
-
-def _is_path(word: str) -> bool:
-    """Whether a word is a path, and no key: something may lie at a path that holds ``=``."""
-    return word[:1] not in tuple("-+~") and ("=" not in word or os.path.lexists(word))
+        # Something may lie at a path that holds "=", and a text may hold one after a space.
+        is_bare = os.path.lexists(word) or not re.match(r"[-+~]|[^\s=]+=", word)
+        if is_bare and before not in WITH_VALUE:
+            bare.append(word)
+        else:
+            others.append(word)
+        before = word
+    return bare, others
 
 
 def _as_hydra_reads(word: str) -> str:
@@ -149,7 +161,10 @@ def job_of(config: DictConfig, hydra_config: Any) -> Job:
     Its ``plugins`` are run, so that it can name what they register; those of its controls as well.
     """
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    values: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        usage = str(inspect.getdoc(COMMANDS[hydra_config.job.config_name])).splitlines()[2]
+        raise UserError(f"{', '.join(missing)}: expected a value: {usage}")
+    values: Any = OmegaConf.to_container(config, resolve=True)
     controls = values.get("controls")
     runs = [values, *controls.values()] if isinstance(controls, dict) else [values]
     runs = [run for run in runs if isinstance(run, dict)]  # others are refused later
@@ -177,8 +192,13 @@ def run_command(name: str, words: Sequence[str]) -> None:
         print(OmegaConf.to_yaml(job.values), end="")
         return
     register_schema()
-    prompts = [word for word in words if name == "generate" and word.startswith("prompt=")]
-    words = overrides_of(name, [word for word in words if word not in prompts])
+    prompts: list[str] = []
+    if name == "generate":
+        texts, others = split_words(words)
+        keyed = [word for word in others if word.startswith("prompt=")]
+        prompts = [*texts[1:], *(word.removeprefix("prompt=") for word in keyed)]
+        words = [*texts[:1], *(word for word in others if word not in keyed)]
+    words = overrides_of(name, words)
     errors: list[Exception] = []
     sweep = Sweep(words)
 
@@ -192,11 +212,13 @@ def run_command(name: str, words: Sequence[str]) -> None:
             if current_ranks().world_size > 1:
                 check_alike(job.values)
             if prompts:
-                job.values["prompts"] += [prompt.removeprefix("prompt=") for prompt in prompts]
+                job.values["prompts"] += prompts
             show_log()
             COMMANDS[name](job)
             if settings.mode == RunMode.MULTIRUN:
                 sweep.outcomes[settings.job.num] = "ran"
+                if name == "train":
+                    sweep.runs.append(job.values["run_dir"])
         except (Exception, PreemptedError) as error:
             if settings.mode == RunMode.MULTIRUN:
                 sweep.note(settings, error)
@@ -221,12 +243,13 @@ class Sweep:
     """The jobs of ``--multirun``, and what became of them.
 
     ``outcomes``: by the number of a job; empty without ``--multirun``, and where a launcher runs
-    the jobs in processes of its own.
+    the jobs in processes of its own. ``runs``: directories of the jobs that ran.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = [word for word in words if "=" in word and not word.startswith("-")]
         self.outcomes: dict[int, str] = {}
+        self.runs: list[str] = []
 
     def names(self) -> list[str]:
         """Return the overrides that tell the jobs apart, one string a job, in Hydra's order."""
@@ -268,12 +291,16 @@ class Sweep:
             traceback.print_exception(error)
 
     def show(self) -> None:
-        """Print which jobs ran, failed, were stopped, or were skipped after a stop."""
+        """Print which jobs ran, failed, were stopped, or were skipped after a stop, and compare the
+        results of several runs."""
         if not self.outcomes or current_ranks().rank:
             return
         print("Jobs of the sweep:")
         for number, name in enumerate(self.names()):
             print(f"  {self.outcomes.get(number, 'skipped'):8} {number}  {name}")
+        if len(self.runs) > 1:
+            with suppress(UserError):  # without results
+                compare(Job({"runs": self.runs, "output": "runs/sweep"}, {}, ()))
 
 
 def check_alike(values: dict[str, Any]) -> None:
@@ -306,10 +333,11 @@ def explain(error: BaseException) -> str:
         text = ", ".join(line.strip() for line in lines if line and "object_type=" not in line)
     elif not isinstance(cause, UserError):
         text = f"{type(cause).__name__}: {text}"
+    if isinstance(cause, ImportError):
+        text = text.partition("\n")[0]  # Lightning adds a line for each package that would do
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         known = [str(key) for key in cause.parent_node]
-        for near in get_close_matches(str(cause.key), known, 1):
-            text += f"; the nearest is {near!r}"
+        text += nearest(str(cause.key), known)
         if not known:
             text += f"; +{cause.full_key}=VALUE adds it"
     if isinstance(cause, ImportError | HydraException):
@@ -493,12 +521,18 @@ def evaluate(job: Job) -> None:
 def compare(job: Job) -> None:
     """Put runs beside each other, in a table for each task and metric.
 
-    python -m trainer compare RUN [RUN ...]
+    python -m trainer compare RUN [RUN ...] [output=DIRECTORY]
     """
+    from trainer.report.pages import write_comparison
     from trainer.report.tables import compare as tables_of
     from trainer.report.terminal import print_tables
+    from trainer.runs.models import provenance
 
-    print_tables(tables_of(job.values["runs"]))
+    runs = job.values["runs"]
+    shown = tables_of(runs)
+    print_tables(shown)
+    made = provenance(()) | {"Of": ", ".join(runs)}
+    print(f"Report: {write_comparison(shown, Path(job.values['output']), made)}")
 
 
 def analyze(job: Job) -> None:
@@ -517,11 +551,13 @@ def analyze(job: Job) -> None:
 def generate(job: Job) -> None:
     """Continue texts with a trained checkpoint or a published model.
 
-    python -m trainer generate PATH prompt=TEXT [prompt=TEXT ...] [KEY=VALUE ...]
+    python -m trainer generate PATH TEXT [TEXT ...] [KEY=VALUE ...]
+
+    prompt=TEXT is a text too, whatever characters are in it.
     """
     request = validated(schema.GenerationRequest, job.values)
     if not request.prompts:
-        raise UserError("prompt: expected one or more")
+        raise UserError("prompts: expected a text: python -m trainer generate PATH TEXT")
     from trainer.workflows.generate import continue_prompts
 
     for prompt, text in zip(request.prompts, continue_prompts(request), strict=True):

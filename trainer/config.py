@@ -281,7 +281,7 @@ class LoggerConfig:
     offline: bool = False
     """Log to the run directory; `wandb sync` sends it later."""
     tensorboard: bool = False
-    """Write TensorBoard event files into the run directory."""
+    """Write TensorBoard event files into the run directory; needs the extra tensorboard."""
 
 
 @configuration
@@ -761,7 +761,7 @@ class GenerationRequest:
     checkpoint: str = MISSING
     """A run directory, a checkpoint, or a published model."""
     prompts: list[str] = field(default_factory=list)
-    """Texts to continue; prompt=... adds one, whatever characters are in it."""
+    """Texts to continue; bare words add one each, as does prompt=..., whatever it holds."""
     max_new_tokens: PositiveInt = 128
     """Most tokens of a continuation."""
     temperature: NonNegativeFloat = 0.0

@@ -51,7 +51,7 @@ def test_figures_come_in_the_order_of_the_page(plots):
     assert list(plots) == [
         "answer",
         "success_statements",
-        "perplexity_and_retrieval",
+        "perplexity",
         "depth_statements",
     ]
 
@@ -71,16 +71,14 @@ def labels(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_perplexity_against_retrieval(plots):
-    """The first model as is and with what keeps perplexity, others as they are."""
-    figure = plots["perplexity_and_retrieval"].figure
-    left, right = figure.axes
+def test_perplexity_over_length(plots):
+    """Of every model and method whose loss was measured."""
+    figure = plots["perplexity"].figure
+    (axes,) = figure.axes
     both = [64.0, 256.0]
-    assert drawn(left)[:3] == [(both, [10, 40]), ([256.0], [41]), (both, [10, 40])]
-    assert all(y in [line for _, line in drawn(right)] for y in ([100, 25], [50], [75, 75]))
-    band = right.collections[1].get_datalim(right.transData)
-    assert band.intervaly == pytest.approx([15.0, 85.0], abs=0.01)  # Wilson's
-    assert set(labels(figure)) == {"RoPE", "RoPE + cropped", "DroPE", MARK}
+    ours, theirs = (both, [10, 40]), (both, [10, 40])
+    assert drawn(axes)[:4] == [ours, ([256.0], [41]), ([64.0], [10]), theirs]
+    assert set(labels(figure)) == {"RoPE", "RoPE + cropped", "RoPE + PI", "DroPE", MARK}
 
 
 def test_many_rows_have_a_panel_for_each_model():
@@ -100,6 +98,8 @@ def test_success_over_length(plots):
     assert [100, 25] in heights
     assert [0, 0] in heights
     assert [1.111, 1.111] in heights  # chance of one in 90 numbers
+    band = figure.axes[0].collections[1].get_datalim(figure.axes[0].transData)
+    assert band.intervaly == pytest.approx([15.0, 85.0], abs=0.01)  # Wilson's
     assert "any listed value (25.0%)" in labels(figure)
 
 

@@ -14,8 +14,9 @@ import pytest
 from tests.report.examples import EXPERIMENT, cell, change, example, report
 from trainer.analysis.results import COLUMNS, Results, tidy
 from trainer.plotting import Grid, Panel, Plot, draw, over_heads
-from trainer.report.pages import write_analysis, write_renderings
+from trainer.report.pages import write_analysis, write_comparison, write_renderings
 from trainer.report.report import RunSummary
+from trainer.report.tables import tables
 
 
 class Page(HTMLParser):
@@ -89,6 +90,14 @@ def test_the_page_has_the_rows_of_the_tables(tmp_path):
         "Dro|PE_ 100.0 56.6–100.0 ·",
     ]
     assert re.findall(r'class="best">([\d.]+)<', page) == ["100.0", "100.0"]
+
+
+def test_the_page_of_several_runs_has_their_tables(tmp_path):
+    shown = tables(report(cell([1.0] * 5), cell([0.0] * 5, "a: <RoPE>")))
+    page = write_comparison(shown, tmp_path / "beside", {"Made": "now", "Command": "c"})
+    text = page.read_text(encoding="utf-8")
+    assert '<table id="table-1"' in text
+    assert "a: &lt;RoPE&gt;" in text
 
 
 def test_tables_and_figures_of_an_earlier_report_are_removed(tmp_path):

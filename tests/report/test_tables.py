@@ -53,21 +53,6 @@ def test_unmeasured_cells_are_empty_and_unmeasured_rows_left_out():
     assert [name for name, _ in losses.rows] == ["NoPE"]
 
 
-def test_a_method_that_changes_no_loss_has_no_row():
-    """A fitted temperature with c = 0, and YaRN that changes losses and no score."""
-    cells = [
-        made
-        for method, far in (("none", 4.0), ("yarn", 4.1), ("temperature", 4.0))
-        for length, value in ((1024, 3.0), (2048, far))
-        for made in (cell([1.0], method=method, length=length), loss(value, "RoPE", method, length))
-    ]
-    for table in tables(report(*cells)):
-        assert [name for name, _ in table.rows] == ["RoPE", "+ YaRN"]
-    within = [made for made in cells if made[0]["length"] == 1024]
-    for table in tables(report(*within)):  # nothing is extended there
-        assert [name for name, _ in table.rows] == ["RoPE", "+ YaRN", "+ temperature"]
-
-
 def test_perplexity_is_exp_of_the_last_loss_and_the_lowest_is_best():
     losses = {"RoPE": math.log(20), "DroPE": math.log(12.345), "NoPE": math.log(123.4)}
     made = report(*(loss(value, model) for model, value in losses.items()))
@@ -119,8 +104,11 @@ ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "len
        "factor": 1.0, "metric": "score", "value": 0.5, "low": 0.25, "high": 0.75}  # fmt: skip
 
 
+FACTS = {"tasks": {"statements": "Numbers"}, "methods": {"none": "as is", "pi": "PI"}}
+
+
 def run(place, *rows, evaluation=False, text="one", C=64):
-    facts = {"environment": {"corpus": text}, "training_length": C}
+    facts = FACTS | {"environment": {"corpus": text}, "training_length": C}
     results = place / "evaluation" if evaluation else place
     results.mkdir(parents=True)
     table = pd.DataFrame([ROW | row for row in rows])
@@ -131,17 +119,26 @@ def run(place, *rows, evaluation=False, text="one", C=64):
 
 def test_runs_are_named_by_their_directories_and_have_a_column_for_each_length(tmp_path):
     loss = {"task": "perplexity", "metric": "loss", "value": 3.25, "low": None, "high": None}
-    a = run(tmp_path / "a", {}, {"length": 128, "factor": 2.0, "value": 0.125})
+    a = run(
+        tmp_path / "a", {}, {"length": 128, "factor": 2.0, "value": 0.125}, ROW | {"method": "pi"}
+    )
     b = run(tmp_path / "b", {"value": 1.0, "high": 1.0}, loss, evaluation=True)
     scores, losses = compare([a, b])
-    assert (scores.title, losses.title) == ("statements, score", "perplexity, loss")
+    assert scores.title == "Numbers, in %"
+    assert losses.title == "perplexity, as loss in nats per token"
     assert scores.columns == (("64 tokens", "1×"), ("128 tokens", "2×"))
     assert [(name, [e and e.value for e in entries]) for name, entries in scores.rows] == [
         ("a: RoPE", ["50.0", "12.5"]),
+        ("+ PI", ["50.0", None]),
         ("b: RoPE", ["100.0", None]),
     ]
     assert scores.rows[0][1][0].interval == "25.0–75.0"
-    assert losses.rows[0][1] == (("3.250", "", "", False),)
+    assert losses.rows[0][1] == (("3.250", "", "", True),)
+    assert [[e and e.best for e in entries] for _, entries in scores.rows] == [
+        [False, True],
+        [False, None],
+        [True, None],
+    ]
 
 
 def test_runs_whose_directories_have_one_name_have_their_paths(tmp_path):

@@ -1,5 +1,8 @@
 """User-facing errors and preemption."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 REQUEUE_EXIT_CODE = 85
 """Exit code of a run that stopped to be resumed: SLURM's ``RequeueExit`` can name it."""
 STOP_REASONS = "SIGINT", "SIGTERM", "SIGUSR1", "time limit"
@@ -26,3 +29,9 @@ class PreemptedError(BaseException):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message that names the nearest of ``known``; empty if none is near."""
+    matches = get_close_matches(name, [*known], 1)
+    return f"; the nearest is {matches[0]!r}" if matches else ""

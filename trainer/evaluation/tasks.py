@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, nearest
 from trainer.common.fields import validated
 from trainer.config import EvaluationConfig
 from trainer.evaluation import (  # noqa: F401 - they register their tasks
@@ -46,7 +46,8 @@ def check_names(config: EvaluationConfig) -> None:
     ):
         if missing := [name for name in names if name not in known]:
             expected = ", ".join(sorted(known))
-            raise UserError(f"evaluation.{key}: expected some of {expected}, got {missing}")
+            text = f"evaluation.{key}: expected some of {expected}, got {missing}"
+            raise UserError(text + nearest(missing[0], known))
     for name in config.tasks:
         settings_of(name, config)
 

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from trainer.evaluation.results import AS_IS, MEAN, PERPLEXITY, STATEMENTS
+from trainer.evaluation.results import MEAN, PERPLEXITY, STATEMENTS
 from trainer.plotting import (
     ColourScale,
     Grid,
@@ -25,10 +25,8 @@ from trainer.plotting import (
 )
 from trainer.report.answer import answer_of
 from trainer.report.report import Report, RowKey, RunSummary
-from trainer.report.tables import copies, factor_label, percent, perplexity
+from trainer.report.tables import factor_label, percent, perplexity
 
-CONTRASTED = (AS_IS, "crop", "yarn")
-"""Methods of one model in the figure of perplexity and retrieval."""
 _MOST_LINES = 8  # in one panel; more become a panel for each model
 _MOST_DEPTHS = 11  # more are rounded to tenths
 _SMOOTHING = 40  # a curve is averaged over this fraction of its points
@@ -40,10 +38,9 @@ _DROPE = "Extending the Context of Pretrained LLMs by Dropping Their Positional 
 def plots(report: Report) -> Iterator[Plot]:
     """Draw what the report has numbers for, the most important figure first."""
     yield from _answer(report)
-    for task in report.scored:
+    for task in [*report.scored, PERPLEXITY]:
         if report.rows.length[report.rows.task == task].nunique() > 1:
-            yield _success(report, task)
-    yield from _contrast(report)
+            yield _by_length(report, task)
     yield from training(report)
     yield from benchmarks(report)
     for task in report.scored:
@@ -51,9 +48,7 @@ def plots(report: Report) -> Iterator[Plot]:
 
 
 def _rows(report: Report) -> list[RowKey]:
-    unchanged = copies(report)
-    rows = dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True))
-    return [row for row in rows if row not in unchanged]
+    return list(dict.fromkeys(zip(report.rows.model, report.rows.method, strict=True)))
 
 
 def _styles(report: Report) -> dict[str, int]:
@@ -81,13 +76,14 @@ def _answer(report: Report) -> Iterator[Plot]:
             trained=report.trained,
             label_ends=True,
         ),
-        f"{title} over the length of the sequence, with 95% intervals.{grey} Dashed: the training "
-        f"length, {report.trained:,} tokens.",
+        f"{title} over the length of the sequence.{grey} Dashed: the training length, "
+        f"{report.trained:,} tokens. Bands: 95% intervals of scores.",
     )
 
 
-def _success(report: Report, task: str) -> Plot:
-    """Draw the scores of a task by length, in a panel for each model if there are many rows."""
+def _by_length(report: Report, task: str) -> Plot:
+    """Draw the scores of a task, or perplexities, by length, in a panel for each model if there are
+    many rows."""
     rows = [row for row in _rows(report) if len(report.curve(row, task))]
     groups = {"": rows}
     if len(rows) > _MOST_LINES:
@@ -103,22 +99,31 @@ def _success(report: Report, task: str) -> Plot:
         replace(_panel(report, task, group), title=model, horizontal=chances)
         for model, group in groups.items()
     ]
+    name, figure = f"success_{_file_name(task)}", "Figure 1 and Table 1"
+    caption = f"{report.tasks[task]}, in % of the trials. {_BANDS}"
+    if task == PERPLEXITY:
+        name, figure = PERPLEXITY, "Figure 5"
+        caption = (
+            "Perplexity of held-out text, the lower the better. A low one does not show that "
+            "distant text is read: see the scores."
+        )
     return Plot(
-        f"success_{_file_name(task)}",
+        name,
         draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
-        f"Mean score of the trials over sequence length: {report.tasks[task]}. {_BANDS} After "
-        f"Figure 1 and Table 1 of “{_DROPE}”.",
+        f"{caption} After {figure} of “{_DROPE}”.",
     )
 
 
 def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
-    """Return the scores of rows in %, or their perplexities, with their intervals."""
+    """Return the scores of rows in % with their intervals, or their perplexities."""
     styles, lines = _styles(report), []
-    show = perplexity if task == PERPLEXITY else _in_percent
     for row in rows:
         name, curve = report.row_name(row), report.curve(row, task)
-        y, low, high = (curve[key].map(show).tolist() for key in ("value", "low", "high"))
-        lines.append(Line(name, styles[name], curve.length.tolist(), y, low, high))
+        y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
+        line = Line(name, styles[name], curve.length.tolist(), y, low, high)
+        if task == PERPLEXITY:  # windows differ more than models do on each of them
+            line = replace(line, y=curve.value.map(perplexity).tolist(), low=None, high=None)
+        lines.append(line)
     if task == PERPLEXITY:
         return Panel("", lines, y="perplexity", prepare=_perplexity_axis)
     levels = [100 * chance for chance in report.chances.values() if task == STATEMENTS]
@@ -134,36 +139,11 @@ def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
     return Panel("", lines, y="success (%)", prepare=prepare)
 
 
-def _in_percent(score: float) -> float:
-    return 100 * score
-
-
 def _perplexity_axis(axes: Axes) -> None:
     log_if_wide(axes)
     if axes.get_yscale() == "linear":  # a narrower axis makes a trend of noise
         low, high = axes.dataLim.intervaly
         axes.set_ylim(min(low, 0.8 * high) - 0.02 * high, 1.02 * high)
-
-
-def _contrast(report: Report) -> Iterator[Plot]:
-    """Draw perplexity beside retrieval of all models as is, and of one with some methods."""
-    losses = report.rows[report.rows.task == PERPLEXITY].dropna(subset="value")
-    if losses.empty or not report.scored:
-        return
-    first = next(iter(report.origins.values()), losses.model.iloc[0])
-    task = report.scored[0]
-    rows = []
-    for model, method in _rows(report):
-        if method == AS_IS or (model == first and method in CONTRASTED):
-            rows.append((model, method))
-    panels = [_panel(report, PERPLEXITY, rows), _panel(report, task, rows)]
-    yield Plot(
-        "perplexity_and_retrieval",
-        draw(panels, Grid(2, 2.6, x=_LENGTHS), trained=report.trained),
-        "Left: perplexity, exp of the mean loss on the last tokens of held-out sequences. Right: "
-        f"{report.tasks[task]}. A low perplexity does not show that distant text is read. {_BANDS} "
-        f"After Figure 5 of “{_DROPE}”.",
-    )
 
 
 def _by_depth(report: Report, task: str) -> Iterator[Plot]:

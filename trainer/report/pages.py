@@ -22,7 +22,7 @@ from trainer.plotting import Plot, save
 from trainer.report.answer import answer_of, sentence
 from trainer.report.figures import plots
 from trainer.report.report import VERDICTS, Report, troubles
-from trainer.report.tables import TABLE, legend, percent, tables, write_tables
+from trainer.report.tables import TABLE, Table, legend, percent, tables, write_tables
 
 PAGE = "report.html"
 VARIABLES = {
@@ -61,12 +61,19 @@ def write_renderings(report: Report, directory: Path) -> None:
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
         tables=shown,
-        legend=legend(means, shown),
+        legend=legend(shown),
         figures=_saved(plots(means), directory / "figures"),
         verdicts=VERDICTS,
         made=report.made,
         details={"Settings": report.config, "Environment": report.environment},
     )
+
+
+def write_comparison(shown: Sequence[Table], directory: Path, made: dict[str, str]) -> Path:
+    """Write the page of several runs side by side, and return its path; ``made`` as for others."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write("comparison.html.j2", directory, tables=shown, made=made, details={})
+    return directory / PAGE
 
 
 def write_analysis(

@@ -207,16 +207,13 @@ class Report:
 
 def troubles(runs: Sequence[RunSummary]) -> list[str]:
     """Return warnings about runs whose numbers are unreliable: a diverged run prints a loss too."""
-    skipped = [
-        f"{run.name}: {run.skipped:,} of {run.steps:,} updates were left out, because their loss "
-        "or gradient was not finite."
-        for run in runs
-        if run.skipped
-    ]
-    diverged = [
-        f"{run.name}: the norm of its weights is not a finite number: it diverged, and its figures "
-        "say nothing."
-        for run in runs
-        if not run.finite
-    ]
-    return skipped + diverged
+    warnings = []
+    for run in runs:
+        if run.skipped:
+            skipped = f"{run.skipped:,} of {run.steps:,} updates were left out"
+            why = "because their loss or gradient was not finite"
+            warnings.append(f"{run.name}: {skipped}, {why}.")
+        if not run.finite:
+            why = "the norm of its weights is not a finite number: it diverged"
+            warnings.append(f"{run.name}: {why}, and its figures say nothing.")
+    return warnings

@@ -45,8 +45,6 @@ def tables(report: Report) -> list[Table]:
     """Return the mean over tasks if there are several, a table for each task, and perplexity."""
     # A loss that is not finite was measured all the same.
     rows = report.rows[report.rows.value.notna() | (report.rows.task == PERPLEXITY)]
-    for model, method in copies(report):
-        rows = rows[(rows.model != model) | (rows.method != method)]
     shown = [_scores(report, task, rows[rows.task == task]) for task in report.scored]
     losses = rows[rows.task == PERPLEXITY]
     if len(losses):
@@ -69,13 +67,15 @@ def compare(runs: Sequence[str]) -> list[Table]:
     def cell(row: Any) -> Cell:
         show = percent if row.metric == "score" else "{:.3f}".format
         limits = "" if pd.isna(row.low) else f"{show(row.low)}–{show(row.high)}"
-        return Cell(show(row.value), limits)
+        return Cell(show(row.value), limits, best=row.value == row.best > 0)
 
-    groups = rows.dropna(subset="value").groupby(["task", "metric", "text"], sort=False)
-    return [
-        _table(f"{task}, {metric}", "With 95% intervals.", of_task, cell)
-        for (task, metric, _), of_task in groups
-    ]
+    shown, note = [], "With 95% intervals; bold: the best of a column."
+    units = {"score": ("in %", "max"), "loss": ("as loss in nats per token", "min")}
+    for key, of_task in rows.dropna(subset="value").groupby(["task", "metric", "text"], sort=False):
+        unit, best = units[key[1]]
+        of_task["best"] = of_task.groupby("length").value.transform(best)
+        shown.append(_table(f"{key[0]}, {unit}", note, of_task, cell))
+    return shown
 
 
 def _results(run: str) -> pd.DataFrame:
@@ -84,7 +84,8 @@ def _results(run: str) -> pd.DataFrame:
         if len(rows):
             facts = json.loads(path.with_name(FACTS).read_bytes())
             text = f"{facts['environment']['corpus']}, C = {facts['training_length']}"
-            return rows.assign(text=rows.metric.map({"loss": text}).fillna(""))
+            titles = {"task": facts["tasks"], "method": facts["methods"] | {AS_IS: AS_IS}}
+            return rows.replace(titles).assign(text=rows.metric.map({"loss": text}).fillna(""))
     raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")
 
 
@@ -113,7 +114,7 @@ def factor_label(factor: float) -> str:
     return f"{factor:.3g}×" if factor < 100 else f"{factor:g}×"
 
 
-def legend(report: Report, shown: Sequence[Table]) -> str:
+def legend(shown: Sequence[Table]) -> str:
     """Return the meaning of the marks in tables of a report."""
     cells: list[Cell | None] = []
     for table in shown:
@@ -132,20 +133,7 @@ def legend(report: Report, shown: Sequence[Table]) -> str:
         parts.append("Bold: the best of a column.")
     if len(known) < len(cells):
         parts.append(f"{MISSING} not measured.")
-    unchanged = sorted(report.row_name(row) for row in copies(report))
-    if unchanged:
-        parts.append(f"Without a row, since no loss changes: {', '.join(unchanged)}.")
     return " ".join(parts)
-
-
-def copies(report: Report) -> set[RowKey]:
-    """Return the methods that change no loss of their model at lengths beyond the training length,
-    such as a temperature whose fitted coefficient is 0."""
-    rows = report.rows.dropna(subset="value")
-    beyond = rows[(rows.task == PERPLEXITY) & (rows.factor > 1)]
-    rows_of = beyond.groupby(["model", "method"])
-    losses = {row: dict(zip(of.length, of.value, strict=True)) for row, of in rows_of}
-    return {row for row in losses if row[1] != AS_IS and losses[row] == losses.get((row[0], AS_IS))}
 
 
 def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
@@ -218,8 +206,8 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
         return Cell(f"{value:{digits}}", limits, best=row.value == lowest[row.length])
 
     note = (
-        "exp of the mean loss on the last C tokens of held-out windows (all of shorter ones), the "
-        "same at every length, so that more context only adds what lies before them."
+        f"exp of the mean loss on the last {report.training_length:,} tokens of held-out text (all "
+        "of shorter ones), the same at every length: more context only adds what lies before them."
     )
     title = report.tasks[PERPLEXITY]
     return _table(title, note, losses, cell, report.methods, report.trained)

@@ -59,29 +59,15 @@ def _cell(cell: Cell | None) -> Text:
     return text
 
 
-def _loss(value: float | None) -> str:
-    return "?" if value is None else f"{value:.3f}"
-
-
 def print_report(report: Report, run_dir: str) -> None:
-    """Print the tables, what training changed, the verdicts on the papers' claims, and the path of
-    the page, which has their numbers."""
+    """Print the tables, the verdicts on the papers' claims, the answer, and the path of the page,
+    which has the numbers of claims and of changes in training."""
     means = report.over_seeds()
     shown = tables(means)
     print_tables(shown)
     out = _console()
     if shown:
-        out.print(Text(f"{legend(means, shown)}\n", style="dim"))
-    for run in report.runs:
-        for change in run.changes:
-            before, after, end = (
-                _loss(change[f"loss_{when}"]) for when in ("before", "after", "end")
-            )
-            out.print(
-                f"{run.name}, after step {change['step']:,} of {run.steps:,}: {change['what']}; "
-                f"held-out loss at {change['length']:,} tokens {before} before, "
-                f"{after} just after, {end} at the end."
-            )
+        out.print(Text(f"{legend(shown)}\n", style="dim"))
     for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))
     for observation in report.observations:

@@ -92,7 +92,9 @@ def train(
     torch.manual_seed(config.seed + current_ranks().rank)
     model = make_decoder(run, vocabulary_size(corpus.tokenizer))
     module = make_module(run, model, draws=checkpoint is None)
-    title = f"Training {name_and_role(config, run.phases)[0]}"
+    title = f"Training {name_and_role(config, run.phases, 0)[0]}"
+    if run.phases.drop_step:
+        title = f"{title} (drop after step {run.phases.drop_step:,})"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
     device = device_of(settings.accelerator)
     strategy = make_strategy(config.strategy.name, device, settings.deterministic)

@@ -24,7 +24,7 @@ from trainer.analysis.attention import NeedlePrompt
 from trainer.analysis.results import TOPICS, Results, kinds
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.checkpoint import BEFORE_DROP
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, nearest
 from trainer.common.processes import use_cores
 from trainer.common.progress import Progress
 from trainer.common.ranks import device_type
@@ -62,7 +62,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     use_style(**asdict(request.plots))
     config, kind = request.analysis, request.analysis.kind
     if kind not in kinds():
-        raise UserError(f"analysis.kind: there is no analysis {kind!r}")
+        raise UserError(f"analysis.kind: there is no analysis {kind!r}{nearest(kind, kinds())}")
     if kind == "all" and config.arguments:
         raise UserError("analysis.arguments: expected one analysis in analysis.kind, got 'all'")
     saved = find_model(request.checkpoint)

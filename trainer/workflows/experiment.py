@@ -74,7 +74,8 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
         corpus = corpus_at(config.data, places)
         with process_group(config.strategy.name, config.trainer.accelerator):
             checkpoints = []
-            for each in run.runs.values():
+            for number, each in enumerate(run.runs.values(), 1):
+                log.info("Model %d of %d", number, len(run.runs))
                 begin = None
                 if each.branch is not None:
                     name = BEFORE_DROP if each.branch == "drop" else step_name(each.branch)

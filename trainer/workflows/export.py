@@ -23,6 +23,8 @@ def export_checkpoint(request: ExportRequest) -> str:
         UserError: the checkpoint cannot be read, the directory is not empty, or logits differ.
     """
     use_cores()
+    # The comparison reads beyond the written context on purpose.
+    logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     saved = find_model(request.checkpoint)
     config, state, layout = saved.run, saved.state, saved.layout
     if config is None:

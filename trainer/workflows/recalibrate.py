@@ -35,7 +35,7 @@ from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
 from trainer.training.setup import set_environment
 from trainer.workflows.experiment import run_experiment
-from trainer.workflows.plan import STATE_BYTES, activation_bytes
+from trainer.workflows.plan import STATE_BYTES, activation_bytes, parameters
 from trainer.workflows.text import open_corpus
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def measure_speed(
     half = best_precision(device) == "bf16"
     tokens, read = 2048, SHORTEST
     if device == "cuda":
-        free = 0.8 * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters_of(config)
+        free = 0.8 * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters(config)["in all"]
         tokens = min(16384, int(free / activation_bytes(config, 2 if half else 4, "none")))
         if tokens < SHORTEST:
             raise UserError("MODEL: its training needs more memory than the GPU has")
@@ -123,11 +123,6 @@ def measure_speed(
         model.norm.weight[0].item()  # a host sync
         seconds = min(seconds, time.perf_counter() - began)
     return Speed(len(ids) * training_flops(config, layout, length) / seconds, tokens)
-
-
-def parameters_of(config: ModelConfig) -> int:
-    """Return the number of weights in matrices, with one matrix of embeddings."""
-    return config.block_weights + (config.vocab_size or 0) * config.hidden_size
 
 
 def choose(
@@ -153,7 +148,7 @@ def choose(
 
     C = layout.training_length
     # A parameter takes 2.5e-7 s to be written, hashed, read and exported.
-    left = 60 * minutes - 2.5e-7 * parameters_of(config)
+    left = 60 * minutes - 2.5e-7 * parameters(config)["in all"]
     seconds = left * TRAINING
     # 1. Sequences as long as the context if 4096 of them fit the time and one fits the device.
     length = C
@@ -178,7 +173,7 @@ def choose(
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
     # 4. The learning rate by size (DroPE, App. D), and QK-norm by the rate (Table 11).
-    rate = pick("optimizer.lr", 3e-4 if parameters_of(config) <= 2e9 else 1e-4)
+    rate = pick("optimizer.lr", 3e-4 if parameters(config)["in all"] <= 2e9 else 1e-4)
     if not any(layer.qk_norm for layer in layout.layers):
         norm = pick("model.qk_norm.when", "never" if rate < 1e-3 else "after_drop")
         if norm != "never":
