@@ -1,0 +1,153 @@
+"""What a run reads, logs, saves and measures at every step, counted by plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.comparing import checkpoint_of
+from tests.training.rehearsal import rehearse
+from trainer.data.dataset import TrainingSamples
+from trainer.runs.parsing import merged
+from trainer.training.run import MOST_SKIPPED
+
+WSD = {"name": "wsd", "peak": 2.0, "warmup_steps": 2, "final": 0.2, "decay_fraction": 0.4}
+COSINE = {"name": "cosine", "peak": 0.5, "warmup_steps": 1, "final": 0.25}
+PHASES = {
+    "a": {"steps": 5, "batch_size": 4, "schedule": WSD},
+    "b": {
+        "steps": 4,
+        "sequence_length": 48,
+        "batch_size": 2,
+        "micro_batch_size": 1,
+        "schedule": COSINE,
+        "drop": {"layers": [0]},
+        "optimizer_state": "reset_new",
+    },
+    "c": {
+        "steps": 3,
+        "sequence_length": 40,
+        "batch_size": 6,
+        "micro_batch_size": 3,
+        "schedule": {"name": "constant", "peak": 0.3},
+        "drop": {},
+        "optimizer_state": "reset",
+    },
+}
+CHANGES = {
+    "drop": {"at": None},
+    "phases": PHASES,
+    "trainer": {"log_every": 3, "checkpoint_every": 4},
+    "benchmarks": {"every": 2, "tasks": ["perplexity"], "limit": 2},
+}
+
+
+@pytest.fixture
+def staged(base, tmp_path, monkeypatch):
+    def go(*changes, **options):
+        values = {**base, "run_dir": str(tmp_path / str(len([*tmp_path.iterdir()])))}
+        for change in changes:
+            values = merged(values, change)
+        return rehearse(values, monkeypatch, **options)
+
+    return go
+
+
+@pytest.fixture
+def three(staged):
+    """A run of three phases."""
+    return staged(CHANGES)
+
+
+def test_rates_are_those_of_each_phase_from_its_start(three):
+    """Both wsd's ends: the peak until 2 of 5 steps are left, then linearly to a fifth of it."""
+    expected = [1.0, 2.0, 2.0, 2.0, 2.0 * (1 - 0.8 / 2)]
+    expected += [0.5, *(0.5 * (1 - 0.75 * (1 - math.cos(math.pi * t / 3)) / 2) for t in range(3))]
+    expected += [0.3] * 3
+    lr = three.run.config.optimizer.lr
+    rates = {step: [rate / lr for rate in of_groups] for step, _, of_groups, _ in three.batches}
+    assert [*rates] == [*range(12)]
+    for of_groups, factor in zip(rates.values(), expected, strict=True):
+        assert of_groups == pytest.approx([factor] * 3)
+    logged = {row["step"]: row["learning_rate"] / lr for row in three.rows}
+    assert logged == {step: pytest.approx(expected[step - 1]) for step in (3, 5, 6, 9, 12)}
+
+
+def test_rows_count_what_was_read_until_then(three):
+    read = [4 * 32] * 5 + [2 * 48] * 4 + [6 * 40] * 3
+    tokens = {step: sum(read[:step]) for step in (3, 5, 6, 9, 12)}
+    assert {row["step"]: row["tokens"] for row in three.rows} == tokens
+    assert [row["phase"] for row in three.rows] == [0, 0, 1, 1, 2]
+    corpus = three.callbacks[-1].corpus
+    blocks = len(corpus.parts[0].train) // 32, len(corpus.parts[0].train) // 48
+    epochs = [4 * 3 / blocks[0], 4 * 5 / blocks[0], 4 * 5 / blocks[0] + 2 / blocks[1]]
+    assert [row["epochs/text"] for row in three.rows[:3]] == pytest.approx(epochs, abs=1e-6)
+    assert three.run.phases.tokens == sum(read)
+
+
+def test_rows_have_means_since_the_last_one_and_the_norms_of_the_update(staged):
+    stage = staged(CHANGES, skipped={2, 6})
+    assert [row["loss"] for row in stage.rows[:2]] == [(1 + 3) / 2, (4 + 5) / 2]
+    assert math.isnan(stage.rows[2]["loss"])  # no update of it was finite
+    assert [row["gradient_norm"] for row in stage.rows[3:]] == [18.0, 24.0]
+    assert [row["skipped_steps"] for row in stage.rows] == [1, 1, 2, 2, 2]
+    squares = sum(weight.double().square().sum().item() for weight in stage.last_weights.values())
+    assert stage.rows[-1]["parameter_norm"] == pytest.approx(math.sqrt(squares))
+
+
+def test_it_saves_and_measures_when_it_is_due_and_at_both_ends_of_a_phase(three):
+    saves = [event for event in three.events if event[1].startswith("save")]
+    of_steps = [(step, f"save step-{step:06}") for step in (4, 5, 8, 9, 12)]
+    assert saves == [*of_steps[:2], (5, "save before-drop"), *of_steps[2:]]
+    measured = [step for step, event in three.events if event == "benchmarks"]
+    assert measured == [2, 4, 5, 5, 6, 8, 9, 9, 10, 12]
+    assert three.writer.permanent == {5, 9, 12}
+
+
+def test_every_step_reads_its_samples_in_the_order_of_its_phase(three):
+    corpus = three.callbacks[-1].corpus
+    read = {}
+    for step, batch, _, layout in three.batches:
+        read.setdefault(step, []).append(batch["labels"])
+        rotating = [any(s.rotates for s in layer.spectra) for layer in layout.layers]
+        assert rotating == ([True] * 2 if step < 5 else [False, step < 9])
+    for step, micro_batches in read.items():
+        phase = three.run.phases.at(step)
+        samples = TrainingSamples(corpus, phase.data, phase.seed)
+        first = (step - phase.start) * phase.batch_size  # each phase has another length
+        whole = samples.__getitems__([*range(first, first + phase.batch_size)])["labels"]
+        parts = whole.split(phase.micro_batch_size or phase.batch_size)
+        assert len(parts) == len(micro_batches)
+        for part, of_step in zip(parts, micro_batches, strict=True):
+            assert part.equal(of_step)
+
+
+@pytest.mark.parametrize("step", [3, 6, 9])
+def test_a_run_that_begins_at_a_checkpoint_goes_on_as_the_whole_one(staged, finished, step):
+    """Also in its learning rates, which warm up at the drop alone."""
+    config, _ = finished
+    whole, rest = staged(), staged(branch=checkpoint_of(config, step))
+    assert rest.batches[0][0] == step
+    for expected, got in zip(whole.batches[step:], rest.batches, strict=True):
+        assert expected[0] == got[0]
+        assert expected[1]["input_ids"].equal(got[1]["input_ids"])
+        assert expected[2:] == got[2:]
+    again = (step, "save before-drop")  # which other runs branch off from
+    assert rest.events == [event for event in whole.events if event[0] > step or event == again]
+    for row, other in zip(whole.rows, rest.rows, strict=True):
+        for name in ("step", "tokens", "phase", "learning_rate", "epochs/text"):
+            assert row[name] == other[name], name
+
+
+def test_a_run_ends_with_the_last_update_that_it_may_skip_in_a_row(staged):
+    """Meanwhile nothing is saved by schedule."""
+    most = MOST_SKIPPED
+    changes = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    changes |= {"trainer": {"max_steps": most + 9, "checkpoint_every": 1}}
+    first = range(3, 3 + most)
+    (*saves, (step, end)) = staged(changes, skipped=first).events
+    assert (step, end[:3]) == (2 + most, "end")
+    assert [step for step, _ in saves] == [1, 2]
+    last = staged(changes, skipped=first[:-1]).events
+    assert [step for step, _ in last] == [1, 2, *range(2 + most, most + 10)]
