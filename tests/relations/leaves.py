@@ -94,6 +94,9 @@ def with_items(origin: type, arms: tuple[Any, ...], value: Any) -> Iterator[Any]
         for item in ({"a": 1}, {"steps": 1}, 0.5):
             yield {**(value or {}), "added": item}
         return
+    if origin is tuple and not value and Ellipsis not in arms:
+        yield tuple(next(candidates(arm, None)) for arm in arms)
+        return
     items = list(value or [])
     last = items[-1] if items else None
     for item in candidates(arms[-1] if arms[-1] is not Ellipsis else arms[0], last):
