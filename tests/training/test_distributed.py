@@ -110,6 +110,24 @@ def test_three_replicas_resume_bitwise(base, tmp_path):
     assert_same_state(checkpoint_of(runs["resumed"]), checkpoint_of(runs["whole"]))
 
 
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_ranks_train_as_one_process(resumed, finished, name):
+    """Their tokens have different weights together."""
+    _, runs = resumed
+    shared, alone = runs[f"{name}/whole"], finished[0]
+    rows = {row["step"]: row for row in rows_of(shared)}
+    for row in rows_of(alone):
+        last = rows[row["step"]]
+        loss = (rows[row["step"] - 1]["loss"] + last["loss"]) / 2
+        assert loss == pytest.approx(row["loss"], rel=1e-4)
+        for key in ("gradient_norm", "parameter_norm", "learning_rate", "tokens", "epochs/text"):
+            assert last[key] == pytest.approx(row[key], rel=1e-4), key
+    weights = contents_of(checkpoint_of(shared))
+    for key, weight in contents_of(checkpoint_of(alone)).items():
+        if key.startswith("model."):
+            torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=2e-4)
+
+
 @pytest.mark.slow
 def test_a_run_may_go_on_with_another_number_of_processes(base, run, tmp_path):
     """The same samples in the same order: losses agree with one process to rounding."""

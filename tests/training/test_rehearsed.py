@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 
+import lightning as L
 import pytest
+import torch
 
 from tests.comparing import checkpoint_of
 from tests.training.rehearsal import rehearse
 from trainer.data.dataset import TrainingSamples
+from trainer.lightning.module import LanguageModule, Tally
 from trainer.runs.parsing import merged
-from trainer.training.run import MOST_SKIPPED
+from trainer.training.run import MOST_SKIPPED, RunCallback
 
 WSD = {"name": "wsd", "peak": 2.0, "warmup_steps": 2, "final": 0.2, "decay_fraction": 0.4}
 COSINE = {"name": "cosine", "peak": 0.5, "warmup_steps": 1, "final": 0.25}
@@ -138,6 +142,38 @@ def test_a_run_that_begins_at_a_checkpoint_goes_on_as_the_whole_one(staged, fini
     for row, other in zip(whole.rows, rest.rows, strict=True):
         for name in ("step", "tokens", "phase", "learning_rate", "epochs/text"):
             assert row[name] == other[name], name
+
+
+@pytest.mark.parametrize(
+    ("step", "epochs", "batches"),
+    [(3, (1, 0), (3, 3)), (5, (1, 1), (0, 5)), (7, (2, 1), (4, 9)), (11, (3, 2), (4, 17))],
+)
+def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
+    three, tiny_decoder, step, epochs, batches
+):
+    """Lightning's counters are those of a phase an epoch: 5, 4 x 2 and 3 x 2 micro-batches."""
+    module, before = LanguageModule(tiny_decoder()), three.callbacks[-1]
+    module.trainer = three
+    three.global_step = step
+    before.token_files = {"tokenizer_config.json": "{}"}
+    before.measurements.pending = {"drop/loss_end": 2.5}
+    before.measurements.milestones = [{"step": 4, "scores": {"a": 0.5}}]
+    for loss in (math.nan, 3.0, math.nan):
+        module.tally.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(math.isnan(loss)))
+    state = json.loads(json.dumps(before.describe(module)))
+    module.tally = Tally()
+    given = {"writer": None, "progress": None, "stop_requested": None}
+    after = RunCallback(three.run, before.corpus, state, **given)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
+    trainer, checkpoint = L.Trainer(accelerator="cpu", devices=1, **quiet), {"global_step": step}
+    after.on_load_checkpoint(trainer, module, checkpoint)
+    assert json.loads(json.dumps(after.describe(module))) == state
+    assert state["rows"] == len(three.rows)
+    counted = checkpoint["loops"]["fit_loop"]
+    epoch, batch = counted["epoch_progress"]["current"], counted["epoch_loop.batch_progress"]
+    assert (epoch["ready"], epoch["completed"]) == epochs
+    assert (batch["current"]["completed"], batch["total"]["completed"]) == batches
+    assert counted["epoch_loop.state_dict"]["_batches_that_stepped"] == step
 
 
 def test_a_run_ends_with_the_last_update_that_it_may_skip_in_a_row(staged):
