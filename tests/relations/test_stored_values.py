@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from tests.comparing import checkpoint_of
 from tests.program import ROOT
 from tests.relations.leaves import leaves, other_value, with_value
 from trainer.common.errors import UserError
@@ -27,6 +28,7 @@ from trainer.config import (
 )
 from trainer.data.prepared import directory_of, request_of
 from trainer.data.sources import TEXT_SOURCES, TextSource
+from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.engine import Setup, _cells, _fits
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
@@ -36,7 +38,9 @@ from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import LongFrequencies, Spectrum, Step, Stretch, Temperature
 from trainer.runs import directory as runs
+from trainer.runs import models
 from trainer.runs.directory import check_run_directory, open_run_directory, plain
+from trainer.runs.models import find_model
 from trainer.workflows.evaluate import plain_request
 
 
@@ -182,6 +186,21 @@ def test_a_cell_is_kept_under_its_layout_and_all_that_is_read():
     assert in_config == every - {"config.batch_tokens", "config.dtype"}
     # What was fitted is in the layout.
     assert ignored - in_config == {"training_length", "text", "bos", "windows"}
+
+
+def test_a_model_is_known_by_its_files_its_length_and_what_ends_its_answers(finished, monkeypatch):
+    directory = finished[0].run_dir
+    earlier = str(checkpoint_of(finished[0], 9))
+    found = [find_model(directory), find_model(earlier)]
+    found += [find_model(directory, length) for length in (16, 64)]
+
+    def with_other_stops(*given):
+        return replace(special_tokens(*given), stops=frozenset({1, 2}))
+
+    monkeypatch.setattr(models, "special_tokens", with_other_stops)
+    found.append(find_model(directory))
+    assert len({model.fingerprint for model in found}) == len(found)
+    assert find_model(directory, 32).fingerprint == found[-1].fingerprint  # its own length
 
 
 # Text
