@@ -261,7 +261,7 @@ def observed(stage):
         "strategy": type(stage.strategy),
         "deterministic": stage.is_deterministic,
         "rows": [row["step"] for row in stage.rows],
-        "saves": [(step, event) for step, event in stage.events if event != "benchmarks"],
+        "saves": [(step, event) for step, event in stage.events if event.startswith("save")],
         "benchmarks": [step for step, event in stage.events if event == "benchmarks"],
         "kept": stage.writer.keep,
         "kept-too": stage.writer.every,

@@ -138,6 +138,7 @@ def rehearse(values, monkeypatch, branch=None, skipped=()):
         patch.setattr(dashboards, "_wandb", Dashboard)
         patch.setattr(run, "time", SimpleNamespace(monotonic=monotonic))
         patch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        patch.setattr(torch.compiler, "reset", lambda: kept.stage.note("compile anew"))
         patch.setattr(measurements.Measurements, "measure_benchmarks", benchmarks)
         of_run = parse(values)
         of_run.directory.mkdir(parents=True, exist_ok=True)

@@ -109,6 +109,17 @@ def test_it_saves_and_measures_when_it_is_due_and_at_both_ends_of_a_phase(three)
     assert three.writer.permanent == {5, 9, 12}
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_blocks_are_compiled_anew_for_other_batches_or_lengths_alone(staged, compiled):
+    same = {"steps": 1, "batch_size": 4}
+    phases = {"a": same, "b": same, "c": {"steps": 1, "batch_size": 2}}
+    phases |= {"d": phases["c"] | {"sequence_length": 48}, "e": same}
+    never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    stage = staged(never, {"phases": phases, "trainer": {"compile": compiled}})
+    anew = [step for step, event in stage.events if event == "compile anew"]
+    assert anew == ([0, 2, 3, 4] if compiled else [])
+
+
 def test_every_step_reads_its_samples_in_the_order_of_its_phase(three):
     corpus = three.callbacks[-1].corpus
     read = {}
