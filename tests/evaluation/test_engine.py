@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,9 @@ from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import statements
 from trainer.evaluation.perplexity import perplexity, token_losses
-from trainer.evaluation.results import rows_of
+from trainer.evaluation.results import TRIAL_COLUMNS, rows_of
 from trainer.evaluation.store import Store, fingerprint
-from trainer.evaluation.task import TaskInputs
+from trainer.evaluation.task import Task, TaskInputs
 from trainer.evaluation.tasks import make_tasks
 
 LENGTHS = [32, 64]
@@ -161,6 +162,25 @@ def test_a_model_is_freed_before_the_next_one_is_read(tiny_decoder, corpus, tmp_
     tasks, text = perplexities(corpus), fit_text(corpus)
     measure(models, methods, tasks, Setup(config, text, Store(tmp_path), "cpu"))
     assert alive == [0, 0, 0]
+
+
+def test_trials_have_the_values_of_their_batches_and_the_seconds_of_all(tmp_path):
+    """Whichever batch is stored first; what a task does not say has a default."""
+    store, model = Store(tmp_path), SimpleNamespace(name="tiny", training_length=32)
+    task = Task({"a": "A", "b": "B"}, 48, "", pd.DataFrame({"label": ["x", "y", ""]}), None)
+    batches = {1: (2.25, [(2, "b", 0.5), (2, "a", 1.0)]), 0: (1.5, [(0, "a", 0.25), (1, "a", 0.5)])}
+    batches[0][1].extend([(0, "b", 0.75), (1, "b", 0.0)])
+    for number, (seconds, values) in batches.items():
+        store.add("key", {"batch": number, "batches": 2, "values": values, "seconds": seconds})
+    trials = engine._trials(engine.Cell(model, "pi", None, task, "key"), store)
+    assert [*trials.columns] == [*TRIAL_COLUMNS, "seconds"]
+    assert trials.task.tolist() == ["a"] * 3 + ["b"] * 3
+    assert trials.value.tolist() == [0.25, 0.5, 1.0, 0.75, 0.0, 0.5]
+    assert trials.text.tolist() == [0, 1, 2] * 2
+    assert trials.label.tolist() == ["x", "y", ""] * 2
+    assert trials.depth.isna().all()
+    same = trials[["model", "method", "metric", "length", "factor", "seconds"]]
+    assert same.drop_duplicates().values.tolist() == [["tiny", "pi", "score", 48, 1.5, 3.75]]
 
 
 def test_a_key_has_all_that_changes_digits():

@@ -22,7 +22,7 @@ from trainer.training.rows import Rows
 PHASES = {
     "short": {"steps": 3, "batch_size": 4},
     "long": {"steps": 5, "batch_size": 2, "sequence_length": 64},
-    "dropped": {"steps": 4, "batch_size": 2, "sequence_length": 64, "drop": {}},
+    "dropped": {"steps": 4, "batch_size": 4, "sequence_length": 64, "drop": {}},
 }
 
 

@@ -166,9 +166,19 @@ def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
     module, before = LanguageModule(tiny_decoder()), three.callbacks[-1]
     module.trainer = three
     three.global_step = step
-    before.token_files = {"tokenizer_config.json": "{}"}
-    before.measurements.pending = {"drop/loss_end": 2.5}
-    before.measurements.milestones = [{"step": 4, "scores": {"a": 0.5}}]
+    held = {
+        "step": step,
+        "rows": len(three.rows),
+        "texts": before.corpus.fingerprints,
+        "token_files": {"tokenizer_config.json": "{}"},
+        "pending_metrics": {"drop/loss_end": 2.5},
+        "benchmarks": [{"step": 4, "scores": {"a": 0.5}}],
+        "effects": {"b": {"step": 5}},
+    }
+    before.token_files = held["token_files"]
+    before.measurements.pending = held["pending_metrics"]
+    before.measurements.milestones = held["benchmarks"]
+    before.measurements.effects = held["effects"]
     for loss in (math.nan, 3.0, math.nan):
         module.tally.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(math.isnan(loss)))
     state = json.loads(json.dumps(before.describe(module)))
@@ -179,7 +189,8 @@ def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
     trainer, checkpoint = L.Trainer(accelerator="cpu", devices=1, **quiet), {"global_step": step}
     after.on_load_checkpoint(trainer, module, checkpoint)
     assert json.loads(json.dumps(after.describe(module))) == state
-    assert state["rows"] == len(three.rows)
+    assert {name: state[name] for name in held} == held
+    assert (state["tally"]["skipped"], state["tally"]["loss"]) == (2, 3.0)
     counted = checkpoint["loops"]["fit_loop"]
     epoch, batch = counted["epoch_progress"]["current"], counted["epoch_loop.batch_progress"]
     assert (epoch["ready"], epoch["completed"]) == epochs

@@ -1,0 +1,93 @@
+"""What holds for all registered tasks: numbers of trials, lengths of prompts, batches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.evaluation.conftest import values_of
+from tests.evaluation.test_keys_of_evaluations import BASE, FILES, places  # noqa: F401
+from tests.relations.leaves import with_value
+from trainer.common.fields import validated
+from trainer.config import EvaluationConfig
+from trainer.evaluation import multiple_choice
+from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.task import TASKS, PromptTask, TaskInputs
+from trainer.evaluation.tasks import make_tasks, settings_of
+
+FIXED = {"longbench", "many_shot"}
+"""Tasks whose trials are given, or drawn without replacement."""
+OF_PROMPTS = "standard noisy multi_key multi_query multi_value sentence ruler longbench many_shot"
+
+
+@pytest.fixture
+def config(places):  # noqa: F811
+    config = validated(EvaluationConfig, BASE)
+    for name, file in FILES.items():
+        config = with_value(config, name, str(places[0] / file))
+    return config
+
+
+@pytest.fixture
+def text(corpus):
+    return HeldOut(corpus, corpus.test, (corpus.first_token,), 0.5)
+
+
+def test_every_task_makes_one_or_the_other():
+    scored = {"perplexity", "statements", "multiple_choice", "harness"}
+    own = {name for name, (make, _) in TASKS.items() if make.__module__.startswith("trainer.")}
+    assert own == {*OF_PROMPTS.split()} | scored
+
+
+@pytest.mark.parametrize("name", OF_PROMPTS.split())
+def test_prompts_are_distinct_fit_their_length_and_do_not_depend_on_their_number(
+    config, text, name
+):
+    def tasks(trials):
+        settings = settings_of(name, config)
+        if name not in FIXED:
+            settings = replace(settings, trials=trials)
+        return TASKS[name][0](TaskInputs(text, [700], 32, 99, settings))
+
+    few, many = tasks(2), tasks(4)
+    for fewer, more in zip(few, many, strict=True):
+        assert isinstance(more, PromptTask)
+        assert fewer.name == more.name
+        prompts = more.prompts(700)
+        if name not in FIXED:
+            asked = fewer.prompts(700)
+            assert asked == prompts[: len(asked)]
+            assert len(prompts) == 2 * len(asked)
+            assert len({tuple(prompt.tokens) for prompt in prompts}) == len(prompts)
+        for prompt in prompts:
+            assert prompt.tokens[0] == text.bos[0]
+            assert len(prompt.tokens) + prompt.new_tokens <= 700
+
+
+@pytest.mark.parametrize("length", [100, 101])
+def test_long_texts_of_longbench_fill_their_length_but_for_one(config, text, length):
+    """Both halves have as many tokens, the first and the last ones."""
+    (task,) = TASKS["longbench"][0](TaskInputs(text, [length], 32, 99, config.longbench))
+    (whole,) = {tuple(prompt.tokens) for prompt in task.prompts(10_000)}
+    for prompt in task.prompts(length):
+        room = length - prompt.new_tokens
+        half = room // 2
+        assert tuple(prompt.tokens) == whole[:half] + whole[-half:]
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 200, 4096])
+def test_values_do_not_depend_on_batches(config, text, model, monkeypatch, batch_tokens):
+    """Trials are numbered from 0 in all of them."""
+    monkeypatch.setattr(multiple_choice, "TOGETHER", 7)
+    asked = ["perplexity", "statements", "multiple_choice"]
+    config = replace(config, tasks=asked, limit=10)
+    tasks, _ = make_tasks(text, config, [64], 32)
+    for task in tasks:
+        values = values_of(task, model, batch_tokens)
+        together = values_of(task, model, 10**6)
+        assert [value[:2] for value in values] == [value[:2] for value in together]
+        assert [value[2] for value in values] == pytest.approx([value[2] for value in together])
+        for title in task.titles:
+            numbers = [number for number, name, _ in values if name == title]
+            assert numbers == [*range(len(task.trials))]
