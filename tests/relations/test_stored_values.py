@@ -7,6 +7,7 @@ with the reason why it does not matter.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from trainer.config import (
     TokenizerConfig,
 )
 from trainer.data.prepared import directory_of, request_of
-from trainer.data.sources import TEXT_SOURCES, TextSource
+from trainer.data.sources import TEXT_SOURCES, TextSource, cache_directory
 from trainer.data.tokenizer import special_tokens
 from trainer.evaluation.engine import Setup, _cells, _fits
 from trainer.evaluation.fitting import FitText
@@ -237,6 +238,47 @@ def test_prepared_text_is_kept_under_all_that_its_tokens_depend_on(config, ignor
         return request_of(data, TokenizerConfig())
 
     assert without_effect(config, key, {"source": "other"}) == OF_SAMPLES | ignored
+
+
+def test_a_dataset_of_the_hub_is_read_by_the_keys_that_it_is_kept_under(monkeypatch):
+    read = []
+
+    class Rows:
+        def select_columns(self, columns):
+            read.append(columns)
+            return self
+
+        def with_format(self, name):
+            return self
+
+        def iter(self, rows):
+            return iter([{read[-1][0]: SimpleNamespace(to_pylist=lambda: ["a text"])}])
+
+    def load_dataset(*names, **options):
+        read[:] = [names, options]
+        return Rows()
+
+    hub = SimpleNamespace(config=SimpleNamespace(), load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+
+    def key(config):
+        assert [*TEXT_SOURCES["hub"].documents(config)] == ["a text"]
+        return str(read)
+
+    ignored = without_effect(HUB, key)
+    assert {*leaves(HUB)} - ignored == {*TEXT_SOURCES["hub"].keys, "revision", "cache_dir"}
+    assert key(HUB) == str(
+        [
+            ("a/b", "c"),
+            {
+                "revision": "1",
+                "split": "train",
+                "streaming": True,
+                "cache_dir": str(cache_directory(HUB) / "datasets"),
+            },
+            ["text"],
+        ]
+    )
 
 
 def test_prepared_text_is_kept_under_its_tokenizer():
