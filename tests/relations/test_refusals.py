@@ -13,7 +13,14 @@ from trainer import commands, hf
 from trainer.commands import Job, check_empty, overrides_of, run_of
 from trainer.common.errors import UserError
 from trainer.common.processes import Ranks
-from trainer.config import AnalysisConfig, AnalysisRequest, StrategyConfig, TrainerConfig
+from trainer.config import (
+    AnalysisConfig,
+    AnalysisRequest,
+    DataConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
+from trainer.data import corpus
 from trainer.data.prepared import split_bounds
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.likelihood import Encoder
@@ -260,6 +267,26 @@ def test_optimizers_and_their_settings(tiny_decoder):
 
 
 # Text and tasks
+
+
+@pytest.mark.parametrize(
+    ("sizes", "has_same_tokens", "is_refused"),
+    [
+        ((5, 5, 5), True, False),
+        ((4, 5, 5), True, True),
+        ((5, 4, 5), True, True),
+        ((5, 5, 4), True, True),
+        ((5, 5, 5), False, True),
+    ],
+)
+def test_texts_of_a_corpus(monkeypatch, sizes, has_same_tokens, is_refused):
+    """Each split holds a sequence of five tokens."""
+    splits = {name: range(n) for name, n in zip(corpus.SPLITS, sizes, strict=True)}
+    text = SimpleNamespace(special=SimpleNamespace(tokenizer=None), **splits)
+    monkeypatch.setattr(corpus, "open_prepared", lambda *given: text)
+    monkeypatch.setattr(corpus, "same_tokens", lambda first, second: has_same_tokens)
+    config = DataConfig(sequence_length=5)
+    assert refuses(corpus.corpus_at, config, ["somewhere"]) is is_refused
 
 
 def test_three_documents_make_three_splits():

@@ -17,7 +17,7 @@ from tests.comparing import checkpoint_of, contents_of
 from tests.interchange.families import made
 from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
-from trainer.config import DropConfig, RunConfig, TrainerConfig
+from trainer.config import DropConfig, PhaseConfig, RunConfig, TrainerConfig
 from trainer.evaluation.saved_model import distinct
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
@@ -60,6 +60,15 @@ def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finishe
     run = find_model(finished[0].run_dir)
     C = run.layout.training_length
     assert find_model(finished[0].run_dir, C // 2).longest_context == run.longest_context == C
+
+
+def test_a_checkpoint_between_phases_counts_from_the_length_before(finished, monkeypatch):
+    config, _ = finished
+    longer = {"a": PhaseConfig(9), "b": PhaseConfig(3, sequence_length=64)}
+    phases = phases_of(replace(config, drop=DropConfig(), phases=longer))
+    monkeypatch.setattr(models, "phases_of", lambda run: phases)
+    lengths = {n: find_model(str(checkpoint_of(config, n))).training_length for n in (6, 9, 12)}
+    assert lengths == {6: 32, 9: 32, 12: 64}
 
 
 def test_published_weights_are_a_directory_of_theirs_or_a_name_on_the_hub(tmp_path, monkeypatch):
