@@ -379,3 +379,20 @@ def test_a_function_registers_itself_as_a_backend(monkeypatch, tiny_decoder):
     assert shapes == [((2, T), T)]
     with pytest.raises(UserError, match="'counted' needs a short head"):
         choose_backend("counted", Use("cpu", False, True, None, 64))
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize(
+    ("positional", "masked"),
+    [({}, False), ({"windows": [None, 8]}, True), ({"layers": ["rope", "alibi"]}, True)],
+)
+def test_a_backend_is_chosen_for_what_the_layout_masks(
+    tiny_decoder, monkeypatch, positional, masked, documents
+):
+    asked = []
+    monkeypatch.setattr(
+        decoder_module, "choose_backend", lambda *given: asked.append(given) or "sdpa"
+    )
+    model = tiny_decoder(**positional)
+    assert model.use_backend("auto", "cuda", documents=documents, half=True, length=64) == "sdpa"
+    assert asked == [("auto", Use("cuda", masked or documents, True, 64, 8))]

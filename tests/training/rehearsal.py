@@ -61,6 +61,7 @@ class Stage:
     def fit(self, module, datamodule, ckpt_path):
         module._trainer = module.trainer = datamodule.trainer = self
         self.module = self.lightning_module = module
+        self.initial_seed = torch.initial_seed()
         module.prepare(module.model, torch.device("cpu"))
         self.weights = copies(module.model)
         self.optimizers = [module.configure_optimizers()]

@@ -11,9 +11,11 @@ import torch
 
 from tests.comparing import checkpoint_of
 from tests.training.rehearsal import rehearse
+from trainer.common.processes import Ranks
 from trainer.data.dataset import TrainingSamples
 from trainer.lightning.module import LanguageModule, Tally
 from trainer.runs.parsing import merged
+from trainer.training import fit
 from trainer.training.run import MOST_SKIPPED, RunCallback
 
 WSD = {"name": "wsd", "peak": 2.0, "warmup_steps": 2, "final": 0.2, "decay_fraction": 0.4}
@@ -107,6 +109,12 @@ def test_it_saves_and_measures_when_it_is_due_and_at_both_ends_of_a_phase(three)
     measured = [step for step, event in three.events if event == "benchmarks"]
     assert measured == [2, 4, 5, 5, 6, 8, 9, 9, 10, 12]
     assert three.writer.permanent == {5, 9, 12}
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_each_rank_draws_random_numbers_of_its_own(staged, monkeypatch, rank):
+    monkeypatch.setattr(fit, "current_ranks", lambda: Ranks(rank, 4))
+    assert staged({"seed": 5}).initial_seed == 5 + rank
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -1,0 +1,82 @@
+"""Threads, precision, compilation and the environment of a run, by its keys and its machine."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.common.processes import Ranks
+from trainer.config import TrainerConfig
+from trainer.training import setup
+from trainer.training.setup import compiles, precision_of, set_environment, set_threads
+
+SRUN = {"SLURM_CPUS_PER_TASK": "16", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "environment", "used", "compiling"),
+    [
+        (Ranks(), None, {}, None, 32),
+        (Ranks(), 3, {}, 3, 3),
+        (Ranks(), 40, {}, 40, 32),
+        (Ranks(1, 6, 1, 4), None, {}, 10, 10),
+        (Ranks(1, 6, 1, 4), 3, {}, 3, 3),
+        (Ranks(1, 6, 1, 4), None, SRUN, 40, 32),
+        (Ranks(1, 90, 1, 90), None, {}, 1, 1),
+    ],
+)
+def test_ranks_share_the_cores_of_a_machine(
+    monkeypatch, ranks, threads, environment, used, compiling
+):
+    """Of 40 cores; those of srun have cores of their own."""
+    asked, inductor = [], SimpleNamespace(compile_threads=None)
+    for name in SRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(setup, "current_ranks", lambda: ranks)
+    monkeypatch.setattr(setup, "cores", lambda: 40)
+    monkeypatch.setattr(setup, "use_cores", asked.append)
+    monkeypatch.setitem(sys.modules, "torch._inductor", SimpleNamespace(config=inductor))
+    set_threads(TrainerConfig(threads=threads, compile=False))
+    assert (asked, inductor.compile_threads) == ([used], None)
+    set_threads(TrainerConfig(threads=threads, compile=True))
+    assert inductor.compile_threads == compiling
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("best", ["fp32", "bf16"])
+def test_auto_follows_the_device(monkeypatch, device, best):
+    monkeypatch.setattr(setup, "device_type", lambda accelerator: device)
+    monkeypatch.setattr(setup, "best_precision", lambda of_device: best)
+    chosen = {p: precision_of(TrainerConfig(precision=p)) for p in ("auto", "fp32", "bf16")}
+    assert chosen == {"auto": best, "fp32": "fp32", "bf16": "bf16"}
+    compiled = {c: compiles(TrainerConfig(compile=c)) for c in ("auto", True, False)}
+    assert compiled == {"auto": device == "cuda", True: True, False: False}
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "before", "after"),
+    [
+        ("cpu", True, {}, {}),
+        ("cuda", False, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("cuda", False, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}),
+        (
+            "cuda",
+            True,
+            {"PYTORCH_ALLOC_CONF": "a"},
+            {"PYTORCH_ALLOC_CONF": "a", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+        ),
+    ],
+)
+def test_what_the_user_has_set_in_the_environment_stays(
+    monkeypatch, device, deterministic, before, after
+):
+    environment = dict(before)
+    monkeypatch.setattr(setup, "os", SimpleNamespace(environ=environment))
+    monkeypatch.setattr(setup, "device_type", lambda accelerator: device)
+    set_environment(TrainerConfig(deterministic=deterministic))
+    assert environment == after
