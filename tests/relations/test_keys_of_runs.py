@@ -204,6 +204,7 @@ CONTEXTS = {
 SETTINGS = {
     "trainer": {"checkpoint_minutes": 4, "keep_every": 4, "max_time": "1:00:00", "log_every": 4},
     "benchmarks": {"every": 5, "tasks": ["perplexity"], "lengths": [1, 2], "limit": 3},
+    "evaluation": {"windows": 2},  # fewer than the benchmarks'
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.program import ROOT
 from trainer.__main__ import main
-from trainer.common.errors import UserError
+from trainer.common.errors import PreemptedError, UserError
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.config import PositionalConfig, build_layout
+from trainer.runs.directory import read_record
+from trainer.runs.parsing import merged, parse
 from trainer.workflows import recalibrate
 from trainer.workflows.recalibrate import Speed, choose, evaluated, shape_of
 
@@ -241,3 +244,64 @@ def test_the_speed_is_that_of_steps_of_a_model_of_this_shape():
     speed = recalibrate.measure_speed(*shape("tiny", 2048), "cpu", 1)
     assert 1e7 < speed.operations < 1e13
     assert speed.pass_tokens == 2048
+
+
+@pytest.fixture
+def recalibrated(base, monkeypatch, tmp_path):
+    """A function that recalibrates from the 300th second on, for 20 minutes, with a stop at step 7
+    for a reason; returns the configurations that were trained, and the record of the run."""
+
+    def go(reason, values=(), **changes):
+        trained = []
+
+        def run_experiment(run, beside):
+            trained.append(run.config)
+            assert beside == ["a/model"]
+            if len(trained) == 1 and reason:
+                raise PreemptedError("", reason)
+            return "report"
+
+        changes = {"run_dir": str(tmp_path / "run"), "overwrite": True, **changes}
+        run = parse(merged(base, changes))
+        splits = {"validation": 90, "test": 80}
+        longest = {name: SimpleNamespace(longest=n) for name, n in splits.items()}
+        monkeypatch.setattr(recalibrate, "run_experiment", run_experiment)
+        monkeypatch.setattr(recalibrate, "open_corpus", lambda run: SimpleNamespace(**longest))
+        monkeypatch.setattr(recalibrate, "find_checkpoint", lambda run_dir: run_dir)
+        monkeypatch.setattr(recalibrate, "read_state", lambda path: {"step": 7})
+        monkeypatch.setattr(recalibrate, "time", SimpleNamespace(time=lambda: 1000.0))
+        assert (
+            recalibrate.recalibrate(run, dict.fromkeys(values), "a/model", 20.0, 700.0) == "report"
+        )
+        return trained, read_record(run.directory)
+
+    return go
+
+
+def test_training_ends_after_three_quarters_of_the_minutes(recalibrated):
+    """15 minutes from the beginning, 5 of which are over."""
+    (only,), record = recalibrated(None)
+    assert (only.trainer.max_time, only.trainer.max_steps, only.overwrite) == ("0:10:00", 12, False)
+    assert record["trainer"]["max_time"] is None
+
+
+def test_a_slower_run_has_the_steps_that_it_took_and_one_more(recalibrated):
+    (first, then), record = recalibrated("time limit")
+    assert (first.trainer.max_time, then.trainer.max_time) == ("0:10:00", None)
+    assert (first.trainer.max_steps, then.trainer.max_steps) == (12, 8)
+    assert record["trainer"]["max_steps"] == 8
+
+
+def test_other_stops_and_limits_are_those_of_the_user(recalibrated):
+    with pytest.raises(PreemptedError):
+        recalibrated("SIGTERM")
+    (only,), _ = recalibrated(None, trainer={"max_time": "1:00:00"})
+    assert only.trainer.max_time == "1:00:00"
+
+
+def test_chosen_lengths_are_those_that_the_text_has(recalibrated):
+    evaluation = {"tokens": [64, 80, 81]}
+    (only,), _ = recalibrated(None, ["evaluation.tokens"], evaluation=evaluation)
+    assert only.evaluation.tokens == [64, 80]
+    (given,), _ = recalibrated(None, evaluation=evaluation)
+    assert given.evaluation.tokens == [64, 80, 81]
