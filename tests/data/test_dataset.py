@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from trainer.config import DataConfig, NeedlesConfig, TokenizerConfig
+from trainer.config import PERIOD, DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import (
     BOUNDS,
     TrainingSamples,
     as_batch,
 )
+from trainer.data.order import assigned
 from trainer.model.backends import bounds_of
 
 
@@ -97,11 +98,12 @@ def test_parts_of_a_mixture_with_equal_text_are_read_in_orders_of_their_own(corp
     corpus, config = corpus_and_config
     twice = replace(corpus, parts=tuple(replace(corpus.parts[0], name=name) for name in "ab"))
     samples = TrainingSamples(twice, config, seed=3)
-    parts, blocks = samples.where(np.arange(2 * samples.blocks[0]))
-    first, second = (blocks[parts == part] for part in range(2))
-    shared = min(len(first), len(second))
-    assert shared > 50
-    assert (first[:shared] == second[:shared]).mean() < 0.1
+    counters = np.arange(PERIOD)  # which has each number of both
+    parts, numbers = assigned(3, counters, samples.quotas)
+    _, blocks = samples.where(counters)
+    first, second = (blocks[parts == part][numbers[parts == part].argsort()] for part in range(2))
+    assert len(first) == len(second) == PERIOD // 2
+    assert (first == second).mean() < 0.1
 
 
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.booleans())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,28 +20,41 @@ from trainer.config import (
     AnalysisConfig,
     AnalysisRequest,
     DataConfig,
+    EvaluationConfig,
+    ExportRequest,
+    ManyShotSettings,
     StrategyConfig,
     TrainerConfig,
 )
-from trainer.data import corpus
+from trainer.data import corpus, prepared
 from trainer.data.prepared import split_bounds
+from trainer.data.sources import TEXT_SOURCES
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.longbench import longbench_task
+from trainer.evaluation.many_shot import many_shot_tasks, read_problems
+from trainer.evaluation.multiple_choice import read_questions
+from trainer.evaluation.tasks import make_tasks
+from trainer.interchange.pretrained import Pretrained
 from trainer.lightning.drop import DropPositions
 from trainer.lightning.module import check_updates
 from trainer.lightning.optimizers import make_optimizer
 from trainer.model.config import ModelConfig, check_shape
 from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.encodings import by_name
+from trainer.positional.layout import uniform
+from trainer.positional.spectrum import Spectrum
 from trainer.runs import models as of_runs
 from trainer.runs.models import find_models, starting_weights
 from trainer.runs.parsing import merged, parse
 from trainer.training import setup
 from trainer.training.fit import user_callbacks
 from trainer.training.setup import check_device, optimizer_settings
-from trainer.workflows import analyze, experiment
+from trainer.workflows import analyze, evaluate, experiment, export, recalibrate
+from trainer.workflows.plan import shape_of
 
 REFUSAL = UserError, ValueError, TypeError
+ONE_HEAD = {"layers": 1, "heads": 1, "training_length": 32}
 
 
 def refuses(function, *arguments, **options):
@@ -195,10 +211,12 @@ def test_a_precision_that_the_gpu_has(monkeypatch):
         ("LearningRateFinder", {}, True, True),
         ("StochasticWeightAveraging", {"swa_lrs": 0.1}, True, True),
         ("Timer", {}, False, False),
+        ("DropPositions", {"at": 5}, True, True),
     ],
 )
 def test_callbacks_that_would_be_wrong_in_a_run(callback, options, sharded, whole):
-    configured = {"a": {"_target_": f"lightning.pytorch.callbacks.{callback}", **options}}
+    module = "trainer.lightning" if callback == "DropPositions" else "lightning.pytorch.callbacks"
+    configured = {"a": {"_target_": f"{module}.{callback}", **options}}
     for is_sharded, expected in ((True, sharded), (False, whole)):
         assert refuses(user_callbacks, configured, is_sharded=is_sharded) is expected
 
@@ -294,6 +312,51 @@ def test_three_documents_make_three_splits():
     assert not refuses(split_bounds, ["a", "b", "c"], 0.1, 0.1)
 
 
+def test_problems_have_answers(tmp_path):
+    file = tmp_path / "math.jsonl"
+    for row, is_refused in (({"solution": "a"}, True), ({"solution": r"\boxed{1}"}, False)):
+        file.write_text(json.dumps({"problem": "b"} | row))
+        assert refuses(read_problems, str(file)) is is_refused
+    assert refuses(many_shot_tasks, ManyShotSettings(), None)
+
+
+def test_questions_have_all_their_choices(tmp_path):
+    for last, is_refused in ((1, False), (2, True)):
+        with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
+            for index in (0, last):
+                request = {"context": "a", "continuation": " b"}
+                row = {"doc_id": 0, "idx": index, "label": 0, "request": request}
+                file.write(json.dumps(row) + "\n")
+        encoder = Encoder(train_tokenizer([], 257, []), (7,), 7)
+        assert refuses(read_questions, tmp_path / "a.jsonl.gz", encoder) is is_refused
+
+
+def test_an_evaluation_has_a_task():
+    """Statements are left out of models that were trained without."""
+    config = EvaluationConfig(tasks=["statements"])
+    text = SimpleNamespace(training_share=0.0)
+    assert refuses(make_tasks, text, config, [32], 32)
+
+
+def test_prepared_text_is_of_this_format(tmp_path):
+    for number, is_refused in ((prepared.FORMAT, False), (prepared.FORMAT - 1, True)):
+        prepared.Manifest({"format": number}, None, 0, "<u2", (1, 2)).save(tmp_path)
+        assert refuses(prepared.Manifest.load, tmp_path) is is_refused
+
+
+def test_text_of_the_hub_is_text(monkeypatch):
+    hub = SimpleNamespace(config=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    for value, is_refused in (("a", False), (None, False), (5, True)):
+        rows = SimpleNamespace(
+            iter=lambda n, value=value: [{"text": SimpleNamespace(to_pylist=lambda: [value])}]
+        )
+        rows.select_columns = rows.with_format = lambda name, rows=rows: rows
+        hub.load_dataset = lambda *names, rows=rows, **options: rows
+        read = TEXT_SOURCES["hub"].documents(DataConfig(source="hub", hub_name="a/b"))
+        assert refuses(list, read) is is_refused
+
+
 def test_a_continuation_has_a_token():
     encoder = Encoder(train_tokenizer([], 257, []), (7,), 7)
     assert refuses(encoder.requests, [("a", "")])
@@ -335,6 +398,45 @@ def test_models_that_do_not_compare(monkeypatch, changes, is_refused):
     monkeypatch.setattr(of_runs, "find_model", lambda reference, length: models[reference])
     monkeypatch.setattr(of_runs, "distinct", list)
     assert refuses(find_models, ["a", "b"]) is is_refused
+
+
+def test_weights_that_do_not_suffice():
+    weights = Pretrained("a", ModelConfig(), uniform(Spectrum(), **ONE_HEAD), None, {})
+    assert refuses(weights.require_tokenizer)
+    sound = replace(weights, tokenizer=train_tokenizer([], 257, []))
+    assert not refuses(sound.require_tokenizer)
+
+
+def test_a_recalibrated_model_rotates(monkeypatch):
+    for name, is_refused in (("nope", True), ("rope", False)):
+        layout = uniform(by_name(name, 8, 32), **ONE_HEAD)
+        start = SimpleNamespace(layout=layout, config=None, require_tokenizer=lambda: None)
+        monkeypatch.setattr(recalibrate, "is_published", lambda model: True)
+        monkeypatch.setattr(recalibrate, "read_pretrained", lambda model, start=start: start)
+        assert refuses(recalibrate.shape_of, "a/b") is is_refused
+    job = Job({"minutes": 1.0, "text": None, "to": None, "checkpoint": "a"}, {"data": "files"}, [])
+    assert refuses(commands.choose_keys, job, 0.0)
+
+
+def test_an_export_is_of_a_run(monkeypatch):
+    published = SimpleNamespace(run=None, state={}, layout=None, reference="a")
+    monkeypatch.setattr(export, "find_model", lambda reference: published)
+    assert refuses(export.export_checkpoint, ExportRequest("a", "b"))
+
+
+def test_a_plan_knows_the_vocabulary():
+    for tokenizer, is_refused in (({"path": "a"}, True), ({"vocab_size": 300}, False)):
+        assert refuses(shape_of, parse({"tokenizer": tokenizer})) is is_refused
+    assert not refuses(shape_of, parse({"tokenizer": {"path": "a"}, "model": {"vocab_size": 9}}))
+
+
+def test_the_tokens_of_a_run_are_those_of_its_text(monkeypatch):
+    run = parse({}).config
+    model = SimpleNamespace(run=run, state={}, tokens=SimpleNamespace(tokenizer=None))
+    monkeypatch.setattr(evaluate, "prepare_corpus", lambda *given, **options: model.tokens)
+    for is_same in (True, False):
+        monkeypatch.setattr(evaluate, "same_tokens", lambda a, b, is_same=is_same: is_same)
+        assert refuses(evaluate.held_out_corpus, None, model) is not is_same
 
 
 def test_shapes_of_heads():
