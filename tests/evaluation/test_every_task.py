@@ -13,6 +13,7 @@ from trainer.common.fields import validated
 from trainer.config import EvaluationConfig
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.held_out import HeldOut
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.task import TASKS, PromptTask, TaskInputs
 from trainer.evaluation.tasks import make_tasks, settings_of
 
@@ -63,6 +64,19 @@ def test_prompts_are_distinct_fit_their_length_and_do_not_depend_on_their_number
         for prompt in prompts:
             assert prompt.tokens[0] == text.bos[0]
             assert len(prompt.tokens) + prompt.new_tokens <= 700
+
+
+@pytest.mark.parametrize("name", NEEDLE_TASKS)
+def test_each_trial_reads_an_excerpt_of_its_own(config, text, name):
+    """Whatever is hidden in it; all depths of a trial share one."""
+    settings = replace(config.needles, trials=8, depths=(0.5, 1.0))
+    prompts = NEEDLE_TASKS[name](text.haystack, settings).prompts(700)
+    begins = {}
+    for prompt in prompts:
+        begins.setdefault(prompt.group, set()).add(tuple(prompt.tokens[40:70]))
+    if len(prompts) > 8:
+        assert {len(of_trial) for of_trial in begins.values()} == {1}
+    assert len(set().union(*begins.values())) > 5
 
 
 @pytest.mark.parametrize("length", [100, 101])
