@@ -123,6 +123,7 @@ OTHER = {
 FITS = {"tasks": ["perplexity"], "lengths": [2.0], "temperature": {"models": "all"}}
 CONTEXTS = {
     "dope.r": {"dope": {"heads": 4}},
+    "dope.entropy": {"dope": {"heads": 4}},
     "dope.sigma": {"dope": {"variant": "by_gaussian"}},
     "dope.seed": {"dope": {"variant": "by_gaussian"}},
     "temperature.models": {"temperature": {"models": "free", "coefficient": 0.4}},

@@ -172,7 +172,7 @@ def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
 ):
     """Lightning's counters are those of a phase an epoch: 5, 4 x 2 and 3 x 2 micro-batches."""
     module, before = LanguageModule(tiny_decoder()), three.callbacks[-1]
-    module.trainer = three
+    module.trainer, before.module = three, module
     three.global_step = step
     held = {
         "step": step,
@@ -189,14 +189,14 @@ def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
     before.measurements.effects = held["effects"]
     for loss in (math.nan, 3.0, math.nan):
         module.tally.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(math.isnan(loss)))
-    state = json.loads(json.dumps(before.describe(module)))
+    state = json.loads(json.dumps(before.describe()))
     module.tally = Tally()
-    given = {"writer": None, "progress": None, "stop_requested": None}
+    given = {"writer": None, "progress": None, "stop_requested": None, "module": module}
     after = RunCallback(three.run, before.corpus, state, **given)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
     trainer, checkpoint = L.Trainer(accelerator="cpu", devices=1, **quiet), {"global_step": step}
     after.on_load_checkpoint(trainer, module, checkpoint)
-    assert json.loads(json.dumps(after.describe(module))) == state
+    assert json.loads(json.dumps(after.describe())) == state
     assert {name: state[name] for name in held} == held
     assert (state["tally"]["skipped"], state["tally"]["loss"]) == (2, 3.0)
     counted = checkpoint["loops"]["fit_loop"]

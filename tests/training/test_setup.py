@@ -58,25 +58,25 @@ def test_auto_follows_the_device(monkeypatch, device, best):
     assert compiled == {"auto": device == "cuda", True: True, False: False}
 
 
+ALLOCATOR, CUBLAS = "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"
+
+
 @pytest.mark.parametrize(
-    ("device", "deterministic", "before", "after"),
+    ("device", "before", "after"),
     [
-        ("cpu", True, {}, {}),
-        ("cuda", False, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ("cuda", False, {"PYTORCH_CUDA_ALLOC_CONF": "a"}, {"PYTORCH_CUDA_ALLOC_CONF": "a"}),
+        ("cpu", {}, {}),
+        ("cuda", {}, {ALLOCATOR: "expandable_segments:True", CUBLAS: ":4096:8"}),
+        ("cuda", {ALLOCATOR: "a", CUBLAS: "b"}, {ALLOCATOR: "a", CUBLAS: "b"}),
         (
             "cuda",
-            True,
-            {"PYTORCH_ALLOC_CONF": "a"},
-            {"PYTORCH_ALLOC_CONF": "a", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "a"},
+            {"PYTORCH_CUDA_ALLOC_CONF": "a", CUBLAS: ":4096:8"},
         ),
     ],
 )
-def test_what_the_user_has_set_in_the_environment_stays(
-    monkeypatch, device, deterministic, before, after
-):
+def test_what_the_user_has_set_in_the_environment_stays(monkeypatch, device, before, after):
     environment = dict(before)
     monkeypatch.setattr(setup, "os", SimpleNamespace(environ=environment))
     monkeypatch.setattr(setup, "device_type", lambda accelerator: device)
-    set_environment(TrainerConfig(deterministic=deterministic))
+    set_environment("auto")
     assert environment == after
