@@ -499,7 +499,7 @@ class EvaluationConfig:
     longrope: LongRopeSettings = field(default_factory=LongRopeSettings)
     choice: ChoiceSettings = field(default_factory=ChoiceSettings)
     dope: DopeSettings = field(default_factory=DopeSettings)
-    weighted_rope: list[WeightedRopeSettings] = field(
+    weighted_rope: Annotated[list[WeightedRopeSettings], Field(min_length=1)] = field(
         default_factory=lambda: [WeightedRopeSettings()]
     )
     """Rules of weighted_rope. The paper adds {entropy: spectrum, side: above, tau: 0.4, alpha:
@@ -797,7 +797,7 @@ class PlanKeys:
 
     gpus: PositiveInt = 8
     """Number of GPUs, among which the batch is divided."""
-    mfu: Share = 0.4
+    mfu: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Share of a GPU's dense peak that training reaches."""
 
 

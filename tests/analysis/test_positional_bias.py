@@ -274,6 +274,14 @@ def test_attention_under_yarn(rope):
     assert not np.allclose(of_last["trained"], of_last["yarn"])
 
 
+def test_yarn_goes_beyond_what_published_weights_reach(rope):
+    prompt = NeedlePrompt(LONG[:, :32], slice(5, 9))
+    reaching = replace(rope.layout, reach=4 * rope.layout.training_length)
+    with rope.using(reaching):
+        _, of_last = yarn_attention(rope, prompt.ids, (1, 2), prompt)
+    assert not np.allclose(of_last["trained"], of_last["yarn"])
+
+
 def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):
     monkeypatch.setattr(positional_bias, "BUDGET", 1e6)
     assert fresh_decoders(rope, LONG) == (0, {}, {})

@@ -48,6 +48,14 @@ def test_stdlib_docs_are_megabytes_of_clean_prose_that_pydoc_shows():
     assert any(folded[:60] in text for text in docs)
 
 
+def test_a_name_may_hold_spaces_and_brackets(tmp_path):
+    paths = [tmp_path / name for name in ("my text.txt", "part[1].txt")]
+    for path in paths:
+        path.write_text("some text")
+    (tmp_path / "list").write_text("\n".join(map(str, paths)))
+    assert find_files(files_of(f"@{tmp_path}/list")) == [str(path) for path in paths]
+
+
 def test_files_are_named_by_paths_directories_globs_and_lists(tmp_path):
     paths = [tmp_path / name for name in ("books-0.txt", "sub/web-1.txt", "web-0.txt")]
     (tmp_path / "sub").mkdir()

@@ -185,6 +185,14 @@ def change_weights(directory, change):
     save_file(weights, directory / "model.safetensors")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_cut_file_is_named(saved, name):
+    content = (saved / name).read_bytes() if (saved / name).is_file() else b'{"model": {'
+    (saved / name).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=rf"{name}: expected"):
+        read_pretrained(str(saved))
+
+
 @pytest.mark.parametrize(
     ("removed", "added"),
     [

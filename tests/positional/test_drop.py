@@ -100,3 +100,10 @@ def test_a_drop_keeps_a_temperature_that_the_weights_were_trained_with(trained):
     assert after.layers[0].spectra == (Spectrum(temperature=trained), NOPE)
     own = Spectrum(temperature=Temperature(0.5, reference=2))
     assert drop(Layout(C, layers), to=own).spectra == (own,)
+
+
+@pytest.mark.parametrize(("reference", "keeps"), [(C - 1, True), (C, True), (C + 1, False)])
+def test_a_temperature_in_steps_acts_from_its_reference_on(reference, keeps):
+    tempered = Temperature(0.1, reference=reference, steps=True)
+    layout = Layout(C, (LayerEncoding((Spectrum((1.0,), tempered),)),))
+    assert drop(layout).spectra == (Spectrum(temperature=tempered) if keeps else NOPE,)

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tests.positional.examples import slowed
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.commands import compose_words
+from trainer.common.errors import UserError
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name, rope_id
 from trainer.positional.rescaling import cope
 from trainer.positional.spectrum import Spectrum
@@ -96,6 +97,22 @@ def test_attention_equals_a_float64_loop(tiny_decoder, name, length):
         x, model.layers[0].self_attn, 4, 2, lambda v, i: turned(v, i, frequencies), factor=factor
     )
     torch.testing.assert_close(y.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("rope", {"rotary_fraction": -1.0}),
+        ("rope", {"rotary_fraction": 2.0}),
+        ("rope", {"base": 0.0}),
+        ("rope", {"base": -2.0}),
+        ("p_rope", {"p": -0.25}),
+        ("p_rope", {"p": 1.5}),
+    ],
+)
+def test_parameters_without_a_meaning_are_refused(name, parameters):
+    with pytest.raises(UserError, match=rf"positional.encodings.{name}: expected a"):
+        spectrum(name, **parameters)
 
 
 def test_rope_id_says_which_length_it_needs():

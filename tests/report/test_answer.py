@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,21 @@ def test_a_report_of_losses_alone_has_an_answer_too():
     words = sentence(report(*cells))
     assert words == "Held-out perplexity at 1024 and 2048 tokens: RoPE 2.7 and 7.4."
     assert sentence(report()) == ""
+
+
+def test_a_loss_that_is_not_finite_is_compared_with_nothing():
+    cells = [
+        loss(losses, model, length=length)
+        for model, length, losses in (
+            ("DroPE", 1024, (1.0, 2.0)),
+            ("DroPE", 2048, (1.0, 2.0)),
+            ("RoPE", 1024, (1.0, 2.0)),
+            ("RoPE", 2048, (math.nan, 3.0)),
+        )
+    ]
+    words = sentence(report(*cells, origins={"DroPE": "RoPE"}))
+    assert "not comparable with RoPE" in words
+    assert "RoPE 4.5 and not finite" in words
 
 
 def test_tables_are_written_for_papers(tmp_path):

@@ -46,7 +46,10 @@ def test_a_control_is_the_run_with_its_changes_and_without_controls():
 def test_branches_are_possible_from_every_step_until_which_both_are_changed_alike():
     ends = {"a": {"branch": 1}, "b": {"branch": 5}, "c": {"branch": "drop"}, "d": {"branch": None}}
     parse(controlled(drop=5, **ends))
-    parse(controlled(a={"branch": 10}))
+    parse(controlled(a={"branch": 9}))
+    for beyond in ({"branch": 10}, {"branch": 4, "trainer": {"max_steps": 4}}):
+        with pytest.raises(UserError, match=r"controls\.a\.branch: .* before the control's end"):
+            parse(controlled(a=beyond))
     parse(controlled(drop=5, a={"branch": 6}))
 
 

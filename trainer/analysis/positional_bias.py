@@ -378,7 +378,8 @@ def highest_rotating(values: Array, layout: Layout) -> HeadIndex:
 def yarn_attention(
     model: LanguageModel, ids: Tensor, place: HeadIndex, prompt: NeedlePrompt | None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Measure attention as ``trained`` and under ``yarn`` with s = 2.
+    """Measure attention as ``trained`` and under ``yarn`` with s = 2, beyond the longest length
+    that an extension of published weights reaches.
 
     Returns:
         :func:`attention_by_distance` ``[T]`` of one head in texts ``[B, T]`` (Fig. 7), and
@@ -391,7 +392,8 @@ def yarn_attention(
 
     by_distance = {}
     near_needle = {}
-    layouts = {"trained": model.layout, "yarn": model.layout.rescaled(yarn_turns, 2.0, "all")}
+    factor = 2 * model.layout.longest / model.layout.training_length
+    layouts = {"trained": model.layout, "yarn": model.layout.rescaled(yarn_turns, factor, "all")}
     for name, layout in layouts.items():
         with model.using(layout):
             by_distance[name] = view_heads(model, ids, [place], attention_by_distance)[place]

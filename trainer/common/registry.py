@@ -1,6 +1,7 @@
 """Rows that functions register by name: those of the program, and of the files in ``plugins``."""
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,7 +26,8 @@ class Registry(dict[str, Row]):
             UserError: another function has the name.
         """
         unwrapped = inspect.unwrap(function)
-        owner = unwrapped.__globals__.get("__file__"), unwrapped.__qualname__
+        file = unwrapped.__globals__.get("__file__")
+        owner = file and os.path.realpath(file), unwrapped.__qualname__
         if name in self and self._owners.get(name, owner) != owner:
             raise UserError(f"{self.kind}: {name!r} exists; expected another name")
         self._owners[name] = owner

@@ -184,7 +184,8 @@ def find_files(config: DataConfig) -> list[str]:
     for pattern in _addresses(config):
         system, path = url_to_fs(pattern)
         is_directory = "http" not in system.protocol and system.isdir(path)
-        if is_directory or has_magic(path):
+        is_glob = has_magic(path) and not ("file" in system.protocol and system.exists(path))
+        if is_directory or is_glob:
             named = system.find(path) if is_directory else system.glob(path)
             named = [name for name in named if format_of(name) and not _is_hidden(name, path)]
             named = _without_descriptions(named)
@@ -228,7 +229,7 @@ def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
             yield pattern
             continue
         with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
-            lines = file.read().split()
+            lines = [line.strip() for line in file if line.strip()]
         for line in lines:
             if any(fnmatchcase(line, glob) for glob in wanted):
                 yield line

@@ -131,6 +131,8 @@ def load_tokenizer(path: str) -> SpecialTokens:
         UserError: it has no end-of-text token.
     """
     file = Path(path)
+    if file.is_dir():
+        file /= TOKENIZER
     if not is_tokenizer_file(path):
         from huggingface_hub import snapshot_download
 
@@ -141,7 +143,7 @@ def load_tokenizer(path: str) -> SpecialTokens:
 
 def is_tokenizer_file(path: str) -> bool:
     """Whether ``tokenizer.path`` names a file here, not a model on the hub."""
-    return Path(path).is_file() or path.count("/") != 1 or path.endswith(".json")
+    return Path(path).exists() or path.count("/") != 1 or path.endswith(".json")
 
 
 def tokenizer_identity(tokenizer: TokenizerChoice, words: Sequence[str]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def rouge_1_recall(text: str, answers: Sequence[str]) -> float:
 
     def recall(answer: str) -> float:
         wanted = Counter(WORD.findall(answer.lower()))
-        return (words & wanted).total() / wanted.total()
+        return (words & wanted).total() / max(wanted.total(), 1)
 
     return max(map(recall, answers))
 

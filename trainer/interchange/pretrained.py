@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.common.files import expecting
 from trainer.interchange.hf_config import is_unused, shape_and_layout
 from trainer.interchange.published import (
     find_pretrained,
@@ -40,7 +41,7 @@ def read_headers(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
         names = sorted({Path(name).name for name in index["weight_map"].values()})
     headers = {}
     for path in (directory / name for name in names):
-        with safe_open(path, framework="pt") as file:
+        with expecting("tensors in safetensors", path), safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 headers[key] = path, tuple(file.get_slice(key).get_shape())
     return headers

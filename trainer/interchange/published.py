@@ -12,6 +12,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from trainer.common.files import expecting
+
 FILES = "*.json", "model*.safetensors", "chat_template.jinja", "README.md"
 """Files that are downloaded from the hub."""
 CONFIG = "config.json"
@@ -43,13 +45,17 @@ def find_pretrained(name: str) -> Path:
 
 def read_config(directory: Path) -> dict[str, Any]:
     """Read ``config.json``."""
-    values: dict[str, Any] = json.loads((directory / CONFIG).read_text("utf-8"))
+    path = directory / CONFIG
+    with expecting("the configuration of a model in JSON", path):
+        values: dict[str, Any] = json.loads(path.read_text("utf-8"))
     return values
 
 
 def tokenizer_from_file(path: Path | str) -> Tokenizer:
     """Load the tokenizer with truncation and padding disabled."""
-    tokenizer = Tokenizer.from_file(str(path))
+    content = Path(path).read_bytes()
+    with expecting("a tokenizer", Path(path)):
+        tokenizer = Tokenizer.from_buffer(content)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -79,7 +85,8 @@ def read_token_files(directory: Path) -> dict[str, str]:
     files = {name: path.read_text("utf-8") for name, path in paths.items() if path.is_file()}
     if CONFIG in files:
         values = json.loads(files[CONFIG])
-        values = (values.get("text_config") or {}) | values
+        named = {key: value for key, value in values.items() if value is not None}
+        values = (values.get("text_config") or {}) | named
         files[CONFIG] = json.dumps({key: values[key] for key in TOKEN_IDS if key in values})
     return files
 

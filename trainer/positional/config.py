@@ -40,7 +40,7 @@ class TemperatureConfig:
 class PositionalConfig:
     """Encodings over layers and heads."""
 
-    layers: list[str] = field(default_factory=lambda: ["rope"])
+    layers: Annotated[list[str], Field(min_length=1)] = field(default_factory=lambda: ["rope"])
     """Encodings by name, repeated over the depth: [rope, rope, rope, nope] is iRoPE."""
     windows: Windows = field(default_factory=lambda: [None])
     """Sliding windows in tokens, repeated likewise; null: full attention."""

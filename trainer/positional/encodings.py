@@ -63,8 +63,10 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
     """Return the number of pairs that rotate if a ``fraction`` of the channels rotates.
 
     Raises:
-        ValueError: it is an odd number of channels.
+        ValueError: it is an odd number of channels, or no fraction.
     """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"expected a rotary_fraction from 0 to 1, got {fraction:g}")
     rotary_dim = round(head_dim * fraction, 6)  # 100 * 0.14 is 14.000000000000002
     if rotary_dim % 2:
         raise ValueError(
@@ -76,6 +78,8 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
 
 def geometric(base: float, pairs: int) -> tuple[float, ...]:
     """Frequencies ``base ** (-m / pairs)``, m = 0 .. pairs - 1 (Su et al. 2021)."""
+    if base <= 0:
+        raise ValueError(f"expected a base above 0, got {base:g}")
     return tuple(base ** (-m / pairs) for m in range(pairs))
 
 
@@ -165,6 +169,8 @@ def p_rope(head_dim: int, *, base: float = 10_000.0, p: float = 0.75) -> Spectru
     number of pairs, the fractional pair does not rotate, as in transformers.
     """
     pairs = rotated_pairs(head_dim, 1.0)
+    if not 0 <= p <= 1:
+        raise ValueError(f"expected a p from 0 to 1, got {p:g}")
     moving = int(round(p * pairs, 6))  # 0.58 * 50 is 28.999999999999996
     return Spectrum(geometric(base, pairs)[:moving] + (0.0,) * (pairs - moving))
 

@@ -31,10 +31,10 @@ class Temperature:
     """Factor on the attention logits at length n: ``scale * (1 + coefficient * ln s) ** exponent``.
 
     s = max(n, C) / C with C the training length, so inside the training length the factor is
-    ``scale``. ``per``: whether n is the length of the sequence or, for every query, the number of
-    keys it can see. ``reference``: tokens in place of C, so that a model is also trained with the
-    factor; 1 for the logarithm of the length (scalable softmax, Nakanishi 2025). ``steps``: s = 1 +
-    floor(n / reference), as in Llama 4.
+    ``scale`` (with ``steps`` below C). ``per``: whether n is the length of the sequence or, for
+    every query, the number of keys it can see. ``reference``: tokens in place of C, so that a model
+    is also trained with the factor; 1 for the logarithm of the length (scalable softmax, Nakanishi
+    2025). ``steps``: s = 1 + floor(n / reference), as in Llama 4.
     """
 
     __pydantic_config__ = READ
@@ -57,8 +57,10 @@ class Temperature:
 
     def is_trained(self, training_length: int) -> bool:
         """Whether the factor depends on lengths within the training length too."""
-        below = self.reference is not None and self.reference < training_length
-        return not self.is_constant and (below or self.steps)
+        reference = self.reference or training_length
+        if self.steps:
+            return not self.is_constant and reference <= training_length
+        return not self.is_constant and reference < training_length
 
     def at(self, length: int, training_length: int) -> "Temperature":
         """Return the temperature for a sequence of ``length`` tokens.

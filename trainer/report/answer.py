@@ -92,6 +92,8 @@ def _standing(report: Report, answer: Answer, row: RowKey) -> str:
     values = values_by_text(report, answer.task)
     values = values.loc[values.index.get_level_values("length").max()]
     differences = (values[answer.subject] - values[row]).dropna()
+    if len(differences) < 2:
+        return "not comparable with"
     if answer.task == PERPLEXITY:
         differences = -differences
     difference = mean_estimate(differences)
@@ -103,7 +105,8 @@ def _standing(report: Report, answer: Answer, row: RowKey) -> str:
 def _values(report: Report, answer: Answer, row: RowKey, lengths: list[int]) -> str:
     curve = report.curve(row, answer.task).set_index("length").value.reindex(lengths)
     if answer.task == PERPLEXITY:
-        return _listed([f"{perplexity(loss):.1f}" for loss in curve])
+        values = [f"{perplexity(loss):.1f}" for loss in curve]
+        return _listed([value.replace("nan", "not finite") for value in values])
     return f"{_listed([f'{100 * score:.0f}' for score in curve])}%"
 
 

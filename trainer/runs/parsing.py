@@ -171,8 +171,11 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     if branch is None:
         return
     step = run.phases.drop_step if branch == "drop" else branch
-    if not isinstance(step, int) or not 0 <= step <= run.steps:
-        raise UserError(f"{key}.branch: expected 'drop' or a step of the run, got {branch!r}")
+    if not isinstance(step, int) or not 0 <= step <= run.steps or step >= control.steps:
+        raise UserError(
+            f"{key}.branch: expected 'drop' or a step of the run before the control's end, "
+            f"got {branch!r}"
+        )
     if _before(run, step) != _before(control, step):
         raise UserError(
             f"{key}.branch: model, encoding, optimizer, seed or samples differ from the run's "

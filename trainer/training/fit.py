@@ -100,7 +100,7 @@ def train(
     strategy = make_strategy(config.strategy.name, device, settings.deterministic)
     with (
         quiet_lightning(),
-        Progress(title, run.steps, run.phases.tokens / run.steps) as progress,
+        Progress(title, run.phases.tokens) as progress,
         numerics(settings),
         stop_requests(settings.max_time, start_time or time.time()) as stop_requested,
         closing(
@@ -152,7 +152,9 @@ def starting_point(
         if state["texts"] != corpus.fingerprints:
             raise UserError("data: the checkpoint was trained on another text than this run")
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    state["rows"] = on_rank_zero(lambda: _cut_metrics(run_dir, branch, state))
+    state["rows"] = on_rank_zero(
+        lambda: _cut_metrics(run_dir, branch if start == branch else None, state)
+    )
     return start, state
 
 

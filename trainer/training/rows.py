@@ -37,7 +37,7 @@ class Rows:
     def start(self, step: int) -> None:
         """Begin to count time and tokens after ``step`` updates."""
         self.last_step, self.last_time = step, time.perf_counter()
-        self.progress.advance_to(step)
+        self.progress.advance_to(self.run.phases.at(step).tokens_at(step))
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Rows:
         self.count += 1
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        self.progress.advance_to(step, loss=metrics["loss"])
+        self.progress.advance_to(phase.tokens_at(step), loss=metrics["loss"])
 
     def lap(
         self, module: LanguageModule, phase: Phase, step: int, batch: Batch

@@ -33,11 +33,12 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     training = {"steps": f"{run.steps:,} of {phases[-1].tokens_per_step:,} tokens"}
     if config.phases:
         training = {phase.name: _in_words(phase) for phase in phases}
-    training["tokens"] = f"{phases.tokens:,}"
+    # Names of phases have no spaces.
+    training["all tokens"] = f"{phases.tokens:,}"
     drop = phases.drop_step
     if drop is not None:
         remaining = phases.tokens - phases.at(drop).tokens
-        training["drop"] = f"after step {drop:,}, then {remaining:,} tokens"
+        training["first drop"] = f"after step {drop:,}, then {remaining:,} tokens"
     operations = 0.0
     for name, each in run.runs.items():
         begin = drop if each.branch == "drop" else each.branch

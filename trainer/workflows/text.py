@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from trainer.checkpoint import read_state, regular_checkpoints
+from trainer.checkpoint import BEFORE_DROP, read_state, regular_checkpoints
 from trainer.common.errors import UserError
 from trainer.common.processes import current_ranks
 from trainer.data.corpus import Corpus, prepare_corpus
@@ -49,10 +49,12 @@ def open_corpus(run: Run) -> Corpus:
     Raises:
         UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
-    config, wanted = run.config, None
+    config = run.config
+    wanted = None
     if not config.overwrite:
-        for path in regular_checkpoints(run.directory / "checkpoints"):
-            with suppress(ValueError, OSError):  # damaged, or of another format
+        directory = run.directory / "checkpoints"
+        for path in [*directory.glob(BEFORE_DROP), *regular_checkpoints(directory)]:
+            with suppress(ValueError, OSError, LookupError):  # damaged, or of another format
                 wanted = read_state(path)["texts"]
     longest = max(phase.length for each in run.runs.values() for phase in each.phases)
     data = replace(config.data, sequence_length=longest)
