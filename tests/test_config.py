@@ -174,8 +174,13 @@ def test_an_encoding_of_a_plugin_has_a_name(tmp_path):
     assert config.positional.layers == ["standing_still"]
 
 
-@pytest.mark.parametrize("word", ["model.hidden_size=32", "+model.head_dim=8"])
-def test_the_shape_of_trained_weights_is_not_chosen(word):
+@pytest.mark.parametrize(
+    "word",
+    ["model.hidden_size=32", "+model.head_dim=8", "positional=nope", "positional.layers=[nope]"],
+)
+def test_what_trained_weights_bring_is_not_chosen(word):
     job = compose_words(["model.from_pretrained=some/model", word])
-    with pytest.raises(UserError, match=r"^model\.h.*: the trained weights bring their shape"):
+    with pytest.raises(
+        UserError, match=r"^(model\.h|positional).*: the trained weights bring their"
+    ):
         run_of(job)

@@ -353,7 +353,8 @@ def run_of(job: Job) -> Run:
     """Return the run that a job describes, checked and resolved.
 
     Raises:
-        UserError: a key of the shape is among the words, but trained weights bring theirs.
+        UserError: a key of the shape or the encoding is among the words, but trained weights bring
+            theirs.
     """
     model = job.values["model"]
     if model["from_pretrained"] or model["from_run"]:
@@ -361,6 +362,8 @@ def run_of(job: Job) -> Run:
             key = word.lstrip("+").partition("=")[0]
             if key.startswith("model.") and not key.startswith(NOT_OF_WEIGHTS):
                 raise UserError(f"{key}: the trained weights bring their shape")
+            if key in ("positional", "positional.layers", "positional.heads", "positional.windows"):
+                raise UserError(f"{key}: the trained weights bring their encoding")
     run = parse(job.values)
     drops = run.phases.drop_step is not None or run.controls  # which may drop
     if run.config.model.qk_norm.when == "after_drop" and not drops:
@@ -429,7 +432,8 @@ def recalibrate(job: Job) -> None:
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     to = Path(keys.to) if keys.to else run_dir / "export"
     is_finished = (run_dir / FACTS).is_file() and not run.config.overwrite
-    if keys.to and not is_finished:
+    is_exported = is_finished and (to / "config.json").is_file()
+    if keys.to and not is_exported:
         check_empty(keys.to)
     report = workflow.recalibrate(run, values, keys.checkpoint, keys.minutes, began)
     print_report(report, str(run_dir))

@@ -167,6 +167,9 @@ def test_a_dropped_base_is_written_in_loops_of_ones_own(
     with pytest.raises(ValueError, match="rotates: call drop_rotation first"):
         save_dropped_base(model, tmp_path / "dropped")
     drop_rotation(model)
+    if build is not in_no_directory:
+        with pytest.raises(ValueError, match="another directory than that of the base"):
+            save_dropped_base(model, base)
     save_dropped_base(model, tmp_path / "dropped")
     model.save_pretrained(tmp_path / "adapter")
     loaded = auto(tmp_path / "adapter")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from trainer.common.errors import UserError
 from trainer.config import PERIOD, DataConfig, NeedlesConfig, TokenizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.dataset import (
@@ -49,6 +50,14 @@ def assert_same_in_any_batch(samples):
 
 def test_a_sample_is_the_same_in_any_batch(corpus_and_config):
     assert_same_in_any_batch(TrainingSamples(*corpus_and_config, seed=3))
+
+
+def test_a_text_shorter_than_a_sequence_is_refused(corpus_and_config):
+    corpus, config = corpus_and_config
+    longest = min(len(part.train) for part in corpus.parts)
+    assert TrainingSamples(corpus, replace(config, sequence_length=longest), seed=3).blocks
+    with pytest.raises(UserError, match="tokens or more to train on"):
+        TrainingSamples(corpus, replace(config, sequence_length=longest + 1), seed=3)
 
 
 def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):

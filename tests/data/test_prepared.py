@@ -87,6 +87,12 @@ def test_an_interrupted_preparation_resumes_to_the_same_bytes(config, monkeypatc
     with pytest.raises(UserError, match="expected complete prepared text"):
         open_prepared(directory)
     monkeypatch.setattr(prepared, "_batches", batches)
+    if saved == 1:  # a file that lost what its record says is not filled with zeros
+        written = (directory / "train.bin").read_bytes()
+        (directory / "train.bin").write_bytes(written[:10])
+        with pytest.raises(UserError, match=r"train\.bin: shorter than its record"):
+            prepare(other, BPE)
+        (directory / "train.bin").write_bytes(written)
     assert bytes_of(prepare(other, BPE)) == expected
     monkeypatch.setattr(prepared, "_write", None)  # what is complete is not written again
     assert prepare(other, BPE) == directory
@@ -175,10 +181,10 @@ def test_shares_that_documents_make_impossible_are_said(tmp_path, caplog, sizes,
     assert not caplog.records
 
 
-@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.6, 0.9), (1, 0)])
-def test_shares_that_leave_nothing_to_train_on_are_refused(config, shares):
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.6, 0.9), (1, 0), (0.1, 0), (0, 0.1)])
+def test_shares_that_leave_a_split_without_text_are_refused(config, shares):
     validation, test = shares
-    with pytest.raises(UserError, match=r"data\.validation, data\.test: expected shares of less"):
+    with pytest.raises(UserError, match=r"data\.validation, data\.test: expected shares above 0 "):
         prepare(replace(config, validation=validation, test=test), BPE)
 
 

@@ -150,6 +150,12 @@ def expected(logits, temperature, top_p):
     return [nucleus.get(token, 0.0) / total for token in range(len(p))]
 
 
+def test_the_likeliest_token_stays_however_small_the_nucleus():
+    assert [Sampler(1.0, 0.0, seed)(LOGITS[None], [0]).item() for seed in range(9)] == [
+        LOGITS.argmax().item()
+    ] * 9
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (1.0, 0.9), (2.0, 0.5)])
 def test_distribution(temperature, top_p):

@@ -293,6 +293,16 @@ def test_only_a_drop_of_all_encodings_to_none_is_drope(drop, expected):
     assert [named(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
 
 
+@pytest.mark.parametrize("rescale", [{"method": "yarn"}, {"base": 500.0}])
+def test_a_run_that_rescales_is_a_variant_from_then_on(rescale):
+    phases = {"a": {"steps": 10}, "b": {"steps": 10, "sequence_length": 128, "rescale": rescale}}
+    config = parse({"run_dir": "x", "phases": phases}).config
+    assert [named(config, step) for step in (0, 10)] == [("RoPE", "rope")] * 2
+    name, role = named(config, 11)
+    assert name.startswith("RoPE, rescaled")
+    assert role is None
+
+
 def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
     def model(name, place, step, **changes):
         run = replace(DROPS, **changes)

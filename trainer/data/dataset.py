@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from trainer.common.errors import UserError
 from trainer.config import DataConfig
 from trainer.data.corpus import Corpus
 from trainer.data.needles import NeedleVocabulary, mix_needles
@@ -28,6 +29,8 @@ class TrainingSamples:
         self.corpus, self.config, self.seed = corpus, config, seed
         C = config.sequence_length
         self.blocks = [len(part.train) // C for part in corpus.parts]
+        if not all(self.blocks):
+            raise UserError(f"data: expected {C} tokens or more to train on in every text")
         self.quotas = quotas([part.weight for part in corpus.parts])
         self.vocabulary = (
             NeedleVocabulary.from_tokenizer(corpus.tokenizer) if config.needles.share else None

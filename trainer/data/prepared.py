@@ -237,9 +237,9 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
     Raises:
         UserError: there are fewer than three different documents, or nothing would be trained on.
     """
-    if config.validation + config.test >= 1:
+    if config.validation + config.test >= 1 or not config.validation or not config.test:
         raise UserError(
-            "data.validation, data.test: expected shares of less than 1 together, "
+            "data.validation, data.test: expected shares above 0 and of less than 1 together, "
             f"got {config.validation:g} and {config.test:g}"
         )
     directory = directory_of(config, tokenizer)
@@ -356,8 +356,11 @@ def _write(directory: Path, config: DataConfig) -> None:
         files = {
             split: stack.enter_context((directory / f"{split}.bin").open("ab")) for split in SPLITS
         }
-        for split, file in files.items():  # what an interrupted preparation wrote after its record
-            file.truncate(manifest.tokens[split] * dtype.itemsize)
+        for split, file in files.items():
+            size = manifest.tokens[split] * dtype.itemsize
+            if file.tell() < size:
+                raise UserError(f"{file.name}: shorter than its record; remove {directory}")
+            file.truncate(size)  # what an interrupted preparation wrote after its record
         often = 1 if sys.stderr.isatty() else 60
         bar = stack.enter_context(tqdm(unit=" tokens", unit_scale=True, delay=2, mininterval=often))
 

@@ -25,6 +25,7 @@ from uuid import UUID
 import yaml
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import Prompt, once_right, string_match_all, string_match_part
@@ -357,7 +358,10 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
 def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
     """Return the available tasks, with a note for each unavailable one; the documents of the text
     are the haystacks' English, read from the beginning in every trial."""
-    encoder, documents = inputs.text.encoder, inputs.text.documents
+    encoder = inputs.text.encoder
+    documents = inputs.text.documents
+    if not any(map(str.strip, documents)):
+        raise UserError("text: expected a document that ends in the held-out text, got none")
     asks: dict[str, Ask] = {
         **{name: partial(x.ask, documents=documents) for name, x in SEARCHES.items()},
         "vt": partial(variable_tracking, example_lines=lines_of_example(encoder.tokenizer)),

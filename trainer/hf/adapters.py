@@ -75,6 +75,8 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
     if source is None:
         drop_rotation(_without_adapters(model)).save_pretrained(directory)
         return directory.resolve()
+    if source.resolve() == directory.resolve():
+        raise ValueError(f"{directory}: expected another directory than that of the base")
     for pattern in (*WEIGHTS, INDICES):
         for file in directory.glob(pattern):
             if not (source / file.name).exists():  # of another base

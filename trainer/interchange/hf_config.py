@@ -213,7 +213,11 @@ def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     base = {key: value for key, value in values.items() if key not in _ROTATIONS}
     architecture = DROPE[architecture_of(values)]
     config, layout = from_hf_config(base | {"architectures": [architecture]})
-    targets, scale = TARGETS[values.get("attention_type", "nope")], values.get("softmax_scale")
+    kind = values.get("attention_type", "nope")
+    if kind not in TARGETS:
+        raise UserError(f"attention_type: expected one of {', '.join(TARGETS)}, got {kind!r}")
+    targets = TARGETS[kind]
+    scale = values.get("softmax_scale")
     factor = 1.0 if scale is None else scale * math.sqrt(config.head_size)
     spectrum = Spectrum(temperature=Temperature(scale=factor))
     if targets is not None:

@@ -42,7 +42,9 @@ class Sampler:
         order = None
         if self.top_p < 1:
             p, order = p.sort(dim=-1, descending=True, stable=True)
-            p = p.masked_fill(p.cumsum(dim=-1) - p >= self.top_p, 0)
+            excess = p.cumsum(dim=-1) - p >= self.top_p
+            excess[:, 0] = False  # the likeliest token stays
+            p = p.masked_fill(excess, 0)
         sums = p.cumsum(dim=-1)
         chosen = torch.searchsorted(sums, torch.stack(draws).to(sums) * sums[:, -1:], right=True)
         return (chosen if order is None else order.gather(-1, chosen))[:, 0]

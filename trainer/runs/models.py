@@ -88,7 +88,7 @@ def _published_model(reference: str, training_length: int | None) -> SavedModel:
     path = find_pretrained(reference)
     weights = read_pretrained(reference)
     key = _files_fingerprint(path)
-    name = Path(reference).name
+    name = path.resolve().name if Path(reference).expanduser().is_dir() else Path(reference).name
     return _saved_model(name, weights, [training_length], key, reference=reference, path=path)
 
 
@@ -279,10 +279,16 @@ def name_and_role(
     positional, depth = config.positional, config.model.num_hidden_layers
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
     drops: list[ChangeConfig] = []
-    if phases.is_dropped(phases[-1].end if step is None else step):
+    until = phases[-1].end if step is None else step
+    if phases.is_dropped(until):
         drops = [phase.drop for phase in phases if phase.drop is not None]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
-    variants, encoding = [], None
+    encoding = None
+    variants = [
+        f"rescaled ({phase.rescale.base or phase.rescale.method})"
+        for phase in phases
+        if phase.rescale is not None and phase.start < until
+    ]
     if not positional.heads:
         kinds = dict.fromkeys(str(types.get(name, name)) for name in positional.layers[:depth])
         encoding = "_".join(kinds)

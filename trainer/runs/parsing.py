@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.common.errors import UserError
 from trainer.common.fields import validated
 from trainer.config import MAIN, DataConfig, NeedlesConfig, RunConfig
+from trainer.data.needles import NAMES
 from trainer.model.config import ModelConfig, check_shape
 from trainer.positional.config import build_layout
 from trainer.positional.layout import Layout
@@ -51,6 +52,8 @@ def parse(values: dict[str, Any]) -> Run:
         config = replace(config, model=_trained_shape(config.model, weights))
         if config.model.from_run is not None:
             config = replace(config, positional=encodings_of(config.model.from_run))
+        elif not any(spectrum.rotates or spectrum.alibi for spectrum in weights.layout.spectra):
+            config = replace(config, positional=replace(config.positional, layers=["nope"]))
     check_shape(config.model)
     _check_run(config)
     first = configured_layout(config) if weights is None else weights.layout
@@ -110,6 +113,11 @@ def _drops_nothing(config: RunConfig) -> bool:
 def _check_run(config: RunConfig) -> None:
     drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
     config.data.texts.keys()  # a wrong text of the mixture raises
+    needles = config.data.needles
+    if not needles.names[0] <= needles.names[1] <= len(NAMES):
+        raise UserError(f"data.needles.names: expected the least and the most of {len(NAMES)}")
+    if needles.mentions[0] > needles.mentions[1]:
+        raise UserError("data.needles.mentions: expected the least before the most")
     if bool(benchmarks.every) != bool(benchmarks.tasks):
         raise UserError("benchmarks.every: expected it with tasks")
     if config.phases and drop.at is not None:
@@ -198,4 +206,6 @@ def _before(run: Run, step: int) -> tuple[object, ...]:
             phases.append((phase.start, changes, phase.batch_size, texts_read(phase.data)))
     config = run.config
     model = replace(config.model, attention_backend="auto")
-    return model, config.positional, config.optimizer.name, config.seed, phases
+    optimizer = replace(config.optimizer, lr=1.0, muon_lr=1.0)
+    clip = config.trainer.gradient_clip
+    return model, config.positional, optimizer, clip, config.seed, phases
