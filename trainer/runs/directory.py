@@ -29,52 +29,22 @@ RECORD = "config.yaml"
 LOCK = ".lock"
 """File that the process which trains in a directory has locked."""
 WRITTEN = (
-    "metrics.csv",
-    "log.txt",
-    "wandb_id",
-    "report.*",
-    "results.csv",
-    "trials.parquet",
-    "facts.json",
-    "checkpoints",
-    "controls",
-    "figures",
-    "tables",
-    "evaluation*",
-    "lengths",
-    "analysis",
-    "export",
-    "tensorboard",
-    "wandb",
+    *("metrics.csv", "log.txt", "wandb_id"),
+    *("report.*", "results.csv", "trials.parquet", "facts.json"),
+    *("checkpoints", "controls", "figures", "tables"),
+    *("evaluation*", "lengths", "analysis", "export", "tensorboard", "wandb"),
     RECORD,  # last: a directory with it is a run's
 )
 """What a run and its evaluations write into its directory, and ``overwrite=true`` deletes, in this
 order."""
 FREE_TO_CHANGE = (
-    "name",
-    "run_dir",
-    "overwrite",
-    "logger",
-    "evaluation",
-    "benchmarks",
-    "plots",
-    "callbacks",
-    "strategy",
-    "trainer.threads",
-    "trainer.log_every",
-    "trainer.checkpoint_every",
-    "trainer.checkpoint_minutes",
-    "trainer.keep_checkpoints",
-    "trainer.keep_every",
-    "trainer.max_time",
-    "trainer.deterministic",
-    "trainer.micro_batch_size",
-    "trainer.accelerator",
-    "trainer.compile",
-    "model.attention_backend",
-    "data.num_workers",
-    "data.cache_dir",
-    "data.prepared",
+    *("name", "run_dir", "overwrite", "logger", "evaluation", "benchmarks", "plots", "callbacks"),
+    *("strategy", "model.attention_backend"),
+    *("data.num_workers", "data.cache_dir", "data.prepared"),
+    *("trainer.checkpoint_every", "trainer.checkpoint_minutes"),
+    *("trainer.keep_checkpoints", "trainer.keep_every"),
+    *("trainer.threads", "trainer.accelerator", "trainer.compile", "trainer.deterministic"),
+    *("trainer.log_every", "trainer.max_time", "trainer.micro_batch_size"),
 )
 """Keys that do not change what is trained, so that a run may resume with other values."""
 
@@ -259,20 +229,10 @@ def log_to_file(directory: Path) -> None:
 # metrics.csv
 
 COLUMNS = (
-    "step",
-    "tokens",
-    "phase",
-    "loss",
-    "gradient_norm",
-    "parameter_norm",
-    "skipped_steps",
-    "learning_rate",
-    "tokens_per_second",
-    "memory",
-    "mfu",
-    "drop/loss_before",
-    "drop/loss_after",
-    "drop/loss_end",
+    *("step", "tokens", "phase", "loss"),
+    *("gradient_norm", "parameter_norm", "skipped_steps", "learning_rate"),
+    *("tokens_per_second", "memory", "mfu"),
+    *("drop/loss_before", "drop/loss_after", "drop/loss_end"),
 )
 """Columns of ``metrics.csv``, which docs/files.md explains; ``epochs/`` and ``benchmark/`` have
 more. There is one row a logged step, without gap or duplicate, however often a run resumes."""
