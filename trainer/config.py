@@ -587,7 +587,7 @@ class RunConfig:
     overwrite: bool = False
     """Start again in a directory that holds a run."""
     plugins: list[str] = field(default_factory=list)
-    """Python files that register encodings, tasks or text sources of your own."""
+    """Python files that register encodings, tasks, sources, optimizers and others of your own."""
     model: ModelConfig = field(default_factory=ModelConfig)
     positional: PositionalConfig = field(default_factory=PositionalConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -727,7 +727,7 @@ class ModelsRequest:
     """Text that is held out, as files (a.txt, or a list) or by keys of data; null: the first
     checkpoint's own source."""
     plugins: list[str] = field(default_factory=list)
-    """Python files that register needle tasks or analyses of your own."""
+    """Python files that register tasks, methods, rescalings or analyses of your own."""
     plots: PlotsConfig = field(default_factory=PlotsConfig)
 
 
@@ -796,7 +796,7 @@ class PlanKeys:
     """Keys of ``plan`` beside those of a run."""
 
     gpus: PositiveInt = 8
-    """Number of GPUs, among which the batch is divided."""
+    """Number of GPUs, among which the batch is divided; 1 with strategy=single."""
     mfu: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Share of a GPU's dense peak that training reaches."""
 
