@@ -252,7 +252,7 @@ STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 def stdlib_docs() -> tuple[str, ...]:
     """Return the docstrings of the standard library and the topics of ``help()``.
 
-    This is about 2 MB of English prose. Duplicates and non-ASCII characters are removed, white
+    This is 1.8 MB of English prose. Duplicates and non-ASCII characters are removed, white
     space is folded, ruled lines are shortened. Documents are sorted by a hash, so that neighbours
     are unrelated.
     """

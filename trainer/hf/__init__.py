@@ -1,5 +1,5 @@
 """The drop for models of transformers, in anybody's training loop; needs no other room of this
-package."""
+package but ``common``."""
 
 from trainer.hf.adapters import save_dropped_base
 from trainer.hf.callback import DropPositions

@@ -37,7 +37,7 @@ def save_dropped_base(model: nn.Module, directory: str | Path) -> Path:
     """Write the base of an adapter without rotation, and name it in what the adapter saves.
 
     Weights are linked from where the base was loaded, or copied to another file system. The first
-    rank writes; all ranks call this. :func:`restore_rotation` names the base with rotation again.
+    rank writes; all ranks call this. ``restore_rotation`` names the base with rotation again.
 
     Args:
         model: an adapter of peft after :func:`drop_rotation`; may be wrapped.

@@ -39,8 +39,8 @@ class Columns:
 def columns_of(
     ids: Tensor, layers: int, cache: KVCache | None, length: int | None, last: int | None
 ) -> Columns:
-    """Return the columns of new ids ``[B, T]``; see :class:`LanguageModel` for ``length`` and
-    ``last``."""
+    """Return the columns of new ids ``[B, T]``; ``length`` and ``last`` are those of
+    :meth:`~trainer.model.language_model.LanguageModel.hidden_states`."""
     past = 0 if cache is None else cache.length
     positions = torch.arange(past + ids.shape[1], device=ids.device)
     whole = length or len(positions)

@@ -79,8 +79,8 @@ def write_comparison(shown: Sequence[Table], directory: Path, made: dict[str, st
 def write_analysis(
     directory: Path, results: Sequence[Results], training_length: int, **texts: Any
 ) -> Path:
-    """Write the page, ``TOPIC/NAME.svg`` and ``.png`` of every figure, and ``results.csv``; return
-    the path of the page.
+    """Write the page, ``TOPIC/NAME.svg``, ``.png`` and ``.pdf`` of every figure, and
+    ``results.csv``; return the path of the page.
 
     ``training_length``: tokens at which tables show values besides the longest. ``texts``: ``name``
     of the model; ``lead``, model and text in words; ``made``, date, command, program and inputs by

@@ -1,1 +1,1 @@
-"""Runs on disk and their processes: configuration, directory, checkpoints, metrics, ranks."""
+"""Runs: rules between keys, phases and controls, directories, metrics, and models by name."""
