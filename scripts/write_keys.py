@@ -135,8 +135,8 @@ def bounds(kind: dict[str, Any]) -> str:
     """Return the bounds of a number, such as `` from 0 to 1`` or `` > 0``."""
     if "minimum" in kind and "maximum" in kind:
         return f" from {kind['minimum']:g} to {kind['maximum']:g}"
-    signs = {"minimum": "≥", "exclusiveMinimum": ">"}
-    return "".join(f" {sign} {kind[key]:g}" for key, sign in signs.items() if key in kind)
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    return ",".join(f" {sign} {kind[key]:g}" for key, sign in signs.items() if key in kind)
 
 
 def default_of(field: Field[Any]) -> Any:
