@@ -116,7 +116,7 @@ def trainer_of(callbacks, **options):
 
 def fit(module, *callbacks, ckpt_path=None, **options):
     trainer = trainer_of([*callbacks], **options)
-    loaders = DataLoader(TOKENS, 4), DataLoader(TOKENS[:8], 8)
+    loaders = DataLoader(TOKENS, batch_size=4), DataLoader(TOKENS[:8], batch_size=8)
     trainer.fit(module, *loaders, ckpt_path=ckpt_path)
     return module
 
@@ -205,7 +205,11 @@ def test_evaluations_take_the_state_of_the_checkpoint(reference, tmp_path, stage
         for epoch in (2, 0, 1, 0):
             module.losses = []
             evaluate = getattr(trainer_of([DropPositions(AT)]), stage)
-            evaluate(module, DataLoader(TOKENS[:8], 8), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+            evaluate(
+                module,
+                DataLoader(TOKENS[:8], batch_size=8),
+                ckpt_path=tmp_path / f"epoch={epoch}.ckpt",
+            )
             at_its_end = (epoch + 1) * (EPOCH + 2)
             assert module.losses == [expected.losses[at_its_end]]
 

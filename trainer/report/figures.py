@@ -141,8 +141,8 @@ def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
 
 def _perplexity_axis(axes: Axes) -> None:
     log_if_wide(axes)
-    if axes.get_yscale() == "linear":  # a narrower axis makes a trend of noise
-        low, high = axes.dataLim.intervaly
+    low, high = axes.dataLim.intervaly
+    if axes.get_yscale() == "linear" and math.isfinite(high):  # a narrower one makes noise a trend
         axes.set_ylim(min(low, 0.8 * high) - 0.02 * high, 1.02 * high)
 
 
