@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -70,6 +71,15 @@ def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule
     assert all(rate >= schedule.final * schedule.peak - 1e-9 for rate in rates[50:])
     if schedule.name == "cosine" and length > schedule.warmup_steps:
         assert schedule.over(length)(length) == pytest.approx(schedule.peak * schedule.final)
+
+
+@given(schedules, st.integers(1, 200))
+def test_rates_are_at_the_peak_when_the_warmup_ends_and_never_rise_after_it(schedule, length):
+    """Also where the decay would begin within the warmup."""
+    factor, warmup = schedule.over(length), schedule.warmup_steps
+    rates = [factor(step) for step in range(warmup, warmup + length + 1)]
+    assert rates[0] == pytest.approx(schedule.peak)
+    assert all(later <= rate * (1 + 1e-12) for rate, later in pairwise(rates))
 
 
 @given(schedules, st.integers(0, 200), st.floats(0.1, 5))
