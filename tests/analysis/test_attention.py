@@ -14,7 +14,9 @@ from trainer.analysis import attention as module
 from trainer.analysis.attention import attention_statistics, head_attention
 from trainer.analysis.clusters import stable_rank
 from trainer.model.config import QKNormConfig
+from trainer.positional.encodings import by_name
 from trainer.positional.intervention import Intervention
+from trainer.positional.layout import LayerEncoding
 
 
 def expected_rows(attention, dots):
@@ -66,6 +68,19 @@ def test_attention_of_some_queries_of_one_head(encoding, softmax):
     for text in range(2):
         expected, _ = attention_of(heads, text, 2)
         np.testing.assert_allclose(measured[text], expected[10:23, :23], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("head", range(4))
+def test_a_pair_that_is_left_out_has_the_channels_that_its_own_head_rotates_together(head):
+    """Heads of a layer may rotate different numbers of channels."""
+    half, whole = by_name("half_rope", 8, 40), by_name("rope", 8, 40)
+    heads = replace(layer_of_heads(), encoding=LayerEncoding((half, whole)))
+    pairs = len((half, whole)[head // 2].inv_freq)
+    for pair in range(pairs):
+        others = [channel for channel in range(8) if channel not in (pair, pair + pairs)]
+        expected, _ = attention_of(heads, 0, head, channels=others)
+        measured = head_attention(heads, head, slice(0, 40), without=pair)
+        np.testing.assert_allclose(measured[0], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_stable_rank_counts_directions():
