@@ -107,3 +107,10 @@ def test_a_temperature_in_steps_acts_from_its_reference_on(reference, keeps):
     tempered = Temperature(0.1, reference=reference, steps=True)
     layout = Layout(C, (LayerEncoding((Spectrum((1.0,), tempered),)),))
     assert drop(layout).spectra == (Spectrum(temperature=tempered) if keeps else NOPE,)
+
+
+def test_a_model_reaches_as_far_as_its_rescaling_while_any_head_rotates():
+    """A drop removes the rescaling with the rotation: an extension then starts from C again."""
+    layout = Layout(C, (LayerEncoding((ROPE, ROPE)),) * 2, reach=4 * C)
+    assert drop(layout, layers=[0]).longest == layout.longest == 4 * C
+    assert drop(layout).longest == C

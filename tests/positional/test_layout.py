@@ -140,6 +140,8 @@ def test_another_training_length_changes_no_spectrum_at_any_length(other, length
     changed = layout.with_training_length(other)
     assert changed.training_length == other
     assert changed.at(length).layers == layout.at(length).layers
+    again = changed.with_training_length(3 * C)
+    assert again.at(length).layers == layout.at(length).layers
     by_query = one_layer(C, TEMPERED.with_temperature(per="query")).with_training_length(other)
     assert by_query.spectra[0].temperature.reference == (None if other == C else C)
 
