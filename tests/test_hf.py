@@ -417,6 +417,9 @@ def test_a_share_is_one_of_all_updates(at: float, step: int) -> None:
     drop = DropPositions(at)
     drop.on_train_begin(None, TrainerState(max_steps=10), None, model=tiny("llama"))
     assert drop.step == step
+    rewarmed = DropPositions(2, rewarm=at)
+    rewarmed.on_train_begin(None, TrainerState(max_steps=10), None, model=tiny("llama"))
+    assert rewarmed.rewarm_steps == step
 
 
 def test_the_optimizer_is_reset_unless_told_otherwise_as_in_a_run() -> None:

@@ -248,7 +248,11 @@ def test_a_base_that_was_loaded_without_rotation_is_named_as_it_is(
 def test_a_base_is_written_again_over_that_of_another_run(base: str, tmp_path: Path) -> None:
     other = llama(layers=2)
     other.save_pretrained(tmp_path / "other", max_shard_size="10KB")
-    for directory in (str(tmp_path / "other"), base, str(tmp_path / "other"), base, base):
+    finetuned = llama()
+    finetuned.lm_head.weight.data.mul_(2)
+    finetuned.save_pretrained(tmp_path / "finetuned")  # files of the same names and sizes
+    sharded, same_files = str(tmp_path / "other"), str(tmp_path / "finetuned")
+    for directory in (sharded, base, sharded, base, base, same_files, base):
         model = drop_rotation(with_nonzero_adapter(adapted(directory)))
         written = save_dropped_base(model, tmp_path / "dropped")
         loaded = AutoModelForCausalLM.from_pretrained(written)
