@@ -185,11 +185,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        keep: int,
-        permanent: Collection[int] = (),
-        every: int | None = None,
+        self, directory: Path, keep: int, permanent: Collection[int] = (), every: int | None = None
     ) -> None:
         self.directory = directory
         self.keep = keep

@@ -460,7 +460,7 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
         values["data"]["files"] = [keys.text] if isinstance(keys.text, str) else keys.text
     record = Path(values["run_dir"], RECORD)
     begun = record if record.is_file() and values["overwrite"] is not True else None
-    if begun is None:
+    if begun is None and values["data"]["source"] == "files":
         check_files(values["data"]["files"])  # before torch is imported
     from trainer.workflows import recalibrate as workflow
 

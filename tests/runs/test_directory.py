@@ -103,6 +103,8 @@ def test_what_would_stop_a_run_in_its_first_minute_is_found_at_once(place, tmp_p
     text.touch()
     with pytest.raises(UserError, match=r"data\.files: nothing in"):
         check_start(config)
+    with pytest.raises(UserError, match=r"data\.files: expected files"):
+        check_start(RunConfig(run_dir=str(place), data=DataConfig(source="files")))
     text.write_text("Words.")
     check_start(config)
     with locked(place), pytest.raises(UserError, match="another process is training"):

@@ -162,10 +162,7 @@ def frequency_entropy_of(
 
 
 def choose_factors(
-    model: LanguageModel,
-    ids: Tensor,
-    rules: Sequence[WeightedRopeSettings],
-    layout: Layout,
+    model: LanguageModel, ids: Tensor, rules: Sequence[WeightedRopeSettings], layout: Layout
 ) -> tuple[Intervention, ...]:
     """Choose the factors of Weighted RoPE for every layer by mean entropies on texts ``[B, T]``.
 

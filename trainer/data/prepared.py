@@ -35,13 +35,7 @@ from trainer.data.checksums import Checksums, check_once, checksums
 from trainer.data.needles import WORDS
 from trainer.data.order import Integers
 from trainer.data.readers import LONGEST
-from trainer.data.sources import (
-    cache_directory,
-    digest,
-    documents,
-    revision_of,
-    source_of,
-)
+from trainer.data.sources import cache_directory, digest, documents, revision_of, source_of
 from trainer.data.tokenizer import (
     SAMPLE_MEGABYTES,
     SpecialTokens,

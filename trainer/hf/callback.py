@@ -49,10 +49,7 @@ class DropPositions(TrainerCallback):
     """
 
     def __init__(
-        self,
-        at: int | float,
-        rewarm: int | float = 0,
-        optimizer_state: OptimizerState = "reset",
+        self, at: int | float, rewarm: int | float = 0, optimizer_state: OptimizerState = "reset"
     ) -> None:
         check_updates("DropPositions.at", at)
         check_updates("DropPositions.rewarm", rewarm)

@@ -316,10 +316,7 @@ class DropPositions(L.Callback):
         return drop(layout, to, layers=self.layers, heads=self.heads, qk_norm=qk_norm)
 
     def on_before_optimizer_step(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        optimizer: torch.optim.Optimizer,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Lower the learning rates of a step shortly after the drop."""
         self._rewarming.before_step(trainer, optimizer)

@@ -213,11 +213,7 @@ class Decoder(LanguageModel):
         return F.linear(states, self.head.to(states.dtype))
 
     def loss(
-        self,
-        ids: Tensor,
-        targets: Tensor,
-        weights: Tensor | None = None,
-        **options: Any,
+        self, ids: Tensor, targets: Tensor, weights: Tensor | None = None, **options: Any
     ) -> Tensor:
         """Return the weighted mean cross-entropy in nats per token.
 

@@ -115,11 +115,7 @@ def _adds_in_float32(device: torch.device) -> bool:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        weights: Tensor,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor
     ) -> Tensor:
         head = weight.to(hidden.dtype)
         size = equal_chunk_size(len(hidden), chunk_size(len(weight), hidden.device))
@@ -151,10 +147,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    weights: Tensor | None = None,
+    hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor | None = None
 ) -> Tensor:
     """Return the weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 

@@ -96,11 +96,7 @@ def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[flo
 
 @encoding
 def rope(
-    head_dim: int,
-    *,
-    base: float = 10_000.0,
-    rotary_fraction: float = 1.0,
-    angle_scale: float = 1.0,
+    head_dim: int, *, base: float = 10_000.0, rotary_fraction: float = 1.0, angle_scale: float = 1.0
 ) -> Spectrum:
     """RoPE (Su et al. 2021), on all channels or on the first ``rotary_fraction`` of them.
 

@@ -14,13 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trainer.common.registry import Registry
-from trainer.positional.spectrum import (
-    Frequencies,
-    LongFrequencies,
-    Spectrum,
-    Stretch,
-    cope_shares,
-)
+from trainer.positional.spectrum import Frequencies, LongFrequencies, Spectrum, Stretch, cope_shares
 
 GEOMETRIC = 1e-4
 """Tolerance on the steps between neighbouring pairs of a geometric spectrum, relative: it may have

@@ -164,12 +164,14 @@ def check_files(names: Sequence[str]) -> None:
     """Check that files of text exist and hold something; addresses, lists and patterns may.
 
     Raises:
-        UserError: all files are empty.
+        UserError: no file is named, or all are empty.
         FileNotFoundError: a file is missing.
     """
     if any(set(name) & {*"@*?[:"} for name in names):
         return
-    if names and not sum(Path(name).expanduser().stat().st_size for name in names):
+    if not names:
+        raise UserError("data.files: expected files, got none")
+    if not sum(Path(name).expanduser().stat().st_size for name in names):
         raise UserError(f"data.files: nothing in {[*names]}")
 
 

@@ -158,10 +158,7 @@ def _before_drop(model: SavedModel) -> Path | None:
 
 
 def find_models(
-    references: Sequence[str],
-    training_length: int | None = None,
-    *,
-    with_origins: bool = False,
+    references: Sequence[str], training_length: int | None = None, *, with_origins: bool = False
 ) -> list[SavedModel]:
     """Find models to compare, in their order, and give them distinct names.
 
@@ -187,7 +184,7 @@ def find_models(
             raise UserError(
                 f"compare: {model.reference!r} has a training length of {model.training_length} "
                 f"tokens, the first one of {first.training_length}; "
-                "evaluation.training_length=N counts the lengths of all models from one.",
+                "evaluation.training_length=N counts the lengths of all models from one."
             )
     return distinct(models)
 

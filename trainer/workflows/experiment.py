@@ -35,12 +35,7 @@ from trainer.runs.models import encodings, environment, find_models, without_hom
 from trainer.runs.phases import Run
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
-from trainer.training.setup import (
-    check_device,
-    optimizer_settings,
-    set_environment,
-    set_threads,
-)
+from trainer.training.setup import check_device, optimizer_settings, set_environment, set_threads
 from trainer.workflows.evaluate import held_out_of, measure_models, publish
 from trainer.workflows.text import check_vocabularies, open_corpus
 
