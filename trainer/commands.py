@@ -299,7 +299,7 @@ class Sweep:
         for number, name in enumerate(self.names()):
             print(f"  {self.outcomes.get(number, 'skipped'):8} {number}  {name}")
         if len(self.runs) > 1:
-            with suppress(UserError):  # without results
+            with suppress(UserError):  # a run without results, which evaluation.enabled=false has
                 compare(Job({"runs": self.runs, "output": "runs/sweep"}, {}, ()))
 
 

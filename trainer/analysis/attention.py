@@ -158,7 +158,10 @@ def stack_layers(layers: Sequence[Tensor]) -> Array:
 
 def by_name(layers: Sequence[Mapping[Name, Measured]]) -> dict[Name, list[Measured]]:
     """Return what each layer has under a name as one list."""
-    return {name: [layer[name] for layer in layers] for name in layers[0]}
+    lists = {}
+    for name in layers[0]:
+        lists[name] = [layer[name] for layer in layers]
+    return lists
 
 
 BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**24}

@@ -369,8 +369,10 @@ def attention_by_distance(heads: Heads, head: int) -> Array:
 
 def highest_rotating(values: Array, layout: Layout) -> HeadIndex:
     """Return the rotating head with the highest of ``values`` ``[layers, query heads]``."""
-    rotates = [np.array([spectrum.rotates for spectrum in e.spectra]) for e in layout.layers]
-    among = np.stack([layer.repeat(values.shape[1] // len(layer)) for layer in rotates])
+    among = []
+    for encoding in layout.layers:
+        rotates = np.array([spectrum.rotates for spectrum in encoding.spectra])
+        among.append(rotates.repeat(values.shape[1] // len(rotates)))
     layer, head = np.unravel_index(np.where(among, values, -np.inf).argmax(), values.shape)
     return int(layer), int(head)
 

@@ -105,8 +105,8 @@ def _standing(report: Report, answer: Answer, row: RowKey) -> str:
 def _values(report: Report, answer: Answer, row: RowKey, lengths: list[int]) -> str:
     curve = report.curve(row, answer.task).set_index("length").value.reindex(lengths)
     if answer.task == PERPLEXITY:
-        values = [f"{perplexity(loss):.1f}" for loss in curve]
-        return _listed([value.replace("nan", "not finite") for value in values])
+        words = curve.map(perplexity).map("{:.1f}".format)
+        return _listed([*words.mask(curve.isna(), "not finite")])
     return f"{_listed([f'{100 * score:.0f}' for score in curve])}%"
 
 

@@ -70,8 +70,8 @@ def log_results(run: Run, values: Mapping[int, Mapping[str, float]]) -> None:
         dashboard: Any = logger
         is_wandb = type(logger).__name__ == "WandbLogger"
         for length, row in values.items():
-            for name in row if is_wandb else ():
-                # by its name: Lightning's `*` takes precedence over `evaluation/*`
-                dashboard.experiment.define_metric(name, step_metric=LENGTH)
+            if is_wandb:  # by its name: Lightning's `*` takes precedence over `evaluation/*`
+                for name in row:
+                    dashboard.experiment.define_metric(name, step_metric=LENGTH)
             dashboard.log_metrics({LENGTH: length, **row}, step=None if is_wandb else length)
         logger.finalize("success")
