@@ -46,7 +46,7 @@ peak, as
 python -m trainer plan +experiment=drope_scratch
 ```
 
-prints them ([plan](running.md#plan)); of small experiments it is the time on two CPU cores. None of
+prints them ([plan](running.md#plan)); small experiments have their time on a CPU instead. None of
 the runs that take GPU-hours has been made for this page, and our results are of small models. The
 page is written by `scripts/write_reproduce.py` from [reproduce.yaml](reproduce.yaml)."""
 HEADS = ("item", "state", "command", "GPU-hours, A100 / H100", "our result", "what differs")

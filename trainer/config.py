@@ -189,7 +189,7 @@ class DropConfig(ChangeConfig):
     """When the encoding is dropped, what replaces it, and how training resumes."""
 
     at: int | float | None = None
-    """A step (0 only for trained weights), or a fraction of the run such as 0.85; null: never."""
+    """A step (0: before the first one), or a fraction of the run such as 0.85; null: never."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
     """State of the optimizer: keep, reset, or reset_new (of parameters that the drop adds)."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -344,8 +344,8 @@ class ChoiceSettings:
     """Text on which dope chooses heads, and weighted_rope pairs."""
 
     text: str = "validation"
-    """validation, or the prompts of a task: standard, noisy, multi_key, multi_query,
-    multi_value, many_shot_needle, many_shot_skip."""
+    """validation, or the prompts of a task: standard, noisy, multi_key, multi_query, multi_value,
+    sentence, many_shot_needle, many_shot_skip, zero_shot, or a plugin's with needles."""
     length: PositiveFloat | None = None
     """Length of a text in multiples of the training length; null: the length evaluated."""
     texts: PositiveInt = 4
@@ -684,7 +684,7 @@ class AnalysisConfig:
     texts: PositiveInt | None = None
     """Texts read together; null: as many as make 4,096 tokens, at most 16."""
     chosen: list[tuple[NonNegativeInt, NonNegativeInt]] = field(default_factory=list)
-    """Pairs [layer, query head] to show as single heads; []: found by their measures."""
+    """Pairs [layer, query head] to show as single heads; []: chosen by the analysis."""
     pairs: list[NonNegativeInt] = field(default_factory=list)
     """Rotary pairs that offset_features shows one by one; []: all of a head, or found."""
     context_length: PositiveInt | None = None

@@ -56,7 +56,7 @@ class ModelConfig:
     """Divide o_proj and down_proj by sqrt(2 num_hidden_layers) at the start; false: as
     transformers does, and DroPE's Table 5."""
     attention_backend: str = "auto"
-    """Kernel of attention: auto, sdpa, flash, flex, or one that a plugin registers."""
+    """Kernel of attention: auto, sdpa, cudnn, flash, flex, or one that a plugin registers."""
     from_pretrained: str | None = None
     """Directory or hub id with weights to start from, with their shape, positions
     and tokenizer; null: random weights."""
