@@ -566,11 +566,13 @@ def test_scripts_of_the_page_run_on_a_directory_of_prepared_text(number, base, t
         assert variables["module"].model.config.rope_parameters["factor"] == 1e30
 
 
-def test_a_text_of_more_tokens_than_the_decoder_has_embeddings_is_refused(base):
+@pytest.mark.parametrize("validated", [0, 1])
+def test_a_text_of_more_tokens_than_the_decoder_has_embeddings_is_refused(base, validated):
+    """Also where Lightning reads validation text first."""
     corpus = prepare_corpus(DataConfig(**base["data"]), TokenizerConfig(**base["tokenizer"]))
     data = TokenData(corpus, 32, 4, workers=0)
     with pytest.raises(UserError, match=r"vocab_size: expected at least \d+, got 64"):
-        trainer_of(max_steps=1).fit(ours(), data)
+        trainer_of(max_steps=1, limit_val_batches=validated).fit(ours(), data)
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (2, 1), (2, 2), (1, 4)])

@@ -96,16 +96,21 @@ class TokenData(L.LightningDataModule):
         self.workers, self.held_out, self.samples = workers, held_out, samples
 
     def setup(self, stage: str) -> None:
-        """Open the text."""
+        """Open the text, and check that a decoder has embeddings for its tokens."""
         from trainer.config import DataConfig
         from trainer.data.corpus import corpus_at
         from trainer.data.dataset import TrainingSamples
+        from trainer.data.tokenizer import vocabulary_size
 
         config, corpus = DataConfig(sequence_length=self.length), self.corpus
         if isinstance(corpus, str | Path):
             if self.samples is not None and corpus == "":
                 return
             self.corpus = corpus = corpus_at(config, [corpus])
+        if self.trainer is not None:
+            for part in self.trainer.lightning_module.modules():
+                if isinstance(part, Decoder):
+                    check_vocabulary(part.config, vocabulary_size(corpus.tokenizer))
         if self.samples is None:
             self.samples = TrainingSamples(corpus, config, self.seed)
 
@@ -120,13 +125,8 @@ class TokenData(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's micro-batches from the trainer's step on."""
-        from trainer.data.tokenizer import vocabulary_size
-
         assert self.trainer is not None
         assert self.samples is not None
-        for part in self.trainer.lightning_module.modules():
-            if isinstance(part, Decoder) and not isinstance(self.corpus, str | Path):
-                check_vocabulary(part.config, vocabulary_size(self.corpus.tokenizer))
         repeat_interrupted_step(self.trainer)
         batches = Batches(
             self.samples,
