@@ -215,6 +215,12 @@ def test_what_cannot_be_read_is_named_with_its_line(tmp_path, name, content, lin
     assert message.isprintable()
 
 
+def test_a_line_that_is_cut_is_not_called_a_list(tmp_path):
+    path = written(tmp_path, "a.jsonl", ROW + '{"text":\n')
+    with pytest.raises(UserError, match=r"line 2: Expecting value at column 9$"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     "values", [[1, 2], [None, True], [["a", "b"]], [[{"role": "user", "content": "Hello"}]], [b"a"]]
 )

@@ -139,7 +139,7 @@ def _read_json(file: BinaryIO, column: str) -> Rows:
         return
     for number, line in enumerate(chain([first], decoded), start=1):
         if line.strip():
-            yield number, _field(_parsed(line), column)
+            yield number, _field(_parsed(line.rstrip()), column)
         else:
             yield number, None
 
