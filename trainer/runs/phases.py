@@ -1,6 +1,6 @@
 """A run, resolved once from its words: its phases, their layouts, its controls.
 
-Phases with equal sequence length and mixture share one order of samples.
+Neighbours with equal sequence length and mixture share one order of samples.
 """
 
 import math
