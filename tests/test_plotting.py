@@ -56,6 +56,16 @@ def test_a_legend_above_panels_is_no_wider_than_the_figure():
     assert drawn.x1 <= figure.bbox.x1
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"), [("double", ["a", "", "b", "a"]), ("single", ["a", "a", "b", "a"])]
+)
+def test_the_first_panel_of_a_row_has_the_label_that_it_shares(width, shown):
+    use_style(width)
+    panels = [Panel(y=label) for label in "aaba"]
+    assert [axes.get_ylabel() for axes in draw(panels, Grid(columns=2)).axes] == shown
+    use_style()
+
+
 def test_lines_intervals_and_references_of_a_panel():
     lines = [
         Line("low", 0, [1, 2], [3, 1]),

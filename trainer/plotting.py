@@ -76,13 +76,9 @@ class Style:
             **SHEET,
             "font.family": {"sans": "sans-serif", "serif": "serif"}[self.font],
             "font.size": self.size,
-            "axes.titlesize": self.size,
-            "axes.labelsize": self.size,
             "xtick.labelsize": 7 * self.scale,
             "ytick.labelsize": 7 * self.scale,
             "legend.fontsize": 7.5 * self.scale,
-            "figure.titlesize": self.size,
-            "figure.labelsize": self.size,
             "grid.color": GRID,
         }
 
@@ -221,7 +217,8 @@ def draw(
     index: str = "",
     label_ends: bool = False,
 ) -> Figure:
-    """Draw panels with one legend and one colour bar.
+    """Draw panels with one legend and one colour bar; of panels beside each other that share a
+    label of y, the first has it.
 
     ``trained``: the training length, if x is a number of tokens: the axis becomes logarithmic.
     ``index``: label of the colour bar. ``label_ends``: labels stand at the ends of the lines of
@@ -236,12 +233,15 @@ def draw(
         # Many points in a small panel are small, so that they cover each other less.
         room = 420 * grid.height * style.width / columns
         size = float(np.clip(room / max(most, 1), 1.5, 14))
-        title_size, tick_size = (6.5, 6) if columns > 3 else (8, 7)
-        for axes, panel in zip(drawn, panels, strict=True):
+        title_size, tick_size = 8.0, 7.0
+        if columns > 3:
+            title_size, tick_size = 6.5, 6.0
+        for number, (axes, panel) in enumerate(zip(drawn, panels, strict=True)):
             _draw_points(axes, panel, norm, size)
             _draw_lines(axes, panel, trained)
             axes.set_title(panel.title, pad=4, fontsize=style.scale * title_size)
-            axes.set_ylabel(panel.y)
+            if number % columns == 0 or panel.y != panels[number - 1].y:
+                axes.set_ylabel(panel.y)
             if not grid.x:
                 axes.set_xlabel(panel.x)
             axes.tick_params(labelsize=style.scale * tick_size)
@@ -292,8 +292,9 @@ def heat_maps(
             if names is None:
                 axes.locator_params(integer=True, nbins=4)
             else:
-                axes.set_xticks(range(len(names[0])), names[0], fontsize=6 * style.scale)
-                axes.set_yticks(range(len(names[1])), names[1], fontsize=6 * style.scale)
+                of_columns, of_rows = names
+                axes.set_xticks(range(columns), of_columns, fontsize=6 * style.scale)
+                axes.set_yticks(range(rows), of_rows, fontsize=6 * style.scale)
         look: dict[str, Any] = {"pad": 0.02, "aspect": 30, "format": "%g"}
         bar = figure.colorbar(image, ax=drawn, label=colours.label, **look)
         if colours.log:
@@ -323,29 +324,29 @@ def _norm(maps: Sequence[Array], colours: ColourScale) -> Normalize:
 
 
 @contextmanager
-def _figure(grid: Grid, count: int) -> Iterator[tuple[Figure, list[Axes], Style]]:
-    """Give a figure without a window, its ``count`` panels and the style, whose settings hold."""
+def _figure(grid: Grid, panels: int) -> Iterator[tuple[Figure, list[Axes], Style]]:
+    """Give a figure without a window, its axes and the style, whose settings hold."""
     style = _style.get()
     if grid.narrow:
         style = replace(style, width=WIDTHS["single"])
-    columns = min(style.columns(grid.columns), count)
-    rows = math.ceil(count / columns)
+    columns = min(style.columns(grid.columns), panels)
+    rows = math.ceil(panels / columns)
     with mpl.rc_context(style.settings()):
         size = style.width, grid.height * rows + 0.3
         figure = Figure(figsize=size, layout="constrained")
         share = grid.share
         cells = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
-        panels, unused = list(cells.flat)[:count], list(cells.flat)[count:]
-        for axes in unused:
+        used = list(cells.flat)[:panels]
+        for axes in cells.flat[panels:]:
             axes.remove()
         if share:  # tick labels of x also above gaps of the last row
-            for axes in panels[-columns:]:
+            for axes in used[-columns:]:
                 axes.tick_params(labelbottom=True)
         if grid.x:
             figure.supxlabel(grid.x)
         if grid.y:
             figure.supylabel(grid.y)
-        yield figure, panels, style
+        yield figure, used, style
 
 
 def _label_ends(axes: Axes, panel: Panel, height: float) -> None:
@@ -354,24 +355,24 @@ def _label_ends(axes: Axes, panel: Panel, height: float) -> None:
     lines = [line for line in panel.lines if not line.is_context and np.isfinite(line.y).any()]
     low, high = axes.get_ylim()
     to_share = axes.transData + axes.transAxes.inverted()
-    ends = []
-    for line in lines:
+
+    def end(line: Line) -> float:
         last = np.flatnonzero(np.isfinite(line.y))[-1]
-        ends.append(float(to_share.transform((line.x[last], line.y[last]))[1]))
-    texts = [textwrap.fill(line.label, 14) for line in lines]
+        return float(to_share.transform((line.x[last], line.y[last]))[1])
+
     line_height = 0.16 / height
-    half = [(1 + text.count("\n")) * line_height / 2 for text in texts]
-    order = sorted(range(len(lines)), key=lambda n: -ends[n])
     top = 1.0 + line_height
-    for n in order:
-        place = min(ends[n], top - half[n])
-        top = place - half[n]
+    for line in sorted(lines, key=end, reverse=True):
+        text = textwrap.fill(line.label, 14)
+        half = (1 + text.count("\n")) * line_height / 2
+        place = min(end(line), top - half)
+        top = place - half
         axes.annotate(
-            texts[n],
+            text,
             (1.03, place),
             xycoords="axes fraction",
             va="center",
-            color=lines[n].colour,
+            color=line.colour,
             fontweight="bold",
             linespacing=1.0,
         )
@@ -413,6 +414,7 @@ def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None
 
 
 def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
+    """Draw the lines of a panel, thin ones first, and its references."""
     if panel.faint is not None:
         # One collection: a line each would make the SVG large.
         x = np.broadcast_to(np.asarray(panel.lines[0].x, float), panel.faint.shape)
@@ -440,6 +442,7 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
 
 
 def _draw_line(axes: Axes, line: Line) -> None:
+    """Draw a line in the colour, dashes and marker of its style, over its interval."""
     colour = line.colour
     if line.is_context:
         axes.plot(line.x, line.y, color=colour, linewidth=0.8, zorder=1.2)
@@ -484,6 +487,7 @@ def _log_lengths(axes: Axes) -> None:
 
 
 def _tokens(value: float, _: float) -> str:
+    """Return ``4k`` for 4096."""
     return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 

@@ -295,6 +295,15 @@ def test_effects_on_attention_are_measured_in_a_text_of_the_training_length(tiny
     assert measured == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.parametrize("windows", [[1], [1, None]])
+def test_queries_that_see_their_own_key_alone_have_no_effects(tiny_decoder, windows):
+    model = loud(tiny_decoder, windows=windows)
+    rows = analyze_offset_features(Target("tiny", model, IDS)).rows
+    before = rows[rows.variant == "token before"]
+    assert {*before.layer} == ({1} if None in windows else set())
+    assert {*rows.layer[rows.metric == "angle"]} == {0, 1}
+
+
 def test_a_model_without_rotation_is_refused(tiny_decoder):
     with pytest.raises(NotApplicableError, match="expected a model that rotates"):
         analyze_offset_features(Target("tiny", tiny_decoder(layers=["nope"]), IDS))

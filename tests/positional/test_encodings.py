@@ -15,9 +15,10 @@ from tests.positional.examples import slowed
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.commands import compose_words
 from trainer.common.errors import UserError
+from trainer.positional.config import PositionalConfig, spectrum_of
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name, rope_id
 from trainer.positional.rescaling import cope
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Spectrum, cope_shares
 
 
 def spectrum(name, head_dim=64, training_length=4096, **parameters):
@@ -111,8 +112,11 @@ def test_attention_equals_a_float64_loop(tiny_decoder, name, length):
     ],
 )
 def test_parameters_without_a_meaning_are_refused(name, parameters):
-    with pytest.raises(UserError, match=rf"positional.encodings.{name}: expected a"):
+    with pytest.raises(ValueError, match="expected a"):
         spectrum(name, **parameters)
+    config = PositionalConfig(encodings={"mine": {"type": name, **parameters}})
+    with pytest.raises(UserError, match=r"positional.encodings.mine: expected a"):
+        spectrum_of(config, "mine", 64, 4096)
 
 
 def test_rope_id_says_which_length_it_needs():
@@ -155,7 +159,7 @@ def test_hope_spans_two_pi_to_the_training_length_on_half_of_the_channels():
     assert ratios == pytest.approx([ratios[0]] * 15)
 
 
-@pytest.mark.parametrize(("head_dim", "clipped"), [(128, 20), (64, 8), (16, 20), (16, 1)])
+@pytest.mark.parametrize(("head_dim", "clipped"), [(128, 20), (64, 8), (16, 20), (16, 2)])
 def test_cope_clips_the_slowest_pairs_as_published(head_dim, clipped):
     """github.com/hrlics/CoPE, ``LlamaRotaryEmbedding``; as an encoding and as a rescaling."""
     plain = torch.tensor(spectrum("rope", head_dim).inv_freq, dtype=torch.float64)
@@ -167,6 +171,13 @@ def test_cope_clips_the_slowest_pairs_as_published(head_dim, clipped):
     rescaling = slowed(cope, spectrum("rope", head_dim), 4.0, 4096, clipped=clipped)
     assert rescaling == encoding
     assert slowed(cope, spectrum("rope", head_dim), 1.0, 4096) == spectrum("rope", head_dim)
+
+
+@pytest.mark.parametrize(("clipped", "shares"), [(0, (1, 1, 1)), (1, (1, 1, 0)), (2, (1, 1, 0))])
+def test_the_slowest_clipped_pair_does_not_rotate(clipped, shares):
+    assert cope_shares(3, clipped) == shares
+    with pytest.raises(ValueError, match="clipped: expected 0 or more"):
+        cope_shares(3, -1)
 
 
 def test_a_plugin_adds_an_encoding(tmp_path, monkeypatch):

@@ -13,13 +13,14 @@ from trainer.report.answer import answer_of, sentence
 from trainer.report.tables import tables, write_tables
 
 TITLES = {STATEMENTS: "Numbers found", PERPLEXITY: "Perplexity"}
+CONFIG = {"evaluation": {"needles": {"needles": 4}}}
 
 
 def experiment(drope=(100, 99, 97, 95), yarn=(100, 100, 100, 50), rope=(100, 60, 20, 10)):
     cells = [*statements("RoPE", rope), *statements("DroPE", drope)]
     for about, measured in statements("RoPE", yarn, losses=(None,) * 4):
         cells.append(({**about, "method": "yarn"}, measured))
-    made = report(*cells, training_length=64, tasks=TITLES)
+    made = report(*cells, training_length=64, tasks=TITLES, config=CONFIG)
     return replace(made, origins={"DroPE": "RoPE"})
 
 
@@ -42,11 +43,25 @@ def test_a_lead_is_beyond_the_interval_of_the_difference(far, standing):
     assert f"{standing} RoPE + YaRN" in words
 
 
-@pytest.mark.parametrize(("near", "is_learned"), [(22, False), (60, True)])
+@pytest.mark.parametrize(("near", "is_learned"), [(40, False), (60, True)])
 def test_a_lead_needs_a_model_that_has_learned_the_task(near, is_learned):
     unlearned = (22, 20, 20, 4)
     words = sentence(experiment((near, 20, 20, 20), yarn=unlearned, rope=unlearned))
     assert ("ahead of" in words) == is_learned
+    assert f"{near}, 20, 20 and 20%" in words
+
+
+def test_a_report_of_guesses_lists_no_scores():
+    """One of four values is right by chance; whoever finds nothing of another task has 0%."""
+    chance = (25, 27, 22, 0)
+    words = sentence(experiment(chance, yarn=chance, rope=chance))
+    assert words.startswith("No model has learned the task")
+    assert words.count(".") == 2  # in 25.0%, and at the end
+    nothing = report(*(cell([0.0] * 20, name, length=1024) for name in ("RoPE", "DroPE")))
+    assert sentence(nothing).startswith("No model has learned the task")
+    assert "Multi-key" not in sentence(nothing)
+    one = report(cell([0.0] * 19 + [1.0], length=1024))
+    assert sentence(one) == "Multi-key needles at 1024 tokens: RoPE 5%."
 
 
 def test_a_report_of_losses_alone_has_an_answer_too():

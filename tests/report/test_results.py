@@ -10,9 +10,11 @@ import pytest
 from scipy.stats import binomtest
 
 from tests.report.examples import EXPERIMENT, cell, example, loss, report
+from trainer.common.errors import UserError
 from trainer.evaluation.results import PERPLEXITY, averaged, by_text
 from trainer.evaluation.statistics import estimate
 from trainer.report.report import FACTS, Report
+from trainer.report.tables import compare
 
 
 def values(made, task, metric="score"):
@@ -42,6 +44,16 @@ def test_a_report_that_cannot_be_written_leaves_no_facts(tmp_path):
     with pytest.raises(ValueError, match="serialize"):
         report(config={"not json": object()}).write(tmp_path)
     assert not (tmp_path / FACTS).exists()
+
+
+@pytest.mark.parametrize("facts", ["{}", "[]", '{"training_length": 64}', "{"])
+def test_facts_of_something_else_are_refused_by_their_path(tmp_path, facts):
+    example(trials=5).write(tmp_path)
+    (tmp_path / FACTS).write_text(facts)
+    for read in (Report.read, lambda directory: compare([str(directory)])):
+        with pytest.raises(UserError, match=rf"{FACTS}: expected the facts") as refusal:
+            read(tmp_path)
+        assert "\n" not in str(refusal.value)
 
 
 def test_numbers_that_are_not_finite_are_empty(tmp_path):

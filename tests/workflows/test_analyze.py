@@ -33,6 +33,14 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
         analyses("drop")
 
 
+@pytest.mark.parametrize("place", [(2, 0), (0, 4)])
+def test_a_head_that_the_model_has_not_is_refused(tiny_decoder, place):
+    config = AnalysisConfig("synthetic", chosen=[(1, 3), place])
+    target = Target("tiny", tiny_decoder().eval(), torch.zeros(1, 40, dtype=torch.long), config)
+    with pytest.raises(UserError, match=r"^analysis.chosen: .* 2 layers of 4 heads"):
+        analyze.analyses_of(target)
+
+
 END = 10**6
 
 

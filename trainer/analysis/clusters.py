@@ -4,7 +4,7 @@ App. A.3 and A.10).
 Sums of vectors and Gram matrices are summed over the text once and read at every prefix length.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, Side, view_heads
+from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, view_heads
 from trainer.analysis.results import Findings, Variants, analysis, tidy, variants
 from trainer.analysis.target import Target, read
 from trainer.plotting import Grid, Panel, Plot, draw, log_if_wide, over_heads, plane
@@ -24,8 +24,6 @@ from trainer.plotting import Grid, Panel, Plot, draw, log_if_wide, over_heads, p
 CHUNK = 2048
 """Positions converted to float64 at a time."""
 COMPARED = {"key": "keys with keys", "query": "queries with queries", "cross": "queries with keys"}
-SIDE_ORDER: tuple[Side, ...] = ("key", "query")
-"""Order of panels and colours."""
 RATIO_STYLE = 3
 """Style of a ratio of two variants, which have styles of their own."""
 
@@ -57,15 +55,16 @@ def _sums(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Sum the first n vectors of every head ``[lengths, B, H, D]`` for every n, the vectors scaled
     to length 1, and X^T X ``[lengths, B, H, D, D]``, all float64."""
 
-    def of_chunk(chunk: Tensor) -> tuple[Tensor, ...]:
-        v = chunk.double()
-        return v.sum(dim=2), F.normalize(v, dim=-1).sum(dim=2), v.mT @ v
-
-    parts = []
+    vectors = units = gram = x.new_zeros((), dtype=torch.float64)
+    sums = []
     for begin, end in pairwise([0, *lengths]):
-        chunks = [of_chunk(chunk) for chunk in x[:, :, begin:end].split(CHUNK, dim=2)]
-        parts.append([torch.stack(values).sum(dim=0) for values in zip(*chunks, strict=True)])
-    vectors, units, gram = (torch.stack(part).cumsum(dim=0) for part in zip(*parts, strict=True))
+        for chunk in x[:, :, begin:end].split(CHUNK, dim=2):
+            v = chunk.double()
+            vectors = vectors + v.sum(dim=2)
+            units = units + F.normalize(v, dim=-1).sum(dim=2)
+            gram = gram + v.mT @ v
+        sums.append((vectors, units, gram))
+    vectors, units, gram = map(torch.stack, zip(*sums, strict=True))
     return vectors, units, gram
 
 
@@ -117,12 +116,8 @@ def _separation(q: Tensor, k: Tensor, lengths: list[int], points: int) -> dict[s
 
 def prefix_lengths(length: int) -> list[int]:
     """Return 32, 64, 128 and so on below ``length``, and ``length`` itself."""
-    lengths = []
-    n = 32
-    while n < length:
-        lengths.append(n)
-        n *= 2
-    return [*lengths, length]
+    doubled = [32 * 2**n for n in range(length.bit_length())]
+    return [*(n for n in doubled if n < length), length]
 
 
 def sample_positions(length: int, points: int) -> Array:
@@ -193,7 +188,8 @@ def analyze_clusters(target: Target) -> Findings:
         return cluster_measures(heads, within) if within else {}
 
     values = read(target, measure)
-    axes, places = ("layer", "head", "length"), {"length": lengths}
+    axes = ("layer", "head", "length")
+    places = {"length": lengths}
     tables = []
     for variant in looks:
         measured = {name: values[f"{variant}.{name}"] for name in MEASURES}
@@ -205,8 +201,8 @@ def analyze_clusters(target: Target) -> Findings:
     tables.append(tidy(shares, "layer", "head", variant="plain", length=lengths[-1]))
     plots = curve_plots(Curves(values, lengths, looks, target.training_length))
     queries, keys = (values[f"{side}_first_share"].shape[1] for side in SIDES)
-    chosen = dict.fromkeys((i, head * keys // queries) for i, head in target.config.chosen)
-    shown = [*chosen] or [(i, 0) for i in target.shown_layers]
+    key_heads = dict.fromkeys((i, head * keys // queries) for i, head in target.config.chosen)
+    shown = [*key_heads] or [(i, 0) for i in target.shown_layers]
     plots.append(snapshots_plot(target, shown, looks))
     return Findings(plots, tables)
 
@@ -231,10 +227,7 @@ class Curves:
 
     def compared(self, kind: str, label: str) -> list[Panel]:
         """Return a panel for each of :data:`COMPARED`; ``label``: of the y axis."""
-        labels = dict.fromkeys(COMPARED, "") | {"key": label}
-        return [
-            self.panel(title, f"{side}_{kind}", y=labels[side]) for side, title in COMPARED.items()
-        ]
+        return [self.panel(title, f"{side}_{kind}", y=label) for side, title in COMPARED.items()]
 
     def plot(self, name: str, panels: list[Panel], caption: str, **layout: Any) -> Plot:
         """Return a figure of panels over the length of the text; ``layout``: of its grid."""
@@ -275,16 +268,15 @@ def singular_values_plot(curves: Curves) -> Plot:
     """Draw stable ranks and, if a head rotates, the change of the first singular value."""
     panels = [
         curves.panel("keys", "key_stable_rank", y="stable rank"),
-        curves.panel("queries", "query_stable_rank"),
+        curves.panel("queries", "query_stable_rank", y="stable rank"),
     ]
     if "plain" in curves.looks:
         y = "after / before"
-        for side in SIDE_ORDER:
+        for side in reversed(SIDES):
             ratio = curves.values[f"{side}_fsv_ratio"]
-            mean = over_heads("after / before", RATIO_STYLE, curves.lengths, ratio)
+            mean = over_heads(y, RATIO_STYLE, curves.lengths, ratio)
             title = f"{SIDES[side]}: first singular value"
             panels.append(Panel(title, [mean], y=y, faint=ratio.reshape(-1, ratio.shape[-1])))
-            y = ""  # the first panel alone
     return curves.plot(
         "singular_values",
         panels,
@@ -298,7 +290,7 @@ def singular_values_plot(curves: Curves) -> Plot:
 def first_component_plot(values: Mapping[str, Array]) -> Plot:
     """Draw the distribution over heads of the share of the first principal component."""
     shares = {}
-    for side in SIDE_ORDER:
+    for side in reversed(SIDES):  # keys first, as everywhere in colours
         of_heads = 100 * values[f"{side}_first_share"][..., -1].ravel()
         counts, edges = np.histogram(of_heads, 20, (0, 100))
         middles = (edges[:-1] + edges[1:]) / 2
@@ -320,7 +312,8 @@ def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) 
     planes: dict[HeadIndex, Array] = {}  # of the shorter text, before the encoding
 
     def view(heads: Heads, kv_head: int) -> dict[str, tuple[Array, float]]:
-        vectors, place = cloud(heads, kv_head), (heads.layer, kv_head)
+        vectors = cloud(heads, kv_head)
+        place = heads.layer, kv_head
         if place not in planes:
             planes[place] = principal_axes(vectors["plain"])
         return {variant: project(vectors[variant], planes[place]) for variant in looks}
@@ -331,7 +324,7 @@ def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) 
     panels = []
     for layer, kv_head in shown:
         by_length = {n: views[n][layer, kv_head] for n in lengths}
-        prepare = partial(bare_plane, limits=square_around(by_length.values()))
+        prepare = square_plane(by_length.values())
         label = f"L{layer}, key head {kv_head}"
         for n, variant in product(lengths, looks):
             points, rank = by_length[n][variant]
@@ -341,7 +334,6 @@ def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) 
                 names = ["keys", "queries"]
             groups = dict(zip(names, points, strict=True))
             panels.append(Panel(title, y=label, prepare=prepare, points=groups))
-            label = ""  # the first panel of a row alone
     return Plot(
         "clusters_snapshots",
         draw(panels, Grid(columns=len(panels) // len(shown), height=1.9)),
@@ -351,8 +343,9 @@ def snapshots_plot(target: Target, shown: Sequence[HeadIndex], looks: Variants) 
     )
 
 
-def square_around(views: Iterable[Mapping[str, tuple[Array, float]]]) -> dict[str, Any]:
-    """Return the settings of axes that show all projected points in a square."""
+def square_plane(views: Iterable[Mapping[str, tuple[Array, float]]]) -> Callable[[Axes], None]:
+    """Return a function that prepares axes for all projected points: a square without ticks, with
+    both axes through the origin."""
     clouds = []
     for view in views:
         clouds += [points.reshape(-1, 2) for points, _ in view.values()]
@@ -360,10 +353,10 @@ def square_around(views: Iterable[Mapping[str, tuple[Array, float]]]) -> dict[st
     low, high = everything.min(axis=0), everything.max(axis=0)
     half = 0.55 * float((high - low).max())
     x, y = (low + high) / 2
-    return {"xlim": (x - half, x + half), "ylim": (y - half, y + half), "box_aspect": 1}
 
+    def prepare(axes: Axes) -> None:
+        plane(axes)
+        axes.set(xlim=(x - half, x + half), ylim=(y - half, y + half), box_aspect=1)
+        axes.tick_params(labelleft=False, labelbottom=False, length=0)
 
-def bare_plane(axes: Axes, limits: Mapping[str, Any]) -> None:
-    plane(axes)
-    axes.set(**limits)
-    axes.tick_params(labelleft=False, labelbottom=False, length=0)
+    return prepare

@@ -38,16 +38,16 @@ def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
     """
 
     def measure(heads: Heads) -> dict[str, Tensor]:
-        rows = attention_statistics(heads)
+        statistics = attention_statistics(heads)
         # A query with one visible key has entropy 0; log 2 avoids 0 / 0.
-        largest = rows.visible[1:].clamp(min=2).log()
-        statistics = {
-            "distance": rows.distance[..., 1:].double(),
-            "entropy": rows.entropy[..., 1:].double() / largest,
-            "sink_mass": rows.sink[..., 1:].double(),
+        largest = statistics.visible[1:].clamp(min=2).log()
+        by_query = {
+            "distance": statistics.distance[..., 1:].double(),
+            "entropy": statistics.entropy[..., 1:].double() / largest,
+            "sink_mass": statistics.sink[..., 1:].double(),
         }
-        means = {name: values.mean(dim=-1) for name, values in statistics.items()}
-        return means | positional_biases(rows)
+        means = {name: values.mean(dim=-1) for name, values in by_query.items()}
+        return means | positional_biases(statistics)
 
     return stacked(capture(model, ids, measure))
 
@@ -126,18 +126,14 @@ def _positions(
 ) -> Plot:
     """Draw the distance between predictions, and both losses, by the number of tokens read."""
     middles = ((np.array(edges[:-1]) + 1 + np.array(edges[1:])) / 2).tolist()
-
-    def panel(title: str, styles: Mapping[str, int], y: str) -> Panel:
-        lines = [
-            Line(label, style, middles, curves[label].tolist()) for label, style in styles.items()
-        ]
-        return Panel(title, lines, y=y)
-
+    styles = style_numbers(names)
+    divergence, *losses = [
+        Line(label, styles.get(label, DIVERGENCE_STYLE), middles, curve.tolist())
+        for label, curve in curves.items()
+    ]
     panels = [
-        panel(
-            "next-token predictions", {" ‖ ".join(names): DIVERGENCE_STYLE}, "KL divergence (nats)"
-        ),
-        panel("loss", style_numbers(names), "loss (nats/token)"),
+        Panel("next-token predictions", [divergence], y="KL divergence (nats)"),
+        Panel("loss", losses, y="loss (nats/token)"),
     ]
     return Plot(
         "drop_positions",

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import numpy as np
 import torch
@@ -187,21 +188,17 @@ def analyze_frequency_entropy(target: Target) -> Findings:
     perplexity with extreme pairs attenuated."""
     target.require(6)  # with fewer than a frame, only SpectrumFE is left out
     frames = target.config.frequency_entropy
-    measures = [m for m in MEASURES if m != "spectrum" or target.length >= frames.frame]
-    layers = capture(
-        target.model, target.ids, lambda heads: frequency_entropy_of(heads, measures, frames)
-    )
     by_length: dict[int, Entropies] = {}
     shorter = {n for n in target.config.prefixes if n < target.length}
-    for n in sorted(shorter):
-        names = [m for m in measures if m != "spectrum" or n >= frames.frame]
-        prefix = target.ids[:, :n]
-        by_length[n] = _stacked(frequency_entropies(target.model, prefix, names, frames))
-    by_length[target.length] = values = _stacked(layers)
-    chosen, ranked = target.config.chosen, values[measures[0], "query"]
-    lowest = np.nan_to_num(ranked, nan=1.0).min(axis=-1).argmin(axis=-1).tolist()
-    # The head with the most concentrated pair.
-    shown = chosen or [(layer, lowest[layer]) for layer in target.shown_layers]
+    for n in [*sorted(shorter), target.length]:  # the whole texts last
+        measures = [m for m in MEASURES if m != "spectrum" or n >= frames.frame]
+        layers = frequency_entropies(target.model, target.ids[:, :n], measures, frames)
+        by_length[n] = {key: stack_layers(x) for key, x in by_name(layers).items()}
+    values = by_length[target.length]
+    # The head with the most concentrated pair of each layer.
+    lowest = np.nan_to_num(values[measures[0], "query"], nan=1.0).min(axis=-1).argmin(axis=-1)
+    chosen = target.config.chosen
+    shown = chosen or [(layer, int(lowest[layer])) for layer in target.shown_layers]
     norms = view_heads(target.model, target.ids[:1], shown, norm_maps)
     plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
     for side in SIDES:
@@ -213,39 +210,28 @@ def analyze_frequency_entropy(target: Target) -> Findings:
         for (m, side), of_pairs in entropies.items():
             if side == "query" or n == target.length:  # prefixes have rows for queries alone
                 named = {NAMES[m]: of_pairs}
-                table = tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n)
-                tables.append(table)
+                tables.append(tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n))
     return Findings(plots + attenuated.plots, tables + attenuated.tables, attenuated.notes)
-
-
-def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
-    return {key: stack_layers(entropies) for key, entropies in by_name(layers).items()}
 
 
 def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:
     """Return norms ``[pairs, cells]`` of the pairs of a query head and of the keys that it reads,
     means over neighbouring tokens of the first text."""
     pairs = pair_counts(heads.encoding, heads.q.shape[1], heads.q.shape[-1])[head]
-    norms = {side: pair_norms(x, pairs) for side, x in head_vectors(heads, head).items()}
     cell = -(-heads.q.shape[2] // CELLS)
-    return {side: cell_means(values, cell).numpy() for side, values in norms.items()}
-
-
-def _panel(title: str, values: Array) -> Panel:
-    """Return the points of entropies ``[heads, pairs]``, coloured by the number of the head."""
-    heads, pairs = map(np.arange, values.shape)
-    return graded(title, pairs, values, heads[:, None], prepare=_unit)
+    vectors = head_vectors(heads, head)
+    return {side: cell_means(pair_norms(x, pairs), cell).numpy() for side, x in vectors.items()}
 
 
 def _layers_plot(measure: str, values: Array, chosen: Sequence[HeadIndex]) -> Plot:
     """Draw queries of all heads of all layers, ``values`` ``[layers, heads, pairs]``, or of the
     layers of the chosen heads."""
     shown = list(dict.fromkeys(layer for layer, _ in chosen)) or list(range(len(values)))
-    panels = [_panel(f"layer {i}", values[i]) for i in shown]
-    columns, height = COLUMNS, 1.75
+    heads, pairs = map(np.arange, values.shape[1:])
+    panels = [graded(f"layer {i}", pairs, values[i], heads[:, None], prepare=_unit) for i in shown]
+    grid = Grid(COLUMNS, 1.75, x=PAIR_INDEX, y=NAMES[measure], share=True)
     if len(shown) > COLUMNS:
-        columns, height = 6, 0.95
-    grid = Grid(columns, height, x=PAIR_INDEX, y=NAMES[measure], share=True)
+        grid = replace(grid, columns=6, height=0.95)
     return Plot(
         f"frequency_entropy_layers_{measure}",
         draw(panels, grid, index="head"),
@@ -258,24 +244,22 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
     whole = by_length[max(by_length)]
     lengths = [*by_length] if side == "query" else [max(by_length)]
     measures = [measure for measure, of in whole if of == side]
-    readers, title = 1, "layer {}, head {}"
+    readers = 1
+    title = "layer {}, head {}"
     if side == "key":
         readers = whole[measures[0], "query"].shape[1] // whole[measures[0], side].shape[1]
         title = "layer {}, key head {}"
     panels = []
     for start in range(0, len(heads), COLUMNS):
-        for measure in measures:
+        for measure, (i, query_head) in product(measures, heads[start : start + COLUMNS]):
+            head = query_head // readers
+            points = {}
+            for n in lengths:
+                if (measure, side) in by_length[n]:
+                    values = by_length[n][measure, side][i, head]
+                    points[f"{n:,} tokens"] = np.column_stack([np.arange(len(values)), values])
             y = NAMES[measure]
-            for i, query_head in heads[start : start + COLUMNS]:
-                head = query_head // readers
-                points = {}
-                for n in lengths:
-                    if (measure, side) in by_length[n]:
-                        values = by_length[n][measure, side][i, head]
-                        pairs = np.arange(len(values))
-                        points[f"{n:,} tokens"] = np.column_stack([pairs, values])
-                panels.append(Panel(title.format(i, head), y=y, prepare=_unit, points=points))
-                y = ""  # the first panel of a row alone
+            panels.append(Panel(title.format(i, head), y=y, prepare=_unit, points=points))
     grid = Grid(min(COLUMNS, len(heads)), 1.75, x=PAIR_INDEX, share=True)
     return Plot(
         f"frequency_entropy_heads_{SIDES[side]}",
@@ -286,6 +270,7 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
 
 
 def _norms_plot(norms: Mapping[HeadIndex, Mapping[Side, Array]], side: Side, length: int) -> Plot:
+    """Draw the norms of pairs along the first text, see :func:`norm_maps`."""
     return Plot(
         f"frequency_entropy_norms_{SIDES[side]}",
         heat_maps(
@@ -309,7 +294,9 @@ def attenuated_perplexity(
     ``entropies``: entropies on the target's texts. A model without rotation, or with an
     intervention, is not measured, which a note says.
     """
-    settings, model, layout = target.config.attenuation, target.model, target.model.layout
+    settings = target.config.attenuation
+    model = target.model
+    layout = model.layout
     gates = [rules for rules in settings.gates if _needed([rules]) <= {*measures}]
     busy = any(layer.intervention for layer in layout.layers)
     if busy or not layout.rotates:
@@ -321,34 +308,37 @@ def attenuated_perplexity(
     if target.choice is not None:
         frames = target.config.frequency_entropy
         entropies = frequency_entropies(model, target.choice, sorted(_needed(gates)), frames)
+
+    def weighted(rules: Sequence[WeightedRopeSettings], alpha: float) -> tuple[Intervention, ...]:
+        with_alpha = [replace(rule, alpha=alpha) for rule in rules]
+        return factors_of(layout, entropies, with_alpha, model.config.head_size)
+
+    chosen_pairs = [count_pairs(weighted(rules, 0)) for rules in gates]
+    alphas = sorted({*settings.alphas} - {1.0}, reverse=True)
     most = target.length - 1
-    tables, panels, idle = [], [], []
+    tables = []
+    panels = []
     for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
         ids = target.ids[:1, : n + 1]
         plain = _perplexity(model, layout, ids)
         lines = []
-        for number, rules in enumerate(gates):
-            curve = {1.0: plain}
-            head_size = model.config.head_size
-            chosen = factors_of(layout, entropies, [replace(r, alpha=0) for r in rules], head_size)
-            pairs = count_pairs(chosen)
-            for alpha in sorted({*settings.alphas} - {1.0}, reverse=True):
-                weighted = [replace(rule, alpha=alpha) for rule in rules]
-                chosen = factors_of(layout, entropies, weighted, head_size)
-                curve[alpha] = _perplexity(model, apply(layout, chosen), ids) if pairs else plain
-            numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
-            numbers["attenuated_pairs"] = float(pairs)
-            tables.append(tidy(numbers, variant=in_words(rules), length=n))
+        for number, (rules, pairs) in enumerate(zip(gates, chosen_pairs, strict=True)):
+            curve = dict.fromkeys([1.0, *alphas], plain)
             if pairs:
+                for alpha in alphas:
+                    curve[alpha] = _perplexity(model, apply(layout, weighted(rules, alpha)), ids)
                 label = f"{in_words(rules)} ({pairs:,})"
                 # Steps of 7 change colour and dashes: curves that cover each other stay visible.
                 lines.append(Line(label, 1 + 7 * number, [*curve], [*curve.values()]))
-            else:
-                idle.append(in_words(rules))
+            numbers = {f"perplexity, alpha={alpha:g}": value for alpha, value in curve.items()}
+            numbers["attenuated_pairs"] = float(pairs)
+            tables.append(tidy(numbers, variant=in_words(rules), length=n))
         if lines:
-            x, y = "factor α on the chosen pairs", "perplexity"
-            panels.append(Panel(f"{n:,} tokens", lines, x, y, log_if_wide))
-    notes = [f"No pair has {gate}, so attenuation changes nothing." for gate in dict.fromkeys(idle)]
+            x = "factor α on the chosen pairs"
+            panels.append(Panel(f"{n:,} tokens", lines, x, "perplexity", log_if_wide))
+    without_pairs = [rules for rules, n in zip(gates, chosen_pairs, strict=True) if n == 0]
+    idle = dict.fromkeys(map(in_words, without_pairs))
+    notes = [f"No pair has {gate}, so attenuation changes nothing." for gate in idle]
     if not panels:
         return Findings([], tables, notes)
     plot = Plot(
@@ -361,11 +351,13 @@ def attenuated_perplexity(
 
 
 def _needed(gates: Sequence[Sequence[WeightedRopeSettings]]) -> set[str]:
+    """Return the entropies that gates choose by."""
     return {rule.entropy for rules in gates for rule in rules}
 
 
 @torch.no_grad()
 def _perplexity(model: LanguageModel, layout: Layout, ids: Tensor) -> float:
+    """Return the perplexity of texts ``[B, T]`` under a layout, without their first token."""
     ids = ids.to(model.device)
     with model.using(layout):
         return float(model.token_losses(ids[:, :-1], ids[:, 1:]).double().mean().exp())

@@ -49,12 +49,15 @@ Stage = Literal["pre_ntk", "post_ntk", "post_rope"]
 STAGES: dict[Stage, str] = {"pre_ntk": "before the rotation", "post_ntk": "as they attend"}
 CHUNK = 8192
 """Tokens converted to float64 at a time."""
-COPIED, DEPTH = 32, 0.1
-"""Tokens of a copied needle, and its place."""
+COPIED = 32
+"""Largest number of tokens of a copied needle."""
+DEPTH = 0.1
+"""Place of a copied needle, as a share of the text."""
 RANKS = (1, 4, 8, 16, 32)
 SHOWN = 16
 """Rank by which heads are chosen, if a head has more channels."""
 POINTS = 2048
+"""Largest number of points of a curve along the text."""
 Scores = dict[str, Array]
 """Band entropy and effective ranks by name, ``[layers, heads]``."""
 
@@ -286,9 +289,11 @@ def needle_plots(
     starts = np.arange(0, T, -(-T // POINTS))
     widths = np.diff([*starts, T])
     panels = []
+    directions = {}
     from_zero = partial(Axes.set_ylim, bottom=0)
     for place, title in shown.items():
-        for kind, attention in (("average", views[place][0]), ("last token", last[place])):
+        average, directions[title] = views[place]
+        for kind, attention in (("average", average), ("last token", last[place])):
             values = (np.add.reduceat(attention, starts) / widths).tolist()
             line = Line("", 1, starts.tolist(), values)
             panels.append(Panel(f"{title}\n{kind}", [line], prepare=from_zero, vertical=mark))
@@ -302,7 +307,7 @@ def needle_plots(
         Plot(
             "query_directions",
             heat_maps(
-                {title: views[place][1] for place, title in shown.items()},
+                directions,
                 ColourScale("cosine similarity", -1, 1, signed=True),
                 Grid(
                     2,

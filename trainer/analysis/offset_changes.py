@@ -45,6 +45,7 @@ def offset_changes(before: Target, after: Target) -> Findings:
         for name, features in by_name.items()
     ]
     was, now = by_name.values()
+    # Rows of the pairs that both have.
     was, now = was.merge(now[PLACE], on=PLACE), now.merge(was[PLACE], on=PLACE)
     plots: list[Plot] = []
     shapes = {
@@ -104,18 +105,18 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
         axes.set_xlim(left=0)
 
     panels = []
-    y = "angle φ (rad)"
     for pair in shown:
-        points, bounds = {}, []
+        points = {}
+        bounds = []
         for name, features in by_name.items():
             table = features[features.pair == pair]
             points[name] = table[["key_radius", "angle"]].to_numpy()
             if table.possible.any():
                 bound = table.lower_bound[table.possible].iloc[0]
                 bounds.append((bound, f"lower bound of {name}"))
-        look: dict[str, Any] = {"x": "radius of the mean key", "y": y, "prepare": prepare}
-        panels.append(Panel(f"pair {pair}", horizontal=tuple(bounds), points=points, **look))
-        y = ""  # the first panel alone
+        labels: dict[str, Any] = {"x": "radius of the mean key", "y": "angle φ (rad)"}
+        look: dict[str, Any] = {"prepare": prepare, "horizontal": tuple(bounds)}
+        panels.append(Panel(f"pair {pair}", points=points, **labels, **look))
     return Plot(
         "offset_changes_of_pairs",
         draw(panels),

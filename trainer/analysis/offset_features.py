@@ -62,8 +62,12 @@ RADII = (6.0, 9.0, 12.0)
 PLACE = ["layer", "head", "pair"]
 QUERIES = 128
 """Largest number of queries whose attention is measured."""
-DISTANCES, POINTS, CELLS = 400, 1000, 256
-"""Largest number of distances and of tokens with points in figures, and of cells of a map."""
+DISTANCES = 400
+"""Largest number of distances in a curve."""
+POINTS = 1000
+"""Largest number of tokens with a point of their own."""
+CELLS = 256
+"""Largest number of cells of a map along the text."""
 SHOWN = 3
 """Number of heads that figures show if none are chosen."""
 PAIR_INDEX = "pair index, from the fastest on"
@@ -116,7 +120,7 @@ def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
         pairs = len(inv_freq)
         query, query_variance = pair_means(heads.q[:, head], pairs)
         key, key_variance = keys[kv]
-        turns = inv_freq > 0
+        rotates = inv_freq > 0
         columns = {
             "layer": heads.layer,
             "head": head,
@@ -125,8 +129,8 @@ def offset_features(heads: Heads, context_length: int) -> pd.DataFrame:
             "query_radius": np.abs(query),
             "key_radius": np.abs(key),
             "angle": np.mod(np.angle(key) - np.angle(query), TURN),
-            "query_circular_variance": np.where(turns, query_variance, np.nan),
-            "key_circular_variance": np.where(turns, key_variance, np.nan),
+            "query_circular_variance": np.where(rotates, query_variance, np.nan),
+            "key_circular_variance": np.where(rotates, key_variance, np.nan),
             "possible": possible,
             "lower_bound": np.where(possible, lower_bound, np.nan),
             "scale": heads.scale * spectrum.rotary_scale**2 * spectrum.temperature.scale,
@@ -261,22 +265,23 @@ def sinks(heads: Heads, features: pd.DataFrame) -> list[PairEffect]:
 def fastest_pairs(heads: Heads) -> list[PairEffect]:
     """Measure the attention on the token before in every head that rotates, as it is and without
     the head's fastest pair."""
-    C, positions = heads.training_length, sampled_queries(heads)
-    rows: list[PairEffect] = []
+    C = heads.training_length
+    positions = sampled_queries(heads)
+    effects: list[PairEffect] = []
     for head in range(heads.q.shape[1]):
         spectrum = heads.encoding.spectra[head // heads.queries_per_key].at(C, C)
         if spectrum.rotates:
             pair = int(np.argmax(spectrum.inv_freq))
             before = positions - 1
-            row = {
+            effect = {
                 "layer": heads.layer,
                 "head": head,
                 "pair": pair,
                 "attention": mean_attention(heads, head, positions, before),
                 "attention_without": mean_attention(heads, head, positions, before, pair),
             }
-            rows.append(row)
-    return rows
+            effects.append(effect)
+    return effects
 
 
 @analysis("offset_features", "Rotary offset features")
@@ -292,21 +297,22 @@ def analyze_offset_features(target: Target) -> Findings:
     features = pd.concat(layers, ignore_index=True)
 
     def effects(heads: Heads) -> tuple[list[PairEffect], list[PairEffect]]:
+        if heads.encoding.window == 1:  # every query sees its own key alone
+            return [], []
         return sinks(heads, layers[heads.layer]), fastest_pairs(heads)
 
     # Queries within the training length, in texts that do not change them.
     ids = target.ids if target.prefix is None else target.prefix
     first_rows, previous_rows = zip(*capture(model, ids, effects), strict=True)
     on_first = pd.DataFrame([*chain.from_iterable(first_rows)])
-    on_previous = pd.DataFrame([*chain.from_iterable(previous_rows)]).merge(features, on=PLACE)
-    # Angles become steps of a token (Sec. 4.3.1). Just under a full turn means just below 0.
-    turned = np.mod(on_previous.angle + on_previous.inv_freq / 2, TURN)
-    on_previous["steps"] = turned / on_previous.inv_freq - 0.5
+    on_previous = pd.DataFrame([*chain.from_iterable(previous_rows)])
     tables = [pair_rows(features.drop(columns="scale"))]
     if len(on_first):
         tables.append(pair_rows(on_first).assign(variant="first token"))
-    steps = on_previous[[*PLACE, "attention", "attention_without", "steps"]]
-    tables.append(pair_rows(steps).assign(variant="token before"))
+    if len(on_previous):
+        on_previous = with_steps(on_previous, features)
+        steps = on_previous[[*PLACE, "attention", "attention_without", "steps"]]
+        tables.append(pair_rows(steps).assign(variant="token before"))
     tables.append(tidy(summary(features), variant="all pairs", length=C))
     plots = [all_pairs(features, C), stability_plot(features)]
     shown = shown_heads(features, chosen)
@@ -314,17 +320,26 @@ def analyze_offset_features(target: Target) -> Findings:
         views = view_heads(model, target.ids[:1], [*shown], head_vectors)
         by_head = dict(iter(features.groupby(["layer", "head"])))
         plots.append(channels(views))
-        of_pairs = [*shown]
-        if not chosen:  # all pairs of the strongest head alone
-            of_pairs = of_pairs[:1]
-        for place in of_pairs:
+        heads_with_points = [*shown]
+        if not chosen:
+            heads_with_points = heads_with_points[:1]  # the strongest
+        for place in heads_with_points:
             turns = by_head[place].inv_freq.to_numpy() * C / TURN
             plots.append(points_of_head(place, views[place], turns, target.config.pairs))
         plots.append(terms(by_head, shown, C))
     if len(on_first):
         plots.append(sinks_plot(on_first))
-    plots.append(steps_plot(on_previous))
+    if len(on_previous):
+        plots.append(steps_plot(on_previous))
     return Findings(plots, tables)
+
+
+def with_steps(effects: pd.DataFrame, features: pd.DataFrame) -> pd.DataFrame:
+    """Return effects of pairs with their features, and their angles in ``steps`` of a token (Sec.
+    4.3.1). An angle just under a full turn is just below 0."""
+    rows = effects.merge(features, on=PLACE)
+    turned = np.mod(rows.angle + rows.inv_freq / 2, TURN)
+    return rows.assign(steps=turned / rows.inv_freq - 0.5)
 
 
 def shown_heads(features: pd.DataFrame, chosen: Sequence[HeadIndex]) -> dict[HeadIndex, int]:
@@ -374,13 +389,14 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
         mark: dict[str, Any] = {"color": ORANGE, "markersize": 4, "label": "lower bound"}
         axes.plot(lower.pair, lower.lower_bound, "_", **mark)
 
-    radius, angle = "radius of the mean key", "angle φ, query to key (rad)"
-    of: dict[str, Any] = {"table": moving, "across": "pair", "index": "key_radius", "x": PAIR_INDEX}
+    radius = "radius of the mean key"
+    angle = "angle φ, query to key (rad)"
+    by_pair = partial(points_by, moving, "pair", index="key_radius", x=PAIR_INDEX)
     longest = moving.key_radius.max()
     levels = tuple((level, "radii of Table 2") for level in RADII if level < longest)
     panels = [
-        points_by(up="key_radius", y=radius, prepare=upper_bound, horizontal=levels, **of),
-        points_by(up="angle", y=angle, prepare=both_bounds, **of),
+        by_pair("key_radius", y=radius, prepare=upper_bound, horizontal=levels),
+        by_pair("angle", y=angle, prepare=both_bounds),
     ]
     return Plot(
         "offset_features",
@@ -441,11 +457,13 @@ def points_of_head(
     layer, head = place
     tokens = {side: x[:: -(-len(x) // POINTS)].numpy() for side, x in view.items()}
     panels = []
-    for pair in [pair for pair in pairs if pair < len(turns)] or range(len(turns)):
+    shown = [pair for pair in pairs if pair < len(turns)] or range(len(turns))
+    for pair in shown:
         channels = [pair, pair + len(turns)]
         digits = np.format_float_positional(turns[pair], 2, fractional=False, trim="-")
         title = f"{pair}: {digits} turns"
-        query, key = tokens["query"][:, channels], tokens["key"][:, channels]
+        query = tokens["query"][:, channels]
+        key = tokens["key"][:, channels]
         panels.append(_cloud(title, query, key, turns[pair]))
     columns = min(8, math.ceil(math.sqrt(len(panels))))
     return Plot(
@@ -466,11 +484,13 @@ def _cloud(title: str, query: Array, key: Array, turns: float) -> Panel:
         axes.set_aspect("equal", adjustable="datalim")
         axes.locator_params(nbins=3)
         for cloud in (query, key):
-            axes.plot(*zip((0, 0), cloud.mean(axis=0), strict=True), color=BLACK, linewidth=0.9)
+            x, y = cloud.mean(axis=0)
+            axes.plot([0, x], [0, y], color=BLACK, linewidth=0.9)
         axes.plot(*key[0], "*", color=ORANGE, markeredgecolor=BLACK, markersize=6)
-        mean = query.mean(axis=0)
-        start = math.degrees(math.atan2(*mean[::-1]))
-        end, size = start + 360 * min(turns, 1), 1.2 * float(np.hypot(*mean))
+        x, y = query.mean(axis=0)
+        start = math.degrees(math.atan2(y, x))
+        end = start + 360 * min(turns, 1)
+        size = 1.2 * float(np.hypot(x, y))
         axes.add_patch(Arc((0, 0), size, size, theta1=start, theta2=end, color=GREEN))
 
     return Panel(title, prepare=prepare, points={"keys": key, "queries": query})
@@ -493,17 +513,15 @@ def terms(
         parts = contributions(by_head[layer, head], distances.tolist())
         term = parts[pair]
         total = parts.sum(axis=0)
-        of_pair = Line("the feature", 0, x, term.tolist())
+        feature = Line("the feature", 0, x, term.tolist())
         sums = [
             Line("all pairs", 1, x, total.tolist()),
             Line("all but the feature", 4, x, (total - term).tolist()),
         ]
-        title, mark = f"L{layer}H{head}, pair {pair}", (float(trained), "C")
-        look: dict[str, Any] = {"prepare": log_x, "vertical": mark}
-        panels += [
-            Panel(title, [of_pair], y="part of the logit", faint=parts, **look),
-            Panel("", sums, **look),
-        ]
+        title = f"L{layer}H{head}, pair {pair}"
+        look: dict[str, Any] = {"prepare": log_x, "vertical": (float(trained), "C")}
+        panels.append(Panel(title, [feature], y="part of the logit", faint=parts, **look))
+        panels.append(Panel("", sums, **look))
     label = "distance between query and key + 1 (tokens)"
     return Plot(
         "offset_contributions",
@@ -540,6 +558,7 @@ def steps_plot(pairs: pd.DataFrame) -> Plot:
 
 
 def _without_pair(key: str, pairs: pd.DataFrame) -> Panel:
-    x, y = f"attention on {key}", f"attention on {key}\nwithout the pair"
-    names = "attention", "attention_without", "layer"
-    return points_by(pairs, *names, x=x, y=y, prepare=diagonal)
+    """Return the attention on a key with and without a pair, a point for each head."""
+    x = f"attention on {key}"
+    y = f"{x}\nwithout the pair"
+    return points_by(pairs, "attention", "attention_without", "layer", x=x, y=y, prepare=diagonal)

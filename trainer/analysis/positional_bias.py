@@ -106,11 +106,11 @@ def analyze_positional_bias(target: Target) -> Findings:
     fresh = fresh_decoders(model, target.ids)
     spreads = fresh.spreads | {"model": prefix_spreads(model, ids[:1, :TOKENS])[None]}
     tables = [tidy(bias, "layer", "head", length=ids.shape[1])]
-    for version, seeds in spreads.items():
-        tables += _rows_of_seeds("prefix_spread", version, seeds)
-    for version, norms in fresh.gradients.items():
+    for version, by_seed in spreads.items():
+        tables.append(_rows_of_seeds("prefix_spread", version, by_seed))
+    for version, by_seed in fresh.gradients.items():
         for i, kind in enumerate(KINDS):
-            tables += _rows_of_seeds(f"gradient_{kind}", version, norms[:, i])
+            tables.append(_rows_of_seeds(f"gradient_{kind}", version, by_seed[:, i]))
     plots = [biases_plot(bias, ids.shape[1])]
     if fresh.gradients:
         plots.append(gradients_plot(fresh.gradients, fresh.tokens))
@@ -129,13 +129,11 @@ def analyze_positional_bias(target: Target) -> Findings:
     return Findings(plots, tables)
 
 
-def _rows_of_seeds(metric: str, version: str, seeds: Array) -> list[pd.DataFrame]:
+def _rows_of_seeds(metric: str, version: str, by_seed: Array) -> pd.DataFrame:
     """Return the values ``[seeds, layers]`` of a version of the model as rows."""
     label, _ = VERSIONS[version]
-    return [
-        tidy({metric: values}, "layer", variant=f"{label}, seed {seed}")
-        for seed, values in enumerate(seeds)
-    ]
+    names = [f"{label}, seed {seed}" for seed in range(len(by_seed))]
+    return tidy({metric: by_seed}, "variant", "layer", places={"variant": names})
 
 
 def head_biases(target: Target) -> dict[str, Array]:
@@ -169,15 +167,16 @@ def _target_weights(visible: Tensor, shift: int) -> Tensor:
     return (visible > max(shift, 1)).to(torch.float64)
 
 
-def positional_biases(rows: AttentionStatistics) -> dict[str, Tensor]:
+def positional_biases(statistics: AttentionStatistics) -> dict[str, Tensor]:
     """Compute A^c ``[B, query heads]`` towards the ``diagonal`` and the ``previous`` token."""
+    visible = statistics.visible
 
     def bias(weight: Tensor, shift: int) -> Tensor:
-        excess = weight.double() * rows.visible - 1 + rows.learned
-        values = excess / (rows.visible - 1).clamp(min=1)
-        return (values * _target_weights(rows.visible, shift)).mean(dim=-1)
+        excess = weight.double() * visible - 1 + statistics.learned
+        values = excess / (visible - 1).clamp(min=1)
+        return (values * _target_weights(visible, shift)).mean(dim=-1)
 
-    return {"diagonal": bias(rows.diagonal, 0), "previous": bias(rows.previous, 1)}
+    return {"diagonal": bias(statistics.diagonal, 0), "previous": bias(statistics.previous, 1)}
 
 
 def bias_gradients(model: Decoder, ids: Tensor) -> Array:
@@ -310,12 +309,11 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshDecoders:
             by_query, by_key = bias_gradients(decoder, text).swapaxes(0, 1)
             gradients[name].append(np.hypot(by_query, by_key).mean(axis=-1))
             spreads[name].append(prefix_spreads(decoder, text))
-    return FreshDecoders(tokens, _stacked_seeds(gradients), _stacked_seeds(spreads))
-
-
-def _stacked_seeds(measured: Mapping[str, list[Array]]) -> dict[str, Array]:
-    """Return what was measured for each seed as one array ``[seeds, ...]`` by version."""
-    return {version: np.stack(seeds) for version, seeds in measured.items()}
+    return FreshDecoders(
+        tokens,
+        {version: np.stack(by_seed) for version, by_seed in gradients.items()},
+        {version: np.stack(by_seed) for version, by_seed in spreads.items()},
+    )
 
 
 def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
@@ -418,9 +416,9 @@ def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Pl
     if prompt is not None:
         needle = prompt.needle
         place = highest_rotating(maps["trained"][..., needle].sum(axis=-1), model.layout)
-        first = max(0, needle.start - REACH)
-        near = {name: map_[place][first : needle.stop + REACH] for name, map_ in maps.items()}
-        first -= needle.start
+        shown = slice(max(0, needle.start - REACH), needle.stop + REACH)
+        near = {name: of_heads[place][shown] for name, of_heads in maps.items()}
+        first = shown.start - needle.start
         title = "needle: layer {} head {}".format(*place)
         x = "key, tokens from the needle's first"
         panels.append(Panel(title, _lines(near, first), x, "attention"))
@@ -459,16 +457,14 @@ def factors_plot(
     """Draw the factor on every frequency (Fig. 6 and 11)."""
     turns = np.array(spectrum.inv_freq) * training_length / (2 * math.pi)
     slow = (turns > 0) & (turns < 1)
-
-    prepare = partial(Axes.set_ylim, bottom=0, top=1.05)
     mark = None
     if slow.any():
         mark = int(np.argmax(slow)) - 0.5, "right of it: less than one turn"
-    panels = []
-    for s, by_method in factors.items():
-        lines = _lines(by_method)
-        x = "pair, fastest first"
-        panels.append(Panel(f"s = {s:g}", lines, x, "frequency factor γ", prepare, mark))
+    look: dict[str, Any] = {"prepare": partial(Axes.set_ylim, bottom=0, top=1.05), "vertical": mark}
+    panels = [
+        Panel(f"s = {s:g}", _lines(by_method), "pair, fastest first", "frequency factor γ", **look)
+        for s, by_method in factors.items()
+    ]
     return Plot(
         "rescaling_factors",
         draw(panels),

@@ -58,7 +58,8 @@ def analyze_sinks(target: Target) -> Findings:
 
     of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
     curves = read(target, measure, of_keys)
-    axes, places = ("layer", "head", "length"), {"length": edges[1:]}
+    axes = ("layer", "head", "length")
+    places = {"length": edges[1:]}
     tables = []
     for measure_name in MEASURES:
         for variant in looks:

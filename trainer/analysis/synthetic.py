@@ -85,7 +85,8 @@ PER_INTERVAL = 24
 def analyze_synthetic(target: Target) -> Findings:
     """Measure the two criteria of RoPE-ID for every spectrum: a lower bound that is not trivial,
     reached within the training length. Reads neither the weights nor the text."""
-    layout, head_dim = target.model.layout, target.model.config.head_size
+    layout = target.model.layout
+    head_dim = target.model.config.head_size
     C = layout.training_length
     standard, notes = standard_spectra(head_dim, C)
     spectra = _model_spectra(layout) | standard
@@ -131,7 +132,8 @@ def standard_spectra(head_dim: int, training_length: int) -> tuple[dict[str, Spe
         "high frequency": partial(high_frequency, head_dim, training_length),
         "RoPE-ID": partial(rope_id, head_dim, training_length, fastest_wavelength=fastest),
     }
-    spectra, notes = {}, []
+    spectra = {}
+    notes = []
     for name, make in kinds.items():
         try:
             spectra[name] = make()

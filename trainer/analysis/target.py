@@ -64,7 +64,8 @@ class Target:
     def prefix(self) -> Tensor | None:
         """First C tokens of the texts if the model reads them differently without the later ones,
         because its temperatures or frequencies follow the length."""
-        C, layout = self.training_length, self.model.layout
+        C = self.training_length
+        layout = self.model.layout
         differs = self.length > C and layout.at(C) != layout.at(self.length)
         return self.ids[:, :C] if differs else None
 
@@ -117,14 +118,9 @@ def read(
 def position_edges(length: int, per_octave: int = 16) -> list[int]:
     """Return the edges of buckets of positions: one bucket for each of the first ``per_octave``
     positions, and ``per_octave`` buckets for every doubling of the position after that."""
-    edges = list(range(min(per_octave, length) + 1))
-    step = 1
-    while edges[-1] < length:
-        edge = round(per_octave * 2 ** (step / per_octave))
-        if edge > edges[-1]:
-            edges.append(min(edge, length))
-        step += 1
-    return edges
+    steps = range(per_octave * length.bit_length())
+    edges = {*range(per_octave), *(round(per_octave * 2 ** (n / per_octave)) for n in steps)}
+    return [*sorted(edge for edge in edges if edge < length), length]
 
 
 def bucket_means(values: Tensor, edges: list[int]) -> Tensor:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -31,7 +30,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from trainer.common.errors import UserError
 from trainer.hf.rotation import without_rotation
 from trainer.interchange.hf_config import trained_and_reach
-from trainer.interchange.published import read_config
+from trainer.interchange.published import load_quietly, read_config
 from trainer.model.backends import Mask, allowed, cudnn_attention
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
@@ -72,15 +71,13 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "Adapte
         raise UserError(
             f"{directory}: adapter_config.json and transformers_weights are not supported"
         )
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+    hf, info = load_quietly(
         directory,
-        dtype=torch.float32,
         local_files_only=True,
         use_safetensors=True,
         trust_remote_code=False,
         output_loading_info=True,
     )
-    hf, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")
     model = AdaptedModel(hf)

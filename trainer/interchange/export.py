@@ -38,6 +38,7 @@ from trainer.interchange.published import (
     OF_TOKENIZER,
     TOKEN_IDS,
     TOKENIZER_CONFIG,
+    load_quietly,
     own_first_token,
     settings,
 )
@@ -352,7 +353,7 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
     Raises:
         UserError: transformers tokenizes differently.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     is_ours = (directory / CODE).is_file()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": is_ours}
@@ -360,8 +361,7 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
         tokenizer.encode(TEXT).ids
     ):
         raise UserError("export: transformers tokenizes text differently than the run did")
-    theirs: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
-    theirs.eval()
+    theirs = load_quietly(directory, **options).eval()
     C, vocab_size = model.layout.training_length, model.vocab_size
     generator = torch.Generator().manual_seed(0)
     lengths = {min(17, C), min(USUAL, C), C, C + min(C // 2 + 1, BEYOND)}

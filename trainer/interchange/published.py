@@ -33,6 +33,20 @@ OF_TOKENIZER = (
 of the published class and length."""
 
 
+def load_quietly(directory: Path, **options: Any) -> Any:
+    """Return what ``AutoModelForCausalLM`` loads from a directory in float32, without its bar."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", **options)
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+
+
 def find_pretrained(name: str) -> Path:
     """Return the directory of a model; a hub id is downloaded, or found in the cache."""
     path = Path(name).expanduser()

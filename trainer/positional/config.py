@@ -64,7 +64,12 @@ def spectrum_of(
     """
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
-    spectrum = by_name(kind, head_dim, training_length, **parameters)
+    try:
+        spectrum = by_name(kind, head_dim, training_length, **parameters)
+    except UserError:  # there is no such encoding
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"positional.encodings.{name}: {error}") from error
     values = asdict(config.temperature)
     skips = values.pop("heads") == "free" and (spectrum.rotates or spectrum.alibi)
     temperature = Temperature(**values)

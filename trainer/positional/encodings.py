@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from trainer.common.errors import UserError
 from trainer.common.registry import Registry
 from trainer.positional.spectrum import Spectrum, Step, Temperature, cope_shares
 
@@ -48,15 +47,14 @@ def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Sp
     """Return the spectrum of a registered encoding; ``values``: parameters other than its defaults.
 
     Raises:
-        UserError: the encoding or a parameter is unknown, or does not fit ``head_dim``.
+        UserError: the encoding is unknown.
+        TypeError: a parameter is unknown.
+        ValueError: a parameter has no meaning, or does not fit the model.
     """
     function = ENCODINGS.find(name, "positional")
     model = {"head_dim": head_dim, "training_length": training_length}
     wanted = {key: model[key] for key in model if key in inspect.signature(function).parameters}
-    try:
-        return function(**wanted, **values)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"positional.encodings.{name}: {error}") from error
+    return function(**wanted, **values)
 
 
 def rotated_pairs(head_dim: int, fraction: float) -> int:

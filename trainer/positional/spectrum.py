@@ -20,10 +20,16 @@ def cope_shares(pairs: int, clipped: int) -> Frequencies:
 
     The ``clipped`` last pairs, the slowest ones, keep (1 + cos t) / 2 with t evenly spaced from 0
     to pi, so that the slowest does not rotate; the others keep everything.
+
+    Raises:
+        ValueError: ``clipped`` is negative.
     """
+    if clipped < 0:
+        raise ValueError(f"clipped: expected 0 or more pairs, got {clipped}")
     count = min(clipped, pairs)
-    ramp = (0.5 * (1 + math.cos(math.pi * m / max(count - 1, 1))) for m in range(count))
-    return (1.0,) * (pairs - count) + tuple(ramp)
+    ramp = (0.5 * (1 + math.cos(math.pi * m / (count - 1))) for m in range(count - 1))
+    slowest = (0.0,) * min(count, 1)
+    return (1.0,) * (pairs - count) + tuple(ramp) + slowest
 
 
 @dataclass(frozen=True)

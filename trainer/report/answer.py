@@ -8,7 +8,7 @@ from trainer.evaluation.results import AS_IS, PERPLEXITY, STATEMENTS
 from trainer.evaluation.statistics import mean_estimate
 from trainer.report.claims import LEARNED
 from trainer.report.report import Report, RowKey
-from trainer.report.tables import factor_label, perplexity, values_by_text
+from trainer.report.tables import factor_label, percent, perplexity, values_by_text
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,16 @@ def sentence(report: Report) -> str:
     answer = answer_of(report)
     if answer is None:
         return ""
+    guessed = 0.0
+    if answer.task == STATEMENTS:
+        guessed = max(report.chances.values())
+    lows = report.rows.low[report.rows.task == answer.task]
+    if answer.task != PERPLEXITY and lows.max() <= guessed:
+        floor = f"{percent(guessed)}%, the score of guesses"
+        return f"No model has learned the task: at no length is a score above {floor}."
     curve = report.curve(answer.subject, answer.task)
-    last, lengths = curve.iloc[-1], [*curve.length]
+    last = curve.iloc[-1]
+    lengths = [*curve.length]
     if len(lengths) > 5:  # a sentence stays short
         lengths = [*lengths[:1], *lengths[-3:]]
     name = report.row_name

@@ -98,7 +98,8 @@ class Evidence:
 
     def run(self, role: str) -> RunSummary | None:
         """Return the training run of a role."""
-        name, means = self.models.get(role), self.report.seeds
+        name = self.models.get(role)
+        means = self.report.seeds
         return next((r for r in self.report.runs if means.get(r.name, r.name) == name), None)
 
 
@@ -220,11 +221,14 @@ class LossRises:
         both = pairs(*rows, self.lengths, TRAINED)
         if not both:
             return None
-        ((p, q),) = both
+        p, q = both[0]
         ours, theirs = evidence.windows(p), evidence.windows(q)
-        if not len(ours) == len(theirs) > 1:
+        if len(ours) < 2 or len(ours) != len(theirs):
             return Verdict(None, "Measured on fewer than two common windows.")
-        difference = widened(change(ours, theirs), TRAINING_LOSS / math.sqrt(p.trainings))
+        variance = 1 / p.trainings
+        if q.model != p.model:  # one model has the same training at every length
+            variance += 1 / q.trainings
+        difference = widened(change(ours, theirs), TRAINING_LOSS * math.sqrt(variance))
         numbers = (
             f"Text loss: {evidence.name(q)} {q.value:.3f} at {q.length} tokens, "
             f"{evidence.name(p)} {p.value:.3f} at {p.length} tokens, {_signed(difference)}."
@@ -265,7 +269,8 @@ def learns_slower(evidence: Evidence) -> Verdict | None:
     curves = curves[np.isfinite(curves).all(axis=1)]
     if curves.empty:
         return None
-    difference = widened(change(curves.nope.tolist(), curves.rope.tolist()), TRAINING_LOSS)
+    difference = change(curves.nope.tolist(), curves.rope.tolist())
+    difference = widened(difference, TRAINING_LOSS * math.sqrt(2))  # of two trainings
     numbers = (
         f"Mean training loss over {len(curves)} logged points: {nope.name} "
         f"{curves.nope.mean():.3f}, {rope.name} {curves.rope.mean():.3f} nats/token, "

@@ -61,8 +61,7 @@ def _answer(report: Report) -> Iterator[Plot]:
     answer = answer_of(report)
     if answer is None or len(report.curve(answer.subject, answer.task)) < 2:
         return
-    title, rows = report.tasks[answer.task], _rows(report)
-    rows = [row for row in rows if len(report.curve(row, answer.task))]
+    rows = [row for row in _rows(report) if len(report.curve(row, answer.task))]
     panel = _panel(report, answer.task, rows)
     shown = {report.row_name(row) for row in answer.rows}
     lines = [replace(line, is_context=line.label not in shown) for line in panel.lines]
@@ -76,8 +75,8 @@ def _answer(report: Report) -> Iterator[Plot]:
             trained=report.trained,
             label_ends=True,
         ),
-        f"{title} over the length of the sequence.{grey} Dashed: the training length, "
-        f"{report.trained:,} tokens. Bands: 95% intervals of scores.",
+        f"{report.tasks[answer.task]} over the length of the sequence.{grey} Dashed: the training "
+        f"length, {report.trained:,} tokens. Bands: 95% intervals of scores.",
     )
 
 
@@ -99,10 +98,12 @@ def _by_length(report: Report, task: str) -> Plot:
         replace(_panel(report, task, group), title=model, horizontal=chances)
         for model, group in groups.items()
     ]
-    name, figure = f"success_{_file_name(task)}", "Figure 1 and Table 1"
+    name = f"success_{_file_name(task)}"
+    figure = "Figure 1 and Table 1"
     caption = f"{report.tasks[task]}, in % of the trials. {_BANDS}"
     if task == PERPLEXITY:
-        name, figure = PERPLEXITY, "Figure 5"
+        name = PERPLEXITY
+        figure = "Figure 5"
         caption = (
             "Perplexity of held-out text, the lower the better. A low one does not show that "
             "distant text is read: see the scores."
@@ -116,9 +117,11 @@ def _by_length(report: Report, task: str) -> Plot:
 
 def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
     """Return the scores of rows in % with their intervals, or their perplexities."""
-    styles, lines = _styles(report), []
+    styles = _styles(report)
+    lines = []
     for row in rows:
-        name, curve = report.row_name(row), report.curve(row, task)
+        name = report.row_name(row)
+        curve = report.curve(row, task)
         y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
         line = Line(name, styles[name], curve.length.tolist(), y, low, high)
         if task == PERPLEXITY:  # windows differ more than models do on each of them
@@ -147,6 +150,7 @@ def _perplexity_axis(axes: Axes) -> None:
 
 
 def _by_depth(report: Report, task: str) -> Iterator[Plot]:
+    """Draw the scores of a task by depth and length, a map for each row, if trials have depths."""
     trials = report.trials[(report.trials.task == task) & report.trials.depth.notna()]
     if trials.empty:
         return
@@ -173,7 +177,7 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
                 share=True,
             ),
             names=(
-                list(map(factor_label, lengths.factor)),
+                [factor_label(factor) for factor in lengths.factor],
                 [f"{100 * depth:.0f}" for depth in depths],
             ),
         ),
@@ -192,16 +196,17 @@ def training(report: Report) -> Iterator[Plot]:
     runs = [run for run in report.runs if run.curve]
     if not runs:
         return
-    drop, styles = report.drop, _styles(report)
+    styles = _styles(report)
 
     def prepare(axes: Axes) -> None:
         axes.set_xlim(left=0)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
 
-    mark, drop_step = None, math.inf
-    if drop:
-        drop_step = float(drop["step"])
-        mark = drop_step, f"encoding dropped after step {drop['step']:,} of {runs[0].steps:,}"
+    mark = None
+    drop_step = math.inf
+    if report.drop:
+        drop_step = float(report.drop["step"])
+        mark = drop_step, f"encoding dropped after step {drop_step:,.0f} of {runs[0].steps:,}"
     lines = [_smoothed(run, drop_step, styles[run.name]) for run in runs]
     panel = Panel("", lines, "training step", "training loss (nats/token)", prepare, mark)
     yield Plot(
@@ -225,7 +230,8 @@ def _smoothed(run: RunSummary, drop_step: float, style: int) -> Line:
 
 def benchmarks(report: Report) -> Iterator[Plot]:
     """Draw the scores that runs reached in training, in every task and in the mean."""
-    by_run, styles = {}, _styles(report)
+    by_run = {}
+    styles = _styles(report)
     for run in report.runs:
         tokens = [milestone["tokens"] for milestone in run.milestones]
         scores = 100 * pd.DataFrame([m["scores"] for m in run.milestones], tokens, dtype=float)
@@ -241,8 +247,10 @@ def benchmarks(report: Report) -> Iterator[Plot]:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(EngFormatter())
 
-    after = (m["tokens"] for m in report.runs[0].milestones if m["dropped"])
-    mark = next(((float(tokens), "encoding dropped") for tokens in after), None)
+    after = [m["tokens"] for m in report.runs[0].milestones if m["dropped"]]
+    mark = None
+    if after:
+        mark = float(after[0]), "encoding dropped"
     panels = []
     for key in keys:
         lines = [

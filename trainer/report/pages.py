@@ -142,6 +142,7 @@ def _write(template: str, directory: Path, **values: Any) -> None:
 
 
 def _cell(value: Any) -> str:
+    """Return a number with four digits and commas for thousands, and nothing for NaN."""
     if isinstance(value, float):
         if math.isnan(value):
             return ""

@@ -194,15 +194,15 @@ class Report:
             OSError: a file is missing.
             ValueError: a file is malformed.
         """
-        with expecting("the facts of a report", directory / FACTS):
-            facts = json.loads((directory / FACTS).read_bytes())
         rows = read_csv(directory / "results.csv")
         with expecting("trials as parquet", directory / "trials.parquet"):
             trials = pd.read_parquet(directory / "trials.parquet")
-        # 0.3.0 wrote the longest context only if it was not the training length.
-        trained = facts.get("longest_context") or facts["training_length"]
-        values = {"trained": trained, **facts, "rows": rows, "trials": trials}
-        return adapter(Report).validate_python(values)
+        with expecting("the facts of a report", directory / FACTS):
+            facts = json.loads((directory / FACTS).read_bytes())
+            # 0.3.0 wrote the longest context only if it was not the training length.
+            trained = facts.get("longest_context") or facts["training_length"]
+            values = {"trained": trained, **facts, "rows": rows, "trials": trials}
+            return adapter(Report).validate_python(values)
 
 
 def troubles(runs: Sequence[RunSummary]) -> list[str]:

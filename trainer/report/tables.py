@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from trainer.common.errors import UserError
-from trainer.common.files import write_atomically
+from trainer.common.files import expecting, write_atomically
 from trainer.evaluation.results import AS_IS, MEAN, PERPLEXITY, averaged, by_text
 from trainer.evaluation.statistics import ROUNDING, sign_mark
 from trainer.report.report import FACTS, Report, RowKey, read_csv
@@ -67,24 +67,29 @@ def compare(runs: Sequence[str]) -> list[Table]:
     def cell(row: Any) -> Cell:
         show = percent if row.metric == "score" else "{:.3f}".format
         limits = "" if pd.isna(row.low) else f"{show(row.low)}–{show(row.high)}"
-        return Cell(show(row.value), limits, best=row.value == row.best > 0)
+        return Cell(show(row.value), limits, best=row.value > 0 and row.value == row.best)
 
-    shown, note = [], "With 95% intervals; bold: the best of a column."
+    shown = []
+    note = "With 95% intervals; bold: the best of a column."
     units = {"score": ("in %", "max"), "loss": ("as loss in nats per token", "min")}
-    for key, of_task in rows.dropna(subset="value").groupby(["task", "metric", "text"], sort=False):
-        unit, best = units[key[1]]
+    rows = rows.dropna(subset="value")
+    for (task, metric, _), of_task in rows.groupby(["task", "metric", "text"], sort=False):
+        unit, best = units[metric]
         of_task["best"] = of_task.groupby("length").value.transform(best)
-        shown.append(_table(f"{key[0]}, {unit}", note, of_task, cell))
+        shown.append(_table(f"{task}, {unit}", note, of_task, cell))
     return shown
 
 
 def _results(run: str) -> pd.DataFrame:
+    """Return the rows of a run or an evaluation, with titles of tasks and methods, and what text a
+    loss is measured on."""
     for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
         rows = read_csv(path) if path.is_file() else pd.DataFrame()
         if len(rows):
-            facts = json.loads(path.with_name(FACTS).read_bytes())
-            text = f"{facts['environment']['corpus']}, C = {facts['training_length']}"
-            titles = {"task": facts["tasks"], "method": facts["methods"] | {AS_IS: AS_IS}}
+            with expecting("the facts of a report", path.with_name(FACTS)):
+                facts = json.loads(path.with_name(FACTS).read_bytes())
+                text = f"{facts['environment']['corpus']}, C = {facts['training_length']}"
+                titles = {"task": facts["tasks"], "method": facts["methods"] | {AS_IS: AS_IS}}
             return rows.replace(titles).assign(text=rows.metric.map({"loss": text}).fillna(""))
     raise UserError(f"runs: expected directories with rows in {TABLE}, got {run!r}")
 
@@ -160,6 +165,7 @@ def _scores(report: Report, task: str, scores: pd.DataFrame) -> Table:
 
 
 def _range(counts: pd.Series) -> str:
+    """Return ``256``, or ``128 to 256`` if counts differ."""
     least, most = counts.min(), counts.max()
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
@@ -190,6 +196,7 @@ def values_by_text(report: Report, task: str) -> pd.DataFrame:
 
 
 def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
+    """Return the table of perplexities, with intervals where a row is the mean of several seeds."""
     lowest = losses.groupby("length").value.min()
 
     def cell(row: Any) -> Cell:
@@ -233,7 +240,8 @@ def _table(
         for length, of_length in factors.items()
     )
     cells = {(row.model, row.method, row.length): cell(row) for row in rows.itertuples()}
-    shown, before = [], None
+    shown = []
+    before = None
     for model, method in dict.fromkeys(key[:2] for key in cells):
         added = "" if method == AS_IS else f"+ {(methods or {}).get(method, method)}"
         name = added if added and model == before else f"{model} {added}".rstrip()

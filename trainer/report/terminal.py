@@ -33,11 +33,12 @@ def print_tables(shown: Sequence[Table]) -> None:
         for head in table.columns:
             drawn.add_column(Text("\n".join(head)), justify="right", overflow="fold")
         for number, (name, cells) in enumerate(table.rows):
+            indent = ""
             if name.startswith("+ "):
-                name = f"  {name}"  # noqa: PLW2901
+                indent = "  "
             elif number:
                 drawn.add_section()
-            drawn.add_row(Text(name), *map(_cell, cells))
+            drawn.add_row(Text(f"{indent}{name}"), *map(_cell, cells))
         out.print(drawn)
         out.print(Text(f"{table.note}\n", style="dim"))
 
@@ -49,6 +50,7 @@ def _console() -> Console:
 
 
 def _cell(cell: Cell | None) -> Text:
+    """Return a cell in one or two lines: its value with its mark, and its interval."""
     if cell is None:
         return Text(MISSING, style="dim")
     style = "bold" if cell.best else ""

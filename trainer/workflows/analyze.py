@@ -154,9 +154,16 @@ def analyses_of(*targets: Target) -> list[Results]:
     those that apply to them.
 
     Raises:
-        UserError: none applies.
+        UserError: none applies, or the model has no such head as ``analysis.chosen`` names.
     """
     config, ids = targets[-1].config, targets[-1].ids
+    model = targets[-1].model.config
+    layers, heads = model.num_hidden_layers, model.num_attention_heads
+    for place in config.chosen:
+        if place[0] >= layers or place[1] >= heads:
+            raise UserError(
+                f"analysis.chosen: the model has {layers} layers of {heads} heads, got {place}"
+            )
     named = [topic for topic in TOPICS.values() if config.kind in ("all", topic.kind)]
     topics = [topic for topic in named if topic.models <= len(targets)]
     if not topics:
