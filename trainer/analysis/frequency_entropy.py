@@ -57,7 +57,7 @@ from trainer.positional.layout import Layout
 
 CELLS = 256
 """Largest number of cells of a map along the text."""
-_unit = partial(Axes.set_ylim, bottom=0, top=1.02)
+_from_0_to_1 = partial(Axes.set_ylim, bottom=0, top=1.02)
 COLUMNS = 4
 """Largest number of layers or heads beside each other."""
 PAIR_INDEX = "pair index, from the fastest on"
@@ -228,7 +228,9 @@ def _layers_plot(measure: str, values: Array, chosen: Sequence[HeadIndex]) -> Pl
     layers of the chosen heads."""
     shown = list(dict.fromkeys(layer for layer, _ in chosen)) or list(range(len(values)))
     heads, pairs = map(np.arange, values.shape[1:])
-    panels = [graded(f"layer {i}", pairs, values[i], heads[:, None], prepare=_unit) for i in shown]
+    panels = [
+        graded(f"layer {i}", pairs, values[i], heads[:, None], prepare=_from_0_to_1) for i in shown
+    ]
     grid = Grid(COLUMNS, 1.75, x=PAIR_INDEX, y=NAMES[measure], share=True)
     if len(shown) > COLUMNS:
         grid = replace(grid, columns=6, height=0.95)
@@ -243,7 +245,7 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
     """Draw single query heads, or the key heads that they read, by the length of the text."""
     whole = by_length[max(by_length)]
     lengths = [*by_length] if side == "query" else [max(by_length)]
-    measures = [measure for measure, of in whole if of == side]
+    measures = [measure for measure, of_side in whole if of_side == side]
     readers = 1
     title = "layer {}, head {}"
     if side == "key":
@@ -259,7 +261,7 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
                     values = by_length[n][measure, side][i, head]
                     points[f"{n:,} tokens"] = np.column_stack([np.arange(len(values)), values])
             y = NAMES[measure]
-            panels.append(Panel(title.format(i, head), y=y, prepare=_unit, points=points))
+            panels.append(Panel(title.format(i, head), y=y, prepare=_from_0_to_1, points=points))
     grid = Grid(min(COLUMNS, len(heads)), 1.75, x=PAIR_INDEX, share=True)
     return Plot(
         f"frequency_entropy_heads_{SIDES[side]}",
@@ -271,14 +273,12 @@ def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[
 
 def _norms_plot(norms: Mapping[HeadIndex, Mapping[Side, Array]], side: Side, length: int) -> Plot:
     """Draw the norms of pairs along the first text, see :func:`norm_maps`."""
+    titled = {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()}
+    colours = ColourScale("l2 norm of the pair", log=True)
+    grid = Grid(COLUMNS, 2.0, x="token", y=PAIR_INDEX)
     return Plot(
         f"frequency_entropy_norms_{SIDES[side]}",
-        heat_maps(
-            {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()},
-            ColourScale("l2 norm of the pair", log=True),
-            Grid(COLUMNS, 2.0, x="token", y=PAIR_INDEX),
-            cell=(-(-length // CELLS), 1),
-        ),
+        heat_maps(titled, colours, grid, cell=(-(-length // CELLS), 1)),
         f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, 5, 8-10, "
         "18-21, below).",
     )
@@ -298,11 +298,9 @@ def attenuated_perplexity(
     model = target.model
     layout = model.layout
     gates = [rules for rules in settings.gates if _needed([rules]) <= {*measures}]
-    busy = any(layer.intervention for layer in layout.layers)
-    if busy or not layout.rotates:
-        return Findings(
-            [], [], ["No attenuation: no head rotates, or a method has its own factors."]
-        )
+    if not layout.rotates or any(layer.intervention for layer in layout.layers):
+        note = "No attenuation: no head rotates, or a method has its own factors."
+        return Findings([], [], [note])
     if not settings.alphas or not gates:
         return Findings([], [])
     if target.choice is not None:
@@ -318,7 +316,8 @@ def attenuated_perplexity(
     most = target.length - 1
     tables = []
     panels = []
-    for n in dict.fromkeys(min(n, most) for n in settings.tokens or [most]):
+    lengths = settings.tokens or [most]
+    for n in dict.fromkeys(min(n, most) for n in lengths):
         ids = target.ids[:1, : n + 1]
         plain = _perplexity(model, layout, ids)
         lines = []

@@ -230,9 +230,10 @@ def analyze_matrix_entropy(target: Target) -> Findings:
         entropies = [layer[side, stage] for layer in layers]
         scores[side, stage] = scores_of(entropies)
         bands = stack_layers([entropy.bands for entropy in entropies])
-        at = f"{SIDES[side]}, {STAGES[stage]}"
-        tables.append(tidy(scores[side, stage], "layer", "head", variant=at))
-        tables.append(tidy({"band entropy of a pair": bands}, "layer", "head", "pair", variant=at))
+        variant = f"{SIDES[side]}, {STAGES[stage]}"
+        tables.append(tidy(scores[side, stage], "layer", "head", variant=variant))
+        of_pairs = {"band entropy of a pair": bands}
+        tables.append(tidy(of_pairs, "layer", "head", "pair", variant=variant))
     prompt = target.question or copy_prompt(target.ids)
     ranked = scores[needle.by, "post_ntk"]
     if needle.ranked_on == "prompt":
@@ -273,15 +274,11 @@ def needle_plots(
 ) -> list[Plot]:
     """Draw the attention of single heads by position, and directions of their queries; ``last``
     ``[layers, query heads, T]``: attention of the last token."""
-    views = view_heads(
-        model,
-        prompt.ids[:1],
-        [*shown],
-        lambda heads, head: (
-            average_attention(heads, head),
-            query_directions(heads, head, prompt.question),
-        ),
-    )
+
+    def view(heads: Heads, head: int) -> tuple[Array, Array]:
+        return average_attention(heads, head), query_directions(heads, head, prompt.question)
+
+    views = view_heads(model, prompt.ids[:1], [*shown], view)
     T = prompt.ids.shape[1]
     needle = prompt.needle
     mark = ((needle.start + needle.stop) / 2, "needle")
@@ -297,6 +294,9 @@ def needle_plots(
             values = (np.add.reduceat(attention, starts) / widths).tolist()
             line = Line("", 1, starts.tolist(), values)
             panels.append(Panel(f"{title}\n{kind}", [line], prepare=from_zero, vertical=mark))
+    x = "eigenvector of the head's queries, from the largest eigenvalue on"
+    cosines = ColourScale("cosine similarity", -1, 1, signed=True)
+    grid = Grid(2, 2.0, x=x, y=f"token, from {T - prompt.question:,} on")
     return [
         Plot(
             "needle_heads",
@@ -306,16 +306,7 @@ def needle_plots(
         ),
         Plot(
             "query_directions",
-            heat_maps(
-                directions,
-                ColourScale("cosine similarity", -1, 1, signed=True),
-                Grid(
-                    2,
-                    2.0,
-                    x="eigenvector of the head's queries, from the largest eigenvalue on",
-                    y=f"token, from {T - prompt.question:,} on",
-                ),
-            ),
+            heat_maps(directions, cosines, grid),
             "Cosines of the last queries with the eigenvectors of their head's Gram matrix (DoPE, "
             "Fig. 3-6).",
         ),

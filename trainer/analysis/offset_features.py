@@ -437,14 +437,10 @@ def channels(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
             maps[f"L{layer}H{head}, {name}"] = cell_means(view[side].T, cell).numpy()
     activations = np.concatenate([values.ravel() for values in maps.values()])
     size = float(np.quantile(np.abs(activations), LOUDEST))
+    colours = ColourScale("activation", -size, size, signed=True)
     return Plot(
         "offset_channels",
-        heat_maps(
-            maps,
-            ColourScale("activation", -size, size, signed=True),
-            Grid(2, 2.0, x="token", y="channel"),
-            cell=(cell, 1),
-        ),
+        heat_maps(maps, colours, Grid(2, 2.0, x="token", y="channel"), cell=(cell, 1)),
         "Queries and keys before the rotation along the first text; channels m and m + M are pair "
         "m of M (Fig. 1).",
     )

@@ -149,14 +149,12 @@ def head_biases(target: Target) -> dict[str, Array]:
 
 def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
     """Draw Aᶜ of every head."""
+    titled = {f"towards {KINDS[kind]}": values for kind, values in bias.items()}
     lowest = min(0.0, *(values.min() for values in bias.values()))
+    colours = ColourScale("positional bias", low=lowest)
     return Plot(
         "positional_bias_heads",
-        heat_maps(
-            {f"towards {KINDS[kind]}": values for kind, values in bias.items()},
-            ColourScale("positional bias", low=lowest),
-            Grid(2, 2.0, x="query head", y="layer"),
-        ),
+        heat_maps(titled, colours, Grid(2, 2.0, x="query head", y="layer")),
         f"Positional bias Aᶜ of every head on {tokens:,} tokens; 1: all attention on that key, 0: "
         "uniform (DroPE, Def. 3.1).",
     )
@@ -367,11 +365,11 @@ def attention_by_distance(heads: Heads, head: int) -> Array:
 
 def highest_rotating(values: Array, layout: Layout) -> HeadIndex:
     """Return the rotating head with the highest of ``values`` ``[layers, query heads]``."""
-    among = []
+    rotating = []
     for encoding in layout.layers:
         rotates = np.array([spectrum.rotates for spectrum in encoding.spectra])
-        among.append(rotates.repeat(values.shape[1] // len(rotates)))
-    layer, head = np.unravel_index(np.where(among, values, -np.inf).argmax(), values.shape)
+        rotating.append(rotates.repeat(values.shape[1] // len(rotates)))
+    layer, head = np.unravel_index(np.where(rotating, values, -np.inf).argmax(), values.shape)
     return int(layer), int(head)
 
 

@@ -1,13 +1,6 @@
 """An analysis returns figures, and its numbers as rows of one table.
 
-Put yours in a file that ``plugins`` names (CONTRIBUTING.md has it with a figure)::
-
-    @analysis("key_norms", "Norms of keys")
-    def key_norms(target):
-        norms = read(target, lambda heads: {"key_norm": heads.k.norm(dim=-1)})
-        rows = tidy({"key_norm": norms["key_norm"].mean(axis=-1)}, "layer", "head")
-        return Findings([], [rows])
-
+Yours is a function with :func:`analysis` in a file that ``plugins`` names: CONTRIBUTING.md has one.
 What it reads is in :mod:`trainer.analysis.target`.
 """
 

@@ -1,6 +1,9 @@
 """The first token as an attention sink: its short key, the attention on it, and how both change in
 long texts (RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 
+from functools import partial
+from itertools import product
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -61,10 +64,9 @@ def analyze_sinks(target: Target) -> Findings:
     axes = ("layer", "head", "length")
     places = {"length": edges[1:]}
     tables = []
-    for measure_name in MEASURES:
-        for variant in looks:
-            values = {measure_name: curves[f"{variant}.{measure_name}"]}
-            tables.append(tidy(values, *axes, places=places, variant=variant))
+    for name, variant in product(MEASURES, looks):
+        values = {name: curves[f"{variant}.{name}"]}
+        tables.append(tidy(values, *axes, places=places, variant=variant))
     norms = {"key_norm": curves["key_norm"]}
     tables.append(tidy(norms, *axes, places=places, variant="plain"))
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
@@ -110,25 +112,17 @@ def attention_plot(target: Target, shares: Array) -> Plot:
     ``shares`` ``[layers, heads]``, attention on the first key at the end of the text."""
     ranked = [divmod(int(index), shares.shape[1]) for index in shares.argsort(axis=None)]
     shown = target.config.chosen or [ranked[-1], ranked[len(ranked) // 2], ranked[0]]
-    maps = view_heads(
-        target.model,
-        target.ids[:1],
-        shown,
-        lambda heads, head: attention_map(heads, head, size=CELLS),
-    )
+    maps = view_heads(target.model, target.ids[:1], shown, partial(attention_map, size=CELLS))
     titled = {
         f"L{i}H{j}: {100 * shares[i, j]:.0f}% on the first": np.where(cells > 0, cells, np.nan)
         for (i, j), cells in maps.items()
     }
     step = -(-target.length // CELLS)
+    colours = ColourScale("attention of a query on a cell", 1e-4, 1, log=True)
+    grid = Grid(3, 2.35, x="key (tokens)", y="query (tokens)")
     return Plot(
         "sinks_attention",
-        heat_maps(
-            titled,
-            ColourScale("attention of a query on a cell", 1e-4, 1, log=True),
-            Grid(3, 2.35, x="key (tokens)", y="query (tokens)"),
-            cell=(step, step),
-        ),
+        heat_maps(titled, colours, grid, cell=(step, step)),
         f"Attention of single heads on the first text, cells of {step} × {step} tokens, "
         "logarithmic colour (RoPE-ID, Fig. 9; Rotary Offset Features, Fig. 3).",
     )

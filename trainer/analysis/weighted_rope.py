@@ -73,10 +73,8 @@ def apply(layout: Layout, chosen: Sequence[Intervention]) -> Layout:
     Raises:
         ValueError: a layer already has an intervention.
     """
-    layers = []
-    for encoding, factors in zip(layout.layers, chosen, strict=True):
-        if factors == Intervention():
-            layers.append(encoding)
-        else:
-            layers.append(encoding.with_intervention(factors))
+    layers = [*layout.layers]
+    for number, factors in enumerate(chosen):
+        if factors != Intervention():
+            layers[number] = layers[number].with_intervention(factors)
     return replace(layout, layers=tuple(layers))

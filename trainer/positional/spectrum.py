@@ -28,8 +28,7 @@ def cope_shares(pairs: int, clipped: int) -> Frequencies:
         raise ValueError(f"clipped: expected 0 or more pairs, got {clipped}")
     count = min(clipped, pairs)
     ramp = (0.5 * (1 + math.cos(math.pi * m / (count - 1))) for m in range(count - 1))
-    slowest = (0.0,) * min(count, 1)
-    return (1.0,) * (pairs - count) + tuple(ramp) + slowest
+    return (1.0,) * (pairs - count) + tuple(ramp) + (0.0,) * min(count, 1)
 
 
 @dataclass(frozen=True)

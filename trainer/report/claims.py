@@ -208,7 +208,8 @@ def _unlearned(evidence: Evidence, key: str) -> str:
 @dataclass(frozen=True)
 class LossRises:
     """Whether the loss of ``a`` at its place is over ``margin`` above that of ``b`` at the training
-    length, over the windows of text on which both were measured."""
+    length, over the windows of text on which both were measured, and over their trainings, which
+    are taken as independent."""
 
     a: str
     lengths: Lengths
@@ -225,7 +226,7 @@ class LossRises:
         ours, theirs = evidence.windows(p), evidence.windows(q)
         if len(ours) < 2 or len(ours) != len(theirs):
             return Verdict(None, "Measured on fewer than two common windows.")
-        variance = 1 / p.trainings
+        variance = 1 / p.trainings  # in units of one training's
         if q.model != p.model:  # one model has the same training at every length
             variance += 1 / q.trainings
         difference = widened(change(ours, theirs), TRAINING_LOSS * math.sqrt(variance))

@@ -164,23 +164,13 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
         if row in means.index.droplevel("depth"):
             of_row = means.loc[row].reindex(depths, columns=lengths.length)
             maps[textwrap.fill(report.row_name(row), 24)] = of_row.to_numpy()
+    x = f"sequence length (multiple of {report.training_length} tokens)"
+    grid = Grid(4, 2.0, x=x, y="depth (% of the text)", share=True)
+    of_columns = [factor_label(factor) for factor in lengths.factor]
+    of_rows = [f"{100 * depth:.0f}" for depth in depths]
     yield Plot(
         f"depth_{_file_name(task)}",
-        heat_maps(
-            maps,
-            ColourScale("success (%)", 0, 100),
-            Grid(
-                4,
-                2.0,
-                x=f"sequence length (multiple of {report.training_length} tokens)",
-                y="depth (% of the text)",
-                share=True,
-            ),
-            names=(
-                [factor_label(factor) for factor in lengths.factor],
-                [f"{100 * depth:.0f}" for depth in depths],
-            ),
-        ),
+        heat_maps(maps, ColourScale("success (%)", 0, 100), grid, names=(of_columns, of_rows)),
         f"Mean score in % of the trials whose needle lies at that depth (0: beginning of the text, "
         f"100: its end, where the question is) at that length: {report.tasks[task]}. With several "
         "needles, the depth of the first. After G. Kamradt’s needle in a haystack (2023).",
