@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, view_heads
+from trainer.analysis.attention import SIDES, Array, HeadIndex, Heads, by_name, view_heads
 from trainer.analysis.results import Findings, Variants, analysis, tidy, variants
 from trainer.analysis.target import Target, read
 from trainer.plotting import Grid, Panel, Plot, draw, log_if_wide, over_heads, plane
@@ -51,10 +51,9 @@ def stable_rank(gram: Tensor) -> Tensor:
     return gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1) / torch.linalg.eigvalsh(gram)[..., -1]
 
 
-def _sums(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the first n vectors of every head ``[lengths, B, H, D]`` for every n, the vectors scaled
-    to length 1, and X^T X ``[lengths, B, H, D, D]``, all float64."""
-
+def _sums(x: Tensor, lengths: list[int]) -> dict[str, Tensor]:
+    """Sum the first n vectors of every head for every n, all float64: the ``vectors`` ``[lengths,
+    B, H, D]``, the same scaled to length 1 (``units``), and X^T X (``gram``) ``[..., D, D]``."""
     vectors = units = gram = x.new_zeros((), dtype=torch.float64)
     sums = []
     for begin, end in pairwise([0, *lengths]):
@@ -63,9 +62,8 @@ def _sums(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor]:
             vectors = vectors + v.sum(dim=2)
             units = units + F.normalize(v, dim=-1).sum(dim=2)
             gram = gram + v.mT @ v
-        sums.append((vectors, units, gram))
-    vectors, units, gram = map(torch.stack, zip(*sums, strict=True))
-    return vectors, units, gram
+        sums.append({"vectors": vectors, "units": units, "gram": gram})
+    return {name: torch.stack(of_lengths) for name, of_lengths in by_name(sums).items()}
 
 
 def _within(total: Tensor, squares: Tensor, n: Tensor) -> Tensor:
@@ -78,15 +76,15 @@ def _measures(q: Tensor, k: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     sums = {"query": _sums(q, lengths), "key": _sums(k, lengths)}
     n = torch.tensor(lengths, dtype=torch.float64, device=q.device)[:, None, None]
     measures = {}
-    for side, (vectors, units, gram) in sums.items():
-        squares = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)
-        measures[f"{side}_dot"] = _within(vectors, squares, n)
+    for side, of_side in sums.items():
+        squares = of_side["gram"].diagonal(dim1=-2, dim2=-1).sum(dim=-1)
+        measures[f"{side}_dot"] = _within(of_side["vectors"], squares, n)
         # The squares of n unit vectors sum to n.
-        measures[f"{side}_cosine"] = _within(units, n, n)
-        measures[f"{side}_stable_rank"] = stable_rank(gram)
-    for index, name in enumerate(("dot", "cosine")):
-        keys = sums["key"][index].repeat_interleave(q.shape[1] // k.shape[1], dim=2)
-        measures[f"cross_{name}"] = (sums["query"][index] * keys).sum(dim=-1) / n**2
+        measures[f"{side}_cosine"] = _within(of_side["units"], n, n)
+        measures[f"{side}_stable_rank"] = stable_rank(of_side["gram"])
+    for name, kind in (("dot", "vectors"), ("cosine", "units")):
+        keys = sums["key"][kind].repeat_interleave(q.shape[1] // k.shape[1], dim=2)
+        measures[f"cross_{name}"] = (sums["query"][kind] * keys).sum(dim=-1) / n**2
     return {name: value.movedim(0, -1) for name, value in measures.items()}
 
 

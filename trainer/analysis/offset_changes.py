@@ -53,11 +53,11 @@ def offset_changes(before: Target, after: Target) -> Findings:
         for target in (before, after)
     }
     if len(was) and len(shapes) == 1:
-        pair = {before.name: was, after.name: now}
-        plots = [changes_by_pair(pair), changes_of_pairs(pair, after.config.pairs)]
+        common = {before.name: was, after.name: now}
+        plots = [changes_by_pair(common), changes_of_pairs(common, after.config.pairs)]
         crossed = now.assign(possible=was.possible, lower_bound=was.lower_bound)
         tables.append(tidy(summary(crossed), variant=f"bounds of {before.name}", model=after.name))
-        for name, features in pair.items():
+        for name, features in common.items():
             tables.append(pair_rows(features[[*PLACE, "key_radius", "angle"]]).assign(model=name))
     tables = [table.assign(length=length) for table in tables]
     return Findings(plots, tables)

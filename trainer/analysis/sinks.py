@@ -60,7 +60,7 @@ def analyze_sinks(target: Target) -> Findings:
         return {name: bucket_means(value, within) for name, value in values.items()}
 
     of_keys = ("key_norm", "plain.key_dot", "rotated.key_dot")
-    curves = read(target, measure, of_keys)
+    curves = read(target, measure, of_whole=of_keys)
     axes = ("layer", "head", "length")
     places = {"length": edges[1:]}
     tables = []
@@ -71,11 +71,11 @@ def analyze_sinks(target: Target) -> Findings:
     tables.append(tidy(norms, *axes, places=places, variant="plain"))
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
 
-    def panel(title: str, y: str, measure: str) -> Panel:
+    def panel(title: str, y: str, name: str) -> Panel:
         lines = []
         for variant, (label, style) in looks.items():
-            curve = curves[f"{variant}.{measure}"]
-            if measure == "key_dot":
+            curve = curves[f"{variant}.{name}"]
+            if name == "key_dot":
                 curve = over_largest(curve)
             lines.append(over_heads(label, style, middles, curve))
         return Panel(title, lines, y=y)
