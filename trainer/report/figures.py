@@ -76,7 +76,7 @@ def _answer(report: Report) -> Iterator[Plot]:
             label_ends=True,
         ),
         f"{report.tasks[answer.task]} over the length of the sequence.{grey} Dashed: the training "
-        f"length, {report.trained:,} tokens. Bands: 95% intervals of scores.",
+        f"length, {report.trained:,} tokens. {_BANDS}",
     )
 
 
