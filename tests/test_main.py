@@ -152,6 +152,21 @@ def test_jobs_of_a_sweep_without_names_get_names_of_their_own(jobs):
     assert [name for name, _ in jobs[4:]] == ["ladder_1m_0", "ladder_1m_1"]
 
 
+def test_choices_of_a_sweep_may_stand_in_a_file_or_be_a_pattern(jobs, tmp_path, capsys):
+    params = "hydra: {sweeper: {params: {seed: '1,2', optimizer.lr: '0.1,0.2'}}}"
+    option = tmp_path / "conf" / "experiment" / "swept.yaml"
+    option.parent.mkdir(parents=True)
+    option.write_text(f"# @package _global_\n{params}\n")
+    words = ["--multirun", "--config-dir", str(option.parents[1]), "+experiment=swept"]
+    main([*words, "optimizer.lr=0.3"])
+    main([*words, "name=${seed}-${optimizer.lr}", "positional=glob(p_*)"])
+    names = ["run-seed-1", "run-seed-2", "1-0.1", "1-0.2", "2-0.1", "2-0.2"]
+    assert [name for name, _ in jobs] == names
+    rows = [line for line in capsys.readouterr().out.splitlines() if "seed=" in line]
+    assert rows[0].split() == ["ran", "0", "seed=1"]
+    assert rows[-1].split() == ["ran", "3", "seed=2", "optimizer.lr=0.2", "positional=p_rope"]
+
+
 @pytest.mark.parametrize(
     ("word", "part"),
     [

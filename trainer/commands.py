@@ -44,6 +44,7 @@ from trainer.runs.directory import (
     check_start,
     differences,
     is_published,
+    place_of_comparison,
 )
 from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
@@ -243,30 +244,34 @@ class Sweep:
     """The jobs of ``--multirun``, and what became of them.
 
     ``outcomes``: by the number of a job; empty without ``--multirun``, and where a launcher runs
-    the jobs in processes of its own. ``runs``: directories of the jobs that ran.
+    the jobs in processes of its own. ``runs``: directories of the jobs that ran. ``names``: the
+    overrides that tell the jobs apart, one string a job, in Hydra's order.
     """
 
     def __init__(self, words: Iterable[str]) -> None:
         self.words = [word for word in words if "=" in word and not word.startswith("-")]
         self.outcomes: dict[int, str] = {}
         self.runs: list[str] = []
-
-    def names(self) -> list[str]:
-        """Return the overrides that tell the jobs apart, one string a job, in Hydra's order."""
-        choices = []
-        for override in OverridesParser.create().parse_overrides(self.words):
-            if override.is_sweep_override():
-                key = override.get_key_element()
-                choices.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-        return [" ".join(job) for job in product(*choices)]
+        self.names: list[str] = []
 
     def name_job(self, config: DictConfig, settings: Any) -> None:
         """Add a job's overrides to its name, unless names were given, or depend on keys."""
+        # A file may hold choices too (hydra.sweeper.params); a word replaces those of its key.
+        params = settings.sweeper.get("params") or {}
+        words = [*(f"{key}={value}" for key, value in params.items()), *self.words]
+        parser = OverridesParser.create(GlobalHydra.instance().config_loader())
+        choices = {}
+        for override in parser.parse_overrides(words):
+            key = override.get_key_element()
+            choices[key] = [""]
+            if override.is_sweep_override():
+                choices[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
+        self.names = [" ".join(filter(None, job)) for job in product(*choices.values())]
         values: Any = OmegaConf.to_container(config)
         name = values.get("name")
-        is_named = any(re.match(r"\+*(name|run_dir)=", word) for word in self.words)
+        is_named = any(re.match(r"\+*(name|run_dir)=", word) for word in words)
         if isinstance(name, str) and "${" not in name and not is_named:
-            overrides = re.sub(r"[^\w.+-]+", "-", self.names()[settings.job.num])
+            overrides = re.sub(r"[^\w.+-]+", "-", self.names[settings.job.num])
             config.name = f"{name}-{overrides}"
 
     def note(self, settings: Any, error: Exception | PreemptedError) -> None:
@@ -296,7 +301,7 @@ class Sweep:
         if not self.outcomes or current_ranks().rank:
             return
         print("Jobs of the sweep:")
-        for number, name in enumerate(self.names()):
+        for number, name in enumerate(self.names):
             print(f"  {self.outcomes.get(number, 'skipped'):8} {number}  {name}")
         if len(self.runs) > 1:
             with suppress(UserError):  # a run without results, which evaluation.enabled=false has
@@ -536,7 +541,8 @@ def compare(job: Job) -> None:
     shown = tables_of(runs)
     print_tables(shown)
     made = provenance(()) | {"Of": ", ".join(runs)}
-    print(f"Report: {write_comparison(shown, Path(job.values['output']), made)}")
+    place = place_of_comparison(Path(job.values["output"]), runs)
+    print(f"Report: {write_comparison(shown, place, made)}")
 
 
 def analyze(job: Job) -> None:

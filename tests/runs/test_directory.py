@@ -30,6 +30,7 @@ from trainer.runs.directory import (
     locked,
     log_to_file,
     open_run_directory,
+    place_of_comparison,
     read_metrics,
     read_record,
     saved_config,
@@ -258,3 +259,13 @@ def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path
     ]
     columns = path.read_text().splitlines()[0].split(",")
     assert columns == [*COLUMNS, "benchmark/x", "probe/entropy"]
+
+
+def test_a_comparison_takes_no_place_of_one_of_other_runs(tmp_path):
+    def place(*runs):
+        return place_of_comparison(tmp_path / "sweep", runs).name
+
+    assert [place("a", "b"), place("c", "d"), place("e")] == ["sweep", "sweep-2", "sweep-3"]
+    assert place("a", "b") == "sweep"
+    assert place("c", "more", "d") == "sweep-2"  # of a job that has failed before
+    assert place("c", "d") == "sweep-4"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from io import StringIO
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +215,19 @@ def open_run_directory(config: RunConfig) -> Path:
     text = yaml.safe_dump(plain(config), sort_keys=False)
     write_atomically(directory / RECORD, text)
     return directory
+
+
+def place_of_comparison(output: Path, runs: Sequence[str]) -> Path:
+    """Return the directory for the page of a comparison, and note the runs in it: ``output``, or if
+    that compares runs which are not among these the first of those numbered beside it."""
+    place = output
+    for number in count(2):
+        record = place / "runs.json"
+        if not record.exists() or {*json.loads(record.read_bytes())} <= {*runs}:
+            break
+        place = output.with_name(f"{output.name}-{number}")
+    write_atomically(record, json.dumps([*runs]))
+    return place
 
 
 def log_to_file(directory: Path) -> None:
