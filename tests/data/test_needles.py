@@ -179,6 +179,13 @@ def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, leng
         make_trials(text_of(1, length), np.arange(1), VOCABULARY, needles, 1)
 
 
+@pytest.mark.parametrize("changes", [4, 5])
+def test_one_of_the_needles_is_no_change(changes):
+    with pytest.raises(UserError, match=rf"needles\.changes: .* 4 of .*, got {changes}$"):
+        make_trials(text_of(1, 64), np.arange(1), VOCABULARY, 4, 1, changes)
+    make_trials(text_of(1, 64), np.arange(1), VOCABULARY, 4, 1, changes=3)
+
+
 @pytest.mark.parametrize(
     "tokenizer",
     [

@@ -265,3 +265,11 @@ def test_tasks_are_read_from_their_files(tmp_path):
     assert "é\u2028" in BYTES.decode(prompt.tokens)
     with pytest.raises(FileNotFoundError, match="narrativeqa"):
         longbench_tasks(task_inputs(LongBenchSettings(str(tmp_path)), encoder))
+
+
+@pytest.mark.parametrize("name", ["qasper", "trec"])
+def test_a_file_without_questions_is_an_error(tmp_path, name):
+    (tmp_path / f"{name}.jsonl").write_text("\n")
+    settings = LongBenchSettings(str(tmp_path), [name])
+    with pytest.raises(UserError, match=rf"^evaluation\.longbench: .* {name}\.jsonl, got none$"):
+        longbench_tasks(task_inputs(settings, Encoder(BYTES, (), 5)))

@@ -221,6 +221,12 @@ def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(m
     dropped = left(drop={"at": 10, "to": "alibi"}, positional={"heads": {"nope": 1 / 3}})
     assert (dropped.layers, dropped.heads) == (["alibi"], {})
     assert left(drop={"at": 10, "layers": [0]}).layers == ["rope"]
+    for layers in (None, [0]):  # windows are those of all layers, whichever drop
+        changes = {"positional": {"windows": [8]}, "drop": {"at": 10, "layers": layers}}
+        assert left(**changes).windows == [8]
+        changes["drop"]["windows"] = [16, None]
+        assert left(**changes, step=10).windows == [8]
+        assert left(**changes).windows == [16, None]
 
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
@@ -273,6 +279,15 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
     assert named(config) == (label_of, role_of)
     dropped = named(replace(config, drop=DropConfig(at=0.5)))
     assert dropped == (("DroPE", "drope") if role_of == "rope" else (f"{label_of}, dropped", None))
+
+
+@pytest.mark.parametrize("windows", [[None], [16]])
+def test_weights_without_positions_lose_none_at_a_drop(windows):
+    """A published model has such a phase, since its run cannot know."""
+    positional = PositionalConfig(layers=["nope"], windows=windows)
+    name, role = named(replace(DROPS, positional=positional))
+    assert "dropped" not in name
+    assert (name.endswith(", schedule of a drop"), role) == (True, None)
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 
-from tests.report.examples import change
+from tests.program import blank
+from tests.report.examples import change, example
+from trainer import plotting
 from trainer.common.errors import UserError
 from trainer.config import EvaluationRequest
 from trainer.evaluation import engine
+from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, RunSummary, troubles
 from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
@@ -97,6 +101,31 @@ def test_a_report_answers_for_its_evaluation_and_its_controls_alone(tmp_path):
     (place / "checkpoints" / "step-000001").mkdir(parents=True)
     with pytest.raises(UserError, match="holds another run"):
         is_finished(parse(values | {"seed": 1}).config)
+
+
+def test_other_plots_draw_the_figures_of_a_finished_run_anew_and_measure_nothing(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    wide, narrow = (parse({"plots": {"width": width}}) for width in ("double", "single"))
+    place = open_run_directory(wide.config)
+    results = example()
+    write_renderings(results, place)
+    replace(results, config=without_home(plain(wide.config))).write(place)
+    numbers = (place / "results.csv").read_bytes()
+
+    widths = []
+
+    def rendered(figure, suffix, **options):
+        widths.append(round(figure.get_figwidth(), 2))
+        return blank(figure, suffix, **options)
+
+    monkeypatch.setattr(plotting, "_rendered", rendered)
+    for run, expected in ((wide, set()), (narrow, {3.3}), (narrow, set())):
+        assert run_experiment(run).config == without_home(plain(run.config))
+        assert {*widths} == expected
+        widths.clear()
+        assert (place / "results.csv").read_bytes() == numbers
 
 
 EVALUATION = {

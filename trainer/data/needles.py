@@ -184,11 +184,15 @@ def make_trials(
             model then needs their order; it answers one of ``1 + changes`` trials without.
 
     Raises:
-        UserError: there are more statements than names, or they do not fit the length.
+        UserError: there are more statements than names, they do not fit the length, or all of them
+            would be changes.
     """
     N, L = text.shape
     if needles > len(NAMES):
         raise UserError(f"evaluation.needles: expected at most {len(NAMES)}, got {needles}")
+    if changes >= needles:
+        text = f"expected fewer than the {needles} of evaluation.needles.needles, got {changes}"
+        raise UserError(f"evaluation.needles.changes: {text}")
     n_values = len(vocabulary.numbers)
     sizes = len(NAMES), n_values, 1, needles, needles
     u = uniforms(seed, counters, sum(sizes))

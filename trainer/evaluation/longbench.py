@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+from trainer.common.errors import UserError
 from trainer.config import LongBenchSettings
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt, check_room
@@ -200,6 +201,7 @@ def longbench_tasks(inputs: TaskInputs) -> list[PromptTask]:
 
     Raises:
         OSError: a file does not exist.
+        UserError: a file holds no question.
     """
     settings: LongBenchSettings = inputs.settings
     files: Traversable
@@ -213,5 +215,7 @@ def longbench_tasks(inputs: TaskInputs) -> list[PromptTask]:
     for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):
         lines = (files / f"{name}.jsonl").read_text("utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
+        if not rows:
+            raise UserError(f"evaluation.longbench: expected questions in {name}.jsonl, got none")
         tasks.append(longbench_task(name, rows, inputs.text.encoder, inputs.training_length))
     return tasks

@@ -225,7 +225,7 @@ def benchmarks(report: Report) -> Iterator[Plot]:
     for run in report.runs:
         tokens = [milestone["tokens"] for milestone in run.milestones]
         scores = 100 * pd.DataFrame([m["scores"] for m in run.milestones], tokens, dtype=float)
-        scores = scores[[key for key in scores if not key.startswith(f"{PERPLEXITY}/")]]
+        scores = scores.loc[:, ~(scores > 100).any()]  # without perplexities, which are above 1
         if len(scores.columns) > 1:
             scores.insert(0, MEAN, scores.mean(axis=1))
         by_run[run.name] = scores.dropna(axis="columns", how="all")

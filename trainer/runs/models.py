@@ -238,7 +238,11 @@ def encodings_of(reference: str) -> PositionalConfig:
     positional = config.positional
     for phase in phases_of(config):
         change = phase.drop
-        if change is not None and phase.start < state["step"] and not change.of_what:
+        if change is None or phase.start >= state["step"]:
+            continue
+        if change.windows is not None:
+            positional = replace(positional, windows=change.windows)
+        if not change.of_what:
             positional = replace(positional, layers=[change.to], heads={})
     return positional
 
@@ -273,19 +277,19 @@ def name_and_role(
     encoding, with ``_window`` if it has windows; None for variants, and if heads of a layer differ.
     ``step``: number of steps trained; None: all.
     """
-    positional, depth = config.positional, config.model.num_hidden_layers
+    positional = config.positional
+    depth = config.model.num_hidden_layers
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
-    drops: list[ChangeConfig] = []
     until = phases[-1].end if step is None else step
+    drops: list[ChangeConfig] = []
     if phases.is_dropped(until):
         drops = [phase.drop for phase in phases if phase.drop is not None]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
+    variants = []
+    for phase in phases:
+        if phase.rescale is not None and phase.start < until:
+            variants.append(f"rescaled ({phase.rescale.base or phase.rescale.method})")
     encoding = None
-    variants = [
-        f"rescaled ({phase.rescale.base or phase.rescale.method})"
-        for phase in phases
-        if phase.rescale is not None and phase.start < until
-    ]
     if not positional.heads:
         kinds = dict.fromkeys(str(types.get(name, name)) for name in positional.layers[:depth])
         encoding = "_".join(kinds)
@@ -294,7 +298,8 @@ def name_and_role(
     if drops and not partial:
         if encoding == "rope":
             return "DroPE", "drope"
-        variants.append("dropped")
+        has_positions = encoding not in ("nope", "nope_window")
+        variants.append("dropped" if has_positions else "schedule of a drop")
     if config.model.from_run is not None and encoding == "nope":
         variants.append("continued")
     for change in partial:

@@ -22,6 +22,7 @@ from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
 from trainer.plotting import use_style
+from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, Report, RunSummary, troubles
 from trainer.runs.directory import (
     check_run_directory,
@@ -46,7 +47,7 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
     """Train the run and its controls, evaluate all of them, and write the report.
 
     An interrupted run resumes. A finished one stays unchanged, unless its evaluation or its
-    controls are to be others than those of its report.
+    controls are to be others than those of its report; other ``plots`` draw its figures anew.
 
     ``beside``: other models that the evaluation measures as well, by their names.
 
@@ -60,7 +61,7 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
     set_environment(config.trainer.accelerator)
     if shared_value(lambda: is_finished(config)):
         log.info("Finished before: nothing is trained; overwrite=true starts again")
-        return None if current_ranks().rank else Report.read(run.directory)
+        return None if current_ranks().rank else finished_report(config)
     set_threads(config.trainer)
     check_machine(run)
     with ExitStack() as lock:
@@ -99,6 +100,18 @@ def is_finished(config: RunConfig) -> bool:
     with expecting("the facts of a report", facts):
         reported = json.loads(facts.read_bytes())["config"]
         return all(reported[key] == values[key] for key in keys)
+
+
+def finished_report(config: RunConfig) -> Report:
+    """Return the report of a finished run; other ``plots`` than its own draw its figures anew."""
+    report = Report.read(Path(config.run_dir))
+    plots = asdict(config.plots)
+    if report.config.get("plots") != plots:
+        use_style(**plots)
+        report = replace(report, config=report.config | {"plots": plots})
+        write_renderings(report, Path(config.run_dir))
+        report.write(Path(config.run_dir))
+    return report
 
 
 def check_machine(run: Run) -> None:
