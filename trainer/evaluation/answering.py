@@ -7,6 +7,7 @@ are read from where they leave their trunks, in a copy of the trunks' keys and v
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -38,26 +39,27 @@ def answers(
     """
     texts: dict[int, str] = {}
     ends = model.end_tokens or special_tokens(tokenizer).stops
-    for batch in batches(prompts, batch_tokens):
-        for indices, logits, cache in _read(model, prompts, batch, batch_tokens):
+    for groups in batches(prompts, batch_tokens):
+        for indices, logits, cache in _read(model, prompts, groups, batch_tokens):
             if never_first:
                 logits[:, [*never_first, *ends]] = -torch.inf
-            asked = [prompts[index] for index in indices]
+            batch = [prompts[index] for index in indices]
 
-            def is_complete(row: int, new: list[int], asked: list[Prompt] = asked) -> bool:
-                return stop is not None and stop(tokenizer.decode(new), asked[row].answers)
+            def is_complete(row: int, new: list[int], batch: list[Prompt] = batch) -> bool:
+                return stop is not None and stop(tokenizer.decode(new), batch[row].answers)
 
-            answered = generate(
+            generated = generate(
                 model,
-                [prompt.tokens for prompt in asked],
-                asked[0].new_tokens,
+                [prompt.tokens for prompt in batch],
+                batch[0].new_tokens,
                 end_tokens=ends,
                 on_token=is_complete,
                 read=(logits, cache),
             )
-            for index, tokens in zip(indices, answered, strict=True):
+            for index, tokens in zip(indices, generated, strict=True):
                 has_ended = not ends.isdisjoint(tokens[-1:])
-                texts[index] = tokenizer.decode(tokens[:-1] if has_ended else tokens)
+                answer = tokens[:-1] if has_ended else tokens
+                texts[index] = tokenizer.decode(answer)
     return [texts[index] for index in range(len(prompts))]
 
 
@@ -73,11 +75,12 @@ def _read(
         Indices of prompts, the logits ``[B, vocab]`` after them, and a cache that holds them.
     """
     trunks = [group[0] for group in groups]
-    count, length = prompts[trunks[0]].new_tokens, len(prompts[trunks[0]].tokens)
+    count = prompts[trunks[0]].new_tokens
+    length = len(prompts[trunks[0]].tokens)
     if all(len(group) == 1 for group in groups):
         yield trunks, *read_prompts(model, [prompts[index].tokens for index in trunks], count)
         return
-    ids = {index: np.array(prompts[index].tokens) for group in groups for index in group}
+    ids = {index: np.array(prompts[index].tokens) for index in chain.from_iterable(groups)}
 
     def tokens(indices: Sequence[int]) -> Tensor:
         return torch.from_numpy(np.stack([ids[index] for index in indices])).to(model.device)
@@ -86,9 +89,9 @@ def _read(
         # Every prompt must read at least one token after the trunk.
         return int(np.append(ids[trunk][:-1] != ids[index][:-1], True).argmax())
 
-    shares = [
-        (shared(group[0], index), row, index) for row, group in enumerate(groups) for index in group
-    ]
+    shares = []
+    for row, group in enumerate(groups):
+        shares += [(shared(group[0], index), row, index) for index in group]
     shares.sort(reverse=True)
     most = max(1, 2 * batch_tokens // (length + count) - len(groups))
     trunk = copies = model.empty_cache(len(groups), length + count - 1)
@@ -120,8 +123,9 @@ def batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[list[list[
     """
     groups: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
-        name = -1 - index if prompt.group is None else prompt.group
-        groups[name, len(prompt.tokens), prompt.new_tokens].append(index)
+        # A prompt without a group is alone in one.
+        group = -1 - index if prompt.group is None else prompt.group
+        groups[group, len(prompt.tokens), prompt.new_tokens].append(index)
     alike: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for (_, length, new), members in groups.items():
         # The deepest one shares the longest prefixes with the others.

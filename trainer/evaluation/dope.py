@@ -28,7 +28,8 @@ that can replace a head's queries and keys."""
 def select(model: LanguageModel, ids: Tensor, settings: DopeSettings, layout: Layout) -> Chosen:
     """Choose heads on texts ``[B, T]``; ``model`` has its layout as trained, ``layout`` is the
     rescaled one, or the same."""
-    trained, query_heads = model.layout, model.config.num_attention_heads
+    trained = model.layout
+    query_heads = model.config.num_attention_heads
     sides: Sequence[Side] = [*SIDES] if settings.by == "joint" else [settings.by]
     grams: dict[int, Tensor] = {}
     moments: dict[int, Tensor] = {}
@@ -79,9 +80,13 @@ def _moments(x: Tensor) -> Tensor:
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
     """Return the scores that heads are sorted by, ``[H]``."""
-    if settings.entropy == "trunc":
-        return entropies.effective_rank(settings.r)
-    return entropies.band_mean if settings.entropy == "vanilla" else entropies.spectral_norm
+    match settings.entropy:
+        case "trunc":
+            return entropies.effective_rank(settings.r)
+        case "vanilla":
+            return entropies.band_mean
+        case "norm":
+            return entropies.spectral_norm
 
 
 def lost_bands(trained: Spectrum, training_length: int, settings: DopeSettings) -> list[int]:
@@ -100,11 +105,13 @@ def apply(layout: Layout, chosen: Chosen, settings: DopeSettings, model: Languag
     Raises:
         ValueError: a layer already has an intervention.
     """
-    C, size = model.layout.training_length, model.config.head_size
+    C = model.layout.training_length
+    size = model.config.head_size
     every_head = range(model.config.num_attention_heads)
     layers = list(layout.layers)
     for i in {layer for layer, _ in chosen}:
-        encoding, trained = (x.layers[i].expanded(len(every_head)) for x in (layout, model.layout))
+        encoding = layout.layers[i].expanded(len(every_head))
+        trained = model.layout.layers[i].expanded(len(every_head))
         lost = {h: lost_bands(trained.spectra[h], C, settings) for layer, h in chosen if layer == i}
         if settings.variant == "by_gaussian":
             factors = tuple((float(h not in lost),) * size for h in every_head)
@@ -116,8 +123,10 @@ def apply(layout: Layout, chosen: Chosen, settings: DopeSettings, model: Languag
             rows = torch.ones(len(every_head), size)
             for h, bands in lost.items():
                 pairs = len(encoding.spectra[h].inv_freq)
-                channels = [*bands, *(m + pairs for m in bands)]
-                rows[h, slice(None) if settings.variant == "by_all" else channels] = 0
+                channels = [*range(size)]
+                if settings.variant != "by_all":
+                    channels = [*bands, *(m + pairs for m in bands)]
+                rows[h, channels] = 0
             # Channels that are 0 in the queries add nothing to scores, whatever the keys are.
             zeros = Intervention(query=tuple(map(tuple, rows.tolist())))
             layers[i] = layers[i].with_intervention(zeros)

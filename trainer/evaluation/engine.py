@@ -77,9 +77,10 @@ def measure(
 
     ``methods``: those that apply to each model, by its name.
     """
-    store, batch_tokens = setup.store, setup.config.batch_tokens
+    store = setup.store
     sizes = {task: task.length * len(task.trials) for task in tasks}
-    total, done = sum(sizes.values()) * sum(map(len, methods.values())), 0
+    total = sum(sizes.values()) * sum(map(len, methods.values()))
+    done = 0
     cells: list[Cell] = []
     notes: list[str] = []
     with Progress("Evaluating", max(total, 1)) as progress, tf32(setup.device):
@@ -99,7 +100,7 @@ def measure(
                 cells_of_model += _cells(model, fit.method, by_length, tasks, setup)
             for number, cell in enumerate(cells_of_model, len(cells)):
                 if not _is_complete(store.values(cell.key)):
-                    for share in _measure(cell, number, load(), batch_tokens, store):
+                    for share in _measure(cell, number, load(), setup):
                         progress.advance_to(done + share * sizes[cell.task])
                 done += sizes[cell.task]
             cells += cells_of_model
@@ -118,6 +119,7 @@ class Fit(NamedTuple):
 def _fits(
     model: SavedModel, methods: Sequence[str], tasks: Sequence[Task], setup: Setup
 ) -> list[Fit]:
+    """Return the fits of a model: one for each method and length, or for all lengths if joint."""
     lengths = [*dict.fromkeys(task.length for task in tasks)]
     fits = []
     for method in methods:
@@ -136,8 +138,9 @@ def _make_layouts(
     """Store the layouts of a fit unless they are; ``load`` reads the model, if text is needed."""
     if not setup.store.values(fit.key):
         factors = [length / model.training_length for length in fit.lengths]
-        config, text = setup.config, setup.text
-        layouts, notes = layouts_for(fit.method, model.layout, factors, config, load, text)
+        layouts, notes = layouts_for(
+            fit.method, model.layout, factors, setup.config, load, setup.text
+        )
         values = {"layouts": adapter(list[Layout]).dump_python(layouts), "notes": notes}
         setup.store.add(fit.key, values)
 
@@ -165,14 +168,13 @@ def _cells(
     return cells
 
 
-def _measure(
-    cell: Cell, number: int, model: LanguageModel, batch_tokens: int, store: Store
-) -> Iterator[float]:
+def _measure(cell: Cell, number: int, model: LanguageModel, setup: Setup) -> Iterator[float]:
     """Read this process's batches of a cell that are not stored yet; yield the share of all batches
     after each. ``number``: of the cell, so that cells of one batch are shared too."""
+    store = setup.store
     stored = {value["batch"] for value in store.values(cell.key)}
     with model.using(cell.layout, tokens_read(cell.method, cell.model.layout)):
-        batches = cell.task.batches(model, batch_tokens)
+        batches = cell.task.batches(model, setup.config.batch_tokens)
         for batch, read in enumerate(batches):
             if (number + batch) % store.ranks == store.rank and batch not in stored:
                 began = time.perf_counter()
@@ -183,6 +185,7 @@ def _measure(
 
 
 def _is_complete(stored: Sequence[dict[str, Any]]) -> bool:
+    """Whether the stored values of a cell are those of all its batches."""
     return bool(stored) and len({value["batch"] for value in stored}) == stored[0]["batches"]
 
 
@@ -191,7 +194,8 @@ def _trials(cell: Cell, store: Store) -> pd.DataFrame:
     stored = store.wait(cell.key, _is_complete)
     seconds = sum(batch["seconds"] for batch in stored)
     values = [value for batch in stored for value in batch["values"]]
-    trials, length = cell.task.trials, cell.task.length
+    trials = cell.task.trials
+    length = cell.task.length
     defaults = {"text": trials.index, "depth": math.nan, "label": ""}
     trials = trials.assign(
         **{name: value for name, value in defaults.items() if name not in trials},

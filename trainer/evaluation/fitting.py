@@ -54,7 +54,8 @@ class FitText:
         Prompts are spread over the trials and depths of the task. A prompt and its answer have
         ``length`` tokens, and all are cut at their beginning to the shortest.
         """
-        name, texts = config.choice.text, config.choice.texts
+        name = config.choice.text
+        texts = config.choice.texts
         if name == VALIDATION:
             return torch.from_numpy(self.windows(length, texts))
         haystack = self.held_out.haystack

@@ -39,8 +39,10 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         self, model: LanguageModel, encoder: Encoder, max_length: int, batch_tokens: int
     ) -> None:
         super().__init__()
-        self.model, self.encoder = model.eval(), encoder
-        self.max_length, self.batch_tokens = max_length, batch_tokens
+        self.model = model.eval()
+        self.encoder = encoder
+        self.max_length = max_length
+        self.batch_tokens = batch_tokens
         self._device = model.device
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
@@ -57,7 +59,8 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         prompts = []
         for context, options in (request.args for request in requests):
             settings = normalize_gen_kwargs(options)
-            new, stops = settings["max_gen_toks"], tuple(filter(None, settings["until"]))
+            new = settings["max_gen_toks"]
+            stops = tuple(filter(None, settings["until"]))
             room = self.max_length - new
             check_room(room - 1, f"{new} that are generated", self.max_length)
             (tokens,) = self.encoder.tokens([context])

@@ -53,14 +53,16 @@ class Encoder:
         texts = [context + continuation for context, continuation in pairs]
         contexts, wholes = self.tokens(stripped), self.tokens(texts)
         requests = []
-        for text, before, context, whole in zip(texts, stripped, contexts, wholes, strict=True):
-            request = Request(context, whole[len(context) :])
+        for text, before, begin, whole in zip(texts, stripped, contexts, wholes, strict=True):
+            context = begin
+            continuation = whole[len(begin) :]
             if not before:
-                new, first = request.continuation, (self.first_token,)
-                request = Request(first, new[1:] if new[:1] == first else new)
-            if not request.continuation:
+                context = (self.first_token,)
+                if continuation[:1] == context:
+                    continuation = continuation[1:]
+            if not continuation:
                 raise UserError(f"{text!r} adds no token to {before!r}")
-            requests.append(request)
+            requests.append(Request(context, continuation))
         return requests
 
 
@@ -100,7 +102,8 @@ def log_likelihoods(
 
 def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float, bool]]:
     """Read requests with contexts of one length, equal ones once."""
-    wanted, length = [new for _, new in requests], len(requests[0].context)
+    wanted = [new for _, new in requests]
+    length = len(requests[0].context)
     last = max(map(len, wanted))
     # Padded on the right, which causal models do not see.
     rows = [[*context, *new[:-1], *[0] * (last - len(new))] for context, new in requests]
@@ -121,7 +124,8 @@ def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float
     # Only states that predict a token of a continuation go through the head.
     predicting = torch.cat([row[: len(new)] for row, new in zip(states, wanted, strict=True)])
     targets = torch.tensor([*chain.from_iterable(wanted)], device=model.device)[:, None]
-    likelihoods, is_likeliest = [], []
+    likelihoods = []
+    is_likeliest = []
     size = chunk_size(model.vocab_size, model.device)
     for x, y in zip(predicting.split(size), targets.split(size), strict=True):
         logits = model.logits(x).float()

@@ -143,7 +143,8 @@ def longbench_task(
     """Return the task of these questions, the same at every length; short texts stay short.
     ``training_length``: C in tokens, for the labels."""
     kind = KINDS[name]
-    metric, first_line = METRICS[kind["metric"]], kind.get("first_line", False)
+    metric = METRICS[kind["metric"]]
+    first_line = kind.get("first_line", False)
     new_tokens: int = kind["new_tokens"]
     if metric is classification:
         metric = partial(classification, classes=rows[0]["all_classes"])

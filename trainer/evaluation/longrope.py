@@ -86,7 +86,8 @@ def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int, seed: in
     The search starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and
     NTK-aware scaling up to a critical pair with the factor s from there on.
     """
-    C, generator = layout.training_length, np.random.default_rng(seed)
+    C = layout.training_length
+    generator = np.random.default_rng(seed)
     trained = [long_frequencies(spectrum, C).inv_freq for spectrum in layout.spectra]
     starts = [tuple((1.0,) * len(inv_freq) for inv_freq in trained)]
     for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
@@ -116,7 +117,8 @@ def longrope2_factors(
     Pairs before the critical one follow NTK-aware scaling. The search starts with the factor s, or
     the middle of the range, from a critical pair on.
     """
-    C, generator = layout.training_length, np.random.default_rng(seed)
+    C = layout.training_length
+    generator = np.random.default_rng(seed)
     levels = s, (1 + HIGHEST) / 2 * s
     # A candidate has the factors from its critical pairs on.
     starts = [_from_critical(layout, share, level) for level in levels for share in CRITICAL]
@@ -149,7 +151,8 @@ def evolve(
     generator: Generator,
 ) -> Candidate:
     """Return the candidate of least ``loss`` of ``budget`` ``starts`` and descendants."""
-    waiting, misses = list(dict.fromkeys(starts)), 0
+    waiting = list(dict.fromkeys(starts))
+    misses = 0
     tried: dict[Candidate, float] = {}
     while len(tried) < budget and misses < budget:
         if waiting:

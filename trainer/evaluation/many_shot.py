@@ -54,7 +54,8 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     problems: dict[str, tuple[str, str, str]] = {}
     for line in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
-        question, solution = QUESTION.format(problem=row["problem"]), row["solution"]
+        question = QUESTION.format(problem=row["problem"])
+        solution = row["solution"]
         answer = row.get("answer", "")
         if answer in (None, ""):  # 0 is one
             answer = boxed(solution)
@@ -100,7 +101,8 @@ def many_shot_tasks(
     """
     if settings.file is None:
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
-    problems, new = read_problems(settings.file), settings.new_tokens
+    problems = read_problems(settings.file)
+    new = settings.new_tokens
     tokenizer, bos = encoder.tokenizer, encoder.bos
     encodings = tokenizer.encode_batch_fast([e for _, e, _ in problems], add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
@@ -120,7 +122,8 @@ def many_shot_tasks(
             needle: list[int] = []
             depths: tuple[float | None, ...] = (None,)
             if kind.has_needle:
-                needle, depths = examples[problem], DEPTHS
+                needle = examples[problem]
+                depths = DEPTHS
             others: list[list[int]] = []
             if kind.has_examples:
                 others = filling(examples, problem, room - len(needle), seed)

@@ -283,10 +283,13 @@ def statements(inputs: TaskInputs) -> list[Task]:
             "carried none, or is not known (data.needles.share)."
         )
         return []
-    settings, corpus, count = inputs.settings, inputs.text.corpus, inputs.trials
+    settings = inputs.settings
+    corpus = inputs.text.corpus
+    count = inputs.trials
     vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
     longest = held_out_windows(inputs.text.split, count, max(inputs.lengths))
-    numbers, needles = np.arange(count), settings.needles
+    numbers = np.arange(count)
+    needles = settings.needles
     tasks = []
     for length in inputs.lengths:
         windows = longest[:, -length:].copy()

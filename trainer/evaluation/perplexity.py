@@ -31,8 +31,10 @@ def perplexity(inputs: TaskInputs) -> list[Task]:
     Raises:
         UserError: the text is shorter than the longest length.
     """
-    split, first_token = inputs.text.split, inputs.text.corpus.first_token
-    number, C = min(inputs.settings, inputs.limit), inputs.training_length
+    split = inputs.text.split
+    first_token = inputs.text.corpus.first_token
+    number = min(inputs.settings, inputs.limit)
+    C = inputs.training_length
     whole = held_out_windows(split, number, max(inputs.lengths), apart=C)
     if len(whole) < number:
         inputs.notes.append(
@@ -42,7 +44,8 @@ def perplexity(inputs: TaskInputs) -> list[Task]:
         )
     tasks = []
     for length in inputs.lengths:
-        windows, last = whole[:, -length:], min(C, length)
+        windows = whole[:, -length:]
+        last = min(C, length)
         of_length = Task(
             {PERPLEXITY: "Held-out perplexity"},
             length,

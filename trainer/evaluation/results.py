@@ -68,12 +68,14 @@ def _numbers(trials: pd.DataFrame) -> dict[str, Any]:
     """Return the mean over trials of one metric, its interval, and how many texts it is over; the
     unweighted mean over tasks of scores in several."""
     if (trials.metric == "loss").all():
-        value, n = mean_estimate(trials.value), len(trials)
+        value = mean_estimate(trials.value)
+        n = len(trials)
     else:
         texts = by_text(trials)
         samples = [sample for _, sample in texts.groupby("texts", sort=False)]
         means = [estimate(sample.value.tolist(), int(sample.trials.sum())) for sample in samples]
-        value, n = average(means, [int(sample.tasks.iloc[0]) for sample in samples]), len(texts)
+        value = average(means, [int(sample.tasks.iloc[0]) for sample in samples])
+        n = len(texts)
     return {"value": value.mean, "low": value.low, "high": value.high, "n": n}
 
 

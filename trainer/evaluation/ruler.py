@@ -124,11 +124,13 @@ class Search:
                     WORDING["needle"].format(values=f"{self.value}s", key=name, value=value)
                 )
         first_other = self.keys * self.values
-        hidden, lines = needles[:first_other], needles[first_other:]
+        hidden = needles[:first_other]
+        lines = needles[first_other:]
         rng.shuffle(hidden)
         separator = "\n"
         if self.haystack == "essay":
-            separator, lines = " ", essay(documents, units)
+            separator = " "
+            lines = essay(documents, units)
             depths = sorted(rng.sample(DEPTHS, len(hidden)))
             places = [int(len(lines) * depth) for depth in depths]
         else:
@@ -333,7 +335,8 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
 
     def fitting(trial: int, start: int) -> tuple[Prompt, int]:
         """Return a prompt with as many units as fit, and their number; ``start``: a guess."""
-        best, fits = draw(trial, least)[0], least
+        best = draw(trial, least)[0]
+        fits = least
         exceeds: float = math.inf
         units = max(start, least + 1)
         while fits < units < exceeds:
@@ -341,7 +344,8 @@ def ruler_prompts(name: str, ask: Ask, encoder: Encoder, trials: int, length: in
             if too_long > 0:
                 exceeds = units
             else:
-                best, fits = prompt, units
+                best = prompt
+                fits = units
             surplus = math.ceil(too_long / per_unit)
             units -= surplus
             if surplus and not fits < units < exceeds:
@@ -370,13 +374,15 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
     }
     tasks: list[PromptTask] = []
     for name in inputs.settings.tasks or TASKS:
-        trials, score = inputs.trials, string_match_all
+        trials = inputs.trials
+        score = string_match_all
         if name in READERS:
             key, read = READERS[name]
             if (file := getattr(inputs.settings, key)) is None:
                 inputs.notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
-            items, score = read(file), string_match_part
+            items = read(file)
+            score = string_match_part
             asks[name], trials = document_questions(items), min(trials, len(items))
         prompts = partial(ruler_prompts, name, asks[name], encoder, trials)
         tasks.append(PromptTask(name, encoder.tokenizer, prompts, score, once_right(score)))

@@ -65,7 +65,8 @@ def wilson(p: float, n: float) -> Estimate:
 def mean_estimate(values: Sequence[float]) -> Estimate:
     """Return the mean of independent numbers with Student's interval; NaN limits for one number."""
     array = np.asarray(values, dtype=float)
-    n, mean = len(array), float(array.mean())
+    n = len(array)
+    mean = float(array.mean())
     half = float(stdtrit(n - 1, 0.975) * array.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
     return Estimate(mean, mean - half, mean + half)
 
@@ -106,7 +107,8 @@ def sign_mark(scores: Sequence[float], reference: Sequence[float]) -> str:
     """
     differences = np.subtract(scores, reference)
     # Scores may be means of fractions: equal sums of them may differ by 1e-16.
-    better, worse = int((differences > ROUNDING).sum()), int((differences < -ROUNDING).sum())
+    better = int((differences > ROUNDING).sum())
+    worse = int((differences < -ROUNDING).sum())
     if better == worse or binomtest(better, better + worse).pvalue >= SIGNIFICANT:
         return ""
     return "↑" if better > worse else "↓"

@@ -65,7 +65,9 @@ class Store:
     one is ``rank`` of ``ranks`` and appends to files of its own."""
 
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
-        self.directory, self.rank, self.ranks = directory, rank, ranks
+        self.directory = directory
+        self.rank = rank
+        self.ranks = ranks
         self._damaged: set[Path] = set()
         """Files that a warning has named."""
 

@@ -55,7 +55,8 @@ def fit_temperature(
     c is the best value of :data:`GRID`, or the minimum of the parabola through it and its
     neighbours if that is better.
     """
-    settings, C = config.temperature, model.layout.training_length
+    settings = config.temperature
+    C = model.layout.training_length
     lengths = [round(s * C) for s in settings.lengths or config.lengths]
     lengths = [length for length in lengths if length > C]
     if not lengths:

@@ -131,7 +131,9 @@ def differences(
     there are none. ``prefix``: of the keys."""
     changes = []
     for name in dict.fromkeys([*old, *new]):
-        key, there, here = f"{prefix}{name}", old.get(name), new.get(name)
+        key = f"{prefix}{name}"
+        there = old.get(name)
+        here = new.get(name)
         if there == here or key in free:
             continue
         if isinstance(there, dict) and isinstance(here, dict):

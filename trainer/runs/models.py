@@ -150,10 +150,12 @@ def _before_drop(model: SavedModel) -> Path | None:
     sequences grew longer since."""
     if model.run is None or not model.is_dropped:
         return None
-    phases, before = phases_of(model.run), model.path.parent / BEFORE_DROP
+    phases = phases_of(model.run)
+    before = model.path.parent / BEFORE_DROP
     if not phases.drop_step or not before.is_dir():
         return None
-    last, dropping = phases.at(model.state["step"] - 1), phases.at(phases.drop_step - 1)
+    last = phases.at(model.state["step"] - 1)
+    dropping = phases.at(phases.drop_step - 1)
     return before if dropping.length == last.length else None
 
 

@@ -57,7 +57,8 @@ def parse(values: dict[str, Any]) -> Run:
     check_shape(config.model)
     _check_run(config)
     first = configured_layout(config) if weights is None else weights.layout
-    phases, layout = phases_of(config), first
+    phases = phases_of(config)
+    layout = first
     for phase in phases:
         phase.micro_batches()
         layout = layout_of_phase(config, phase, layout)
@@ -111,7 +112,9 @@ def _drops_nothing(config: RunConfig) -> bool:
 
 
 def _check_run(config: RunConfig) -> None:
-    drop, last, benchmarks = config.drop, config.trainer.max_steps, config.benchmarks
+    drop = config.drop
+    last = config.trainer.max_steps
+    benchmarks = config.benchmarks
     config.data.texts.keys()  # a wrong text of the mixture raises
     needles = config.data.needles
     if not needles.names[0] <= needles.names[1] <= len(NAMES):
@@ -140,7 +143,8 @@ def _controls_of(run: Run) -> dict[str, Run]:
     Raises:
         UserError: a control breaks a rule, or does not compare with its run.
     """
-    controls, values = {}, plain(run.config)
+    controls = {}
+    values = plain(run.config)
     for name, changes in values.pop("controls").items():
         base = values | {"run_dir": f"{run.config.run_dir}/controls/{name}"}
         branch = changes.pop("branch", None)

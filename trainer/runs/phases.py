@@ -178,7 +178,8 @@ def phases_of(config: RunConfig) -> Phases:
 
 
 def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
-    steps, change = config.trainer.max_steps, config.drop
+    steps = config.trainer.max_steps
+    change = config.drop
     step = change.step(steps)
     if step is None:
         return {"pretrain": PhaseConfig(steps)}

@@ -60,7 +60,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     """
     use_cores()
     use_style(**asdict(request.plots))
-    config, kind = request.analysis, request.analysis.kind
+    config = request.analysis
+    kind = request.analysis.kind
     if kind not in kinds():
         raise UserError(f"analysis.kind: there is no analysis {kind!r}{nearest(kind, kinds())}")
     if kind == "all" and config.arguments:

@@ -163,7 +163,8 @@ def measure_models(
         UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
             or no method applies to any model.
     """
-    ranks, device = current_ranks(), device_type(accelerator)
+    ranks = current_ranks()
+    device = device_type(accelerator)
     dtype = config.dtype or best_precision(device)
     C = models[0].training_length
     lengths = list(dict.fromkeys(config.tokens or [round(C * x) for x in config.lengths]))
@@ -207,7 +208,8 @@ def measure_models(
 def seeds_of(models: Sequence[SavedModel]) -> dict[str, str]:
     """Return for each model that differs from others in its seed alone the name of their mean: the
     name that they share, unless another recipe has it too, or else that of the first."""
-    defaults, free = plain(RunConfig()), {*FREE_TO_CHANGE, "seed", "controls"}
+    defaults = plain(RunConfig())
+    free = {*FREE_TO_CHANGE, "seed", "controls"}
     recipes: dict[tuple[str, int], list[str]] = {}
     for model in models:
         if model.run is not None:

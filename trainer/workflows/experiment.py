@@ -57,7 +57,8 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
         UserError: something given is wrong; checked before anything heavy starts if possible.
         PreemptedError: the run was asked to stop.
     """
-    start_time, config = time.time(), run.config
+    start_time = time.time()
+    config = run.config
     set_environment(config.trainer.accelerator)
     if shared_value(lambda: is_finished(config)):
         log.info("Finished before: nothing is trained; overwrite=true starts again")
@@ -93,7 +94,8 @@ def is_finished(config: RunConfig) -> bool:
         UserError: the directory holds something else.
     """
     check_run_directory(config)
-    facts, values = Path(config.run_dir, FACTS), without_home(plain(config))
+    facts = Path(config.run_dir, FACTS)
+    values = without_home(plain(config))
     if config.overwrite or not facts.exists():
         return False
     keys = ("controls", "evaluation") if config.evaluation.enabled else ("controls",)

@@ -29,7 +29,8 @@ def export_checkpoint(request: ExportRequest) -> str:
     config, state, layout = saved.run, saved.state, saved.layout
     if config is None:
         raise UserError(f"checkpoint: expected a run or its checkpoint, got {saved.reference!r}")
-    step, scale = state["step"], request.logit_scale
+    step = state["step"]
+    scale = request.logit_scale
     log.info("Exporting %s, step %d", saved.path, step)
     # A drop or a rescaling that leaves positions ends what longer sequences taught before.
     is_changed = config.model.from_run is not None

@@ -98,7 +98,8 @@ def measure_speed(
     use_cores(threads)
     device = device_type(accelerator)
     half = best_precision(device) == "bf16"
-    tokens, read = 2048, SHORTEST
+    tokens = 2048
+    read = SHORTEST
     if device == "cuda":
         free = 0.8 * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters(config)["in all"]
         tokens = min(16384, int(free / activation_bytes(config, 2 if half else 4, "none")))
@@ -266,7 +267,8 @@ def recalibrate(
         assert report is not None, "recalibrate uses one process"
         return report
 
-    trainer, end = config.trainer, began + 60 * minutes * 0.75
+    trainer = config.trainer
+    end = began + 60 * minutes * 0.75
     if not trainer.max_time:
         seconds = max(1, math.ceil(end - time.time()))
         limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
