@@ -89,6 +89,7 @@ def _read(
         # Every prompt must read at least one token after the trunk.
         return int(np.append(ids[trunk][:-1] != ids[index][:-1], True).argmax())
 
+    # Tokens shared with a trunk, the trunk's row, and the prompt; the longest shares first.
     shares = []
     for row, group in enumerate(groups):
         shares += [(shared(group[0], index), row, index) for index in group]

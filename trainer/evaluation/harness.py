@@ -59,13 +59,12 @@ class HarnessModel(LM):  # type: ignore[misc]  # lm-eval has no types, so that L
         prompts = []
         for context, options in (request.args for request in requests):
             settings = normalize_gen_kwargs(options)
-            new = settings["max_gen_toks"]
-            stops = tuple(filter(None, settings["until"]))
-            room = self.max_length - new
-            check_room(room - 1, f"{new} that are generated", self.max_length)
+            new_tokens = settings["max_gen_toks"]
+            room = self.max_length - new_tokens
+            check_room(room - 1, f"{new_tokens} that are generated", self.max_length)
             (tokens,) = self.encoder.tokens([context])
             read = tokens[-room:] or (self.encoder.first_token,)
-            prompts.append(Prompt(read, stops, new))
+            prompts.append(Prompt(read, tuple(filter(None, settings["until"])), new_tokens))
 
         texts = answers(
             self.model,
@@ -90,7 +89,7 @@ def metrics_of(task: HarnessTask) -> dict[tuple[str, str], str]:
 
 
 def harness_tasks(
-    settings: HarnessSettings, encoder: Encoder, lengths: Sequence[int], limit: int | None = None
+    settings: HarnessSettings, encoder: Encoder, lengths: Sequence[int], limit: int
 ) -> list[Task]:
     """Load the tasks and groups of lm-eval and their data, the first ``limit`` questions of each,
     and return each at every length.
@@ -99,7 +98,7 @@ def harness_tasks(
         UserError: a task, or all tasks of a group, have no metric of :data:`METRICS` in common, or
             a task draws its answers at random.
     """
-    made: list[Task] = []
+    of_lengths: list[Task] = []
     index = TaskManager()
     for name in settings.tasks:
         tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
@@ -110,8 +109,9 @@ def harness_tasks(
         questions = {key: list(task.eval_docs)[:limit] for key, task in tasks.items()}
         contents = [_contents(task, questions[key]) for key, task in tasks.items()]
         key = fingerprint(lm_eval.__version__, encoder.bos, encoder.first_token, contents)
-        made += [harness_task(name, tasks, questions, encoder, length, key) for length in lengths]
-    return made
+        for length in lengths:
+            of_lengths.append(harness_task(name, tasks, questions, encoder, length, key))
+    return of_lengths
 
 
 def _contents(task: HarnessTask, questions: Sequence[object]) -> list[object]:

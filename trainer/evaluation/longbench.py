@@ -49,6 +49,7 @@ def qa_f1(prediction: str, answer: str) -> float:
 
 
 def _words(text: str) -> list[str]:
+    """Return the words in lower case, without punctuation and articles."""
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
 
@@ -85,9 +86,10 @@ def longest_common_subsequence(x: Sequence[str], y: Sequence[str]) -> tuple[str,
         for j, other in enumerate(y):
             if word == other:
                 longest.append((*without[j], word))
+            elif len(without[j + 1]) > len(longest[j]):
+                longest.append(without[j + 1])
             else:
-                shorter = len(without[j + 1]) > len(longest[j])
-                longest.append(without[j + 1] if shorter else longest[j])
+                longest.append(longest[j])
     return longest[-1]
 
 
@@ -190,8 +192,10 @@ def longbench_task(
 def label(contexts: float) -> str:
     """Return a prompt's bucket by its length in training lengths, before truncation (DroPE, Tables
     9 and 10)."""
-    low = max(edge for edge in (0, 2, 4, 8, 16) if edge <= contexts)
-    return "16×+ ctx" if low == 16 else f"{low}–{2 * low or 2}× ctx"
+    if contexts >= 16:
+        return "16×+ ctx"
+    low, high = max(edges for edges in ((0, 2), (2, 4), (4, 8), (8, 16)) if edges[0] <= contexts)
+    return f"{low}–{high}× ctx"
 
 
 @task("longbench", settings="longbench")
@@ -213,7 +217,8 @@ def longbench_tasks(inputs: TaskInputs) -> list[PromptTask]:
 
         files = zipfile.Path(hf_hub_download(HUB_NAME, HUB_FILE, repo_type="dataset"), "data/")
     tasks = []
-    for name in settings.tasks or (n for n in KINDS if not n.startswith("passage")):
+    names = settings.tasks or [name for name in KINDS if not name.startswith("passage")]
+    for name in names:
         lines = (files / f"{name}.jsonl").read_text("utf-8").split("\n")
         rows = [json.loads(line) for line in lines if line.strip()]
         if not rows:

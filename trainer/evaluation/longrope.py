@@ -80,14 +80,14 @@ def fit_longrope(
     return layout_at
 
 
-def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int, seed: int = 0) -> Candidate:
+def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int) -> Candidate:
     """Search factors from 1 to :data:`HIGHEST` s (LongRoPE).
 
     The search starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and
     NTK-aware scaling up to a critical pair with the factor s from there on.
     """
     C = layout.training_length
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     trained = [long_frequencies(spectrum, C).inv_freq for spectrum in layout.spectra]
     starts = [tuple((1.0,) * len(inv_freq) for inv_freq in trained)]
     for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
@@ -108,9 +108,7 @@ def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int, seed: in
     return evolve(starts, child, loss, budget, generator)
 
 
-def longrope2_factors(
-    layout: Layout, s: float, loss: Loss, budget: int, seed: int = 0
-) -> Candidate:
+def longrope2_factors(layout: Layout, s: float, loss: Loss, budget: int) -> Candidate:
     """Search factors from s to :data:`HIGHEST` s for the pairs from a critical one on, which is
     searched from 0.7 of the theoretical one to that one (LongRoPE2).
 
@@ -118,7 +116,7 @@ def longrope2_factors(
     the middle of the range, from a critical pair on.
     """
     C = layout.training_length
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     levels = s, (1 + HIGHEST) / 2 * s
     # A candidate has the factors from its critical pairs on.
     starts = [_from_critical(layout, share, level) for level in levels for share in CRITICAL]
@@ -130,10 +128,11 @@ def longrope2_factors(
             n = len(spectrum.inv_freq)
             parent = theirs if generator.integers(2) else mine
             pair = n - len(parent) + generator.integers(-1, 2)
-            earliest, latest = (critical_pair(spectrum, C, share) for share in (min(CRITICAL), 1.0))
+            earliest = critical_pair(spectrum, C, min(CRITICAL))
+            critical = np.clip(pair, earliest, critical_pair(spectrum, C))
             parents = _completed(mine, n, s), _completed(theirs, n, s)
             factors = _mutated(*parents, width, generator).clip(s, HIGHEST * s)
-            spectra.append(_rising(factors[np.clip(pair, earliest, latest) :]))
+            spectra.append(_rising(factors[critical:]))
         return tuple(spectra)
 
     def whole(slow: Candidate) -> Candidate:
@@ -199,6 +198,7 @@ def _ratios(before: Frequencies, after: Frequencies) -> Factors:
 
 
 def _rising(factors: Array) -> Factors:
+    """Return the factors, none less than those before it."""
     return tuple(np.maximum.accumulate(factors).tolist())
 
 

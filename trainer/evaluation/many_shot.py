@@ -55,13 +55,12 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     for line in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
         question = QUESTION.format(problem=row["problem"])
-        solution = row["solution"]
         answer = row.get("answer", "")
         if answer in (None, ""):  # 0 is one
-            answer = boxed(solution)
+            answer = boxed(row["solution"])
         if answer is None:
             raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")
-        example = f"{question} {solution}\n\n"
+        example = f"{question} {row['solution']}\n\n"
         problems.setdefault(question, (question, example, str(answer)))
     return list(problems.values())
 
@@ -102,9 +101,10 @@ def many_shot_tasks(
     if settings.file is None:
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
     problems = read_problems(settings.file)
-    new = settings.new_tokens
-    tokenizer, bos = encoder.tokenizer, encoder.bos
-    encodings = tokenizer.encode_batch_fast([e for _, e, _ in problems], add_special_tokens=False)
+    tokenizer = encoder.tokenizer
+    bos = encoder.bos
+    texts = [example for _, example, _ in problems]
+    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
 
     def prompts(kind: Kind, length: int) -> list[Prompt]:
@@ -118,7 +118,7 @@ def many_shot_tasks(
         for problem in Random(seed).sample(range(len(problems)), count):
             text, _, answer = problems[problem]
             question = tokenizer.encode(text, add_special_tokens=False).ids
-            room = length - len(bos) - len(question) - new
+            room = length - len(bos) - len(question) - settings.new_tokens
             needle: list[int] = []
             depths: tuple[float | None, ...] = (None,)
             if kind.has_needle:
@@ -131,7 +131,8 @@ def many_shot_tasks(
             for depth in depths:
                 place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
                 shown = chain(*others[:place], needle, *others[place:])
-                prompt = Prompt((*bos, *shown, *question), (answer,), new, depth)
+                tokens = (*bos, *shown, *question)
+                prompt = Prompt(tokens, (answer,), settings.new_tokens, depth)
                 if depth is not None:
                     prompt = replace(prompt, group=problem, label=f"{depth:.0%}")
                 trials.append(prompt)
@@ -168,7 +169,8 @@ def boxed(text: str) -> str | None:
 
 def final_answer(text: str) -> str:
     """Return a solution's boxed answer, or else its last number, or ""."""
-    if (answer := boxed(text)) is not None:
+    answer = boxed(text)
+    if answer is not None:
         return answer
     return next(reversed(re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)), "")
 

@@ -107,10 +107,11 @@ def known_methods() -> dict[str, Method]:
     of every sequence, by name."""
     methods = dict(METHODS)
     for name, function in RESCALINGS.items():
-        fixed, dynamic = partial(rescaled, function), partial(dynamically_rescaled, function)
+        title = TITLES[name]
+        methods[name] = Method(title, partial(rescaled, function), (far_rotation,))
         needs = own_decoder, far_rotation
-        methods[name] = Method(TITLES[name], fixed, (far_rotation,))
-        methods[f"dynamic_{name}"] = Method(f"dynamic {TITLES[name]}", dynamic, needs)
+        dynamic = partial(dynamically_rescaled, function)
+        methods[f"dynamic_{name}"] = Method(f"dynamic {title}", dynamic, needs)
     return methods
 
 
@@ -154,8 +155,8 @@ def layout_inputs(name: str, text: FitText, config: EvaluationConfig) -> list[An
     inputs += [config.settings.get(part) for part in name.split("+")]
     if config.choice.text != VALIDATION:  # a task's prompts
         inputs += [config.needles, config.many_shot]
-        if file := config.many_shot.file:
-            inputs.append(Path(file).read_text(encoding="utf-8"))
+        if config.many_shot.file:
+            inputs.append(Path(config.many_shot.file).read_text(encoding="utf-8"))
     return inputs
 
 

@@ -91,6 +91,7 @@ def multiple_choice_tasks(inputs: TaskInputs) -> list[Task]:
 def _batches(
     name: str, questions: Sequence[Question], length: int, model: LanguageModel, batch_tokens: int
 ) -> list[Batch]:
+    """Return batches of questions, whose values are ``acc`` and ``acc_norm`` of each."""
     longest = min(length, model.context or length)
 
     def read(first: int) -> list[Value]:

@@ -283,24 +283,28 @@ def statements(inputs: TaskInputs) -> list[Task]:
             "carried none, or is not known (data.needles.share)."
         )
         return []
-    settings = inputs.settings
-    corpus = inputs.text.corpus
-    count = inputs.trials
-    vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
-    longest = held_out_windows(inputs.text.split, count, max(inputs.lengths))
-    numbers = np.arange(count)
-    needles = settings.needles
+    settings: NeedleTaskSettings = inputs.settings
+    first_token = inputs.text.corpus.first_token
+    vocabulary = NeedleVocabulary.from_tokenizer(inputs.text.corpus.tokenizer)
+    longest = held_out_windows(inputs.text.split, inputs.trials, max(inputs.lengths))
     tasks = []
     for length in inputs.lengths:
         windows = longest[:, -length:].copy()
-        windows[:, 0] = corpus.first_token
-        trials = make_trials(windows, numbers, vocabulary, needles, settings.seed, settings.changes)
+        windows[:, 0] = first_token
+        trials = make_trials(
+            windows,
+            np.arange(inputs.trials),
+            vocabulary,
+            settings.needles,
+            settings.seed,
+            settings.changes,
+        )
         of_length = Task(
             {STATEMENTS: "Stated numbers found"},
             length,
-            fingerprint(trials, corpus.first_token),
+            fingerprint(trials, first_token),
             pd.DataFrame({"depth": np.round(1 - trials.depths / length, 4)}),
-            partial(statement_batches, trials, corpus.first_token),
+            partial(statement_batches, trials, first_token),
         )
         tasks.append(of_length)
     return tasks

@@ -140,8 +140,8 @@ class Search:
             lines.insert(place, needle)
         queried = rng.sample(names[: self.keys], self.queries)
         answers = tuple(chain.from_iterable(stated[name] for name in queried))
-        template = WORDING["one" if len(answers) == 1 else "several"]
-        text = template.format(
+        wording = "one" if len(answers) == 1 else "several"
+        text = WORDING[wording].format(
             value=self.value, context=separator.join(lines), query=listed(queried)
         )
         return text, answers
@@ -173,6 +173,7 @@ def lines_of_example(tokenizer: Tokenizer) -> int:
 
 
 def _chain(rng: Random, lines: int, letters: int) -> Question:
+    """Return a chain of assignments among lines of noise, with names of so many letters."""
     names = distinct(rng, lambda r: "".join(r.choices(ascii_uppercase, k=letters)), HOPS + 1)
     value = rng.randrange(10_000, 99_999)
     # RULER ends every assignment but the first with a space.
@@ -204,6 +205,7 @@ def common_words(rng: Random, trial: int, units: int, length: int) -> Question:
 
 
 def _word_list(rng: Random, words: int, often: int, seldom: int) -> tuple[str, list[str]]:
+    """Return the question about a list, and the words in it ``often``; others are ``seldom``."""
     # RULER takes a larger dictionary for lists of more than 100,000 tokens.
     enough = words <= len(vocabulary())
     drawn = rng.sample(vocabulary(), words) if enough else distinct(rng, compound, words)
@@ -378,12 +380,14 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
         score = string_match_all
         if name in READERS:
             key, read = READERS[name]
-            if (file := getattr(inputs.settings, key)) is None:
+            file = getattr(inputs.settings, key)
+            if file is None:
                 inputs.notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
             items = read(file)
+            asks[name] = document_questions(items)
+            trials = min(trials, len(items))
             score = string_match_part
-            asks[name], trials = document_questions(items), min(trials, len(items))
         prompts = partial(ruler_prompts, name, asks[name], encoder, trials)
         tasks.append(PromptTask(name, encoder.tokenizer, prompts, score, once_right(score)))
     return tasks

@@ -74,7 +74,8 @@ class SavedModel:
 
     def load(self, device: str = "cpu", dtype: Dtype = "fp32") -> LanguageModel:
         """Load the model with its training length and the tokens that end its answers."""
-        model = self.read(device, torch.bfloat16 if dtype == "bf16" else torch.float32)
+        weights_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+        model = self.read(device, weights_dtype)
         model.layout = self.layout
         model.end_tokens = self.tokens.stops
         return model
@@ -105,10 +106,10 @@ def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:
     """
     shared = Counter(model.name for model in models)
     for marks in ([m.home.resolve().name for m in models], [m.reference for m in models]):
-        names = [
-            f"{model.name} ({mark})" if shared[model.name] > 1 else model.name
-            for model, mark in zip(models, marks, strict=True)
-        ]
+        names = []
+        for model, mark in zip(models, marks, strict=True):
+            is_shared = shared[model.name] > 1
+            names.append(f"{model.name} ({mark})" if is_shared else model.name)
         if len(set(names)) == len(names):
             return [replace(m, name=name) for m, name in zip(models, names, strict=True)]
     twice = [name for name, count in Counter(names).items() if count > 1]

@@ -93,7 +93,8 @@ def average(estimates: Sequence[Estimate], weights: Sequence[float]) -> Estimate
     shares = np.asarray(weights) / sum(weights)
     means, lows, highs = np.transpose(estimates)
     mean = float(shares @ means)
-    below, above = (float(np.linalg.norm(shares * (means - x))) for x in (lows, highs))
+    below = float(np.linalg.norm(shares * (means - lows)))
+    above = float(np.linalg.norm(shares * (means - highs)))
     return Estimate(mean, mean - below, mean + above)
 
 

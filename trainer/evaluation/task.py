@@ -4,6 +4,7 @@ A function that makes tasks registers itself with :func:`task`, in a file that `
 too; its name is then known to ``evaluation.tasks``.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,7 @@ class PromptTask:
     stop: Stop | None = None
     never_first: tuple[int, ...] = ()
 
-    def at(self, length: int, limit: int | None = None) -> Task:
+    def at(self, length: int, limit: int = sys.maxsize) -> Task:
         """Return the task at a length, with at most ``limit`` prompts, spread evenly over all.
 
         Raises:
@@ -78,15 +79,16 @@ class PromptTask:
         prompts = self.prompts(length)
         longest = max((len(p.tokens) + p.new_tokens for p in prompts), default=0)
         check_room(length - longest, self.name, length)
-        if limit is not None:
-            prompts = [prompts[place] for place in evenly_spaced(len(prompts), limit)]
+        prompts = [prompts[place] for place in evenly_spaced(len(prompts), limit)]
         # Four bytes for a token, because the prompts of all tasks are kept in memory together.
         prompts = [replace(p, tokens=array("i", p.tokens)) for p in prompts]
         # A prompt without a group has its own text; groups are numbered from 0.
         groups = [-1 - i if p.group is None else p.group for i, p in enumerate(prompts)]
-        texts = pd.factorize(np.array(groups, int))[0]
-        depths, labels = [p.depth for p in prompts], [p.label for p in prompts]
-        columns = {"text": texts, "depth": pd.Series(depths, dtype=float), "label": labels}
+        columns = {
+            "text": pd.factorize(np.array(groups, int))[0],
+            "depth": pd.Series([p.depth for p in prompts], dtype=float),
+            "label": [p.label for p in prompts],
+        }
         return Task(
             {self.name: self.name},
             length,
@@ -99,10 +101,11 @@ class PromptTask:
     def _batches(
         self, prompts: Sequence[Prompt], model: LanguageModel, batch_tokens: int
     ) -> list[Batch]:
-        asked = [_cropped(prompt, model.context) for prompt in prompts]
+        """Return batches of prompts, which read as much as the model can, and their scores."""
+        cropped = [_cropped(prompt, model.context) for prompt in prompts]
 
         def read(indices: Sequence[int]) -> list[Value]:
-            batch = [asked[index] for index in indices]
+            batch = [cropped[index] for index in indices]
             texts = answers(model, self.tokenizer, batch, batch_tokens, self.stop, self.never_first)
             return [
                 (index, self.name, float(self.score(text, prompts[index].answers)))
@@ -111,7 +114,7 @@ class PromptTask:
 
         return [
             partial(read, [*chain.from_iterable(groups)])
-            for groups in batches_of_prompts(asked, batch_tokens)
+            for groups in batches_of_prompts(cropped, batch_tokens)
         ]
 
 

@@ -44,7 +44,8 @@ def check_names(config: EvaluationConfig) -> None:
         ("settings", config.settings, [*TASKS, *parts]),
         ("choice.text", [config.choice.text], choice_names()),
     ):
-        if missing := [name for name in names if name not in known]:
+        missing = [name for name in names if name not in known]
+        if missing:
             expected = ", ".join(sorted(known))
             text = f"evaluation.{key}: expected some of {expected}, got {missing}"
             raise UserError(text + nearest(missing[0], known))

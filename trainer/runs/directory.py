@@ -117,7 +117,8 @@ def check_run_directory(config: RunConfig) -> None:
         return
     saved = read_record(directory)
     controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
-    if changed := differences(saved, plain(config), {*FREE_TO_CHANGE} | controls):
+    changed = differences(saved, plain(config), {*FREE_TO_CHANGE} | controls)
+    if changed:
         raise UserError(
             f"run_dir: {config.run_dir!r} holds another run ({changed}); name=OTHER trains beside "
             "it, overwrite=true deletes it"

@@ -85,6 +85,7 @@ def _adapted_model(reference: str, training_length: int | None) -> SavedModel:
 
 
 def _published_model(reference: str, training_length: int | None) -> SavedModel:
+    """Find published weights, which are called by their directory or their name on the hub."""
     path = find_pretrained(reference)
     weights = read_pretrained(reference)
     key = _files_fingerprint(path)
@@ -330,11 +331,14 @@ def origins(models: Sequence[SavedModel]) -> dict[str, str]:
 
 
 def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
+    """Whether a model is what a run began with, or has its shape and an encoding not dropped."""
     if model.run is None:
         return run.model.from_pretrained == model.reference
-    shapes = [(c.model.hidden_size, c.model.num_hidden_layers) for c in (model.run, run)]
-    is_same = model.run.positional == run.positional and shapes[0] == shapes[1]
-    return is_same and not model.is_dropped
+    has_same_shape = (
+        model.run.model.hidden_size == run.model.hidden_size
+        and model.run.model.num_hidden_layers == run.model.num_hidden_layers
+    )
+    return has_same_shape and model.run.positional == run.positional and not model.is_dropped
 
 
 def encodings(config: RunConfig) -> str:

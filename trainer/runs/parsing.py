@@ -104,7 +104,8 @@ def _trained_shape(model: ModelConfig, weights: "Pretrained") -> ModelConfig:
 
 def _drops_nothing(config: RunConfig) -> bool:
     """Whether the run has the encoding that takes the place of the dropped one from the start."""
-    drop, positional = config.drop, config.positional
+    drop = config.drop
+    positional = config.positional
     if config.phases or config.model.from_pretrained is not None or drop.windows:
         return False
     names = {*positional.layers[: config.model.num_hidden_layers], *positional.heads}
@@ -112,6 +113,7 @@ def _drops_nothing(config: RunConfig) -> bool:
 
 
 def _check_run(config: RunConfig) -> None:
+    """Raise a UserError if a run breaks a rule between keys."""
     drop = config.drop
     last = config.trainer.max_steps
     benchmarks = config.benchmarks
@@ -169,12 +171,14 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     """Check that a control trains in the processes of its run, reads its text, and fits into its
     table."""
-    length, expected = control.phases[-1].length, run.phases[-1].length
+    length = control.phases[-1].length
+    expected = run.phases[-1].length
     if length != expected:
         raise UserError(f"{key}: trains on {length} tokens, the run on {expected}")
     sequences: dict[str, Any] = {"sequence_length": 2, "document_mask": False}
     sequences |= {"needles": NeedlesConfig(), "weight": 1.0}  # which may differ
-    read, known = (texts_read(each.config.data, **sequences) for each in (control, run))
+    read = texts_read(control.config.data, **sequences)
+    known = texts_read(run.config.data, **sequences)
     if not read.items() <= known.items() or control.config.tokenizer != run.config.tokenizer:
         raise UserError(f"{key}.data: a control reads the texts and tokens of its run")
     strategies = {control.config.strategy.name, run.config.strategy.name}

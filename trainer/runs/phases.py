@@ -147,12 +147,13 @@ def phases_of(config: RunConfig) -> Phases:
     ends early: DroPE takes a checkpoint from before the end of an ordinary run.
     """
     phases: list[Phase] = []
-    order, start, samples, tokens = 0, 0, 0, 0
+    order = start = samples = tokens = 0
     of_run = config.schedule.over(config.trainer.max_steps)
     for name, settings in (config.phases or _default_phases(config)).items():
         data = text_of_phase(config.data, settings)
         if phases and phases[-1].data.texts != data.texts:
-            order, samples = order + 1, 0
+            order += 1
+            samples = 0
         factor = of_run
         if settings.schedule is not None:
             factor = settings.schedule.over(settings.steps, start)
@@ -173,11 +174,13 @@ def phases_of(config: RunConfig) -> Phases:
         )
         phases.append(phase)
         start = phase.end
-        samples, tokens = phase.first_sample(start), phase.tokens_at(start)
+        samples = phase.first_sample(start)
+        tokens = phase.tokens_at(start)
     return Phases(phases)
 
 
 def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
+    """Return pretraining, and recalibration if the run drops or has the schedule of a drop."""
     steps = config.trainer.max_steps
     change = config.drop
     step = change.step(steps)
@@ -257,7 +260,8 @@ def layout_of_phase(config: RunConfig, phase: Phase, layout: Layout) -> Layout:
     Raises:
         ValueError: the change is impossible for this layout.
     """
-    rescale, change = phase.rescale, phase.drop
+    rescale = phase.rescale
+    change = phase.drop
     if rescale is not None and rescale.base is not None:
         base = rescale.base
         layout = layout.map(lambda s: rebased(s, base), rescale.layers)

@@ -76,7 +76,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     ids = page_texts(corpus, config, saved)
     choice = choice_texts(corpus, config, saved, ids)
     first = target_of(saved, config, ids, choice)
-    models, targets = [saved], [first]
+    models = [saved]
+    targets = [first]
     if other is not None:
         models = [other, saved]
         targets = [target_of(other, config, ids, choice), first]
@@ -105,12 +106,11 @@ def target_of(
         use_method(model, saved, config.method, ids.shape[1])
     ids = ids.to(device)
     within = min(ids.shape[1], model.layout.training_length)
-    prompt, question = (
-        needle_prompt(saved.tokens.tokenizer, ids, length, config.needle.depth)
-        for length in (within, ids.shape[1])
-    )
-    if config.needle.kind == "copy":
-        question = None
+    tokenizer = saved.tokens.tokenizer
+    prompt = needle_prompt(tokenizer, ids, within, config.needle.depth)
+    question = None
+    if config.needle.kind == "question":
+        question = needle_prompt(tokenizer, ids, ids.shape[1], config.needle.depth)
     return Target(saved.name, model, ids, config, prompt, question, choice)
 
 
@@ -138,8 +138,8 @@ def _other(request: AnalysisRequest, saved: SavedModel, kind: str) -> SavedModel
     """Return the model to compare with, if any: ``compare``, or the run's from before its drop."""
     if request.compare is not None:
         other = find_model(request.compare)
-        words = [c.tokens.tokenizer.get_vocab(with_added_tokens=False) for c in (saved, other)]
-        if words[0] != words[1]:
+        words = saved.tokens.tokenizer.get_vocab(with_added_tokens=False)
+        if words != other.tokens.tokenizer.get_vocab(with_added_tokens=False):
             raise UserError(f"compare: expected a model of the same tokenizer, got {other.name!r}")
         return other
     before = saved.path.parent / BEFORE_DROP
@@ -157,21 +157,21 @@ def analyses_of(*targets: Target) -> list[Results]:
     Raises:
         UserError: none applies, or the model has no such head as ``analysis.chosen`` names.
     """
-    config, ids = targets[-1].config, targets[-1].ids
+    config = targets[-1].config
     model = targets[-1].model.config
-    layers, heads = model.num_hidden_layers, model.num_attention_heads
-    for place in config.chosen:
-        if place[0] >= layers or place[1] >= heads:
-            raise UserError(
-                f"analysis.chosen: the model has {layers} layers of {heads} heads, got {place}"
-            )
+    layers = model.num_hidden_layers
+    heads = model.num_attention_heads
+    for layer, head in config.chosen:
+        if layer >= layers or head >= heads:
+            text = f"the model has {layers} layers of {heads} heads, got {(layer, head)}"
+            raise UserError(f"analysis.chosen: {text}")
     named = [topic for topic in TOPICS.values() if config.kind in ("all", topic.kind)]
     topics = [topic for topic in named if topic.models <= len(targets)]
     if not topics:
         raise UserError(f"compare: analysis {config.kind!r} is one of two models, got one")
     topics.sort(key=lambda topic: (topic.models, topic.name))
     results = []
-    with Progress("Analysing", max(1, len(topics)), ids.numel()) as progress:
+    with Progress("Analysing", max(1, len(topics)), targets[-1].ids.numel()) as progress:
         for done, topic in enumerate(topics, 1):
             try:
                 results.append(topic(*targets[-topic.models :], **config.arguments))

@@ -125,7 +125,9 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
         UserError: the text cannot be read, is too short, or differs from the run's.
     """
     run = model.run
-    source = text or (DataConfig() if run is None else run.data)
+    source = text
+    if source is None:
+        source = DataConfig() if run is None else run.data
     if text is None and run is not None and not run.model.is_trained:
         texts = model.state.get("texts")
         corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
@@ -184,7 +186,8 @@ def measure_models(
     if ranks.rank:
         return None
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
-    if mean_of := averaged(trials):
+    mean_of = averaged(trials)
+    if mean_of:
         task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
     reach = {model.name: model.layout.longest for model in models}
     rows = rows_of(trials, name, config.needles.seed)

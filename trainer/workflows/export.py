@@ -26,11 +26,12 @@ def export_checkpoint(request: ExportRequest) -> str:
     # The comparison reads beyond the written context on purpose.
     logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.ERROR)
     saved = find_model(request.checkpoint)
-    config, state, layout = saved.run, saved.state, saved.layout
+    config = saved.run
+    state = saved.state
+    layout = saved.layout
     if config is None:
         raise UserError(f"checkpoint: expected a run or its checkpoint, got {saved.reference!r}")
     step = state["step"]
-    scale = request.logit_scale
     log.info("Exporting %s, step %d", saved.path, step)
     # A drop or a rescaling that leaves positions ends what longer sequences taught before.
     is_changed = config.model.from_run is not None
@@ -40,7 +41,7 @@ def export_checkpoint(request: ExportRequest) -> str:
     has_positions = layout.rotates or any(s.alibi for s in layout.spectra) or layout.follows_length
     longest = layout.training_length if is_changed and has_positions else saved.longest_context
     scaled = layout.map(
-        lambda s: s.with_temperature(scale=scale * s.temperature.scale), layers=None
+        lambda s: s.with_temperature(scale=request.logit_scale * s.temperature.scale), layers=None
     )
     model = saved.load()
     assert isinstance(model, Decoder)

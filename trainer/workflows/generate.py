@@ -41,7 +41,8 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
         sampler=Sampler(request.temperature, request.top_p, request.seed),
         on_token=has_stopped if request.stop else None,
     )
-    read, new = sum(map(len, prompts)), sum(map(len, written))
+    read = sum(map(len, prompts))
+    new = sum(map(len, written))
     log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)
     texts = []
     for tokens in written:

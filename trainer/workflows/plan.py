@@ -45,9 +45,10 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         count = flops(each, begin or 0)
         training[f"operations of {name}"] = f"{count:.3g}"
         operations += count
+    precision = "fp32" if config.trainer.precision == "fp32" else "bf16"
     times = {}
     for name in GPUS:
-        peak = dense_peak(name, "fp32" if config.trainer.precision == "fp32" else "bf16")
+        peak = dense_peak(name, precision)
         assert peak is not None
         hours = operations / (peak * mfu * 3600)
         times[f"{gpus} x {name}"] = f"{hours / gpus:,.3g} hours, {hours:,.0f} GPU-hours"

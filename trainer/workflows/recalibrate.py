@@ -102,7 +102,8 @@ def measure_speed(
     read = SHORTEST
     if device == "cuda":
         free = 0.8 * torch.cuda.mem_get_info()[0] - STATE_BYTES * parameters(config)["in all"]
-        tokens = min(16384, int(free / activation_bytes(config, 2 if half else 4, "none")))
+        size = 2 if half else 4
+        tokens = min(16384, int(free / activation_bytes(config, size, "none")))
         if tokens < SHORTEST:
             raise UserError("MODEL: its training needs more memory than the GPU has")
         read = tokens
@@ -174,9 +175,11 @@ def choose(
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
     # 4. The learning rate by size (DroPE, App. D), and QK-norm by the rate (Table 11).
-    rate = pick("optimizer.lr", 3e-4 if parameters(config)["in all"] <= 2e9 else 1e-4)
+    is_small = parameters(config)["in all"] <= 2e9
+    rate = pick("optimizer.lr", 3e-4 if is_small else 1e-4)
     if not any(layer.qk_norm for layer in layout.layers):
-        norm = pick("model.qk_norm.when", "never" if rate < 1e-3 else "after_drop")
+        needs_norm = rate >= 1e-3
+        norm = pick("model.qk_norm.when", "after_drop" if needs_norm else "never")
         if norm != "never":
             pick("drop.qk_norm_gain", "matched")
     # 5. An evaluation in 0.18 of the time, beside training's 0.8.
@@ -200,21 +203,25 @@ def evaluated(
     def cost() -> float:
         """Return the operations of a small evaluation: of two models, and of three methods on one
         of them beyond C."""
-        texts = (5 if lengths[-1] > C else 2) * (WINDOWS + NEEDLES)
-        fits = 24  # windows that a fitted temperature reads at each length
-        read = {n: texts + (fits if n > C else 0) for n in lengths}
-        return sum(read[n] * forward_flops(config, layout, n) for n in lengths)
+        tables = 5 if lengths[-1] > C else 2
+        total = 0.0
+        for n in lengths:
+            texts = tables * (WINDOWS + NEEDLES)
+            if n > C:
+                texts += 24  # windows that a fitted temperature reads at each length
+            total += texts * forward_flops(config, layout, n)
+        return total
 
     while len(lengths) > 1 and cost() > operations:
         lengths.pop()
     times = int(min(max(operations / cost(), 1), 8))
+    methods = ["none"]
+    if lengths[-1] > C:
+        methods += ["yarn", "dynamic_ntk", "temperature"]
     return {
         "evaluation.tokens": lengths,
         "evaluation.training_length": C,
-        "evaluation.methods": [
-            "none",
-            *(("yarn", "dynamic_ntk", "temperature") if lengths[-1] > C else ()),
-        ],
+        "evaluation.methods": methods,
         "evaluation.windows": times * WINDOWS,
         "evaluation.needles.trials": times,
     }
