@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 
 from trainer.common.errors import UserError
-from trainer.config import NeedlesConfig
+from trainer.config import NeedlesConfig, NeedleTaskSettings
 from trainer.data.needles import NAMES, WORDS, NeedleVocabulary, insert, make_trials, mix_needles
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 
@@ -101,9 +101,14 @@ def test_share_of_sequences_that_carry_statements():
     assert (weights[~carrying] == 1).all()
 
 
+def trials_of(count, length, needles=4, changes=0):
+    settings = NeedleTaskSettings(needles=needles, seed=1, changes=changes)
+    return make_trials(text_of(count, length), VOCABULARY, settings)
+
+
 @pytest.mark.parametrize("length", [16, 64, 4096])
 def test_trial_states_the_answer_once_and_ends_with_its_name(length):
-    trials = make_trials(text_of(50, length), np.arange(50), VOCABULARY, 4, seed=1)
+    trials = trials_of(50, length)
     assert trials.prompts.shape == (50, length)
     for prompt, answer, depth in zip(trials.prompts, trials.answers, trials.depths, strict=True):
         statements = statements_in(prompt)
@@ -118,7 +123,7 @@ def test_trial_states_the_answer_once_and_ends_with_its_name(length):
 
 @pytest.mark.parametrize("changes", [1, 3])
 def test_trials_ask_for_the_last_of_several_numbers(changes):
-    trials = make_trials(text_of(60, 64), np.arange(60), VOCABULARY, 4, seed=1, changes=changes)
+    trials = trials_of(60, 64, changes=changes)
     for prompt, answer, depth in zip(trials.prompts, trials.answers, trials.depths, strict=True):
         statements = statements_in(prompt)
         assert len({number for *_, number in statements}) == len(statements) == 4
@@ -130,7 +135,7 @@ def test_trials_ask_for_the_last_of_several_numbers(changes):
 
 def test_trials_have_needles_from_the_first_place_to_the_last():
     """Behind the first token, and right before the question."""
-    trials = make_trials(text_of(4000, 64), np.arange(4000), VOCABULARY, 4, seed=1)
+    trials = trials_of(4000, 64)
     begins = 63 - trials.depths
     assert set(begins) == set(range(1, 61))
     counts = np.histogram(begins, bins=4, range=(1, 61))[0]
@@ -165,25 +170,25 @@ def test_statements_that_do_not_fit_a_sequence_are_refused():
 
 
 def test_trials_do_not_depend_on_how_many_are_made():
-    few, many = (make_trials(text_of(n, 64), np.arange(n), VOCABULARY, 4, 1) for n in (3, 30))
+    few, many = (trials_of(count, 64) for count in (3, 30))
     np.testing.assert_array_equal(few.prompts, many.prompts[:3])
 
 
 @pytest.mark.parametrize(
     ("needles", "length", "message"),
-    [(5, 14, "at most 4"), (17, 128, "at most 16, got 17")],
+    [(5, 14, "at most 4"), (17, 128, "at most 16 in 128 tokens, got 17")],
 )
 def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, length, message):
     assert len(NAMES) == 16
     with pytest.raises(UserError, match=message):
-        make_trials(text_of(1, length), np.arange(1), VOCABULARY, needles, 1)
+        trials_of(1, length, needles=needles)
 
 
 @pytest.mark.parametrize("changes", [4, 5])
 def test_one_of_the_needles_is_no_change(changes):
     with pytest.raises(UserError, match=rf"needles\.changes: .* 4 of .*, got {changes}$"):
-        make_trials(text_of(1, 64), np.arange(1), VOCABULARY, 4, 1, changes)
-    make_trials(text_of(1, 64), np.arange(1), VOCABULARY, 4, 1, changes=3)
+        trials_of(1, 64, changes=changes)
+    trials_of(1, 64, changes=3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
-from trainer.config import NeedlesConfig
+from trainer.config import NeedlesConfig, NeedleTaskSettings
 from trainer.data.order import Integers, uniforms
 
 NAMES = (
@@ -167,50 +167,40 @@ class Trials:
 
 
 def make_trials(
-    text: Integers,
-    counters: Integers,
-    vocabulary: NeedleVocabulary,
-    needles: int,
-    seed: int,
-    changes: int = 0,
+    text: Integers, vocabulary: NeedleVocabulary, settings: NeedleTaskSettings
 ) -> Trials:
     """Make multi-key trials (DroPE, App. C.2): several needles, one of them requested.
 
-    Args:
-        text: ``[N, L]`` tokens, the haystacks; the first token stays first.
-        counters: ``[N]`` trial numbers, the only source of randomness besides ``seed``.
-        needles: number of statements per trial, with distinct names and numbers.
-        changes: how many of the statements have the requested name and an earlier number. The
-            model then needs their order; it answers one of ``1 + changes`` trials without.
+    Their names and numbers are distinct. With changes some have the requested name and an earlier
+    number: a model that does not know the order answers one of ``1 + changes`` trials.
+
+    ``text``: ``[N, L]`` tokens, the haystacks; the first token stays first.
 
     Raises:
         UserError: there are more statements than names, they do not fit the length, or all of them
             would be changes.
     """
     N, L = text.shape
-    if needles > len(NAMES):
-        raise UserError(f"evaluation.needles: expected at most {len(NAMES)}, got {needles}")
-    if changes >= needles:
-        text = f"expected fewer than the {needles} of evaluation.needles.needles, got {changes}"
-        raise UserError(f"evaluation.needles.changes: {text}")
+    rows = np.arange(N)
+    needles = settings.needles
+    most = min(len(NAMES), (L - 2) // STATEMENT)
+    if needles > most:
+        raise UserError(f"evaluation.needles: expected at most {most} in {L} tokens, got {needles}")
+    if settings.changes >= needles:
+        expected = f"expected fewer than the {needles} of evaluation.needles.needles"
+        raise UserError(f"evaluation.needles.changes: {expected}, got {settings.changes}")
     n_values = len(vocabulary.numbers)
     sizes = len(NAMES), n_values, 1, needles, needles
-    u = uniforms(seed, counters, sum(sizes))
+    u = uniforms(settings.seed, rows, sum(sizes))
     order, values, asked, places, shuffle = np.split(u, np.cumsum(sizes)[:-1], axis=1)
     names = order.argsort(axis=1)[:, :needles]
     numbers = values.argsort(axis=1)[:, :needles]
-    rows = np.arange(N)
     question = (asked[:, 0] * needles).astype(np.int64)
-    if changes:
-        of_name = shuffle.argsort(axis=1)[:, : changes + 1]
+    if settings.changes:
+        of_name = shuffle.argsort(axis=1)[:, : settings.changes + 1]
         question = of_name.max(axis=1)
         names[rows[:, None], of_name] = names[rows, question][:, None]
     room = L - 1 - STATEMENT * needles  # the last token is the question
-    if room < 1:
-        most = (L - 2) // STATEMENT
-        raise UserError(
-            f"evaluation.needles: expected at most {most} for {L} tokens, got {needles}"
-        )
     cuts = 1 + (places * room).astype(np.int64)
     cuts.sort(axis=1)
     prompts, begins = insert(text, vocabulary.statements(names, numbers), cuts)

@@ -195,15 +195,14 @@ def _trials(cell: Cell, store: Store) -> pd.DataFrame:
     seconds = sum(batch["seconds"] for batch in stored)
     values = [value for batch in stored for value in batch["values"]]
     trials = cell.task.trials
-    length = cell.task.length
     defaults = {"text": trials.index, "depth": math.nan, "label": ""}
     trials = trials.assign(
         **{name: value for name, value in defaults.items() if name not in trials},
         model=cell.model.name,
         method=cell.method,
         metric=cell.task.metric,
-        length=length,
-        factor=length / cell.model.training_length,
+        length=cell.task.length,
+        factor=cell.task.length / cell.model.training_length,
         seconds=round(seconds, 3),
     )
     tables = []

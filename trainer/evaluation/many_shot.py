@@ -13,7 +13,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,19 +22,12 @@ from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask, TaskInputs, task
 
-
-class Kind(NamedTuple):
-    """Whether the prompts of a task have solved problems, and the question among them."""
-
-    has_examples: bool
-    has_needle: bool
-
-
 TASKS = {
-    "many_shot_needle": Kind(has_examples=True, has_needle=True),
-    "many_shot_skip": Kind(has_examples=True, has_needle=False),
-    "zero_shot": Kind(has_examples=False, has_needle=False),
+    "many_shot_needle": {"has_examples": True, "has_needle": True},
+    "many_shot_skip": {"has_examples": True, "has_needle": False},
+    "zero_shot": {"has_examples": False, "has_needle": False},
 }
+"""Whether the prompts of a task have solved problems, and the question among them."""
 DEPTHS = (0.0, 1 / 3, 2 / 3, 1.0)
 """Places of the needle: 0 the beginning of the examples, 1 their end."""
 SEED = 42
@@ -46,11 +38,7 @@ NEXT = "Problem:"
 
 
 def read_problems(file: str) -> list[tuple[str, str, str]]:
-    """Return the distinct problems of a file: question, example with the solution, final answer.
-
-    Raises:
-        UserError: a problem has no answer.
-    """
+    """Return the distinct problems of a file: question, example with the solution, final answer."""
     problems: dict[str, tuple[str, str, str]] = {}
     for line in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
         row = json.loads(line)
@@ -77,10 +65,7 @@ def filling(examples: list[list[int]], problem: int, room: int, seed: int) -> li
             chosen.append(examples[index])
             room -= len(examples[index])
     if room > max(map(len, examples)) or not chosen:
-        raise UserError(
-            f"evaluation.lengths: {len(examples)} solved problems do not fill a prompt, or none "
-            "fits"
-        )
+        raise UserError("evaluation.lengths: solved problems do not fill a prompt, or none fits")
     return chosen
 
 
@@ -107,7 +92,7 @@ def many_shot_tasks(
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
 
-    def prompts(kind: Kind, length: int) -> list[Prompt]:
+    def prompts(length: int, *, has_examples: bool, has_needle: bool) -> list[Prompt]:
         """Return the trials; prompt and answer together have ``length`` tokens, less the room that
         no example fits.
 
@@ -121,11 +106,11 @@ def many_shot_tasks(
             room = length - len(bos) - len(question) - settings.new_tokens
             needle: list[int] = []
             depths: tuple[float | None, ...] = (None,)
-            if kind.has_needle:
+            if has_needle:
                 needle = examples[problem]
                 depths = DEPTHS
             others: list[list[int]] = []
-            if kind.has_examples:
+            if has_examples:
                 others = filling(examples, problem, room - len(needle), seed)
             begins = np.cumsum([0, *map(len, others)])
             for depth in depths:
@@ -142,8 +127,8 @@ def many_shot_tasks(
         return NEXT in text
 
     return [
-        PromptTask(name, tokenizer, partial(prompts, kind), right_final_answer, stop)
-        for name, kind in TASKS.items()
+        PromptTask(name, tokenizer, partial(prompts, **parts), right_final_answer, stop)
+        for name, parts in TASKS.items()
     ]
 
 

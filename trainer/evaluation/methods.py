@@ -19,7 +19,7 @@ from trainer.config import EvaluationConfig
 from trainer.evaluation import dope, longrope, temperature  # noqa: F401 - they register methods
 from trainer.evaluation.fitting import VALIDATION, Change, FitText, LayoutAt, Notes
 from trainer.evaluation.method import METHODS, Method, far_rotation, method, own_decoder, rotation
-from trainer.evaluation.results import AS_IS, AS_IS_TITLE, counted
+from trainer.evaluation.results import AS_IS, counted
 from trainer.evaluation.saved_model import SavedModel
 from trainer.model.language_model import LanguageModel
 from trainer.positional.layout import Layout
@@ -30,7 +30,7 @@ CROP = "crop"
 """Method that shortens the text."""
 
 
-@method(AS_IS, AS_IS_TITLE)
+@method(AS_IS, "as is")
 @method(CROP, "cropped")
 def unchanged(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Return the layout itself."""

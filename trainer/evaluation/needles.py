@@ -199,7 +199,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
 
         def prompt_task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
             prompts = partial(make, haystack, settings)
-            return PromptTask(name, haystack.tokenizer, prompts, score, stop)
+            return PromptTask(name, haystack.encoder.tokenizer, prompts, score, stop)
 
         @task(name, settings="needles")
         @wraps(make)
@@ -283,7 +283,6 @@ def statements(inputs: TaskInputs) -> list[Task]:
             "carried none, or is not known (data.needles.share)."
         )
         return []
-    settings: NeedleTaskSettings = inputs.settings
     first_token = inputs.text.corpus.first_token
     vocabulary = NeedleVocabulary.from_tokenizer(inputs.text.corpus.tokenizer)
     longest = held_out_windows(inputs.text.split, inputs.trials, max(inputs.lengths))
@@ -291,14 +290,7 @@ def statements(inputs: TaskInputs) -> list[Task]:
     for length in inputs.lengths:
         windows = longest[:, -length:].copy()
         windows[:, 0] = first_token
-        trials = make_trials(
-            windows,
-            np.arange(inputs.trials),
-            vocabulary,
-            settings.needles,
-            settings.seed,
-            settings.changes,
-        )
+        trials = make_trials(windows, vocabulary, inputs.settings)
         of_length = Task(
             {STATEMENTS: "Stated numbers found"},
             length,

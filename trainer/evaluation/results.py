@@ -10,8 +10,7 @@ import pandas as pd
 from trainer.evaluation.statistics import average, estimate, mean_estimate
 
 AS_IS = "none"
-AS_IS_TITLE = "as is"
-"""Key and title of the method that leaves a model as it was trained."""
+"""Method that leaves a model as it was trained."""
 PERPLEXITY = "perplexity"
 """Task whose trials are losses of windows instead of scores."""
 STATEMENTS = "statements"

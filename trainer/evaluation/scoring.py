@@ -46,10 +46,8 @@ def check_room(spare: int, name: str, length: int) -> None:
     """Raise a UserError if the shortest prompt of ``name`` and its answer leave ``spare`` < 0 of
     ``length`` tokens."""
     if spare < 0:
-        least = length - spare
-        raise UserError(
-            f"evaluation.lengths: expected at least {least} tokens for {name}, got {length}"
-        )
+        text = f"expected at least {length - spare} tokens for {name}, got {length}"
+        raise UserError(f"evaluation.lengths: {text}")
 
 
 NUMBER = re.compile(r"[0-9]+")

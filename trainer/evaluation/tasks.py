@@ -30,11 +30,7 @@ def harness(inputs: TaskInputs) -> list[Task]:
 
 
 def check_names(config: EvaluationConfig) -> None:
-    """Check that all tasks and methods exist, and settings of plugins.
-
-    Raises:
-        UserError: one does not, or a setting is wrong.
-    """
+    """Raise a UserError if a task or method does not exist, or settings of a plugin are wrong."""
     parts = [part for name in config.methods for part in name.split("+")]
     for key, names, known in (
         ("tasks", config.tasks, TASKS),
@@ -54,11 +50,7 @@ def check_names(config: EvaluationConfig) -> None:
 
 
 def settings_of(name: str, config: EvaluationConfig) -> Any:
-    """Return the settings of a task, as it is registered.
-
-    Raises:
-        UserError: unknown keys or wrong values.
-    """
+    """Return the settings of a task, as it is registered."""
     settings = TASKS[name].settings
     if isinstance(settings, type):
         values = config.settings.get(name, {})

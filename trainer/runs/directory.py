@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from io import StringIO
@@ -26,6 +26,8 @@ from trainer.config import RunConfig
 log = logging.getLogger(__name__)
 
 RECORD = "config.yaml"
+COMPARED = "runs.json"
+"""File with the runs that the page beside it compares."""
 LOCK = ".lock"
 """File that the process which trains in a directory has locked."""
 WRITTEN = (
@@ -63,11 +65,7 @@ def saved_config(values: dict[str, Any]) -> RunConfig:
 
 
 def read_record(directory: Path) -> dict[str, Any]:
-    """Return the plain configuration of the run in a directory.
-
-    Raises:
-        UserError: the file holds something else.
-    """
+    """Return the plain configuration of the run in a directory."""
     path = directory / RECORD
     with expecting("the configuration of a run", path):
         values = yaml.safe_load(path.read_text("utf-8"))
@@ -88,23 +86,16 @@ def is_published(reference: str) -> bool:
 
 
 def check_model(reference: str) -> None:
-    """Check that a model is a directory or a name of the hub, before anything heavy is imported.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Raise a UserError unless a model is a directory or a name of the hub; imports no torch."""
     path = Path(reference.removeprefix("hf:")).expanduser()
     if not is_published(reference) and not path.is_dir():
         raise UserError(f"checkpoint: {reference!r} is no directory, and no OWNER/NAME of the hub")
 
 
 def check_run_directory(config: RunConfig) -> None:
-    """Check that a run may use its directory; changes nothing.
+    """Raise a UserError if a run's directory holds another run, or other files and no run.
 
     A run that ended before its first checkpoint does not keep its directory.
-
-    Raises:
-        UserError: the directory holds another run, or other files and no run.
     """
     directory = Path(config.run_dir)
     if not (directory / RECORD).exists():
@@ -119,10 +110,8 @@ def check_run_directory(config: RunConfig) -> None:
     controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}
     changed = differences(saved, plain(config), {*FREE_TO_CHANGE} | controls)
     if changed:
-        raise UserError(
-            f"run_dir: {config.run_dir!r} holds another run ({changed}); name=OTHER trains beside "
-            "it, overwrite=true deletes it"
-        )
+        text = f"run_dir: {config.run_dir!r} holds another run ({changed})"
+        raise UserError(f"{text}; name=OTHER trains beside it, overwrite=true deletes it")
 
 
 def differences(
@@ -145,12 +134,8 @@ def differences(
 
 
 def check_start(config: RunConfig) -> None:
-    """Check the directory and files of text before torch is imported.
-
-    Raises:
-        UserError: the directory holds another run or one that trains, or the files are empty.
-        FileNotFoundError: a file of text is missing.
-    """
+    """Check a run's directory, its lock and its files of text before torch is imported, see
+    :func:`check_run_directory`, :func:`locked` and :func:`check_files`."""
     check_run_directory(config)
     directory = Path(config.run_dir)
     if (directory / LOCK).exists():
@@ -164,12 +149,8 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_files(names: Sequence[str]) -> None:
-    """Check that files of text exist and hold something; addresses, lists and patterns may.
-
-    Raises:
-        UserError: no file is named, or all are empty.
-        FileNotFoundError: a file is missing.
-    """
+    """Raise a UserError if no file of text is named, or all are empty, and a FileNotFoundError if
+    one is missing; addresses, lists and patterns are not looked at."""
     if any(set(name) & {*"@*?[:"} for name in names):
         return
     if not names:
@@ -202,11 +183,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def open_run_directory(config: RunConfig) -> Path:
-    """Create or reopen a run's directory, and write ``config.yaml``.
-
-    Raises:
-        UserError: as for :func:`check_run_directory`.
-    """
+    """Create or reopen a run's directory, and write ``config.yaml``."""
     check_run_directory(config)
     directory = Path(config.run_dir)
     if config.overwrite:
@@ -220,16 +197,22 @@ def open_run_directory(config: RunConfig) -> Path:
     return directory
 
 
+def first_free(output: Path, is_free: Callable[[Path], bool]) -> Path:
+    """Return ``output``, or if that is taken the first directory numbered beside it that is not."""
+    beside = (output.with_name(f"{output.name}-{number}") for number in count(2))
+    return next(filter(is_free, chain([output], beside)))
+
+
 def place_of_comparison(output: Path, runs: Sequence[str]) -> Path:
-    """Return the directory for the page of a comparison, and note the runs in it: ``output``, or if
-    that compares runs which are not among these the first of those numbered beside it."""
-    place = output
-    for number in count(2):
-        record = place / "runs.json"
-        if not record.exists() or {*json.loads(record.read_bytes())} <= {*runs}:
-            break
-        place = output.with_name(f"{output.name}-{number}")
-    write_atomically(record, json.dumps([*runs]))
+    """Return the directory for a comparison, and note its runs there; others that a directory
+    compares take it."""
+
+    def is_free(place: Path) -> bool:
+        record = place / COMPARED
+        return not record.exists() or {*json.loads(record.read_bytes())} <= {*runs}
+
+    place = first_free(output, is_free)
+    write_atomically(place / COMPARED, json.dumps([*runs]))
     return place
 
 
@@ -265,16 +248,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         text = path.read_text("utf-8")
         # A row without line end was cut short by a kill.
         rows = csv.DictReader(text[: text.rfind("\n") + 1].splitlines(), strict=True)
-        return [_numbers(row) for row in rows]
-
-
-def _numbers(row: dict[str, str]) -> dict[str, Any]:
-    """Return the cells of a row that are not empty; one of them is the step."""
-    numbers: dict[str, Any] = {"step": int(row["step"])}
-    for key, text in row.items():
-        if text:
-            numbers[key] = int(text) if text.isdecimal() else float(text)
-    return numbers
+        metrics = []
+        for row in rows:
+            numbers: dict[str, Any] = {"step": int(row["step"])}
+            for key, cell in row.items():
+                if cell:
+                    numbers[key] = int(cell) if cell.isdecimal() else float(cell)
+            metrics.append(numbers)
+        return metrics
 
 
 def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:

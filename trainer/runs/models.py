@@ -232,9 +232,6 @@ def encodings_of(reference: str) -> PositionalConfig:
     """Return the encodings of the checkpoint that ``model.from_run`` names.
 
     Layers and heads left by a partial drop keep the names that they had before.
-
-    Raises:
-        UserError: there is no checkpoint.
     """
     state = read_state(find_checkpoint(reference))
     config = saved_config(state["config"])

@@ -70,11 +70,7 @@ def parse(values: dict[str, Any]) -> Run:
 
 
 def configured_layout(config: RunConfig) -> Layout:
-    """Return the layout that a run without trained weights begins with.
-
-    Raises:
-        UserError: the configured encodings do not fit the model.
-    """
+    """Return the layout that a run without trained weights begins with."""
     model = config.model
     return build_layout(
         config.positional,
@@ -116,14 +112,13 @@ def _check_run(config: RunConfig) -> None:
     """Raise a UserError if a run breaks a rule between keys."""
     drop = config.drop
     last = config.trainer.max_steps
-    benchmarks = config.benchmarks
     config.data.texts.keys()  # a wrong text of the mixture raises
     needles = config.data.needles
     if not needles.names[0] <= needles.names[1] <= len(NAMES):
         raise UserError(f"data.needles.names: expected the least and the most of {len(NAMES)}")
     if needles.mentions[0] > needles.mentions[1]:
         raise UserError("data.needles.mentions: expected the least before the most")
-    if bool(benchmarks.every) != bool(benchmarks.tasks):
+    if bool(config.benchmarks.every) != bool(config.benchmarks.tasks):
         raise UserError("benchmarks.every: expected it with tasks")
     if config.phases and drop.at is not None:
         raise UserError("drop: with phases it is one of them that drops; expected phases.NAME.drop")
@@ -140,11 +135,7 @@ def _check_run(config: RunConfig) -> None:
 
 
 def _controls_of(run: Run) -> dict[str, Run]:
-    """Return the controls of a run by name: its values with the control's changes.
-
-    Raises:
-        UserError: a control breaks a rule, or does not compare with its run.
-    """
+    """Return the controls of a run by name: its values with the control's changes."""
     controls = {}
     values = plain(run.config)
     for name, changes in values.pop("controls").items():
@@ -188,15 +179,11 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
         return
     step = run.phases.drop_step if branch == "drop" else branch
     if not isinstance(step, int) or not 0 <= step <= run.steps or step >= control.steps:
-        raise UserError(
-            f"{key}.branch: expected 'drop' or a step of the run before the control's end, "
-            f"got {branch!r}"
-        )
+        expected = "'drop' or a step of the run before the control's end"
+        raise UserError(f"{key}.branch: expected {expected}, got {branch!r}")
     if _before(run, step) != _before(control, step):
-        raise UserError(
-            f"{key}.branch: model, encoding, optimizer, seed or samples differ from the run's "
-            f"before step {step}"
-        )
+        different = "model, encoding, optimizer, seed or samples"
+        raise UserError(f"{key}.branch: {different} differ from the run's before step {step}")
 
 
 def texts_read(data: DataConfig, **same: Any) -> dict[str, DataConfig]:

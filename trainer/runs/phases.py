@@ -110,10 +110,9 @@ class Phase:
         """
         size = self.rows(ranks)
         if self.batch_size % (ranks * size):
-            raise UserError(
-                f"trainer.batch_size: {self.batch_size} sequences do not divide into "
-                f"micro-batches of {size} on {ranks} ranks"
-            )
+            parts = f"micro-batches of {size} on {ranks} ranks"
+            text = f"{self.batch_size} sequences do not divide into {parts}"
+            raise UserError(f"trainer.batch_size: {text}")
         return self.batch_size // (ranks * size)
 
 

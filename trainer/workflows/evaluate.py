@@ -5,7 +5,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from trainer.plotting import use_style
 from trainer.report.claims import Evidence, observe
 from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, Report
-from trainer.runs.directory import FREE_TO_CHANGE, differences, plain
+from trainer.runs.directory import FREE_TO_CHANGE, differences, first_free, plain
 from trainer.runs.models import environment, find_models, origins, provenance, without_home
 from trainer.runs.parsing import texts_read
 
@@ -91,17 +90,14 @@ def place_of(request: EvaluationRequest, output: Path) -> Path:
     Raises:
         UserError: the directory that the request names holds another evaluation.
     """
-    place = output
-    for number in count(2):
-        changed = changes_since(request, place)
-        if not changed:
-            break
-        text = f"{str(place)!r} holds another evaluation ({changed})"
+    changed = changes_since(request, output)
+    if changed:
+        text = f"{str(output)!r} holds another evaluation ({changed})"
         if request.output or request.name:
-            raise UserError(f"{'output' if request.output else 'name'}: {text}")
+            key = "output" if request.output else "name"
+            raise UserError(f"{key}: {text}")
         log.info("%s", text)
-        place = output.with_name(f"{output.name}-{number}")
-    return place
+    return first_free(output, lambda place: not changes_since(request, place))
 
 
 def changes_since(request: EvaluationRequest, place: Path) -> str:
@@ -160,10 +156,6 @@ def measure_models(
     ``models``: as :func:`find_models` returns them. ``text``: in the first one's tokens.
     ``directory``: of finished cells. ``accelerator``: cpu, or a GPU if there is one.
     Ranks share the work; all but the first one return None.
-
-    Raises:
-        UserError: a checkpoint or text cannot be read, a length does not fit a task or the text,
-            or no method applies to any model.
     """
     ranks = current_ranks()
     device = device_type(accelerator)

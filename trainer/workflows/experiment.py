@@ -88,18 +88,14 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
 
 
 def is_finished(config: RunConfig) -> bool:
-    """Whether the run has a report of these controls and of this evaluation, if it has one.
-
-    Raises:
-        UserError: the directory holds something else.
-    """
+    """Whether the run has a report of these controls and of this evaluation, if it has one."""
     check_run_directory(config)
     facts = Path(config.run_dir, FACTS)
-    values = without_home(plain(config))
     if config.overwrite or not facts.exists():
         return False
     keys = ("controls", "evaluation") if config.evaluation.enabled else ("controls",)
     with expecting("the facts of a report", facts):
+        values = without_home(plain(config))
         reported = json.loads(facts.read_bytes())["config"]
         return all(reported[key] == values[key] for key in keys)
 
@@ -117,11 +113,8 @@ def finished_report(config: RunConfig) -> Report:
 
 
 def check_machine(run: Run) -> None:
-    """Check what shows without the text: names of tasks and methods, devices, shards, batches.
-
-    Raises:
-        UserError: some of it does not fit.
-    """
+    """Raise a UserError if something does not fit that shows without the text: names of tasks and
+    methods, devices, shards, batches."""
     ranks = current_ranks().world_size
     for each in run.runs.values():
         check_names(each.config.evaluation)

@@ -13,11 +13,7 @@ log = logging.getLogger(__name__)
 
 
 def continue_prompts(request: GenerationRequest) -> list[str]:
-    """Continue the prompts with the checkpoint; return the continuations.
-
-    Raises:
-        UserError: the checkpoint cannot be read.
-    """
+    """Continue the prompts with the checkpoint; return the continuations."""
     use_cores()
     saved = find_model(request.checkpoint)
     device = device_type()

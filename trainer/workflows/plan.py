@@ -24,9 +24,6 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     """Return names and values by title.
 
     ``gpus``: number of GPUs; ``mfu``: share of their dense peak that training reaches.
-
-    Raises:
-        UserError: the vocabulary is that of a finished tokenizer.
     """
     config = run.config
     phases = run.phases

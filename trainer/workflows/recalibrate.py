@@ -275,9 +275,8 @@ def recalibrate(
         return report
 
     trainer = config.trainer
-    end = began + 60 * minutes * 0.75
     if not trainer.max_time:
-        seconds = max(1, math.ceil(end - time.time()))
+        seconds = max(1, math.ceil(began + 60 * minutes * 0.75 - time.time()))
         limit = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
         try:
             return train(replace(config, trainer=replace(trainer, max_time=limit)))

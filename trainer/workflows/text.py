@@ -64,11 +64,8 @@ def open_corpus(run: Run) -> Corpus:
 
 
 def check_vocabularies(runs: Mapping[str, Run], corpus: Corpus) -> None:
-    """Check that the tokens of the text are those of the model of every run.
-
-    Raises:
-        UserError: a model has fewer embeddings than there are tokens, or weights of other tokens.
-    """
+    """Raise a UserError if the model of a run has fewer embeddings than the text has tokens, or
+    weights of other tokens."""
     size = vocabulary_size(corpus.tokenizer)
     for name, run in runs.items():
         tokens = tokens_of_weights(run)
