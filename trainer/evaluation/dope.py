@@ -80,13 +80,11 @@ def _moments(x: Tensor) -> Tensor:
 
 def _scores(entropies: MatrixEntropy, settings: DopeSettings) -> Tensor:
     """Return the scores that heads are sorted by, ``[H]``."""
-    match settings.entropy:
-        case "trunc":
-            return entropies.effective_rank(settings.r)
-        case "vanilla":
-            return entropies.band_mean
-        case "norm":
-            return entropies.spectral_norm
+    if settings.entropy == "trunc":
+        return entropies.effective_rank(settings.r)
+    if settings.entropy == "vanilla":
+        return entropies.band_mean
+    return entropies.spectral_norm
 
 
 def lost_bands(trained: Spectrum, training_length: int, settings: DopeSettings) -> list[int]:

@@ -65,11 +65,7 @@ class Haystack:
 
     def begin(self, length: int, random: np.random.Generator) -> int:
         """Return the index at which an excerpt of ``length`` tokens begins, random and if possible
-        at a sentence or line.
-
-        Raises:
-            UserError: the stream is too short.
-        """
+        at a sentence or line."""
         room = len(self.tokens) - length
         if room < 0:
             expected = f"expected {length} tokens for a haystack"

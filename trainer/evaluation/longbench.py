@@ -192,10 +192,9 @@ def longbench_task(
 def label(contexts: float) -> str:
     """Return a prompt's bucket by its length in training lengths, before truncation (DroPE, Tables
     9 and 10)."""
-    if contexts >= 16:
-        return "16×+ ctx"
-    low, high = max(edges for edges in ((0, 2), (2, 4), (4, 8), (8, 16)) if edges[0] <= contexts)
-    return f"{low}–{high}× ctx"
+    low = max(edge for edge in (0, 2, 4, 8, 16) if edge <= contexts)
+    high = max(2, 2 * low)
+    return "16×+ ctx" if low == 16 else f"{low}–{high}× ctx"
 
 
 @task("longbench", settings="longbench")

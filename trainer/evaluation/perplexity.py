@@ -27,9 +27,6 @@ def perplexity(inputs: TaskInputs) -> list[Task]:
 
     There are as many windows as the settings say, or as share no scored token: an interval over
     windows takes these as independent. The windows of all lengths end at the same places.
-
-    Raises:
-        UserError: the text is shorter than the longest length.
     """
     split = inputs.text.split
     first_token = inputs.text.corpus.first_token

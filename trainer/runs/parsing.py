@@ -179,8 +179,8 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
         return
     step = run.phases.drop_step if branch == "drop" else branch
     if not isinstance(step, int) or not 0 <= step <= run.steps or step >= control.steps:
-        expected = "'drop' or a step of the run before the control's end"
-        raise UserError(f"{key}.branch: expected {expected}, got {branch!r}")
+        choices = "'drop' or a step of the run before the control's end"
+        raise UserError(f"{key}.branch: expected {choices}, got {branch!r}")
     if _before(run, step) != _before(control, step):
         different = "model, encoding, optimizer, seed or samples"
         raise UserError(f"{key}.branch: {different} differ from the run's before step {step}")

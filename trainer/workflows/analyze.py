@@ -198,9 +198,6 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
 
     The texts are evenly spread over the test split, and do not overlap. A configured file is read
     instead, whole unless a length is given, and then from its beginning.
-
-    Raises:
-        UserError: there is too little text.
     """
     C = saved.layout.training_length
     if config.file is None:

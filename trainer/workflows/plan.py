@@ -6,6 +6,7 @@ Nothing is trained, downloaded or written, and no GPU is needed.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from trainer.common.errors import UserError
 from trainer.data.needles import WORDS
@@ -42,7 +43,7 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
         count = flops(each, begin or 0)
         training[f"operations of {name}"] = f"{count:.3g}"
         operations += count
-    precision = "fp32" if config.trainer.precision == "fp32" else "bf16"
+    precision: Literal["fp32", "bf16"] = "fp32" if config.trainer.precision == "fp32" else "bf16"
     times = {}
     for name in GPUS:
         peak = dense_peak(name, precision)

@@ -16,11 +16,7 @@ from trainer.runs.phases import Run
 
 
 def tokens_of_weights(run: Run) -> SpecialTokens | None:
-    """Return the tokens of the weights that the run begins with, unless another is configured.
-
-    Raises:
-        UserError: the weights came without one.
-    """
+    """Return the tokens of the weights that the run begins with, unless another is configured."""
     weights = run.weights
     if run.config.tokenizer.path is not None or weights is None:
         return None
