@@ -140,7 +140,12 @@ def _standing_still(spectrum: Spectrum, bands: Sequence[int]) -> Spectrum:
     """Set the frequencies of the bands to zero; keep temperature and scale."""
 
     def still(inv_freq: Frequencies) -> Frequencies:
-        return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
+        kept = list(inv_freq)
+        for m in bands:
+            kept[m] = 0.0
+        return tuple(kept)
 
-    long = spectrum.long and replace(spectrum.long, inv_freq=still(spectrum.long.inv_freq))
+    long = spectrum.long
+    if long is not None:
+        long = replace(long, inv_freq=still(long.inv_freq))
     return replace(spectrum, inv_freq=still(spectrum.inv_freq), long=long, origin=())

@@ -103,6 +103,7 @@ class Haystack:
 
     @cached_property
     def _anchor(self) -> list[int]:
+        """Tokens of :data:`ANCHOR`."""
         return self.encoder.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
 
 

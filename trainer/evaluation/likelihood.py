@@ -45,9 +45,6 @@ class Encoder:
     def requests(self, pairs: Sequence[tuple[str, str]]) -> list[Request]:
         """Encode context and continuation together, and split the tokens where the context ends; a
         space between them belongs to the continuation.
-
-        Raises:
-            UserError: a continuation adds no token to its context.
         """
         stripped = [context.rstrip() for context, _ in pairs]
         texts = [context + continuation for context, continuation in pairs]

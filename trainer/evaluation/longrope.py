@@ -196,7 +196,9 @@ def _mutated(mine: Factors, theirs: Factors, width: float, generator: Generator)
 
 def _ratios(before: Frequencies, after: Frequencies) -> Factors:
     """Return the divisors of the frequencies; a pair with frequency 0 takes its predecessor's."""
-    return _rising(np.array([f / g if g else 1.0 for f, g in zip(before, after, strict=True)]))
+    factors = np.ones(len(before))
+    np.divide(before, after, out=factors, where=np.array(after) != 0)
+    return _rising(factors)
 
 
 def _rising(factors: Array) -> Factors:

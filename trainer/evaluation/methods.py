@@ -83,7 +83,8 @@ def fit_dope(
     def choose(ids: Tensor, layout: Layout) -> tuple[Change, str]:
         heads = dope.select(model, ids, config.dope, layout)
         change = partial(dope.apply, chosen=heads, settings=config.dope, model=model)
-        return change, ", ".join(f"L{layer}H{head}" for layer, head in heads) or "no head"
+        names = ", ".join(f"L{layer}H{head}" for layer, head in heads)
+        return change, names or "no head"
 
     return text.changed_by(choose, before, model.layout.training_length, config, notes)
 

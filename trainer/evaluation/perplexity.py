@@ -65,8 +65,8 @@ def _loss_batches(
     def read(first: int) -> list[Value]:
         batch = windows[first : first + size]
         losses = token_losses(model, batch, first_token, batch_tokens, reads=model.context)
-        means = losses.double()[:, -last:].mean(dim=1).tolist()
-        finite = (loss if math.isfinite(loss) else math.nan for loss in means)
+        means = losses.double()[:, -last:].mean(dim=1)
+        finite = means.where(means.isfinite(), math.nan).tolist()
         return [(number, PERPLEXITY, loss) for number, loss in enumerate(finite, first)]
 
     return [partial(read, first) for first in range(0, len(windows), size)]

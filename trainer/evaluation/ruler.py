@@ -375,7 +375,8 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
         "fwe": frequent_words,
     }
     tasks: list[PromptTask] = []
-    for name in inputs.settings.tasks or TASKS:
+    names = inputs.settings.tasks or TASKS
+    for name in names:
         trials = inputs.trials
         score = string_match_all
         if name in READERS:

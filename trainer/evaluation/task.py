@@ -83,9 +83,10 @@ class PromptTask:
         # Four bytes for a token, because the prompts of all tasks are kept in memory together.
         prompts = [replace(p, tokens=array("i", p.tokens)) for p in prompts]
         # A prompt without a group has its own text; groups are numbered from 0.
-        groups = [-1 - i if p.group is None else p.group for i, p in enumerate(prompts)]
+        groups = pd.Series([p.group for p in prompts], dtype=float)
+        groups = groups.fillna(pd.Series(-1.0 - np.arange(len(prompts))))
         columns = {
-            "text": pd.factorize(np.array(groups, int))[0],
+            "text": pd.factorize(groups)[0],
             "depth": pd.Series([p.depth for p in prompts], dtype=float),
             "label": [p.label for p in prompts],
         }

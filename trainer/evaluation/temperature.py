@@ -57,7 +57,8 @@ def fit_temperature(
     """
     settings = config.temperature
     C = model.layout.training_length
-    lengths = [round(s * C) for s in settings.lengths or config.lengths]
+    factors = settings.lengths or config.lengths
+    lengths = [round(s * C) for s in factors]
     lengths = [length for length in lengths if length > C]
     if not lengths:
         return before

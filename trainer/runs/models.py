@@ -194,11 +194,7 @@ def find_models(
 
 def starting_weights(config: ModelConfig) -> Pretrained:
     """Return the model that ``model.from_pretrained`` or ``model.from_run`` names; reads no
-    weights.
-
-    Raises:
-        UserError: the model does not exist or is not supported, or both keys are set.
-    """
+    weights."""
     if config.from_pretrained is not None and config.from_run is not None:
         raise UserError("model: expected one of from_pretrained and from_run, got both")
     if config.from_pretrained is not None:

@@ -72,8 +72,10 @@ class Phase:
         """Description of the changes at its start."""
         if self.drop is not None:
             text = f"dropped the encoding ({self.drop.to}){self.drop.of_what}"
-            windows = ", ".join(str(window or "none") for window in self.drop.windows or ())
-            return f"{text}; windows {windows}" if windows else text
+            if self.drop.windows is None:
+                return text
+            windows = ", ".join(str(window or "none") for window in self.drop.windows)
+            return f"{text}; windows {windows}"
         if self.rescale is not None and self.rescale.base is not None:
             return f"new base of the frequencies ({self.rescale.base:,.0f})"
         if self.rescale is not None:
@@ -103,11 +105,7 @@ class Phase:
         return self.micro_batch_size or math.ceil(self.batch_size / ranks)
 
     def micro_batches(self, ranks: int = 1) -> int:
-        """Return the number of forward passes of a rank for an update.
-
-        Raises:
-            UserError: the batch does not divide into micro-batches on the ranks.
-        """
+        """Return the number of forward passes of a rank for an update."""
         size = self.rows(ranks)
         if self.batch_size % (ranks * size):
             parts = f"micro-batches of {size} on {ranks} ranks"
@@ -148,7 +146,8 @@ def phases_of(config: RunConfig) -> Phases:
     phases: list[Phase] = []
     order = start = samples = tokens = 0
     of_run = config.schedule.over(config.trainer.max_steps)
-    for name, settings in (config.phases or _default_phases(config)).items():
+    configured = config.phases or _default_phases(config)
+    for name, settings in configured.items():
         data = text_of_phase(config.data, settings)
         if phases and phases[-1].data.texts != data.texts:
             order += 1

@@ -224,8 +224,8 @@ def one_text(models: Sequence[SavedModel]) -> bool:
     """Whether runs read the same texts in the same way, wherever these lie."""
     texts = []
     for model in models:
-        configured = model.run and texts_read(model.run.data, prepared=None)
-        texts.append((model.state["texts"], configured))
+        assert model.run is not None
+        texts.append((model.state["texts"], texts_read(model.run.data, prepared=None)))
     return all(text == texts[0] for text in texts)
 
 

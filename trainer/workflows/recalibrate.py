@@ -264,7 +264,8 @@ def recalibrate(
     if "evaluation.tokens" in values and not is_resumed:
         corpus = open_corpus(run)
         longest = min(corpus.validation.longest, corpus.test.longest)
-        fitting = [length for length in config.evaluation.tokens or () if length <= longest]
+        tokens = config.evaluation.tokens or []
+        fitting = [length for length in tokens if length <= longest]
         config = replace(config, evaluation=replace(config.evaluation, tokens=fitting))
     open_run_directory(config)
     config = replace(config, overwrite=False)

@@ -41,9 +41,6 @@ def open_corpus(run: Run) -> Corpus:
 
     A resumed run gets the text that it has read so far, even if its source has changed since. Of
     several processes none prepares text.
-
-    Raises:
-        UserError: text or tokenizer cannot be read, or the text is not prepared.
     """
     config = run.config
     wanted = None
