@@ -247,7 +247,7 @@ def test_each_text_states_a_number_at_its_depth_and_ends_with_it(corpus):
     documents = corpus.documents(corpus.validation, 1 << 20)
     first = corpus.end_of_text
     haystack = Haystack(Encoder(corpus.tokenizer, (first,), first), documents)
-    decode = haystack.encoder.tokenizer.decode
+    decode = haystack.tokenizer.decode
     requests = needle_requests(haystack, 4, 400)
     for number, request in enumerate(requests):
         assert len(request.context) + len(request.continuation) == 400

@@ -64,9 +64,9 @@ def folded(text):
 
 
 def test_the_stream_is_the_documents_with_blank_lines_between_them(haystack):
-    decoded = haystack.encoder.tokenizer.decode(haystack.tokens.tolist())
+    decoded = haystack.tokenizer.decode(haystack.tokens.tolist())
     assert folded(decoded) == folded("\n\n".join(TEXTS))
-    if "Ġ" in haystack.encoder.tokenizer.get_vocab():
+    if "Ġ" in haystack.tokenizer.get_vocab():
         assert decoded == "".join("\n\n" + text for text in TEXTS)
 
 
@@ -76,8 +76,8 @@ def test_an_excerpt_begins_at_a_sentence_or_line(haystack, length):
     for seed in range(20):
         begin = haystack.begin(length, np.random.default_rng(seed))
         assert 0 <= begin <= len(stream) - length
-        before = haystack.encoder.tokenizer.decode(stream[:begin]).rstrip(" ")
-        after = haystack.encoder.tokenizer.decode(stream[begin : begin + 9])
+        before = haystack.tokenizer.decode(stream[:begin]).rstrip(" ")
+        after = haystack.tokenizer.decode(stream[begin : begin + 9])
         assert before == "" or before[-1] in ".!?)\n" or after.startswith("\n")
 
 
@@ -90,7 +90,7 @@ def test_all_of_the_text_can_be_one_excerpt_and_no_more(haystack):
 
 def test_sentences_go_on_where_others_end(haystack):
     begin = haystack.begin(300, np.random.default_rng(3))
-    decode, text = haystack.encoder.tokenizer.decode, haystack.tokens[begin : begin + 300]
+    decode, text = haystack.tokenizer.decode, haystack.tokens[begin : begin + 300]
     put = haystack.encode(" Here it is.")
     for depth in np.linspace(0.05, 0.95, 40):
         place = haystack.place(begin, 300, depth)
@@ -135,7 +135,7 @@ def test_words_are_not_cut_where_no_sentence_is_near():
 
 
 def text_of(haystack, prompt):
-    return haystack.encoder.tokenizer.decode(list(prompt.tokens))
+    return haystack.tokenizer.decode(list(prompt.tokens))
 
 
 @pytest.mark.parametrize("length", [900, 1201])
@@ -147,7 +147,7 @@ def test_prompt_and_answer_have_exactly_the_length(haystack, name, length):
     for prompt in prompts:
         assert len(prompt.tokens) + prompt.new_tokens == length
         assert prompt.tokens[:1] == haystack.encoder.bos
-        answer = haystack.encoder.tokenizer.encode(" " + ", ".join(prompt.answers)).ids
+        answer = haystack.tokenizer.encode(" " + ", ".join(prompt.answers)).ids
         assert len(answer) <= prompt.new_tokens
 
 
@@ -220,7 +220,7 @@ def test_needles_are_where_their_depth_says(haystack):
         elif prompt.depth == 1:
             assert text[end:last].strip() == ""
         else:
-            tokens = len(haystack.encoder.tokenizer.encode(text[:begin]).ids)
+            tokens = len(haystack.tokenizer.encode(text[:begin]).ids)
             assert tokens / 1200 == pytest.approx(prompt.depth, abs=0.1)
             assert text[end].isspace()
             assert text[:begin].rstrip()[-1] in '.!?")' or text[end] == "\n"
@@ -253,9 +253,7 @@ def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystac
         assert b.tokens.count(sink) == 1 + 8
         place = b.tokens.index(sink, 1)
         assert b.tokens[place : place + 8] == (sink,) * 8
-        assert haystack.encoder.tokenizer.decode(list(b.tokens[:place])).endswith(
-            f"is: {b.answers[0]}."
-        )
+        assert haystack.tokenizer.decode(list(b.tokens[:place])).endswith(f"is: {b.answers[0]}.")
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)

@@ -99,9 +99,6 @@ def apply(layout: Layout, chosen: Chosen, settings: DopeSettings, model: Languag
     noise in the place of their queries and keys (Eq. 36 and 37).
 
     ``model`` has its layout as trained.
-
-    Raises:
-        ValueError: a layer already has an intervention.
     """
     C = model.layout.training_length
     size = model.config.head_size

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus, HeldOutText
@@ -37,6 +38,11 @@ class Haystack:
     encoder: Encoder
     documents: Sequence[str]
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The encoder's."""
+        return self.encoder.tokenizer
+
     @cached_property
     def tokens(self) -> Integers:
         """The stream, computed on first use.
@@ -47,7 +53,7 @@ class Haystack:
         if not self.documents:
             raise UserError("text: expected a document that ends in the held-out text, got none")
         blank = self.encode("\n\n")
-        encodings = self.encoder.tokenizer.encode_batch(self.documents, add_special_tokens=False)
+        encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
         return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])
 
     @cached_property
@@ -58,10 +64,10 @@ class Haystack:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that follows another one."""
         before = len(self._anchor)
-        ids = self.encoder.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
+        ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
         if ids[:before] == self._anchor:
             return ids[before:]
-        return self.encoder.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def begin(self, length: int, random: np.random.Generator) -> int:
         """Return the index at which an excerpt of ``length`` tokens begins, random and if possible
@@ -92,8 +98,8 @@ class Haystack:
     def places(self) -> Places:
         """Indices at which a needle may be inserted; computed on first use."""
         ids, kinds = np.unique(self.tokens, return_inverse=True)
-        known = len(self.encoder.tokenizer.decode(self._anchor))
-        texts = self.encoder.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
+        known = len(self.tokenizer.decode(self._anchor))
+        texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
         texts = [text[known:] for text in texts]
         opens = np.array([text[:1].isspace() for text in texts])[kinds]
         breaks = np.array([text[:1] == "\n" for text in texts])[kinds]
@@ -104,7 +110,7 @@ class Haystack:
     @cached_property
     def _anchor(self) -> list[int]:
         """Tokens of :data:`ANCHOR`."""
-        return self.encoder.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)

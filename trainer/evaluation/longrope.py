@@ -235,9 +235,6 @@ def needle_requests(haystack: Haystack, count: int, length: int) -> list[Request
     of the task ``standard`` and this number.
 
     The depth of the number in text n of N is (n + 1/2) / N.
-
-    Raises:
-        UserError: the needle does not fit the length, or the text is too short.
     """
     requests = []
     for number in range(count):
