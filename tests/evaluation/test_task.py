@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.evaluation.conftest import values_of
 from trainer.common.errors import UserError
-from trainer.config import EvaluationConfig, NeedleTaskSettings
+from trainer.config import EvaluationConfig, ManyShotSettings, NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import HeldOut
@@ -159,6 +159,15 @@ def test_one_limit_holds_for_every_task(corpus):
     tasks, _ = make_tasks(text, config, [200], 32)
     assert [len(task.trials) for task in tasks] == [3, 3, 3]
     assert tasks[2].trials.depth.tolist() == [0.0, 0.5, 1.0]
+
+
+def test_tasks_without_any_trial_are_refused(corpus, tmp_path):
+    text = HeldOut(corpus, corpus.test, (corpus.end_of_text,), None)
+    problems = tmp_path / "math.jsonl"
+    problems.touch()
+    config = EvaluationConfig(tasks=["many_shot"], many_shot=ManyShotSettings(str(problems)))
+    with pytest.raises(UserError, match=r"^evaluation\.tasks: none has a trial$"):
+        make_tasks(text, config, [64], 32)
 
 
 def test_a_prompt_fits_its_length_together_with_its_answer():

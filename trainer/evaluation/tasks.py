@@ -75,6 +75,7 @@ def make_tasks(
                 tasks.append(each)
             else:
                 tasks += [each.at(length, inputs.limit) for length in lengths]
-    if inputs.notes and not tasks:
-        raise UserError(f"evaluation.tasks: {' '.join(inputs.notes)}")
+    if not any(len(task.trials) for task in tasks):
+        reasons = " ".join(inputs.notes) or "none has a trial"
+        raise UserError(f"evaluation.tasks: {reasons}")
     return tasks, inputs.notes

@@ -199,7 +199,7 @@ def text_of_phase(data: DataConfig, phase: PhaseConfig) -> DataConfig:
     if phase.weights is not None:
         unknown = phase.weights.keys() - data.mixture.keys()
         if unknown:
-            raise UserError(f"phases: data.mixture has no {', '.join(unknown)}")
+            raise UserError(f"phases: data.mixture has no {', '.join(sorted(unknown))}")
         mixture = {name: data.mixture[name] | {"weight": w} for name, w in phase.weights.items()}
     length = phase.sequence_length or data.sequence_length
     return replace(data, mixture=mixture, sequence_length=length)
