@@ -269,3 +269,6 @@ def test_a_comparison_takes_no_place_of_one_of_other_runs(tmp_path):
     assert place("a", "b") == "sweep"
     assert place("c", "more", "d") == "sweep-2"  # of a job that has failed before
     assert place("c", "d") == "sweep-4"
+    (tmp_path / "sweep-5").mkdir()
+    (tmp_path / "sweep-5" / "config.yaml").touch()  # of a run
+    assert place("f") == "sweep-6"

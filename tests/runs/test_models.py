@@ -281,6 +281,18 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
     assert dropped == (("DroPE", "drope") if role_of == "rope" else (f"{label_of}, dropped", None))
 
 
+def test_a_checkpoint_is_not_named_by_the_drops_that_come_after_it():
+    phases = {
+        "rope": PhaseConfig(10),
+        "first": PhaseConfig(5, drop=DropConfig(layers=[0])),
+        "second": PhaseConfig(5, drop=DropConfig(layers=[1])),
+    }
+    config = replace(DROPS, drop=DropConfig(), phases=phases)
+    names = [named(config, step)[0] for step in (10, 15, 16)]
+    first = "RoPE, drop of layers 0 to nope"
+    assert names == ["RoPE", first, f"{first}, drop of layers 1 to nope"]
+
+
 @pytest.mark.parametrize("windows", [[None], [16]])
 def test_weights_without_positions_lose_none_at_a_drop(windows):
     """A published model has such a phase, since its run cannot know."""

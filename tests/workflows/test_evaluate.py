@@ -195,6 +195,10 @@ def test_another_evaluation_writes_beside_the_first(runs, tmp_path):
         (place / "facts.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"^name: \S+ holds another .*windows: \d+ there, 3 here"):
         evaluate.place_of(replace(other, name="usual"), usual)
+    record = {"config": {"controls": {}, "evaluation": {}}}
+    (usual / "facts.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"^output: '.*usual' holds another .*of a run\)$"):
+        evaluate.place_of(replace(first, output=str(usual)), usual)
 
 
 @pytest.mark.slow

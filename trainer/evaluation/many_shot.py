@@ -54,11 +54,7 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
 
 
 def filling(examples: list[list[int]], problem: int, room: int, seed: int) -> list[list[int]]:
-    """Choose examples of other problems in random order, until none fits ``room`` tokens.
-
-    Raises:
-        UserError: none fits, or all together do not fill ``room``.
-    """
+    """Choose examples of other problems in random order, until none fits ``room`` tokens."""
     chosen: list[list[int]] = []
     for index in np.random.default_rng((seed, problem)).permutation(len(examples)).tolist():
         if index != problem and len(examples[index]) <= room:

@@ -204,10 +204,12 @@ def first_free(output: Path, is_free: Callable[[Path], bool]) -> Path:
 
 
 def place_of_comparison(output: Path, runs: Sequence[str]) -> Path:
-    """Return the directory for a comparison, and note its runs there; others that a directory
-    compares take it."""
+    """Return the directory for a comparison, and note its runs there; a run takes a directory, and
+    so do others that it compares."""
 
     def is_free(place: Path) -> bool:
+        if (place / RECORD).exists():
+            return False
         record = place / COMPARED
         return not record.exists() or {*json.loads(record.read_bytes())} <= {*runs}
 

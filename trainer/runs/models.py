@@ -28,7 +28,7 @@ from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.common.files import checksum
 from trainer.common.processes import cores
-from trainer.config import SAME, ChangeConfig, DataConfig, RunConfig
+from trainer.config import SAME, DataConfig, RunConfig
 from trainer.data.checksums import checksums_once
 from trainer.data.corpus import Corpus
 from trainer.data.sources import cache_directory
@@ -277,9 +277,7 @@ def name_and_role(
     depth = config.model.num_hidden_layers
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
     until = phases[-1].end if step is None else step
-    drops: list[ChangeConfig] = []
-    if phases.is_dropped(until):
-        drops = [phase.drop for phase in phases if phase.drop is not None]
+    drops = [phase.drop for phase in phases if phase.drop is not None and phase.start < until]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
     variants = []
     for phase in phases:

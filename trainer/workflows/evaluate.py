@@ -107,7 +107,10 @@ def changes_since(request: EvaluationRequest, place: Path) -> str:
     if not facts.is_file():
         return ""
     with expecting("the facts of a report", facts):
-        before = json.loads(facts.read_bytes())["config"].get("request")
+        config = json.loads(facts.read_bytes())["config"]
+    if "controls" in config:
+        return "that of a run"
+    before = config.get("request")
     return differences(before, plain_request(request), ()) if before else ""
 
 
