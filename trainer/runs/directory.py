@@ -204,8 +204,8 @@ def first_free(output: Path, is_free: Callable[[Path], bool]) -> Path:
 
 
 def place_of_comparison(output: Path, runs: Sequence[str]) -> Path:
-    """Return the directory for a comparison, and note its runs there; a run takes a directory, and
-    so do others that it compares."""
+    """Return the directory for a comparison of ``runs``, and note them there: the first one, of
+    ``output`` and those numbered beside it, that holds no run and compares no others."""
 
     def is_free(place: Path) -> bool:
         if (place / RECORD).exists():
