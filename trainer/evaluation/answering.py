@@ -127,14 +127,15 @@ def batches(prompts: Sequence[Prompt], batch_tokens: int) -> Iterator[list[list[
         # A prompt without a group is alone in one.
         group = -1 - index if prompt.group is None else prompt.group
         groups[group, len(prompt.tokens), prompt.new_tokens].append(index)
-    alike: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    by_lengths: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for (_, length, new), members in groups.items():
         # The deepest one shares the longest prefixes with the others.
         members.sort(key=lambda index: -(prompts[index].depth or 0.0))
-        alike[new, length if len(members) > 1 else 0].append(members)
-    for (new, _), same in sorted(alike.items(), reverse=True):
-        left = sorted(same, key=lambda group: -len(prompts[group[0]].tokens))
-        while left:
-            size = max(1, batch_tokens // (len(prompts[left[0][0]].tokens) + new))
-            yield left[:size]
-            left = left[size:]
+        shared_length = length if len(members) > 1 else 0
+        by_lengths[new, shared_length].append(members)
+    for (new, _), same in sorted(by_lengths.items(), reverse=True):
+        remaining = sorted(same, key=lambda group: -len(prompts[group[0]].tokens))
+        while remaining:
+            size = max(1, batch_tokens // (len(prompts[remaining[0][0]].tokens) + new))
+            yield remaining[:size]
+            remaining = remaining[size:]

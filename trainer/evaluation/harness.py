@@ -147,7 +147,8 @@ def harness_task(
     titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics.values()}
     labels: list[str] = []
     for task, of_task in questions.items():
-        labels += [task if len(tasks) > 1 else ""] * len(of_task)
+        label = task if len(tasks) > 1 else ""
+        labels += [label] * len(of_task)
 
     def read(model: LanguageModel, batch_tokens: int) -> list[Value]:
         """Return the value of every reported metric for each question."""

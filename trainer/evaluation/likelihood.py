@@ -83,15 +83,16 @@ def log_likelihoods(
     longest = max((len(context) + len(new) - 1 for context, new in requests), default=0)
     # Padding would change an encoding that depends on the length.
     alone = model.layout.at(longest) != model.layout.at(1)
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    by_lengths: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, (context, new) in enumerate(requests):
-        alike[len(context), len(new) if alone else 0].append(index)
+        new_length = len(new) if alone else 0
+        by_lengths[len(context), new_length].append(index)
     results: dict[int, tuple[float, bool]] = {}
-    for (length, _), same in sorted(alike.items(), reverse=True):
-        width = max(len(requests[index].continuation) for index in same)
+    for (length, _), of_lengths in sorted(by_lengths.items(), reverse=True):
+        width = max(len(requests[index].continuation) for index in of_lengths)
         together = max(1, batch_tokens // (length + width))
-        for first in range(0, len(same), together):
-            indices = same[first : first + together]
+        for first in range(0, len(of_lengths), together):
+            indices = of_lengths[first : first + together]
             likelihoods = _read(model, [requests[index] for index in indices])
             results |= zip(indices, likelihoods, strict=True)
     return [results[index] for index in range(len(requests))]

@@ -302,7 +302,8 @@ def name_and_role(
     if config.drop.to == SAME and config.drop.at is not None:
         variants.append("schedule of a drop")
     title = ENCODING_TITLES.get(encoding or "", encodings(config))
-    return ", ".join([title, *variants]), None if variants else encoding
+    role = None if variants else encoding
+    return ", ".join([title, *variants]), role
 
 
 def origins(models: Sequence[SavedModel]) -> dict[str, str]:

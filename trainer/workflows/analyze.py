@@ -115,11 +115,7 @@ def target_of(
 
 
 def use_method(model: LanguageModel, saved: SavedModel, name: str, length: int) -> None:
-    """Set the layout that a method has for texts of ``length`` tokens.
-
-    Raises:
-        UserError: the method changes nothing in this model, is fitted on text, or cuts it.
-    """
+    """Set the layout that a method has for texts of ``length`` tokens."""
     config = EvaluationConfig(methods=[name])
     reason = why_not(name, saved, config)
     if reason:

@@ -214,12 +214,12 @@ def seeds_of(models: Sequence[SavedModel]) -> dict[str, str]:
             recipe = differences(defaults, plain(model.run), free), model.state["step"]
             recipes.setdefault(recipe, []).append(model.name)
     seeds: dict[str, str] = {}
-    for alike in recipes.values():
-        mean = alike[0].rpartition(" (")[0]  # without what tells models of one name apart
-        if any(m.name.startswith(f"{mean} (") for m in models if m.name not in alike):
-            mean = f"{alike[0]} and other seeds"
-        if len(alike) > 1:
-            seeds |= dict.fromkeys(alike, mean)
+    for names in recipes.values():
+        mean = names[0].rpartition(" (")[0]  # without what tells models of one name apart
+        if any(m.name.startswith(f"{mean} (") for m in models if m.name not in names):
+            mean = f"{names[0]} and other seeds"
+        if len(names) > 1:
+            seeds |= dict.fromkeys(names, mean)
     return seeds
 
 

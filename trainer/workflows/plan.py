@@ -56,12 +56,12 @@ def plan(run: Run, gpus: int, mfu: float) -> dict[str, dict[str, str]]:
     shards = {"fsdp2": gpus, "hsdp": of_node}.get(strategy.name, 1)
     state = STATE_BYTES * counts["in all"] / shards
     size = 4 if config.trainer.precision == "fp32" else 2
-    a_token = activation_bytes(config.model, size, strategy.activation_checkpointing)
+    token_bytes = activation_bytes(config.model, size, strategy.activation_checkpointing)
     return {
         "Parameters": {name: f"{count:,}" for name, count in counts.items()},
         "Training": training,
-        f"Memory of each of {gpus} GPUs, about": memory(run, state, a_token, gpus),
-        "Longest sequence that fits, about": longest(state, a_token),
+        f"Memory of each of {gpus} GPUs, about": memory(run, state, token_bytes, gpus),
+        "Longest sequence that fits, about": longest(state, token_bytes),
         f"Time at {mfu:.0%} of the peak": times,
     }
 
@@ -128,15 +128,15 @@ def flops(run: Run, begin: int = 0) -> float:
     total = 0.0
     for phase in run.phases:
         steps = max(phase.end - max(phase.start, begin), 0)
-        a_sequence = training_flops(shape, run.layout, phase.length)
-        total += steps * phase.batch_size * a_sequence
+        sequence_flops = training_flops(shape, run.layout, phase.length)
+        total += steps * phase.batch_size * sequence_flops
     return total
 
 
-def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
+def memory(run: Run, state: float, token_bytes: int, gpus: int) -> dict[str, str]:
     """Return the memory of a GPU by its use, in the phase with the largest micro-batch.
 
-    ``state``: bytes of weights, gradients and optimizer state on a GPU. ``a_token``: bytes of a
+    ``state``: bytes of weights, gradients and optimizer state on a GPU. ``token_bytes``: bytes of a
     token's activations.
     """
 
@@ -144,7 +144,7 @@ def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
         return phase.rows(gpus), phase.length
 
     rows, length = max(map(micro_batch, run.phases), key=math.prod)
-    activations = rows * length * a_token
+    activations = rows * length * token_bytes
     return {
         "micro-batch": f"{rows:,} x {length:,} tokens, strategy {run.config.strategy.name}",
         "activations": f"{activations / GIB:,.1f} GiB",
@@ -153,12 +153,12 @@ def memory(run: Run, state: float, a_token: int, gpus: int) -> dict[str, str]:
     }
 
 
-def longest(state: float, a_token: int) -> dict[str, str]:
+def longest(state: float, token_bytes: int) -> dict[str, str]:
     """Return for each kind of GPU the longest sequence that it trains, see :func:`memory`."""
     lengths = {}
     for name, size in GPUS.items():
         room = 0.8 * size * GIB - state  # a fifth for everything that is not counted
-        tokens = int(room / a_token) // 1024 * 1024
+        tokens = int(room / token_bytes) // 1024 * 1024
         lengths[name] = f"{tokens:,} tokens" if tokens > 0 else "none"
     return lengths
 
@@ -184,10 +184,10 @@ def activation_bytes(config: ModelConfig, size: int, recomputed: str) -> int:
     i = config.intermediate_size
     q = config.num_attention_heads * config.head_size
     k = config.num_key_value_heads * config.head_size
-    a_layer = {
+    layer_bytes = {
         "none": size * (5 * h + 4 * q + 3 * k + 4 * i),
         "selective": size * (3 * h + 2 * q + 2 * k + 2 * i),
         "full": size * h,
     }
-    again = 0 if recomputed == "none" else a_layer["none"]
-    return config.num_hidden_layers * a_layer[recomputed] + again
+    again = 0 if recomputed == "none" else layer_bytes["none"]
+    return config.num_hidden_layers * layer_bytes[recomputed] + again

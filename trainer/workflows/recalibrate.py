@@ -166,12 +166,12 @@ def choose(
     micro = next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= fitting)
     pick("trainer.micro_batch_size", micro)
     # 3. As many steps as the time allows.
-    a_step = batch * seconds_of(length)
+    step_seconds = batch * seconds_of(length)
     # The drop's effect is measured on 8 sequences: before it, after it, and at the end.
     probes = 3 * 8 * forward_flops(config, layout, length) / speed.operations
-    steps = pick("trainer.max_steps", int((seconds - probes) / a_step))
+    steps = pick("trainer.max_steps", int((seconds - probes) / step_seconds))
     if "trainer.max_steps" not in given and steps < 2 * LEAST_WARMUP:
-        missing = (2 * LEAST_WARMUP * a_step + probes - seconds) / (60 * TRAINING)
+        missing = (2 * LEAST_WARMUP * step_seconds + probes - seconds) / (60 * TRAINING)
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
     # 4. The learning rate by size (DroPE, App. D), and QK-norm by the rate (Table 11).
