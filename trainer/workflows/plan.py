@@ -78,11 +78,7 @@ def _in_words(phase: Phase) -> str:
 
 def shape_of(run: Run) -> ModelConfig:
     """Return the shape of a run's model; a tokenizer that is trained has its configured size, and
-    the words of the needles.
-
-    Raises:
-        UserError: the vocabulary is that of a finished tokenizer.
-    """
+    the words of the needles."""
     model = run.config.model
     tokenizer = run.config.tokenizer
     if model.vocab_size is not None:
