@@ -26,7 +26,6 @@ from trainer.checkpoint import (
     regular_checkpoints,
     restore,
     split_tensors,
-    weights_of,
 )
 from trainer.common.errors import UserError
 from trainer.model.config import ModelConfig
@@ -67,7 +66,8 @@ def train(model, optimizer, steps=3):
 
 def tensors_of(model, optimizer):
     """What a checkpoint holds."""
-    return weights_of(model) | optimizer_tensors(model, optimizer)
+    weights = {f"model.{name}": x.detach() for name, x in model.named_parameters()}
+    return weights | optimizer_tensors(model, optimizer)
 
 
 def describe(model, step):

@@ -10,8 +10,7 @@
   tokenizer); under ``lightning`` what Lightning keeps of callbacks;
 - ``manifest.json``: sizes and SHA-256 of the other files.
 
-Nothing is pickled. A checkpoint is written under another name and renamed at its end: it is
-complete or absent.
+Nothing is pickled. A checkpoint is renamed when it is complete.
 """
 
 import json
@@ -60,11 +59,6 @@ Readers = Mapping[str, Callable[[], Tensor]]
 
 
 # Tensors
-
-
-def weights_of(model: Decoder) -> Tensors:
-    """Return the parameters by their names in a checkpoint."""
-    return {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def optimizer_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -155,13 +149,15 @@ def restore(model: Decoder, optimizer: torch.optim.Optimizer, path: Path) -> Non
     Raises:
         RuntimeError, ValueError, KeyError: a parameter is missing, or has another shape.
     """
-    reader, parameters = dcp.HuggingFaceStorageReader(str(path)), dict(model.named_parameters())
-    tensors = weights_of(model)
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    parameters = dict(model.named_parameters())
+    tensors: Tensors = {f"model.{name}": x.detach() for name, x in parameters.items()}
     states: dict[str, Tensors] = {}
     for key, saved in reader.read_metadata().state_dict_metadata.items():
         if key.startswith("optim.") and isinstance(saved, TensorStorageMetadata):
             name, _, part = key.removeprefix("optim.").rpartition(".")
-            parameter, dtype = parameters[name], saved.properties.dtype
+            parameter = parameters[name]
+            dtype = saved.properties.dtype
             if saved.size == parameter.shape:  # sharded like the parameter
                 value = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             else:
@@ -194,7 +190,8 @@ class Writer:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._work: Future[None] | None = None
         # Both threads would mix their collectives in the group of training.
-        self._group, self._rank = None, 0
+        self._group = None
+        self._rank = 0
         if dist.is_initialized():
             slow_disk = timedelta(hours=2)
             self._group = dist.new_group(backend="gloo", timeout=slow_disk)
@@ -209,9 +206,9 @@ class Writer:
         self.wait()
         if self._rank:
             tensors = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
-        partly = path.with_name(f".{path.name}.partial")
+        partial_path = path.with_name(f".{path.name}.partial")
         storage = dcp.HuggingFaceStorageWriter(
-            str(partly), fqn_to_index_mapping=files_of(tensors), save_distributed=True
+            str(partial_path), fqn_to_index_mapping=files_of(tensors), save_distributed=True
         )
         # Copied by the storage, which would wait for the GPU's work every 10 MB otherwise.
         copies = storage.stage(tensors)
@@ -224,11 +221,7 @@ class Writer:
         return self._work is not None and self._work.done() and self._work.exception() is not None
 
     def wait(self) -> None:
-        """Wait for the checkpoint that is being written.
-
-        Raises:
-            UserError: it could not be written.
-        """
+        """Wait for the checkpoint that is being written; raise UserError if it cannot be."""
         if self._work is not None:
             work, self._work = self._work, None
             work.result()
@@ -240,15 +233,12 @@ class Writer:
             dist.destroy_process_group(self._group)
 
     def _write(
-        self,
-        path: Path,
-        storage: dcp.HuggingFaceStorageWriter,
-        tensors: dict[str, Any],
-        described: bytes,
+        self, path: Path, storage: dcp.HuggingFaceStorageWriter, tensors: Tensors, state: bytes
     ) -> None:
-        partly = Path(storage.path)
+        """Write a checkpoint, and delete those that it replaces."""
+        partial_path = Path(storage.path)
         try:
-            on_rank_zero(lambda: shutil.rmtree(partly, ignore_errors=True), self._group)
+            on_rank_zero(lambda: shutil.rmtree(partial_path, ignore_errors=True), self._group)
             with _own_errors():
                 dcp.save(
                     tensors,
@@ -256,28 +246,29 @@ class Writer:
                     process_group=self._group,
                     no_dist=self._group is None,
                 )
-            mine = {f.name: _described(f) for f in partly.glob(f"shard-{self._rank + 1:05d}-*")}
-            files = all_gather(mine, self._group)
-            on_rank_zero(lambda: self._complete(partly, path, files, described), self._group)
+            written = partial_path.glob(f"shard-{self._rank + 1:05d}-*")
+            files = all_gather({f.name: _size_and_checksum(f) for f in written}, self._group)
+            on_rank_zero(lambda: self._complete(partial_path, path, files, state), self._group)
         except Exception as error:
             # Without a collective: another rank may be elsewhere.
             if self._rank == 0:
-                shutil.rmtree(partly, ignore_errors=True)
+                shutil.rmtree(partial_path, ignore_errors=True)
             raise UserError(f"checkpoint: cannot write {str(path)!r}: {error}") from error
         if self._rank == 0:
             self._prune()
 
     def _complete(
-        self, partly: Path, path: Path, files: list[dict[str, list[Any]]], described: bytes
+        self, partial_path: Path, path: Path, files: list[dict[str, list[Any]]], state: bytes
     ) -> None:
-        write_atomically(partly / STATE, described)
-        manifest = {STATE: _described(partly / STATE)}
-        for of_rank in files:
-            manifest |= of_rank
-        write_atomically(partly / MANIFEST, json.dumps(manifest, indent=1))
-        synchronise(partly)
+        """Add the state and the manifest, and rename the directory; ``files``: of all ranks."""
+        write_atomically(partial_path / STATE, state)
+        manifest = {STATE: _size_and_checksum(partial_path / STATE)}
+        for rank_files in files:
+            manifest |= rank_files
+        write_atomically(partial_path / MANIFEST, json.dumps(manifest, indent=1))
+        synchronise(partial_path)
         shutil.rmtree(path, ignore_errors=True)  # a rename replaces no directory that has files
-        partly.rename(path)
+        partial_path.rename(path)
         synchronise(path.parent)
 
     def _prune(self) -> None:
@@ -297,17 +288,20 @@ def files_of(tensors: Tensors) -> dict[str, int]:
     DCP uses those of rank 0 on all ranks, which have shards of the same sizes.
     """
     files: dict[str, int] = {}
-    number, size = 1, 0
+    number = 1
+    size = 0
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if size and size + local.nbytes > FILE_BYTES:
-            number, size = number + 1, 0
+            number += 1
+            size = 0
         files[name] = number
         size += local.nbytes
     return files
 
 
-def _described(file: Path) -> list[Any]:
+def _size_and_checksum(file: Path) -> list[Any]:
+    """Return a file's entry in the manifest."""
     return [file.stat().st_size, checksum(file)]
 
 
@@ -336,27 +330,21 @@ def regular_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(name: str) -> Path:
-    """Return the checkpoint that ``checkpoint=`` names: a checkpoint, or a run's newest one.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the checkpoint that ``checkpoint=`` names, itself or a run's newest one, or raise."""
     path = Path(name)
     if (path / MANIFEST).is_file():
         return path
     directory = path if path.name == "checkpoints" else path / "checkpoints"
-    if checkpoints := regular_checkpoints(directory):
+    checkpoints = regular_checkpoints(directory)
+    if checkpoints:
         return checkpoints[-1]
     raise UserError(f"checkpoint: {name!r} is neither a checkpoint nor a run that has one")
 
 
 def check_sound(path: Path) -> Path:
-    """Return the path of a checkpoint whose files match its manifest; all ranks call this together.
+    """Return the path of a checkpoint whose files match its manifest, or raise UserError.
 
-    Each rank reads its share of the files; without a process group it answers for that alone.
-
-    Raises:
-        UserError: they do not match.
+    All ranks call this together; without a process group each answers for its share alone.
     """
     if not all(all_gather(_is_share_sound(path))):
         raise UserError(f"checkpoint: {str(path)!r} is damaged")
@@ -373,10 +361,10 @@ def _is_share_sound(path: Path) -> bool:
             return False
         names = sorted(manifest)[ranks.rank :: ranks.world_size]
         with ThreadPoolExecutor() as pool:
-            described = [*pool.map(_described, [path / name for name in names])]
+            actual = [*pool.map(_size_and_checksum, [path / name for name in names])]
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return False  # an error of the disk or of rights is not damage: nothing is renamed
-    return described == [manifest[name] for name in names]
+    return actual == [manifest[name] for name in names]
 
 
 def newest_checkpoint(directory: Path) -> Path | None:

@@ -66,8 +66,8 @@ def test_every_split_is_its_documents_in_order_with_an_end_behind_each(config):
 def test_an_interrupted_preparation_resumes_to_the_same_bytes(config, monkeypatch, tmp_path, saved):
     """In small batches, and the expected bytes in one."""
     expected = bytes_of(prepare(config, BPE))
-    monkeypatch.setattr(prepared, "SAVED", saved)
-    monkeypatch.setattr(prepared, "BATCH", 500)
+    monkeypatch.setattr(prepared, "TOKENS_PER_SAVE", saved)
+    monkeypatch.setattr(prepared, "BATCH_CHARACTERS", 500)
     other = replace(config, cache_dir=str(tmp_path / "other"))
     batches, encoded = prepared._batches, []
 
@@ -121,7 +121,7 @@ def test_bounds_are_those_of_documents_sorted_by_hash(lengths, validation, test)
 
 
 def test_of_long_text_the_expected_share_is_held_out(monkeypatch):
-    monkeypatch.setattr(prepared, "MEASURED", 100)
+    monkeypatch.setattr(prepared, "MEASURED_CHARACTERS", 100)
     texts = [f"Document {i}" for i in range(20_000)]
     bounds = split_bounds(texts, 0.1, 0.3)
     splits = [split_of(text, bounds) for text in texts]

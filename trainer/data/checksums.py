@@ -43,12 +43,11 @@ def checksums(files: Iterable[Path]) -> Checksums:
 
 def _checksum(path: Path, start: int) -> str:
     """Return 16 hexadecimal digits of the SHA-256 of the piece that begins at ``start``."""
-    sha256, left = hashlib.sha256(), PIECE
+    sha256 = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(start)
-        while left and (block := file.read(min(BLOCK, left))):
-            sha256.update(block)
-            left -= len(block)
+        for left in range(PIECE, 0, -BLOCK):
+            sha256.update(file.read(min(BLOCK, left)))
     return sha256.hexdigest()[:16]
 
 

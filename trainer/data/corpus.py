@@ -47,11 +47,9 @@ def held_out_windows(
 
     The parts share the windows by their weights, and the windows of each part are spread evenly
     among the others. Window i of the n of a part, counted from 1, ends at i / n of it; one that is
-    longer than what is before its end begins in the end of the part. A part of fewer tokens than
-    ``length`` has none.
+    longer than what is before its end begins in the end of the part. A shorter part has none.
 
-    ``apart``: least distance between two ends (None: any). There are fewer windows than ``count``
-    if the parts have no room for more.
+    ``apart``: least distance between two ends (None: any), which may limit the number of windows.
 
     Raises:
         UserError: the text is shorter than one window.
@@ -63,7 +61,9 @@ def held_out_windows(
     most = []
     for _, ids in text.parts:
         fitting = count if apart is None else max(1, len(ids) // apart)
-        most.append(fitting if len(ids) >= length else 0)
+        if len(ids) < length:
+            fitting = 0
+        most.append(fitting)
     shares = divided(count, [weight for weight, _ in text.parts], most)
     windows = []
     for (_, ids), share in zip(text.parts, shares, strict=True):
@@ -78,7 +78,8 @@ def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[i
     What an item cannot take is divided among the others.
     """
     shares = [0] * len(weights)
-    open_items, left = list(range(len(weights))), count
+    open_items = list(range(len(weights)))
+    left = count
     while open_items:
         total = sum(weights[i] for i in open_items)
         exact = {i: left * weights[i] / total for i in open_items}
@@ -153,12 +154,18 @@ class Corpus:
         parts = (part for part in self.parts if part.name in weights)
         return replace(self, parts=tuple(replace(p, weight=weights[p.name]) for p in parts))
 
+    def probe(self, sequences: int, length: int) -> Integers:
+        """Return validation text ``[sequences, length + 1]``, windows after the first token."""
+        windows = held_out_windows(self.validation, sequences, length)
+        return np.pad(windows, ((0, 0), (1, 0)), constant_values=self.first_token)
+
     def documents(self, text: HeldOutText, tokens: int) -> list[str]:
         """Decode the first documents of each part of a text, at most ``tokens`` tokens in total.
 
         The parts share them by their weights, as far as they have text.
         """
-        weights, sizes = zip(*((weight, len(ids)) for weight, ids in text.parts), strict=True)
+        weights = [weight for weight, _ in text.parts]
+        sizes = [len(ids) for _, ids in text.parts]
         shares = divided(tokens, weights, sizes)
         documents: list[Ids] = []
         for (_, ids), share in zip(text.parts, shares, strict=True):
@@ -210,15 +217,15 @@ def prepare_corpus(
 def corpus_at(
     config: DataConfig, directories: Sequence[str | Path], tokens: SpecialTokens | None = None
 ) -> Corpus:
-    """Open the corpus whose texts lie in ``directories``, one per configured text; check its bytes
-    if this machine has not.
+    """Open the corpus in ``directories``, one per configured text; check its bytes once.
 
     ``tokens``: of the model (None: those of the first text).
 
     Raises:
         UserError: a split is shorter than one sequence, or a text is damaged or has other tokens.
     """
-    parts, cache = [], cache_directory(config)
+    parts = []
+    cache = cache_directory(config)
     for (name, source), directory in zip(config.texts.items(), directories, strict=True):
         text = open_prepared(Path(directory), name, source.weight, cache)
         for split in SPLITS:

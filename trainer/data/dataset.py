@@ -26,15 +26,17 @@ class TrainingSamples:
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, seed: int) -> None:
-        self.corpus, self.config, self.seed = corpus, config, seed
+        self.corpus = corpus
+        self.config = config
+        self.seed = seed
         C = config.sequence_length
         self.blocks = [len(part.train) // C for part in corpus.parts]
         if not all(self.blocks):
             raise UserError(f"data: expected {C} tokens or more to train on in every text")
         self.quotas = quotas([part.weight for part in corpus.parts])
-        self.vocabulary = (
-            NeedleVocabulary.from_tokenizer(corpus.tokenizer) if config.needles.share else None
-        )
+        self.vocabulary: NeedleVocabulary | None = None
+        if config.needles.share:
+            self.vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
 
     def where(self, counters: Integers) -> tuple[Integers, Integers]:
         """Return for each sample number its part of the corpus and the block within that part."""

@@ -62,8 +62,7 @@ def insert(text: Integers, statements: Integers, cuts: Integers) -> tuple[Intege
     Args:
         text: ``[B, T]`` tokens.
         statements: ``[B, M, 3]`` tokens.
-        cuts: ``[B, M]``, ascending; statement m precedes text token ``cuts[m]``. Statements with a
-            cut beyond T are omitted.
+        cuts: ``[B, M]``, ascending; statement m precedes text token ``cuts[m]``, if there is one.
 
     Returns:
         Sequences ``[B, T]``, truncated to T, and the start positions ``[B, M]`` of the statements.

@@ -44,7 +44,8 @@ def permuted(numbers: Integers, size: int, key: Words) -> Integers:
     ("cycle walking", Black and Rogaway 2002).
     """
     half = max(((size - 1).bit_length() + 1) // 2, 1)
-    shift, low = np.uint64(half), np.uint64((1 << half) - 1)
+    shift = np.uint64(half)
+    low = np.uint64((1 << half) - 1)
     values = numbers.astype(np.uint64)
     chosen = np.broadcast_to(key, values.shape)
     outside = np.ones(values.shape, dtype=bool)
@@ -99,8 +100,7 @@ def assigned(seed: int, counters: Integers, counts: Sequence[int]) -> tuple[Inte
 
 
 def uniforms(seed: int, counters: Integers, draws: int) -> NDArray[np.float64]:
-    """Return ``[len(counters), draws]`` numbers in [0, 1); row i depends only on seed and
-    counters[i]."""
+    """Return ``[counters, draws]`` numbers in [0, 1); a row depends on seed and counter alone."""
     with np.errstate(over="ignore"):
         key = _mix(np.asarray(seed, np.uint64) * _GOLDEN + _GOLDEN)
         rows = _mix(counters.astype(np.uint64) * _GOLDEN + key)

@@ -55,17 +55,17 @@ Ids = NDArray[Any]
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 FORMAT = 4
-MEASURED = 256 << 20
+MEASURED_CHARACTERS = 256 << 20
 """Characters up to which a text is read once more, to hold out exact shares of it."""
-PIECES = 100
+FEWEST_PIECES = 100
 """Documents that a text of fewer is cut into, about."""
-FEW = 10
+FEW_DOCUMENTS = 10
 """Documents below which a held-out split is said to be small."""
-AT_FIRST = 1 << 24
+COUNTED_TOKENS = 1 << 24
 """Tokens in which these are counted: more tokens are more documents than that."""
-BATCH = 1 << 20
+BATCH_CHARACTERS = 1 << 20
 """Characters of the documents that are tokenized together."""
-SAVED = 1 << 26
+TOKENS_PER_SAVE = 1 << 26
 """Tokens after which the manifest is written; an interrupted preparation resumes there."""
 
 
@@ -131,8 +131,7 @@ class Manifest:
 class Prepared:
     """One text: the ids of its splits, mapped from files, and its tokenizer.
 
-    ``fingerprint``: sixteen hexadecimal digits that change whenever the tokens change. ``name`` and
-    ``weight``: of the text in a mixture.
+    ``fingerprint``: that of the manifest. ``name``, ``weight``: of the text in a mixture.
     """
 
     directory: Path
@@ -159,8 +158,7 @@ def open_prepared(
 ) -> Prepared:
     """Open a text; its tokens are read on use.
 
-    ``cache``: directory that remembers which texts each machine has checked; this one is checked
-    unless it was before (None: it is not).
+    ``cache``: directory that remembers the texts that each machine has checked; None: check none.
 
     Raises:
         UserError: it is incomplete or damaged, or a file has another length.
@@ -174,7 +172,9 @@ def open_prepared(
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def ids(split: Split) -> Ids:
-        path, dtype, count = directory / f"{split}.bin", manifest.dtype, manifest.tokens[split]
+        path = directory / f"{split}.bin"
+        dtype = manifest.dtype
+        count = manifest.tokens[split]
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
             raise UserError(f"{path}: expected {count} tokens; prepare the text again")
         # An empty file cannot be mapped.
@@ -246,25 +246,25 @@ def prepare(config: DataConfig, tokenizer: TokenizerChoice) -> Path:
             if not (directory / "manifest.json").is_file():
                 _begin(directory, config, tokenizer)
             _write(directory, config)
-            for problem in held_out_problems(open_prepared(directory), config):
-                log.warning("%s", problem)
+            warn_of_splits(open_prepared(directory), config)
     return directory
 
 
-def held_out_problems(text: Prepared, config: DataConfig) -> Iterator[str]:
-    """Yield a sentence for each held-out split of few documents, or of another size than wanted."""
+def warn_of_splits(text: Prepared, config: DataConfig) -> None:
+    """Warn of held-out splits of few documents, or of another size than wanted."""
     total = len(text.train) + len(text.validation) + len(text.test)
     for name in ("validation", "test"):
         ids, share = getattr(text, name), getattr(config, name)
         actual = len(ids) / total
         if abs(actual - share) > share / 2:
-            yield (
+            log.warning(
                 f"data.{name}: expected {share:.2g} of the text, got {actual:.2g}: "
                 "a document is in one split as a whole"
             )
-        count = np.count_nonzero(ids[:AT_FIRST] == text.special.end)
-        if count < FEW:
-            yield f"data.{name}: the {name} split has only {count} documents: raise its share"
+        count = np.count_nonzero(ids[:COUNTED_TOKENS] == text.special.end)
+        if count < FEW_DOCUMENTS:
+            problem = f"data.{name}: the {name} split has only {count} documents: raise its share"
+            log.warning(problem)
 
 
 def shared_tokenizer(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:
@@ -276,12 +276,13 @@ def shared_tokenizer(tokenizer: TokenizerChoice, directory: Path, cache: Path) -
 
 
 def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> None:
+    """Choose how documents are cut and split, and write the tokenizer and the first manifest."""
     request = request_of(config, tokenizer)
     revision = revision_of(config)
-    sizes = [len(text) for text in islice(documents(config, revision), PIECES)]
+    sizes = [len(text) for text in islice(documents(config, revision), FEWEST_PIECES)]
     longest = LONGEST
-    if len(sizes) < PIECES:  # a long document could be more than the share of its split
-        longest = min(max(sum(sizes) // PIECES, 1), LONGEST)
+    if len(sizes) < FEWEST_PIECES:  # a long document could be more than the share of its split
+        longest = min(max(sum(sizes) // FEWEST_PIECES, 1), LONGEST)
 
     def texts() -> Iterator[str]:
         return cut(documents(config, revision), longest)
@@ -303,6 +304,7 @@ def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> N
 
 
 def _up_to(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Yield the first texts, until they have this number of characters together."""
     for text in texts:
         yield text
         characters -= len(text)
@@ -314,10 +316,7 @@ def split_bounds(texts: Iterable[str], validation: float, test: float) -> tuple[
     """Return the smallest document hashes of the validation and of the test split.
 
     They hold out these shares of the characters, and a document each, of a text of up to
-    :data:`MEASURED` characters; and these shares of the documents of a longer one.
-
-    Raises:
-        UserError: there are fewer than three different documents.
+    :data:`MEASURED_CHARACTERS` characters; and these shares of the documents of a longer one.
     """
     sizes: dict[int, int] = {}
     total = 0
@@ -325,7 +324,7 @@ def split_bounds(texts: Iterable[str], validation: float, test: float) -> tuple[
         number = document_hash(text)
         sizes[number] = sizes.get(number, 0) + len(text)
         total += len(text)
-        if total > MEASURED:
+        if total > MEASURED_CHARACTERS:
             return int((1 - validation - test) * 2**64), int((1 - test) * 2**64)
     if len(sizes) < 3:
         raise UserError(f"data: expected three different documents or more, got {len(sizes)}")
@@ -341,7 +340,8 @@ def split_bounds(texts: Iterable[str], validation: float, test: float) -> tuple[
 def _write(directory: Path, config: DataConfig) -> None:
     """Tokenize the documents that the files do not hold yet, and append them."""
     manifest = Manifest.load(directory)
-    dtype, end = np.dtype(manifest.dtype), manifest.end_of_text
+    dtype = np.dtype(manifest.dtype)
+    end = manifest.end_of_text
     tokenizer = tokenizer_from_file(directory / "tokenizer.json")
     tokenizer.encode_special_tokens = True  # their names in a document are text
     texts = islice(cut(documents(config, manifest.revision), manifest.longest), manifest.read, None)
@@ -366,13 +366,14 @@ def _write(directory: Path, config: DataConfig) -> None:
 
         for batch, encodings in _tokenized(tokenizer, texts):
             for text, encoding in zip(batch, encodings, strict=True):
-                split, ids = split_of(text, manifest.bounds), np.array([*encoding.ids, end], dtype)
+                split = split_of(text, manifest.bounds)
+                ids = np.array([*encoding.ids, end], dtype)
                 files[split].write(ids.data)
                 manifest.tokens[split] += len(ids)
                 unsaved += len(ids)
                 bar.update(len(ids))
             manifest.read += len(batch)
-            if unsaved > SAVED:
+            if unsaved > TOKENS_PER_SAVE:
                 unsaved = 0
                 save()
         save()
@@ -387,27 +388,29 @@ def _tokenized(
 ) -> Iterator[tuple[list[str], list[Encoding]]]:
     """Yield batches of documents and their encodings.
 
-    `tokenizers` encodes a batch on all cores and without the interpreter's lock, while the caller
-    works on the batch before.
+    `tokenizers` encodes a batch on all cores while the caller works on the batch before.
     """
     encode = partial(tokenizer.encode_batch_fast, add_special_tokens=False)
     with ThreadPoolExecutor(1) as thread:
         jobs = ((batch, thread.submit(encode, batch)) for batch in _batches(texts))
-        job = next(jobs, None)
-        while job is not None:
-            (batch, encodings), job = job, next(jobs, None)
+        next_job = next(jobs, None)
+        while next_job is not None:
+            batch, encodings = next_job
+            next_job = next(jobs, None)
             yield batch, encodings.result()
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group documents into batches of about :data:`BATCH` characters."""
-    batch, size = list[str](), 0
+    """Group documents into batches of about :data:`BATCH_CHARACTERS` characters."""
+    batch: list[str] = []
+    size = 0
     for text in texts:
         batch.append(text)
         size += len(text)
-        if size >= BATCH:
+        if size >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -16,9 +16,8 @@ from typing import Any, BinaryIO, TextIO
 from trainer.common.errors import UserError
 
 LONGEST = 1 << 20
-"""Characters of the longest document; longer ones are cut, since merging their tokens needs many
-times the memory of the text."""
-AT_ONCE = 64
+"""Characters of the longest document: merging the tokens of longer ones needs much memory."""
+ROWS_AT_ONCE = 64
 """Rows of a table that are read together: a row may be a book."""
 LARGEST_CELL = (1 << 31) - 1
 """Characters of the largest cell of a csv file."""
@@ -39,7 +38,8 @@ def read_column(path: str, column: str) -> Iterator[str | None]:
     suffix = format_of(path)
     if suffix is None:
         raise UserError(f"data.files: {path}: expected {', '.join(READERS)}")
-    read, lines = READERS[suffix], 0
+    read = READERS[suffix]
+    lines = 0
     try:
         with _opened(path) as file:
             for number, value in read(file, column):
@@ -95,6 +95,7 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
 
 @contextmanager
 def _opened(path: str) -> Iterator[BinaryIO]:
+    """Open the decompressed bytes of a file."""
     decompress = DECOMPRESSORS.get(PurePosixPath(path.lower()).suffix)
     with _raw(path) as raw:
         if decompress is None:
@@ -122,9 +123,12 @@ def _decoded(file: BinaryIO, newline: str | None = "\n") -> TextIO:
 
 def _read_text(file: BinaryIO, _: str) -> Rows:
     """Read a file of text as a whole; a long one is cut at line ends."""
-    decoded, lines = _decoded(file, newline=None), 0
-    while text := decoded.read(LONGEST - 1024):
-        text += decoded.readline(1024)
+    decoded = _decoded(file, newline=None)
+    lines = 0
+    while True:
+        text = decoded.read(LONGEST - 1024) + decoded.readline(1024)
+        if not text:
+            return
         lines += text.count("\n")
         yield lines, text
 
@@ -157,6 +161,7 @@ def _parsed(text: str) -> Any:
 
 
 def _field(row: Any, column: str) -> Any:
+    """Return the value of a column of a JSON object."""
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, got {row!r:.60}")
     if column not in row:
@@ -199,6 +204,7 @@ def _cells(rows: Any, column: str, is_complete: bool = False) -> Rows:
 
 
 def _index(names: list[str], column: str) -> int:
+    """Return the place of a column, whose name must be unique."""
     if names.count(column) != 1:
         raise ValueError(f"expected one column {column!r}, got {names!r:.200}")
     return names.index(column)
@@ -209,7 +215,7 @@ def _read_parquet(file: BinaryIO, column: str) -> Rows:
 
     table = ParquetFile(file)
     _index(table.schema_arrow.names, column)
-    return _values(table.iter_batches(AT_ONCE, columns=[column]), column)
+    return _values(table.iter_batches(ROWS_AT_ONCE, columns=[column]), column)
 
 
 def _read_arrow(file: BinaryIO, column: str) -> Rows:
@@ -231,8 +237,8 @@ def _values(batches: Iterable[Any], column: str) -> Rows:
     rows = 0
     for batch in batches:
         values = batch.column(column)
-        for start in range(0, len(values), AT_ONCE):
-            for value in values.slice(start, AT_ONCE).to_pylist():
+        for start in range(0, len(values), ROWS_AT_ONCE):
+            for value in values.slice(start, ROWS_AT_ONCE).to_pylist():
                 rows += 1
                 yield rows, value
 

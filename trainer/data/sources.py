@@ -23,7 +23,7 @@ from fsspec.core import url_to_fs
 from trainer.common.errors import UserError
 from trainer.common.registry import Registry
 from trainer.config import DataConfig
-from trainer.data.readers import AT_ONCE, as_text, format_of, read_column
+from trainer.data.readers import ROWS_AT_ONCE, as_text, format_of, read_column
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[str | None]])
 
@@ -114,8 +114,7 @@ def revision_of(config: DataConfig) -> str | None:
 
 
 def cache_directory(config: DataConfig) -> Path:
-    """Return the directory of prepared data: ``data.cache_dir``, ``$UNROPE_CACHE`` or the user's
-    cache."""
+    """Return the directory of prepared data: configured, ``$UNROPE_CACHE`` or the user's cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(config.cache_dir or os.environ.get("UNROPE_CACHE") or Path(root) / "unrope")
 
@@ -153,7 +152,7 @@ def hub(config: DataConfig) -> Iterator[str | None]:
         cache_dir=str(cache_directory(config) / "datasets"),
     )
     rows = rows.select_columns([config.text_field]).with_format("arrow")
-    for table in rows.iter(AT_ONCE):
+    for table in rows.iter(ROWS_AT_ONCE):
         for value in table[config.text_field].to_pylist():
             try:
                 yield as_text(value, config.text_field)
@@ -201,6 +200,7 @@ def find_files(config: DataConfig) -> list[str]:
 
 
 def _is_hidden(name: str, root: str) -> bool:
+    """Whether a file or one of its directories below ``root``, a directory or glob, is hidden."""
     parts = name.removeprefix(re.split(r"[*?\[]", root)[0]).split("/")
     return any(part.startswith(".") for part in parts)
 
@@ -252,9 +252,8 @@ STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 def stdlib_docs() -> tuple[str, ...]:
     """Return the docstrings of the standard library and the topics of ``help()``.
 
-    This is 1.8 MB of English prose. Duplicates and non-ASCII characters are removed, white
-    space is folded, ruled lines are shortened. Documents are sorted by a hash, so that neighbours
-    are unrelated.
+    This is 1.8 MB of English prose, without duplicates and non-ASCII characters. Documents are
+    sorted by a hash, so that neighbours are unrelated.
     """
     from pydoc_data.topics import topics
 
@@ -287,6 +286,7 @@ def _docstrings(file: Path) -> Iterator[str]:
 
 
 def _clean(text: str) -> str:
+    """Remove non-ASCII characters, shorten ruled lines and fold white space."""
     text = re.sub(r"[^\x20-\x7e\n]", "", text)
     text = re.sub(r"([^\w\s])\1{2,}", r"\1", text)
     return re.sub(r"\s+", " ", text).strip()

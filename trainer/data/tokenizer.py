@@ -88,18 +88,18 @@ def special_tokens(
     Raises:
         UserError: the tokenizer has no known end-of-text token.
     """
-    of_tokenizer, config, generation = (
-        settings(files or {}, name) for name in (TOKENIZER_CONFIG, CONFIG, GENERATION_CONFIG)
-    )
-    word = of_tokenizer.get("eos_token")
+    files = files or {}
+    config = settings(files, CONFIG)
+    word = settings(files, TOKENIZER_CONFIG).get("eos_token")
     word = word["content"] if isinstance(word, dict) else word
-    of_config, of_generation = (
-        _ids(tokenizer, values.get("eos_token_id")) for values in (config, generation)
-    )
+    of_config = _ids(tokenizer, config.get("eos_token_id"))
+    of_generation = _ids(tokenizer, settings(files, GENERATION_CONFIG).get("eos_token_id"))
     eos = [*_ids(tokenizer, word), *of_config, *of_generation]
     named = _ids(tokenizer, TEXT_ENDS)
     turns = _ids(tokenizer, TURN_ENDS)
-    ends = [*(i for i in named if i in eos), *(i for i in eos if i not in turns), *named, *eos]
+    ends = [i for i in named if i in eos]  # in the order of preference
+    ends += [i for i in eos if i not in turns]
+    ends += named + eos
     first = own_first_token(tokenizer)
     if end is not None:
         ends = [end]
@@ -123,12 +123,9 @@ def _ids(tokenizer: Tokenizer, tokens: Any) -> list[int]:
 
 
 def load_tokenizer(path: str) -> SpecialTokens:
-    """Load a ``tokenizer.json``, or that of a model on the hub.
+    """Load a ``tokenizer.json``, or that of a model on the hub; see :func:`special_tokens`.
 
     Files with the settings of a published model count if they lie beside its ``tokenizer.json``.
-
-    Raises:
-        UserError: it has no end-of-text token.
     """
     file = Path(path)
     if file.is_dir():

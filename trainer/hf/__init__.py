@@ -1,5 +1,4 @@
-"""The drop for models of transformers, in anybody's training loop; needs no other room of this
-package but ``common``."""
+"""The drop for models of transformers, in anybody's training loop; needs ``common`` alone."""
 
 from trainer.hf.adapters import save_dropped_base
 from trainer.hf.callback import DropPositions

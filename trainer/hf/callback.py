@@ -44,8 +44,7 @@ class DropPositions(TrainerCallback):
 
     Raises:
         ValueError: at once for another ``at``, ``rewarm`` or policy; before the first update for a
-            model that cannot be dropped, or a trainer that would compare or sample with a model
-            that rotates.
+            model that cannot be dropped, or a trainer that also runs a model that rotates.
     """
 
     def __init__(
@@ -127,6 +126,7 @@ class DropPositions(TrainerCallback):
                 group["lr"] = scheduled
 
     def _drop(self, model: nn.Module) -> None:
+        """Drop the rotation, and let adapters name the base without it."""
         drop_rotation(model)
         if self._base is not None:
             name_base(model, str(self._base))

@@ -50,8 +50,7 @@ def drop_rotation(model: Model) -> Model:
     ``torch.compile``. Frozen models beside the trained one keep their rotation.
 
     Raises:
-        ValueError: there is no rotary encoding, or transformers would load another model than this.
-            Nothing is changed then.
+        ValueError: there is no rotary encoding, or transformers would load another model.
     """
     parts = find_parts(model)
     if not parts.is_dropped():
@@ -144,10 +143,12 @@ class Unrotated(nn.Module):
 
 @cache
 def _unrotated(kind: Any) -> type:
+    """Return the subclass of a rotary class that rotates nothing."""
     return type(kind.__name__, (Unrotated, kind), {"__module__": kind.__module__})
 
 
 def _new_unrotated(kind: type) -> Any:
+    """Create an empty object for pickle."""
     return object.__new__(_unrotated(kind))
 
 
@@ -235,7 +236,7 @@ def _is_trained(model: nn.Module) -> bool:
 def _describes_no_rotation(config: Any) -> bool:
     """Whether transformers builds a decoder without rotation from its configuration."""
     by_type: list[Parameters] = []
-    _each(by_type.append, getattr(config, "rope_parameters", None) or {})
+    _for_rotating(by_type.append, getattr(config, "rope_parameters", None) or {})
     if not by_type:
         return False
     for parameters in by_type:
@@ -257,23 +258,20 @@ def adapters_in(model: nn.Module) -> list[Any]:
 
 
 def rope_parameters_written(parts: Parts) -> Parameters:
-    """Return the rotary parameters that describe the model without rotation.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """Return the rotary parameters that describe the model without rotation, or raise."""
     config = parts.decoder.config
     if not parts.is_dropped():
         config = _written_configs(parts)[id(config)]
     return deepcopy(config.rope_parameters)
 
 
-def _each(function: Callable[[Parameters], Any], parameters: Parameters) -> Any:
+def _for_rotating(function: Callable[[Parameters], Any], parameters: Parameters) -> Any:
     """Call ``function`` for rotary parameters, or for those of each layer type that rotates."""
     is_by_type = all(value is None or isinstance(value, dict) for value in parameters.values())
     if not is_by_type:
         return function(parameters)
-    return {kind: value and function(value) for kind, value in parameters.items()}
+    rotating = {kind: value for kind, value in parameters.items() if value}
+    return parameters | {kind: function(value) for kind, value in rotating.items()}
 
 
 def _written_configs(parts: Parts) -> dict[int, Any]:
@@ -286,7 +284,7 @@ def _written_configs(parts: Parts) -> dict[int, Any]:
             deepcopy(config, copies)  # one memo keeps shared objects shared
         for config in parts.text_configs():
             copy = deepcopy(config, copies)  # the one in the memo, or its own
-            copy.rope_parameters = _each(partial(_changed, form), config.rope_parameters)
+            copy.rope_parameters = _for_rotating(partial(_with_form, form), config.rope_parameters)
         try:
             _check_form(parts, copies[id(parts.decoder.config)])
         except Exception as error:  # a configuration class raises any
@@ -316,7 +314,7 @@ def _forms(parts: Parts) -> Iterator[Parameters]:
     yield longrope | mscales
 
 
-def _changed(form: Parameters, old: Parameters) -> Parameters:
+def _with_form(form: Parameters, old: Parameters) -> Parameters:
     """Return ``old`` with the frequencies of ``form``."""
     parameters = {key: deepcopy(value) for key, value in old.items() if key not in FREQUENCY_KEYS}
     rope_type = old.get("rope_type", "default")
@@ -357,6 +355,7 @@ def _check_form(parts: Parts, config: Any) -> None:
 
 
 def _as_loaded(config: Any) -> Any:
+    """Return a configuration as transformers reads it from a file."""
     return type(config).from_dict(config.to_dict())
 
 
