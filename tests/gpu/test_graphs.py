@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.gpu.conftest import ON_A_GPU
 from trainer.lightning.strategy import checkpoint_activations
+from trainer.model.backends import Mask
 from trainer.model.config import QKNormConfig
 from trainer.positional.layout import drop
 
@@ -42,7 +43,7 @@ def test_a_step_before_and_after_a_drop(device, tiny_decoder, kind, recomputed):
         options = {}
         if kind == "documents":
             documents = (torch.arange(256, device=device) >= end).long().expand(2, 256)
-            options = {"documents": documents}
+            options = {"mask": Mask(documents=documents)}
         loss = model.loss(ids, ids, **options)
         loss.backward()
         return loss.item()

@@ -74,7 +74,7 @@ def test_documents_as_bounds_are_one_graph(tiny_decoder):
     model, counter = compiled(tiny_decoder, {})
     for end in (10, 20):
         documents = (torch.arange(32) >= end).long().expand(2, 32)
-        train(model, documents=documents)
+        train(model, mask=backends.Mask(documents=documents))
     assert counter.frame_count == 1
 
 
@@ -88,5 +88,6 @@ def test_block_masks_come_from_outside_of_the_graph(tiny_decoder, monkeypatch):
     ids = torch.randint(50, (2, 128))
     with torch.no_grad():
         for end in (50, 60):
-            model(ids, documents=(torch.arange(128) >= end).long().expand(2, 128))
+            documents = (torch.arange(128) >= end).long().expand(2, 128)
+            model(ids, mask=backends.Mask(documents=documents))
     assert counter.frame_count == 2

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from trainer.model.backends import Mask
 from trainer.model.config import QKNormConfig
 from trainer.positional.encodings import ENCODINGS
 from trainer.positional.intervention import Intervention
@@ -39,7 +40,7 @@ def ids(rows=2, length=LENGTH):
 
 def every_pass(model):
     """Training, evaluation, a prompt in pieces, and steps of generation."""
-    model.loss(ids(), ids(), documents=ids()).backward()
+    model.loss(ids(), ids(), mask=Mask(documents=ids())).backward()
     with torch.no_grad():
         model.token_losses(ids(length=LATER), ids(length=LATER))
         for begins in ((), (0, 3)):  # rows of one length, and of several

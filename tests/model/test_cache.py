@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.model.backends import Mask
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
 from trainer.positional.intervention import Intervention
@@ -182,5 +183,5 @@ def test_chunks_after_a_cache_know_the_whole_length(tiny_decoder):
 def test_a_text_read_in_chunks_takes_no_options_that_it_would_ignore(tiny_decoder):
     model = tiny_decoder().eval()
     model.prefill_chunk = 7
-    with pytest.raises(TypeError, match="documents"):
-        model(IDS, documents=IDS)
+    with pytest.raises(TypeError, match="mask"):
+        model(IDS, mask=Mask(documents=IDS))

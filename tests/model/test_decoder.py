@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import transformers
 from torch.func import functional_call
 
+from trainer.model.backends import Mask
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
@@ -136,7 +137,7 @@ def test_packed_documents_do_not_see_each_other(tiny_decoder, positional):
     documents = torch.stack(
         [torch.arange(3).repeat_interleave(torch.tensor(row)) for row in lengths]
     )
-    packed = model(IDS, documents=documents)
+    packed = model(IDS, mask=Mask(documents=documents))
     for row, (ids, parts) in enumerate(zip(IDS, lengths, strict=True)):
         alone = [model(part[None])[0] for part in ids.split(parts) if len(part)]
         torch.testing.assert_close(packed[row], torch.cat(alone), rtol=0, atol=1e-5)

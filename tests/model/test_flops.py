@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.reference import eager
+from trainer.model.backends import Mask
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import dense_peak, forward_flops, training_flops, visible_pairs
@@ -66,16 +67,17 @@ def test_torch_counts_the_same(monkeypatch, shape, window, documents):
     for block in model.layers:
         block.self_attn.attend = eager
     ids = torch.zeros(1, 24, dtype=torch.long)
-    mask = None
+    mask = Mask()
     if documents:
-        mask = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
+        numbers = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents))[None]
+        mask = Mask(documents=numbers)
     seen = loop(documents or [24], None) + loop(documents or [24], window)
     computed = 2 * 24**2
     ours = (config, model.layout, 24, documents)
 
-    products, attention = counted(lambda: model(ids, documents=mask))
+    products, attention = counted(lambda: model(ids, mask=mask))
     assert forward_flops(*ours) == products + attention * seen // computed
-    products, attention = counted(lambda: model.loss(ids, ids, documents=mask).backward())
+    products, attention = counted(lambda: model.loss(ids, ids, mask=mask).backward())
     assert training_flops(*ours) == products + attention * seen // computed
 
 

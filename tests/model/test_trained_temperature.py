@@ -77,10 +77,11 @@ def test_all_ways_to_read_are_one_model(tiny_decoder, temperature):
     torch.testing.assert_close(model(IDS), whole, rtol=0, atol=1e-5)
     documents = torch.zeros_like(IDS)
     documents[:, 20:] = 1
-    expected = model(IDS, documents=documents)
+    expected = model(IDS, mask=Mask(documents=documents))
     for block in model.layers:
         block.self_attn.attend = BACKENDS["sdpa"].attend
-    torch.testing.assert_close(model(IDS, documents=documents), expected, rtol=0, atol=1e-5)
+    masked = model(IDS, mask=Mask(documents=documents))
+    torch.testing.assert_close(masked, expected, rtol=0, atol=1e-5)
     cache = model.empty_cache(2, 50)
     parts = [model(IDS[:, a:b], cache=cache, length=50) for a, b in ((0, 30), (30, 31), (31, 50))]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)

@@ -26,13 +26,13 @@ from trainer.lightning.optimizers import (
 )
 from trainer.lightning.strategy import mesh_of_ranks, shard
 from trainer.lightning.updates import updates_done
-from trainer.model.backends import cudnn_attention, flex, sdpa
+from trainer.model.backends import Mask, cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 
 Batch = Mapping[str, Any]
 """``input_ids`` and ``labels`` ``[B, T]``, and optional ``weights`` of tokens ``[B, T]``,
-``documents``, ``bounds`` and ``longest``, see :meth:`Decoder.hidden_states`."""
+``documents``, ``bounds`` and ``longest``, see :class:`~trainer.model.backends.Mask`."""
 
 
 class LanguageModule(L.LightningModule):
@@ -146,9 +146,9 @@ class LanguageModule(L.LightningModule):
         )
         self._uses_cudnn = backend == "cudnn"
         weights = token_weights(batch)
-        options = {key: batch[key] for key in ("documents", "bounds", "longest") if key in batch}
+        mask = Mask(**{key: batch.get(key) for key in ("documents", "bounds", "longest")})
         with self._numerics(self._uses_cudnn):
-            loss = self.model.loss(batch["input_ids"], batch["labels"], weights, **options)
+            loss = self.model.loss(batch["input_ids"], batch["labels"], weights, mask=mask)
         weight = weights.sum()
         self.micro_batches.append(torch.stack([loss.detach() * weight, weight]))
         if getattr(self.trainer, "log_every_n_steps", 0):

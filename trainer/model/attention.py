@@ -84,10 +84,11 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, bias=False)
         self.per_head_norm = config.qk_norm.kind == "per_head"
 
-        def norm(side: str, size: int) -> RMSNorm | None:
+        def norm(side: str, projection_size: int) -> RMSNorm | None:
             if config.qk_norm.when == "never" or config.qk_norm.targets not in ("both", side):
                 return None
-            return RMSNorm(self.head_dim if self.per_head_norm else size, config.rms_norm_eps)
+            size = self.head_dim if self.per_head_norm else projection_size
+            return RMSNorm(size, config.rms_norm_eps)
 
         self.q_norm = norm("q", q_size)
         self.k_norm = norm("k", kv_size)
@@ -98,17 +99,19 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Compute attention of ``[B, T, hidden_size]``, or of its ``last`` positions only."""
         cache = layer_pass.cache
-        qk_norm = layer_pass.qk_norm
+        q_norm = self.q_norm if layer_pass.qk_norm else None
+        k_norm = self.k_norm if layer_pass.qk_norm else None
         x_queries = x if layer_pass.last is None else x[:, -layer_pass.last :]
-        plain_q = self._heads(self.q_proj(x_queries), self.q_norm if qk_norm else None)
-        plain_k = self._heads(self.k_proj(x), self.k_norm if qk_norm else None)
+        plain_q = self._heads(self.q_proj(x_queries), q_norm)
+        plain_k = self._heads(self.k_proj(x), k_norm)
         v = self._heads(self.v_proj(x), None)
         if cache is not None and layer_pass.caches_plain_keys:
             plain_k, v = cache.append(plain_k, v)
         encoded_heads = sum(group.kv_heads for group in layer_pass.keys)
         if encoded_heads > plain_k.shape[1]:  # every query head encodes its own copy of its keys
             copies = encoded_heads // plain_k.shape[1]
-            plain_k, v = (x.repeat_interleave(copies, dim=1) for x in (plain_k, v))
+            plain_k = plain_k.repeat_interleave(copies, dim=1)
+            v = v.repeat_interleave(copies, dim=1)
         q = encode(plain_q, layer_pass.queries, tempered=True)
         k = encode(plain_k, layer_pass.keys)
         if layer_pass.intervene is not None:
@@ -118,7 +121,7 @@ class Attention(nn.Module):
         if cache is not None and not layer_pass.caches_plain_keys:
             k, v = cache.append(k, v)
         out = self.o_proj(self.attend(q, k, v, layer_pass.mask).transpose(1, 2).flatten(2))
-        if not qk_norm:
+        if not layer_pass.qk_norm:
             for norm in (self.q_norm, self.k_norm):
                 if norm is not None:
                     out = out + 0 * norm.weight.sum()

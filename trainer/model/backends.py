@@ -21,15 +21,15 @@ from trainer.common.errors import UserError
 from trainer.common.registry import Registry
 
 QUERY_BLOCK = {"cpu": 128, "cuda": 512}
-"""Queries per block of ``sdpa`` with a mask: small blocks compute fewer scores that the mask hides,
-large ones keep a GPU busy."""
-SCORES = 2**28
+"""Queries per block of ``sdpa`` with a mask: small ones skip hidden scores, large suit GPUs."""
+MOST_BIASES = 2**28
 """Limit on the biases of a block of queries with ALiBi."""
-VARIANTS = 64
+MOST_VARIANTS = 64
 """Limit on the variants of FlexAttention that one process compiles."""
-CUDNN_GPUS, CUDNN = ((9, 0), (10, 0)), 91500
-"""GPUs on which torch's SDPA prefers cuDNN's kernel, and the version above which it does
-(``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp)."""
+CUDNN_GPUS = (9, 0), (10, 0)
+"""GPUs on which torch's SDPA prefers cuDNN's kernel (``check_prefer_cudnn_attention`` in torch's
+sdp_utils.cpp), with a later version than this one."""
+CUDNN_VERSION = 91500
 
 
 @contextmanager
@@ -49,9 +49,8 @@ class Mask:
 
     ``window``: number of keys a query sees, itself included. ``documents``: ``[B, Tk]`` integers; a
     query sees keys of its own document. ``slopes``: ``[Hq]`` float32, of ALiBi. ``begins``: ``[B]``
-    integers, the first key of each row. ``bounds``, ``longest``, ``blocks``: the same documents and
-    windows in the form of the kernels, see :func:`prepared`; no document has more than ``longest``
-    tokens (None: the length of a row).
+    integers, the first key of each row. ``bounds``, ``longest`` (bound of their lengths; None: that
+    of a row), ``blocks``: documents and windows in the form of the kernels, see :func:`prepared`.
     """
 
     window: int | None = None
@@ -68,6 +67,8 @@ class Mask:
         return all(x is None for x in (self.window, self.documents, self.slopes, self.begins))
 
 
+CAUSAL = Mask()
+"""No restriction but causality."""
 Attend = Callable[[Tensor, Tensor, Tensor, Mask], Tensor]
 Prepare = Callable[[Mask, tuple[int, int], int, torch.device], Mask]
 
@@ -145,15 +146,16 @@ def bias(mask: Mask, queries: range, keys: range, q: Tensor) -> Tensor:
     slope = mask.slopes[:, None, None] * (j - i)
     # CUDA kernels take only a bias of the queries' dtype. In 16 bits it is off by up to 0.4%, which
     # matters little: where the bias is large, the key is far and has almost no weight.
-    precise = torch.promote_types(q.dtype, torch.float32)
-    return slope.masked_fill(~seen, -math.inf).to(precise if q.device.type == "cpu" else q.dtype)
+    dtype = q.dtype
+    if q.device.type == "cpu":
+        dtype = torch.promote_types(dtype, torch.float32)
+    return slope.masked_fill(~seen, -math.inf).to(dtype)
 
 
 def bounds_of(documents: Tensor) -> Tensor:
     """Return the starts of the documents ``[B, T]`` within the batch's B T tokens, then B T; int32.
 
-    A document starts where its number changes and at every row. Causes a host sync; during training
-    the data loader computes the starts instead.
+    A document starts where its number changes and at every row. Causes a host sync.
     """
     begins = F.pad(documents.diff(dim=1).ne(0), (1, 0), value=True)
     starts = begins.flatten().nonzero().flatten()
@@ -183,7 +185,7 @@ def _supports_cudnn(use: Use) -> bool:
     is_plain = use.half and not use.masked and not torch.are_deterministic_algorithms_enabled()
     if use.device != "cuda" or not is_plain or use.length is None or use.length % 128:
         return False
-    is_new = (torch.backends.cudnn.version() or 0) > CUDNN
+    is_new = (torch.backends.cudnn.version() or 0) > CUDNN_VERSION
     fits = use.head_size <= 128 and use.head_size % 8 == 0
     return is_new and fits and torch.cuda.get_device_capability() in CUDNN_GPUS
 
@@ -208,13 +210,14 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         from torch.nn.attention.bias import causal_lower_right  # slow import: the compiler
 
         return _fused(q, k, v, attn_mask=causal_lower_right(Tq, Tk))  # CUDA kernels know it
-    past, outputs = Tk - Tq, []
+    past = Tk - Tq
+    outputs = []
     block = QUERY_BLOCK.get(q.device.type, 512)
     if mask.slopes is not None:
         # Rows of a batch share biases, unless each has its own mask.
         share = mask.documents is None and mask.begins is None
         rows = 1 if share else q.shape[0]
-        block = max(16, min(block, SCORES // (rows * q.shape[1] * Tk)))
+        block = max(16, min(block, MOST_BIASES // (rows * q.shape[1] * Tk)))
     for start in range(0, Tq, block):
         queries = range(past + start, past + min(start + block, Tq))
         first = 0 if mask.window is None else max(0, queries.start - mask.window + 1)
@@ -242,8 +245,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def _share_keys(q: Tensor, k: Tensor) -> bool:
     """Whether heads share keys.
 
-    A function, because the compiler would treat the comparison as a symbol, not a bool, if the
-    number of heads changes during a run.
+    A function, because the compiler would treat the comparison as a symbol if heads change.
     """
     if q.shape[1] != k.shape[1]:  # noqa: SIM103
         return True
@@ -255,7 +257,7 @@ def _single_query(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
     No kernel then copies keys for each head, which on a CPU costs more than the attention.
     """
-    Tk, heads = k.shape[2], k.shape[1]
+    heads, Tk = k.shape[1:3]
     first = 0 if mask.window is None else max(0, Tk - mask.window)
     scores = None
     if not replace(mask, window=None).is_plain:
@@ -275,6 +277,7 @@ def _supports_flash(use: Use) -> bool:
 
 
 def _with_bounds(mask: Mask, shape: tuple[int, int], keys: int, device: torch.device) -> Mask:
+    """Add the starts of the documents, if there are documents."""
     if mask.documents is None or mask.bounds is not None:
         return mask
     return replace(mask, bounds=bounds_of(mask.documents))
@@ -314,13 +317,15 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 def _with_blocks(mask: Mask, shape: tuple[int, int], keys: int, device: torch.device) -> Mask:
     """Add FlexAttention's block mask: which blocks contain visible scores, and which ones."""
     rows, queries = shape
-    past, documents, window = keys - queries, mask.documents, mask.window or keys
+    past = keys - queries
+    documents = mask.documents
+    window = mask.window or keys
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         near = (j <= i + past) & (j > i + past - window)
         return near if documents is None else near & (documents[b, i + past] == documents[b, j])
 
-    rows_apart = rows if documents is not None else None
+    rows_apart = None if documents is None else rows
     create = _compiled("create_block_mask")
     blocks = create(seen, rows_apart, None, queries, keys, device=device)
     return replace(mask, blocks=blocks)
@@ -337,7 +342,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call torch's FlexAttention (GPU): any mask and ALiBi in one kernel."""
     if q.shape[2] == 1 or mask.begins is not None:
         return sdpa(q, k, v, mask)
-    past, slopes = k.shape[2] - q.shape[2], mask.slopes
+    past = k.shape[2] - q.shape[2]
+    slopes = mask.slopes
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         assert slopes is not None
@@ -361,6 +367,7 @@ def _compiled(name: str) -> Callable[..., Any]:
 
 @cache
 def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile a function with a higher limit on its variants."""
     from torch._dynamo import config
 
     # One graph for attention, even after many shapes.
@@ -368,7 +375,7 @@ def _compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         # Every mask, dtype and number of heads needs a compilation: more than the default of eight.
-        with config.patch(recompile_limit=VARIANTS):
+        with config.patch(recompile_limit=MOST_VARIANTS):
             return compiled(*args, **kwargs)
 
     return call

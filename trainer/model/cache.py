@@ -11,8 +11,7 @@ from torch import Tensor
 class LayerCache:
     """Keys and values of one layer, ``[B, Hkv, capacity, D]``, filled up to ``length``.
 
-    Keys are rotated, except in layers whose frequencies depend on the sequence length or whose
-    query heads have their own spectra.
+    Keys are encoded, except where :func:`~trainer.model.plan.caches_plain_keys` is true.
     """
 
     keys: Tensor
@@ -39,8 +38,7 @@ class KVCache:
     """One :class:`LayerCache` per layer, filled by the decoder.
 
     All rows end in the same column; shorter rows begin later, in the columns ``begins`` (empty: all
-    begin at 0). A token is thus appended to all rows with one copy, and distances between tokens
-    are distances between columns.
+    begin at 0). Thus one copy appends a token to all rows, and columns are as far apart as tokens.
     """
 
     layers: list[LayerCache]

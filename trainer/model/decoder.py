@@ -7,7 +7,7 @@ spectrum once per forward pass, and gives each block a :class:`LayerPass`.
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -17,19 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.attention import Attention, LayerPass, Linear, RMSNorm
-from trainer.model.backends import BACKENDS, Mask, Use, choose_backend
+from trainer.model.backends import BACKENDS, CAUSAL, Mask, Use, choose_backend
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import ModelConfig
 from trainer.model.language_model import LanguageModel, OnLayer
 from trainer.model.loss import linear_cross_entropy
-from trainer.model.plan import (
-    Columns,
-    caches_plain_keys,
-    columns_of,
-    interventions_of,
-    masks_of,
-    tables_of,
-)
+from trainer.model.plan import columns_of, layer_passes
 from trainer.positional.layout import Layout
 
 
@@ -60,21 +53,21 @@ class Block(nn.Module):
     def forward(self, x: Tensor, layer_pass: LayerPass) -> Tensor:
         """Transform ``[B, T, hidden_size]``; return the ``last`` positions if the pass says so."""
         mixed = self.self_attn(self.input_layernorm(x), layer_pass)
-        x = (x if layer_pass.last is None else x[:, -layer_pass.last :]) + mixed
+        if layer_pass.last is not None:
+            x = x[:, -layer_pass.last :]
+        x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Decoder(LanguageModel):
     """Decoder from token ids to hidden states, logits or a loss.
 
-    ``layout`` is the present positional encoding; assign another one to change it (a drop, an
-    extension method). ``config.vocab_size`` must be set. Weights are drawn from ``seed``, unless
-    the decoder is created on torch's meta device.
+    ``layout`` is the present positional encoding; assign another one to change it.
+    ``config.vocab_size`` must be set. Weights are drawn from ``seed``, but not on the meta device.
     """
 
     compute_dtype: torch.dtype | None = None
-    """Dtype of activations and products, including the residual stream; None: the weights' dtype.
-    """
+    """Dtype of activations and products, residual stream included; None: the weights' dtype."""
 
     def __init__(self, config: ModelConfig, layout: Layout, seed: int = 0) -> None:
         super().__init__()
@@ -85,7 +78,7 @@ class Decoder(LanguageModel):
         self.embed_tokens = nn.Embedding.from_pretrained(words, freeze=False)
         blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.layers = cast("list[Block]", blocks)
-        self.attentions = [block.self_attn for block in self.layers]
+        self.attentions: list[Attention] = [block.self_attn for block in self.layers]
         self.layout = layout
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = None
@@ -117,7 +110,7 @@ class Decoder(LanguageModel):
     @property
     def head(self) -> Tensor:
         """Output weights ``[vocab, hidden_size]``; the embeddings if they are tied."""
-        return (self.lm_head or self.embed_tokens).weight
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     @torch.no_grad()
     def fill(self, value_of: Callable[[str, Tensor], Tensor]) -> None:
@@ -134,79 +127,41 @@ class Decoder(LanguageModel):
         half: bool = True,
         length: int | None = None,
     ) -> str:
-        """Choose the attention backend for a device ("cpu", "cuda"); see :func:`choose_backend`.
-
-        Raises:
-            UserError: the backend cannot run here.
-        """
+        """Choose the attention backend for a device ("cpu", "cuda"); see :func:`choose_backend`."""
         windows = any(layer.window for layer in self.layout.layers)
         biased = any(spectrum.alibi for spectrum in self.layout.spectra)
         masked = documents or windows or biased
         name = choose_backend(name, Use(device, masked, half, length, self.config.head_size))
         attend = BACKENDS[name].attend
-        for block in self.layers:
-            if block.self_attn.attend is not attend:  # compiled guards stay quick
-                block.self_attn.attend = attend
+        for attention in self.attentions:
+            if attention.attend is not attend:  # compiled guards stay quick
+                attention.attend = attend
         return name
 
     def hidden_states(
         self,
         ids: Tensor,
         *,
-        documents: Tensor | None = None,
-        bounds: Tensor | None = None,
-        longest: int | None = None,
+        mask: Mask = CAUSAL,
         cache: KVCache | None = None,
         length: int | None = None,
         last: int | None = None,
     ) -> Tensor:
         """Compute normalized states ``[B, T, hidden_size]`` before the head, for ids ``[B, T]``.
 
-        See :class:`LanguageModel` for the other arguments. Before ``last``, the last block computes
-        only keys and values.
-
-        Args:
-            documents: ``[B, T]`` integers; attention stays within equal numbers.
-            bounds: starts of the documents, see :func:`trainer.model.backends.bounds_of`. If needed
-                and not given, computing them causes a host sync.
-            longest: upper bound of the documents' lengths; None: T.
+        ``mask``: restrictions of all layers; without its ``bounds``, which some backends need for
+        ``documents``, computing them causes a host sync. See :class:`LanguageModel` for the other
+        arguments. Before ``last``, the last block computes only keys and values.
         """
         x = self.embed_tokens(ids)
         if self.compute_dtype is not None:
             x = x.to(self.compute_dtype)
         columns = columns_of(ids, len(self.layers), cache, length, last)
-        mask = Mask(documents=documents, begins=columns.begins, bounds=bounds, longest=longest)
-        passes = self._passes(columns, mask, cache, last, x)
+        attends = [attention.attend for attention in self.attentions]
+        passes = layer_passes(self.config, self.layout, columns, mask, attends, x)
         for block, layer_pass in zip(self.layers, passes, strict=True):
             x = block(x, layer_pass)
         return self.norm(x)
-
-    def _passes(
-        self, columns: Columns, mask: Mask, cache: KVCache | None, last: int | None, x: Tensor
-    ) -> Iterator[LayerPass]:
-        """Yield what each layer reads besides its input; ``x``: input of the first layer."""
-        layout, config = self.layout, self.config
-        plain = [False] * len(self.layers)
-        caches: Sequence[LayerCache | None] = [None] * len(self.layers)
-        if cache is not None:
-            plain = caches_plain_keys(layout, config.num_key_value_heads)
-            caches = cache.layers
-        queries, keys = tables_of(layout, columns, plain, x.dtype)
-        attends = [block.self_attn.attend for block in self.layers]
-        masks = masks_of(layout, columns, mask, attends, (len(x), config.num_attention_heads))
-        changes = interventions_of(layout, columns, plain)
-        for index, layer in enumerate(layout.layers):
-            is_last = index == len(self.layers) - 1
-            yield LayerPass(
-                queries=queries[index],
-                keys=keys[index],
-                mask=masks[index],
-                cache=caches[index],
-                qk_norm=layer.qk_norm,
-                caches_plain_keys=plain[index],
-                intervene=changes[index],
-                last=last if is_last else None,
-            )
 
     def logits(self, states: Tensor) -> Tensor:
         """Compute ``[..., vocab]`` from normalized states ``[..., hidden_size]``."""
@@ -233,14 +188,13 @@ class Decoder(LanguageModel):
     @contextmanager
     def observed(self, on_layer: OnLayer) -> Iterator[None]:
         """Call ``on_layer`` for each layer, see :class:`LanguageModel`; blocks run uncompiled."""
-        layers = [block.self_attn for block in self.layers]
         try:
-            for index, attention in enumerate(layers):
+            for index, attention in enumerate(self.attentions):
                 attention.observe = partial(on_layer, index)
             with torch.compiler.set_stance("force_eager"):
                 yield
         finally:
-            for attention in layers:
+            for attention in self.attentions:
                 attention.observe = None
 
 
@@ -251,14 +205,16 @@ def initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int) 
     seed: not on other parameters, nor on the distribution over devices.
     """
     if len(shape) == 1:
-        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device="cpu")
+        value = 0.0 if name.endswith("bias") else 1.0
+        return torch.full(shape, value, device="cpu")
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    whole = torch.empty(shape, device="cpu")  # Lightning makes the GPU the default device
+    whole = torch.empty(shape, device="cpu")  # as the generator, whatever the default device
     return whole.normal_(std=_initial_std(config, name, shape), generator=generator)
 
 
 def _initial_std(config: ModelConfig, name: str, shape: torch.Size) -> float:
+    """Return the standard deviation of the initial values of a matrix."""
     module = name.removesuffix(".weight")
     if config.initializer == "normal":
         std = 0.02

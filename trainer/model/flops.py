@@ -72,5 +72,6 @@ def dense_peak(device_name: str, precision: Literal["fp32", "bf16"]) -> float | 
     name = re.sub(r"^(NVIDIA |AMD Instinct )+", "", device_name)
     for pattern, peak in PEAKS.items():
         if re.fullmatch(pattern, name):
-            return peak * 1e12 / (2 if precision == "fp32" else 1)
+            share = 0.5 if precision == "fp32" else 1.0
+            return share * peak * 1e12
     return None

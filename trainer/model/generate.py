@@ -1,6 +1,7 @@
 """Generate continuations of prompts of any lengths with a key-value cache."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -18,6 +19,7 @@ def text_until(text: str, stops: Sequence[str]) -> str:
     return min((text.partition(stop)[0] for stop in stops), key=len, default=text)
 
 
+@dataclass
 class Sampler:
     """Sampler of tokens, with one random generator per sequence.
 
@@ -26,9 +28,10 @@ class Sampler:
     draws from a generator seeded with ``seed + r``, so that it does not depend on the other rows.
     """
 
-    def __init__(self, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
-        self.temperature, self.top_p, self.seed = temperature, top_p, seed
-        self.generators: dict[int, torch.Generator] = {}
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    generators: dict[int, torch.Generator] = field(default_factory=dict, init=False)
 
     def __call__(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Draw a token id ``[B]`` for each sequence, from logits ``[B, vocab]`` of ``rows``."""
@@ -47,7 +50,9 @@ class Sampler:
             p = p.masked_fill(excess, 0)
         sums = p.cumsum(dim=-1)
         chosen = torch.searchsorted(sums, torch.stack(draws).to(sums) * sums[:, -1:], right=True)
-        return (chosen if order is None else order.gather(-1, chosen))[:, 0]
+        if order is not None:
+            chosen = order.gather(-1, chosen)
+        return chosen[:, 0]
 
 
 @torch.no_grad()
@@ -85,7 +90,7 @@ def generate(
         raise ValueError("a prompt must have at least one token")
     if not prompts or max_new_tokens < 1:
         return [[] for _ in prompts]
-    logits, cache = read or read_prompts(model, prompts, max_new_tokens)
+    logits, cache = read_prompts(model, prompts, max_new_tokens) if read is None else read
     rows = list(range(len(prompts)))
     new: list[list[int]] = [[] for _ in rows]
     sampler = sampler or Sampler()
@@ -95,8 +100,10 @@ def generate(
         growing = []
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             new[row].append(token)
-            ended = on_token is not None and on_token(row, new[row])
-            if not ended and token not in end_tokens:
+            is_ended = token in end_tokens
+            if on_token is not None and on_token(row, new[row]):
+                is_ended = True
+            if not is_ended:
                 growing.append(place)
         if step == max_new_tokens or not growing:
             break
@@ -118,8 +125,7 @@ def read_prompts(
 ) -> tuple[Tensor, KVCache]:
     """Return the logits ``[B, vocab]`` after the prompts, and a cache that holds them.
 
-    The cache has room for all new tokens but the last, which is never read. Neighbours of equal
-    length are read together; there is no padding.
+    The last new token is never read. Neighbours of equal length are read together, without padding.
     """
     longest = max(map(len, prompts))
     cache = model.empty_cache(len(prompts), longest + max_new_tokens - 1)

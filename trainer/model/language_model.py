@@ -83,8 +83,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def observed(self, on_layer: OnLayer) -> AbstractContextManager[None]:
-        """Call ``on_layer`` for each layer, before its attention, in every forward pass within the
-        block."""
+        """Call ``on_layer`` before the attention of each layer in passes within the block."""
 
     @contextmanager
     def before_attention(self, hook: Callable[..., Any]) -> Iterator[None]:
@@ -132,19 +131,18 @@ class LanguageModel(nn.Module, ABC):
         The targets follow the states ``[..., hidden_size]``. Logits are computed in chunks.
         """
         size = chunk_size(self.vocab_size, states.device)
-        rows, of_rows = states.flatten(0, -2).split(size), targets.flatten().split(size)
-        losses = [
-            F.cross_entropy(self.logits(x).float(), y, reduction="none")
-            for x, y in zip(rows, of_rows, strict=True)
-        ]
+        chunks = zip(states.flatten(0, -2).split(size), targets.flatten().split(size), strict=True)
+        losses = []
+        for x, y in chunks:
+            losses.append(F.cross_entropy(self.logits(x).float(), y, reduction="none"))
         return torch.cat(losses).view(targets.shape)
 
     @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return each token's cross-entropy ``[B, T]``, without gradient."""
-        of_chunks = targets.split(self.prefill_chunk or targets.shape[1], dim=1)
+        target_chunks = targets.split(self.prefill_chunk or targets.shape[1], dim=1)
         # Chunk by chunk: storing all states would need memory again.
-        pairs = zip(self._by_chunk(ids), of_chunks, strict=True)
+        pairs = zip(self._by_chunk(ids), target_chunks, strict=True)
         return torch.cat([self.losses(states, chunk) for states, chunk in pairs], dim=1)
 
     def prefilled(self, ids: Tensor, **options: Any) -> Tensor:

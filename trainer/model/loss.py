@@ -17,7 +17,6 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-
 CHUNKS = {
     # glibc returns blocks of more than 32 MiB to the system, and page faults of allocating them
     # again cost more than the softmax. With smaller chunks, accumulating the head's gradient
@@ -43,7 +42,8 @@ def equal_chunk_size(tokens: int, most: int) -> int:
 
     ``tokens`` are divided without a smaller last chunk, unless that takes twice as many chunks.
     """
-    tiles, most_tiles = max(1, -(-tokens // TILE)), -(-most // TILE)
+    tiles = max(1, -(-tokens // TILE))
+    most_tiles = -(-most // TILE)
     fewest = -(-tiles // most_tiles)
     count = next((n for n in range(fewest, 2 * fewest) if tiles % n == 0), fewest)
     return TILE * -(-tiles // count)
@@ -76,7 +76,8 @@ def replace_by_gradient(logits: Tensor, targets: Tensor, weights: Tensor) -> tup
     if logits.is_cuda:
         return _compiled()(logits, targets, weights)
     x = logits.float()
-    top, picked = x.amax(dim=-1), x.gather(-1, targets[:, None])[:, 0]
+    top = x.amax(dim=-1)
+    picked = x.gather(-1, targets[:, None])[:, 0]
     # One pass in the logits' memory; the largest probability gives the log-partition back.
     gradient = torch.softmax(x, dim=-1, out=x)
     log_z = top - gradient.amax(dim=-1).log_()
@@ -94,8 +95,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
         torch.addmm(total, a, b, beta=beta, out=total)
     elif total.is_cuda and _adds_in_float32(total.device):
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+    elif total.is_cuda and beta == 0:
+        total.copy_(a @ b)
     elif total.is_cuda:
-        total.copy_(total * beta + a @ b if beta else a @ b)
+        total.copy_(total * beta + a @ b)
     else:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
@@ -103,7 +106,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
 @cache
 def _adds_in_float32(device: torch.device) -> bool:
     """Whether a device adds a bfloat16 product to a float32 matrix, which torch may not."""
-    a, total = torch.ones(16, 16, device=device).bfloat16(), torch.ones(16, 16, device=device)
+    total = torch.ones(16, 16, device=device)
+    a = total.bfloat16()
     try:
         torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
     except RuntimeError as error:
@@ -113,6 +117,8 @@ def _adds_in_float32(device: torch.device) -> bool:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """The weighted sum of losses, with gradients that the forward pass has computed."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weights: Tensor

@@ -11,9 +11,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from trainer.model.attention import Change
+from trainer.model.attention import Change, LayerPass
 from trainer.model.backends import Attend, Mask, prepared
-from trainer.model.cache import KVCache
+from trainer.model.cache import KVCache, LayerCache
+from trainer.model.config import ModelConfig
 from trainer.positional.intervention import intervene
 from trainer.positional.layout import Layout
 from trainer.positional.rotation import Groups, bias_slopes, head_groups
@@ -26,7 +27,7 @@ class Columns:
     ``positions``: of all of them, ``[Tk]``, or ``[B, Tk]`` if rows begin in different columns;
     negative before a row begins. ``new``: positions of the new tokens. ``queries``: positions that
     each layer computes. ``lengths``: tokens of the whole sequence, of all rows or of each row.
-    ``begins``: ``[B]``, the column of each row's first token; None: 0.
+    ``begins``: ``[B]``, the column of each row's first token; None: 0. ``last``: as given.
     """
 
     positions: Tensor
@@ -34,6 +35,8 @@ class Columns:
     queries: list[Tensor]
     lengths: int | list[int]
     begins: Tensor | None = None
+    cache: KVCache | None = None
+    last: int | None = None
 
 
 def columns_of(
@@ -54,16 +57,55 @@ def columns_of(
     queries = [new] * layers
     if last is not None:
         queries[-1] = new[..., -last:]
-    return Columns(positions, new, queries, lengths, begins)
+    return Columns(positions, new, queries, lengths, begins, cache, last)
+
+
+def layer_passes(
+    config: ModelConfig,
+    layout: Layout,
+    columns: Columns,
+    mask: Mask,
+    attends: Sequence[Attend],
+    x: Tensor,
+) -> list[LayerPass]:
+    """Return what each layer reads besides its input.
+
+    ``mask``: restrictions of all layers. ``attends``: their backends. ``x``: input of the first.
+    """
+    layers = len(layout.layers)
+    plain = [False] * layers
+    caches: Sequence[LayerCache | None] = [None] * layers
+    if columns.cache is not None:
+        plain = caches_plain_keys(layout, config.num_key_value_heads)
+        caches = columns.cache.layers
+    queries, keys = tables_of(layout, columns, plain, x.dtype)
+    mask = replace(mask, begins=columns.begins)
+    masks = masks_of(layout, columns, mask, attends, (len(x), config.num_attention_heads))
+    changes = interventions_of(layout, columns, plain)
+    passes = []
+    for index, layer in enumerate(layout.layers):
+        layer_pass = LayerPass(
+            queries=queries[index],
+            keys=keys[index],
+            mask=masks[index],
+            cache=caches[index],
+            qk_norm=layer.qk_norm,
+            caches_plain_keys=plain[index],
+            intervene=changes[index],
+        )
+        passes.append(layer_pass)
+    passes[-1] = replace(passes[-1], last=columns.last)
+    return passes
 
 
 def caches_plain_keys(layout: Layout, key_heads: int) -> list[bool]:
     """Return which layers encode cached keys again in each forward pass: their frequencies depend
     on the length, or each query head encodes its own copy of them."""
-    return [
-        len(layer.spectra) > key_heads or any(spectrum.long for spectrum, _ in layer.groups)
-        for layer in layout.layers
-    ]
+    plain = []
+    for layer in layout.layers:
+        follows_length = any(spectrum.long for spectrum, _ in layer.groups)
+        plain.append(follows_length or len(layer.spectra) > key_heads)
+    return plain
 
 
 def tables_of(
@@ -74,13 +116,14 @@ def tables_of(
     def at(positions: Tensor) -> list[Groups]:
         return head_groups(layout, positions, columns.lengths, dtype)
 
-    keys = new = at(columns.new)
-    queries = list(new)
-    if columns.queries[-1] is not columns.new:
+    keys = at(columns.new)
+    queries = list(keys)
+    if columns.last is not None:
         queries[-1] = at(columns.queries[-1])[-1]
     if any(plain) and columns.positions.shape != columns.new.shape:
-        both = zip(plain, at(columns.positions), new, strict=True)
-        keys = [of_all if is_plain else of_new for is_plain, of_all, of_new in both]
+        for index, all_keys in enumerate(at(columns.positions)):
+            if plain[index]:
+                keys[index] = all_keys
     return queries, keys
 
 
