@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning as L
 import pytest
 import torch
 
 from tests.lightning.test_drop import Llama, RandomSamples, ours
-from trainer.data.corpus import prepare_corpus
+from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.lightning import TokenData
 
 pytestmark = pytest.mark.slow
@@ -102,6 +104,16 @@ def test_an_epoch_that_ends_with_fewer_micro_batches_ends_its_step(tmp_path, at)
     assert {step: note.read[step] for step in again.read} == again.read
     for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_probe_needs_no_more_text_than_a_training_sequence(finished):
+    """Its sequences begin with the token that begins those of the training text."""
+    config, _ = finished
+    corpus = prepare_corpus(config.data, config.tokenizer)
+    part = replace(corpus.parts[0], validation=corpus.parts[0].validation[:16])
+    data = TokenData(Corpus((part,)), 16, 8)
+    assert data.probe(1).tolist() == [[corpus.first_token, *part.validation.tolist()]]
+    assert data.samples.__getitems__([0])["input_ids"][0, 0] == corpus.first_token
 
 
 def test_samples_of_ones_own_have_a_probe_of_the_text_in_a_directory(finished):

@@ -55,7 +55,7 @@ def test_batches_of_matrices_are_updated_as_each_alone(tiny_decoder, monkeypatch
     config = {"name": "muon"}
     models = [tiny_decoder(), tiny_decoder()]
     for model, elements in zip(models, (1, most), strict=True):
-        monkeypatch.setattr(optimizers, "BATCH", elements)
+        monkeypatch.setattr(optimizers, "BATCH_ELEMENTS", elements)
         steps(model, [make_optimizer(model, **config)], 3)
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b)

@@ -128,10 +128,18 @@ def fit_twice():
     module = LanguageModule(decoder(), 1e-2)
     trainer = fit(module, micro_batches(), strategy=ModelParallelStrategy(**sizes), devices=2)
     steps = trainer.global_step
-    trainer.validate(module, DataLoader(micro_batches(), batch_size=None), verbose=False)
+    own = micro_batches(current_ranks().rank)
+    trainer.validate(module, DataLoader(own, batch_size=None), verbose=False)
     trainer.fit_loop.max_epochs += 1
     trainer.fit(module, DataLoader(micro_batches(), batch_size=None))
     assert trainer.global_step == 2 * steps
+    trainer.validate(module, DataLoader(own, batch_size=None), verbose=False)
+    with language_module.evaluating(module.model):
+        pass  # shards the parameters again
+    model = strategy.whole_model(module.model)
+    with torch.no_grad():
+        expected = mean_loss(model, micro_batches(0) + micro_batches(1))
+    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
     with pytest.raises(UserError, match="tensor_parallel_size=1"):
         fit(module, micro_batches(), strategy=ModelParallelStrategy(), devices=2)
 

@@ -23,6 +23,7 @@ from trainer.config import (
     EvaluationConfig,
     ExportRequest,
     ManyShotSettings,
+    RunConfig,
     StrategyConfig,
     TrainerConfig,
 )
@@ -222,8 +223,9 @@ def test_a_precision_that_the_gpu_has(monkeypatch):
 def test_callbacks_that_would_be_wrong_in_a_run(callback, options, sharded, whole):
     module = "trainer.lightning" if callback == "DropPositions" else "lightning.pytorch.callbacks"
     configured = {"a": {"_target_": f"{module}.{callback}", **options}}
-    for is_sharded, expected in ((True, sharded), (False, whole)):
-        assert refuses(user_callbacks, configured, is_sharded=is_sharded) is expected
+    for strategy, expected in (("fsdp2", sharded), ("single", whole)):
+        config = RunConfig(callbacks=configured, strategy=StrategyConfig(name=strategy))
+        assert refuses(user_callbacks, config) is expected
 
 
 SOUND = {

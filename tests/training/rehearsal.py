@@ -62,10 +62,10 @@ class Stage:
         module._trainer = module.trainer = datamodule.trainer = self
         self.module = self.lightning_module = module
         self.initial_seed = torch.initial_seed()
-        module.prepare(module.model, torch.device("cpu"))
         self.weights = copies(module.model)
         self.optimizers = [module.configure_optimizers()]
         callback = self.callbacks[-1]
+        callback.setup(self, module, "fit")
         if ckpt_path:
             state = read_state(ckpt_path)
             self.global_step = state["step"]

@@ -20,7 +20,6 @@ from trainer.runs.models import read_run
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
 from trainer.training.fit import train
-from trainer.training.measurements import effect_probe
 from trainer.workflows.text import open_corpus
 
 
@@ -75,7 +74,8 @@ def test_the_loss_before_the_drop_is_that_of_the_published_model(begin, publishe
     assert (
         corpus.tokenizer.to_str() == Tokenizer.from_file(f"{published[0]}/tokenizer.json").to_str()
     )
-    probe = effect_probe(corpus, phases_of(config)[1], 4)
+    phase = phases_of(config)[1]
+    probe = torch.from_numpy(corpus.mixed(phase.data).probe(4, phase.length))
     ids, targets = probe[:, :-1], probe[:, 1:]
     logits = published[1](ids).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -191,8 +191,9 @@ def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
         module.tally.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(math.isnan(loss)))
     state = json.loads(json.dumps(before.describe()))
     module.tally = Tally()
-    given = {"writer": None, "progress": None, "stop_requested": None, "module": module}
+    given = {"writer": None, "progress": None, "stop_requested": None}
     after = RunCallback(three.run, before.corpus, state, **given)
+    after.setup(three, module, "fit")
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
     trainer, checkpoint = L.Trainer(accelerator="cpu", devices=1, **quiet), {"global_step": step}
     after.on_load_checkpoint(trainer, module, checkpoint)

@@ -44,7 +44,6 @@ from trainer.runs.phases import phases_of
 from trainer.training import dashboards
 from trainer.training.dashboards import log_results
 from trainer.training.fit import train
-from trainer.training.measurements import effect_probe
 from trainer.training.rows import Rows
 from trainer.training.setup import make_decoder, numerics
 
@@ -70,7 +69,8 @@ def test_effect_of_the_drop_matches_the_checkpoints(finished):
     """Before it with the encoding and without, and from the last one; on held-out text alone."""
     config, trained = finished
     corpus = prepare_corpus(config.data, config.tokenizer)
-    probe = effect_probe(corpus, phases_of(config)[1], 4)
+    phase = phases_of(config)[1]
+    probe = torch.from_numpy(corpus.mixed(phase.data).probe(4, phase.length))
     ids, targets = probe[:, :-1], probe[:, 1:]
 
     def losses(model):
@@ -108,7 +108,8 @@ def test_a_probe_mixes_texts_as_its_phase_does(weights, windows):
         parts.append(Prepared(Path(), tokens, ids, ids, ids, name, name, 1.0))
     data = DataConfig(sequence_length=16, mixture={name: {"weight": 1.0} for name in "ab"})
     config = RunConfig(data=data, phases={"only": PhaseConfig(2, weights=weights)})
-    probe = effect_probe(Corpus(tuple(parts)), phases_of(config)[0], 8)
+    phase = phases_of(config)[0]
+    probe = torch.from_numpy(Corpus(tuple(parts)).mixed(phase.data).probe(8, phase.length))
     assert [int((probe[:, 1] == number).sum()) for number in (1, 2)] == windows
 
 
@@ -146,7 +147,8 @@ def test_matched_gains_are_the_rms_of_queries_and_keys_before_the_drop(run):
     path = Path(config.run_dir) / "checkpoints" / BEFORE_DROP
     model = read_run(path).decoder()
     corpus = prepare_corpus(config.data, config.tokenizer)
-    ids = effect_probe(corpus, phases_of(config)[1], 4)[:, :-1]
+    phase = phases_of(config)[1]
+    ids = torch.from_numpy(corpus.mixed(phase.data).probe(4, phase.length))[:, :-1]
     seen = {}
     for name, module in model.named_modules():
         if name.endswith(("q_proj", "k_proj")):

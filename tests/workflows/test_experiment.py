@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -86,6 +87,25 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(
         run = parse(merged(values, {"run_dir": str(tmp_path / "x"), **changes}))
         with pytest.raises(UserError, match="3 sequences do not divide"):
             check_machine(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"strategy": {"name": "fsdp2"}, "optimizer": {"name": "muon"}}, "^optimizer: muon needs"),
+        ({"logger": {"tensorboard": True}}, "tensorboard"),
+        ({"logger": {"wandb": True}}, "wandb"),
+        ({"callbacks": {"mine": {"_target_": "lightning.pytorch.callbacks.Tmer"}}}, "Tmer"),
+    ],
+    ids=["sharded muon", "tensorboard", "wandb", "callback"],
+)
+def test_what_a_run_lacks_is_said_before_its_text_is_prepared(base, monkeypatch, changes, error):
+    for package in ("TENSORBOARD", "TENSORBOARDX"):
+        monkeypatch.setattr(f"lightning.fabric.loggers.tensorboard._{package}_AVAILABLE", False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = parse(merged(base, changes))
+    with pytest.raises((UserError, ImportError, AttributeError), match=error):
+        check_machine(run)
 
 
 def test_a_report_answers_for_its_evaluation_and_its_controls_alone(tmp_path):

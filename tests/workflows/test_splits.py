@@ -26,7 +26,7 @@ from trainer.positional.config import PositionalConfig, build_layout
 from trainer.runs.directory import plain
 from trainer.runs.parsing import merged, parse
 from trainer.runs.phases import phases_of
-from trainer.training.measurements import benchmark_tasks, effect_probe
+from trainer.training.measurements import benchmark_tasks
 from trainer.workflows import evaluate
 from trainer.workflows.analyze import choice_texts, page_texts
 from trainer.workflows.evaluate import measure_models
@@ -92,7 +92,8 @@ def test_training_and_the_tokenizer_see_the_training_text_alone(config, corpus, 
 
 
 def test_what_looks_at_a_run_meanwhile_sees_validation_text(config, corpus, seen):
-    probe = effect_probe(corpus, phases_of(config)[0], 4)
+    phase = phases_of(config)[0]
+    probe = torch.from_numpy(corpus.mixed(phase.data).probe(4, phase.length))
     assert seen(probe[:, 1:].numpy()) == {"validation"}
     *perplexities, short, long = benchmark_tasks(parse(plain(config)), corpus)
     for perplexity, statements in zip(perplexities, (short, long), strict=True):

@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,12 +49,14 @@ class Batches(IterableDataset[Any]):
 
     def numbers(self) -> Iterator[list[int]]:
         """Yield the sample numbers of this worker's micro-batches."""
-        worker = get_worker_info()
-        first, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         size = self.batch_size // (self.micro_batches * self.ranks)
-        last = None if self.end is None else (self.end - self.start) * self.micro_batches
-        for number in islice(count(), first, last, workers):
-            step, part = divmod(number, self.micro_batches)
+        end = None if self.end is None else (self.end - self.start) * self.micro_batches
+        micro_batches = islice(count(), end)
+        worker = get_worker_info()
+        if worker is not None:
+            micro_batches = islice(micro_batches, worker.id, None, worker.num_workers)
+        for micro_batch in micro_batches:
+            step, part = divmod(micro_batch, self.micro_batches)
             begin = self.offset + (self.start + step) * self.batch_size
             begin += (part * self.ranks + self.rank) * size
             yield list(range(begin, begin + size))
@@ -64,6 +66,7 @@ class Batches(IterableDataset[Any]):
         return map(self.samples.__getitems__, self.numbers())
 
 
+@dataclass(eq=False, repr=False)
 class TokenData(L.LightningDataModule):
     """Batches of prepared text for a :class:`~trainer.lightning.LanguageModule`.
 
@@ -80,20 +83,17 @@ class TokenData(L.LightningDataModule):
         samples: what is read in place of the corpus's training text, see :class:`Batches`.
     """
 
-    def __init__(
-        self,
-        corpus: "Corpus | str | Path",
-        length: int,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        workers: int = 2,
-        held_out: int = 64,
-        samples: Any = None,
-    ) -> None:
+    corpus: "Corpus | str | Path"
+    length: int
+    batch_size: int
+    _: KW_ONLY
+    seed: int = 0
+    workers: int = 2
+    held_out: int = 64
+    samples: Any = None
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.corpus, self.length, self.batch_size, self.seed = corpus, length, batch_size, seed
-        self.workers, self.held_out, self.samples = workers, held_out, samples
 
     def setup(self, stage: str) -> None:
         """Open the text, and check that a decoder has embeddings for its tokens."""
@@ -102,31 +102,27 @@ class TokenData(L.LightningDataModule):
         from trainer.data.dataset import TrainingSamples
         from trainer.data.tokenizer import vocabulary_size
 
-        config, corpus = DataConfig(sequence_length=self.length), self.corpus
-        if isinstance(corpus, str | Path):
-            if self.samples is not None and corpus == "":
-                return
-            self.corpus = corpus = corpus_at(config, [corpus])
+        config = DataConfig(sequence_length=self.length)
+        if self.corpus == "" and self.samples is not None:
+            return
+        if isinstance(self.corpus, str | Path):
+            self.corpus = corpus_at(config, [self.corpus])
         if self.trainer is not None:
             for part in self.trainer.lightning_module.modules():
                 if isinstance(part, Decoder):
-                    check_vocabulary(part.config, vocabulary_size(corpus.tokenizer))
+                    check_vocabulary(part.config, vocabulary_size(self.corpus.tokenizer))
         if self.samples is None:
-            self.samples = TrainingSamples(corpus, config, self.seed)
+            self.samples = TrainingSamples(self.corpus, config, self.seed)
 
     def probe(self, sequences: int) -> Tensor:
-        """Return held-out token ids ``[sequences, length + 1]``, evenly spaced in the text."""
+        """Return held-out token ids ``[sequences, length + 1]``, windows after the first token."""
         self.setup("fit")
-        from trainer.data.corpus import held_out_windows
-
         assert not isinstance(self.corpus, str | Path)
-        windows = held_out_windows(self.corpus.validation, sequences, self.length + 1)
-        return torch.from_numpy(windows)
+        return torch.from_numpy(self.corpus.probe(sequences, self.length))
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's micro-batches from the trainer's step on."""
         assert self.trainer is not None
-        assert self.samples is not None
         repeat_interrupted_step(self.trainer)
         batches = Batches(
             self.samples,

@@ -5,7 +5,8 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import Any, Literal, get_args
 
@@ -39,8 +40,7 @@ def apply_change(
     optimizer_state: OptimizerState = "keep",
     probe: Sequence[Tensor] = (),
 ) -> tuple[list[float], list[float]]:
-    """Change encoding, QK-norm and optimizer state; return the losses of the probe's sequences
-    before and after.
+    """Change encoding, QK-norm and optimizer state; return the probe's losses before and after.
 
     All ranks call this together, with the same probe.
 
@@ -81,28 +81,25 @@ def reset_optimizer(trainer: L.Trainer, policy: OptimizerState) -> None:
 
 @torch.no_grad()
 def match_gains(model: Decoder, layout: Layout, probe: Sequence[Tensor]) -> None:
-    """Set the gain of each QK-norm that ``layout`` turns on to the RMS of its inputs on a probe,
-    see :func:`apply_change`.
+    """Set the gain of each QK-norm that ``layout`` turns on to the RMS of its inputs on a probe.
 
     It then rescales each vector to the average size that its layer was trained with, not to 1.
     """
     squares: dict[RMSNorm, list[Tensor]] = defaultdict(list)
+
+    def measure(norm: RMSNorm, _: nn.Module, __: Any, out: Tensor) -> None:
+        squares[norm].append(out.float().square().mean(dim=(1, 2)))
+
     with evaluating(model), ExitStack() as hooks:
-        layers = zip(model.layers, model.layout.layers, layout.layers, strict=True)
-        for block, old, new in layers:
+        layers = zip(model.attentions, model.layout.layers, layout.layers, strict=True)
+        for attention, old, new in layers:
             if old.qk_norm or not new.qk_norm:
                 continue
-            attention = block.self_attn
-            for projection, norm in (
-                (attention.q_proj, attention.q_norm),
-                (attention.k_proj, attention.k_norm),
-            ):
+            inputs = (attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)
+            for norm, projection in inputs:
                 if norm is not None:
-
-                    def measure(_: nn.Module, __: Any, out: Tensor, norm: RMSNorm = norm) -> None:
-                        squares[norm].append(out.float().square().mean(dim=(1, 2)))
-
-                    hooks.callback(projection.register_forward_hook(measure).remove)
+                    hook = projection.register_forward_hook(partial(measure, norm))
+                    hooks.callback(hook.remove)
         for ids in probe:
             x = ids[:, :-1].to(model.device)
             model.token_losses(x, x)
@@ -123,8 +120,7 @@ class DropPositions(L.Callback):
     brings the model into that state, whatever state it has. A trainer may have several of these
     callbacks, which drop different layers or heads at different steps.
 
-    An update is a step of the optimizer, or with manual optimization one step of each: n optimizers
-    make an update in n steps, in whatever order.
+    An update is a step of the optimizer, or with manual optimization one of each, in any order.
 
     Args:
         at: updates before the drop; below 1 a share of all updates.
@@ -141,8 +137,7 @@ class DropPositions(L.Callback):
 
     Raises:
         UserError: at once for another number or policy.
-        ValueError: when training starts, for a layout that the decoder cannot take, or what a model
-            of transformers has not.
+        ValueError: when training starts, for a layout that the model cannot take.
     """
 
     at: int | float
@@ -182,8 +177,7 @@ class DropPositions(L.Callback):
         return self._generate_state_key(to=self.to, layers=layers, heads=heads)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Take the module, and forget the drop of an earlier training; a checkpoint is restored
-        after this, in all stages."""
+        """Take the module, and forget an earlier training; a checkpoint is restored after this."""
         self._module = pl_module
         if stage == "fit" and trainer.global_step == 0:
             self.dropped_at = None
@@ -217,15 +211,14 @@ class DropPositions(L.Callback):
     # Before the first update
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that the drop will work, or repeat all that were in a module that has not seen
-        them; prepare rewarming."""
+        """Check that the drop will work, or repeat those of a checkpoint; prepare rewarming."""
         if self.dropped_at is None:
             self._prepare(pl_module)
         callbacks: list[L.Callback] = getattr(trainer, "callbacks")  # noqa: B009 - not declared
         drops = [callback for callback in callbacks if isinstance(callback, DropPositions)]
-        done = [(drop.dropped_at, drop) for drop in drops if drop.dropped_at is not None]
-        for _, callback in sorted(done, key=itemgetter(0)):  # not in the order of the list
-            callback._change(pl_module)
+        done = [callback for callback in drops if callback.dropped_at is not None]
+        for callback in sorted(done, key=attrgetter("dropped_at")):  # not in the list's order
+            callback._remove_encoding(pl_module)
         if not self.rewarm:
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -236,7 +229,7 @@ class DropPositions(L.Callback):
         """Check that the drop will work; restore rotation that an earlier training has dropped."""
         decoder = _decoder_in(module)
         if decoder is not None:
-            dropped = self._dropped(decoder)
+            dropped = self._layout_behind(decoder)
             if dropped == decoder.layout and self.at != 0:
                 raise UserError("DropPositions: the decoder has no such encoding to drop")
             with decoder.using(dropped):  # raises if it cannot take it
@@ -252,10 +245,11 @@ class DropPositions(L.Callback):
             hf.restore_rotation(module)
         hf.check_droppable(module)
 
-    def _change(self, module: L.LightningModule) -> None:
+    def _remove_encoding(self, module: L.LightningModule) -> None:
+        """Bring the module into its state behind this drop."""
         decoder = _decoder_in(module)
         if decoder is not None:
-            decoder.layout = self._dropped(decoder)
+            decoder.layout = self._layout_behind(decoder)
             return
         from trainer import hf
 
@@ -286,16 +280,17 @@ class DropPositions(L.Callback):
             self._rewarming.factor = (updates - self.dropped_at + 1) / self.rewarm_updates
 
     def _drop(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Remove the encoding, reset the optimizers, and log the losses of the probe."""
         decoder = _decoder_in(module)
         if decoder is None:
-            self._change(module)
+            self._remove_encoding(module)
             reset_optimizer(trainer, self.optimizer_state)
             return
         probe = [] if self.probe is None else [self.probe]
         before, after = apply_change(
             trainer,
             decoder,
-            self._dropped(decoder),
+            self._layout_behind(decoder),
             gain=self.gain,
             optimizer_state=self.optimizer_state,
             probe=probe,
@@ -305,7 +300,8 @@ class DropPositions(L.Callback):
             for logger in trainer.loggers:
                 logger.log_metrics(effect, step=self.dropped_at)
 
-    def _dropped(self, decoder: Decoder) -> Layout:
+    def _layout_behind(self, decoder: Decoder) -> Layout:
+        """Return the layout of a decoder behind this drop."""
         layout = decoder.layout
         to = self.to
         qk_norm = self.qk_norm
@@ -331,11 +327,14 @@ class DropPositions(L.Callback):
 
 
 def _decoder_in(module: nn.Module) -> Decoder | None:
+    """Return the decoder in a module; of several the one that is trained."""
     decoders = [part for part in module.modules() if isinstance(part, Decoder)]
-    if len(decoders) > 1:
-        decoders = [d for d in decoders if any(p.requires_grad for p in d.parameters())]
-        if len(decoders) != 1:
-            raise UserError(
-                f"DropPositions: expected one decoder that is trained, got {len(decoders)}"
-            )
-    return decoders[0] if decoders else None
+    if len(decoders) <= 1:
+        return decoders[0] if decoders else None
+    trained = []
+    for decoder in decoders:
+        if any(parameter.requires_grad for parameter in decoder.parameters()):
+            trained.append(decoder)
+    if len(trained) != 1:
+        raise UserError(f"DropPositions: expected one decoder that is trained, got {len(trained)}")
+    return trained[0]

@@ -4,7 +4,7 @@ Lightning trains a step as it always does: ``training_step`` and ``backward`` fo
 callbacks' ``on_before_optimizer_step``, ``configure_gradient_clipping``, ``optimizer.step()``.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class LanguageModule(L.LightningModule):
     ``automatic_optimization = False``, as always in Lightning; each update steps all of them.
 
     Args:
-        model: the decoder, or one on the meta device for ``prepare``.
+        model: the decoder.
         lr: learning rate of AdamW.
         schedule: maps the number of updates done to a factor on the learning rates, such as
             :func:`~trainer.common.schedule.schedule`; None: constant.
@@ -51,8 +51,6 @@ class LanguageModule(L.LightningModule):
         gradient_clip: largest norm of a gradient, unless ``Trainer(gradient_clip_val=...)`` says
             another; 0: no clipping. Updates whose loss or gradient is not finite are skipped.
         attention: a backend, or auto.
-        prepare: distributes a model of the meta device and sets its weights, given model and
-            device.
         optimizer_options: other settings of its function in
             :mod:`trainer.lightning.optimizers`.
     """
@@ -66,17 +64,15 @@ class LanguageModule(L.LightningModule):
         optimizer: str = "adamw",
         gradient_clip: float = 1.0,
         attention: str = "auto",
-        prepare: Callable[[Decoder, torch.device], None] | None = None,
         **optimizer_options: Any,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters(ignore=["model", "schedule", "prepare"])
+        self.save_hyperparameters(ignore=["model", "schedule"])
         self.model = model
         self.schedule = schedule
         self.optimizer_options: dict[str, Any] = {"name": optimizer, "lr": lr, **optimizer_options}
         self.gradient_clip = gradient_clip
         self.attention = attention
-        self.prepare = prepare
         self.tally = Tally()
         self.micro_batches: list[Tensor] = []
         """Sum of weighted losses and sum of weights of each micro-batch of the present step."""
@@ -85,29 +81,28 @@ class LanguageModule(L.LightningModule):
         self._uses_cudnn = False
 
     def configure_model(self) -> None:
-        """Distribute the model, by ``prepare`` or for Lightning's ``ModelParallelStrategy``;
-        Lightning may call it repeatedly, and without a trainer in ``load_from_checkpoint``.
+        """Shard the model for Lightning's ``ModelParallelStrategy``, unless it is sharded.
+
+        Lightning calls this repeatedly, and without a trainer in ``load_from_checkpoint``.
 
         Raises:
             UserError: ranks would share their data, as with Lightning's default sizes.
         """
         if self._trainer is None:
             return
-        strategy = self.trainer.strategy
         if self.trainer.precision == "bf16-mixed":
             self.model.compute_dtype = torch.bfloat16
-        if self.prepare is not None:
-            if self.model.norm.weight.is_meta:
-                self.prepare(self.model, strategy.root_device)
-        elif isinstance(strategy, ModelParallelStrategy):
-            if strategy.device_mesh["tensor_parallel"].size() > 1:
-                raise UserError(
-                    "strategy: expected ModelParallelStrategy(data_parallel_size=RANKS, "
-                    "tensor_parallel_size=1)"
-                )
-            if not isinstance(self.model, FSDPModule):
-                half = self.model.compute_dtype is not None
-                shard(self.model, mesh_of_ranks(strategy.root_device), half)
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, ModelParallelStrategy):
+            return
+        if strategy.device_mesh["tensor_parallel"].size() > 1:
+            raise UserError(
+                "strategy: expected ModelParallelStrategy(data_parallel_size=RANKS, "
+                "tensor_parallel_size=1)"
+            )
+        if not isinstance(self.model, FSDPModule):
+            half = self.model.compute_dtype is not None
+            shard(self.model, mesh_of_ranks(strategy.root_device), half)
 
     def configure_optimizers(self) -> Any:
         """Create the optimizer, or return the one of earlier fits."""
@@ -116,11 +111,7 @@ class LanguageModule(L.LightningModule):
         return self._optimizer
 
     def on_train_start(self) -> None:
-        """Begin a step.
-
-        Raises:
-            UserError: updates would be wrong with this trainer or these optimizers.
-        """
+        """Check the trainer and the optimizers, see :func:`check_updates`, and begin a step."""
         check_updates(self)
         self.micro_batches.clear()  # of a fit that was interrupted
 
@@ -187,11 +178,9 @@ class LanguageModule(L.LightningModule):
         """Make the accumulated gradients those of the step's mean loss, clip them by their global
         norm, and skip the update that follows if loss or norm is not finite.
 
-        A token counts equally whatever micro-batch and rank it is read on. Fused optimizers cause
-        no host sync, others one.
+        A token counts equally in any micro-batch. Optimizers that are not fused cause a host sync.
         """
-        # 1. Sums over the step, as means over the ranks, which is what DDP and FSDP2 make of
-        # gradients.
+        # 1. Sums over the step, as means over the ranks: DDP and FSDP2 average gradients, too.
         loss_sum, weight = mean_over_ranks(torch.stack(self.micro_batches).sum(dim=0))
         loss = loss_sum / weight
         self.micro_batches.clear()
@@ -244,22 +233,16 @@ class LanguageModule(L.LightningModule):
         if self.trainer.precision == "bf16-mixed":
             self.model.compute_dtype = None
 
-    def on_validation_epoch_start(self) -> None:
-        """Begin the sum of weighted losses and the sum of weights."""
-        self._validation = torch.zeros(2, device=self.device)
-
     def validation_step(self, batch: Batch, index: int) -> None:
-        """Add the losses of a micro-batch to those of the validation."""
+        """Log ``val_loss``, the mean loss of a token in nats, weighted by the tokens' weights."""
         # Lightning's inference mode would leave FSDP2 parameters that have no gradients.
         with torch.inference_mode(False), torch.no_grad(), self._numerics(uses_cudnn=False):
             losses = self.model.token_losses(batch["input_ids"], batch["labels"])
         weights = token_weights(batch)
-        self._validation += torch.stack([(losses * weights).sum(), weights.sum()])
-
-    def on_validation_epoch_end(self) -> None:
-        """Log ``val_loss``, the mean loss of a token in nats, weighted by the tokens' weights."""
-        loss_sum, weight = mean_over_ranks(self._validation)
-        self.log("val_loss", loss_sum / weight, prog_bar=True, sync_dist=True)
+        # Lightning's mean over micro-batches and ranks weighs by this number, a tensor as well.
+        weight: Any = weights.sum()
+        loss = (losses * weights).sum() / weight.clamp(min=torch.finfo(weight.dtype).tiny)
+        self.log("val_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
 
     @contextmanager
     def _numerics(self, uses_cudnn: bool) -> Iterator[None]:
@@ -288,8 +271,7 @@ def token_weights(batch: Batch) -> Tensor:
 
 
 def ends_step(trainer: L.Trainer, index: int) -> bool:
-    """Return whether an update follows micro-batch ``index`` of the epoch, whose last step may have
-    fewer micro-batches."""
+    """Whether an update follows micro-batch ``index``; an epoch's last step may have fewer."""
     is_whole = (index + 1) % trainer.accumulate_grad_batches == 0
     return is_whole or trainer.is_last_batch or index + 1 == trainer.num_training_batches
 
@@ -301,7 +283,8 @@ def check_updates(module: LanguageModule) -> None:
         UserError: they cannot with this strategy, precision, clipping, optimizer or scheduler.
     """
     trainer = module.trainer
-    strategy, precision = trainer.strategy, str(trainer.precision)
+    strategy = trainer.strategy
+    precision = str(trainer.precision)
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy | ModelParallelStrategy):
         name = type(strategy).__name__
         raise UserError(f"strategy: expected one device, DDP or ModelParallelStrategy, got {name}")
@@ -380,17 +363,14 @@ class Tally:
         self._gradient_norm = gradient_norm
 
     def read(self) -> dict[str, float]:
-        """Return the values to log, and reset losses.
-
-        These are the mean loss (NaN if no step was finite), the last gradient norm and the updates
-        skipped since the start.
-        """
-        loss, steps, skipped, _ = map(float, self._counts.values())
+        """Return the mean loss (NaN if no step was finite), which is then reset, the last gradient
+        norm and the number of updates skipped since the start."""
+        counts = self.state()
         self._counts |= {"loss": 0.0, "steps": 0.0}
         return {
-            "loss": loss / steps if steps else float("nan"),
+            "loss": counts["loss"] / counts["steps"] if counts["steps"] else float("nan"),
             "gradient_norm": float(self._gradient_norm),
-            "skipped_steps": int(skipped),
+            "skipped_steps": int(counts["skipped"]),
         }
 
     def skipped_in_a_row(self) -> int:

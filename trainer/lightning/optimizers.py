@@ -12,9 +12,8 @@ from trainer.common.registry import Registry
 
 MOMENTUM = 0.95
 """Momentum of Muon."""
-BATCH = 2**26
+BATCH_ELEMENTS = 2**26
 """Elements of matrices that are orthogonalized together; one matrix at least."""
-
 
 Make = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS = Registry[Make]("optimizer")
@@ -149,11 +148,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if p.grad is not None:
                 by_shape.setdefault(p.shape, []).append(p)
         for shape, matrices in by_shape.items():
-            most = max(1, BATCH // shape.numel())
+            most = max(1, BATCH_ELEMENTS // shape.numel())
             for first in range(0, len(matrices), most):
                 self._step_batch(matrices[first : first + most], self.param_groups[0])
         # torch replaces groups and state when it loads them.
-        self._adamw.param_groups, self._adamw.state = self.param_groups[1:], self.state
+        self._adamw.param_groups = self.param_groups[1:]
+        self._adamw.state = self.state
         self._adamw.grad_scale, self._adamw.found_inf = self.grad_scale, self.found_inf
         self._adamw.step()
         return loss
@@ -165,7 +165,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             averages.append(self.state[p]["momentum_buffer"])
-        old, average = torch.stack(list(matrices)), torch.stack(averages)
+        old = torch.stack(list(matrices))
+        average = torch.stack(averages)
         grad = torch.stack([p.grad for p in matrices if p.grad is not None])
         if self.grad_scale is not None:
             grad = grad / self.grad_scale
@@ -189,13 +190,15 @@ def newton_schulz(matrices: Tensor) -> Tensor:
     Five iterations of Jordan et al. 2024, with their coefficients, in bfloat16 on a GPU.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = (matrices.mT if tall else matrices).to(_iteration_dtype(matrices.device.type))
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.to(_iteration_dtype(matrices.device.type))
+    x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if tall else x).contiguous().bfloat16()
+    x = x.mT if is_tall else x
+    return x.contiguous().bfloat16()
 
 
 def _iteration_dtype(device: str) -> torch.dtype:

@@ -13,9 +13,8 @@ SCHEDULED = "scheduled_lr"
 class Rewarming:
     """Multiplies the learning rates of all optimizers by ``factor`` within each step.
 
-    A step's closure runs the module, which may set learning rates. So they are lowered by
-    :meth:`lower` at the closure's end, or before the step where a gradient scaler calls it without
-    a closure.
+    A step's closure runs the module, which may set learning rates. So :meth:`lower` follows at the
+    closure's end, or before the step where a gradient scaler calls it without one.
     """
 
     def __init__(self) -> None:

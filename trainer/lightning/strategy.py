@@ -27,6 +27,8 @@ from torch.utils.checkpoint import (
 from trainer.model.decoder import Decoder
 
 StrategyName = Literal["single", "ddp", "fsdp2", "hsdp"]
+SHARDED = "fsdp2", "hsdp"
+"""Strategies with which a rank has only a part of the weights."""
 
 
 def parallelize(
@@ -48,8 +50,7 @@ def parallelize(
         half: compute in bfloat16; weights, reductions and optimizer state are float32.
         shard_size: ranks that share one copy of the parameters, for ``hsdp``.
         activation_checkpointing: what backward recomputes: nothing, all but products, whole blocks.
-        compile: compile every block; with ``ddp``, ``torch._dynamo.config.optimize_ddp`` becomes
-            False for the whole process.
+        compile: compile every block; ``ddp`` sets ``torch._dynamo.config.optimize_ddp`` to False.
     """
     for block in model.layers:
         checkpoint_activations(block, activation_checkpointing)
@@ -58,7 +59,7 @@ def parallelize(
     if compile and strategy == "ddp":
         # torch would cut blocks where DDP's buckets end; reductions overlap between blocks anyway.
         torch._dynamo.config.optimize_ddp = False
-    if strategy in ("fsdp2", "hsdp"):
+    if strategy in SHARDED:
         group = shard_size if strategy == "hsdp" else None
         shard(model, mesh_of_ranks(device, group), half)
     model.to_empty(device=device)
@@ -66,8 +67,7 @@ def parallelize(
 
 
 def mesh_of_ranks(device: torch.device, shard_size: int | None = None) -> DeviceMesh:
-    """Return the mesh of all ranks ``[shard]``, or ``[replicate, shard]`` with groups of
-    ``shard_size`` ranks."""
+    """Return the mesh of all ranks ``[shard]``, or of groups of them ``[replicate, shard]``."""
     ranks = dist.get_world_size()
     shape = (ranks,) if shard_size is None else (ranks // shard_size, shard_size)
     return _mesh(dist.group.WORLD, device.type, shape)
@@ -77,28 +77,24 @@ def mesh_of_ranks(device: torch.device, shard_size: int | None = None) -> Device
 def _mesh(world: object, device_type: str, shape: tuple[int, ...]) -> DeviceMesh:
     """Create a mesh once for all runs of a job.
 
-    Each mesh creates process groups with communicators that take memory. ``world`` distinguishes
-    several jobs in one process.
+    The communicators of its groups take memory. ``world`` distinguishes jobs in one process.
     """
-    names = ("replicate", "shard")[-len(shape) :]
+    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def shard(model: Decoder, mesh: DeviceMesh, half: bool) -> None:
     """Apply FSDP2 to every block, then to the model; ``half``: weights are gathered in bf16."""
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        # Inputs keep their dtypes: token weights are float32, and embeddings output bf16.
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if half else None,
-            reduce_dtype=torch.float32 if half else None,
-            cast_forward_inputs=False,
-        ),
-    }
+    dtypes: dict[str, Any] = {}
+    if half:
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    # Inputs keep their dtypes: token weights are float32, and embeddings output bf16.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False, **dtypes)
     for block in model.layers:
-        # Keep it unsharded: backward needs it first.
-        fully_shard(block, reshard_after_forward=block is not model.layers[-1], **options)
-    fully_shard(model, **options)
+        # Keep the last one unsharded: backward needs it first.
+        is_last = block is model.layers[-1]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not is_last)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     for method in ("loss", "token_losses"):
         register_fsdp_forward_method(model, method)
 
@@ -114,8 +110,7 @@ def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def whole_model(model: Decoder) -> Decoder:
-    """Return a copy of a sharded decoder with whole parameters in the compute dtype; another
-    decoder as it is.
+    """Return a copy of a sharded decoder with whole parameters, or another decoder as it is.
 
     Ranks may then do different forward passes. All ranks call this together.
     """
@@ -134,14 +129,14 @@ def checkpoint_activations(block: nn.Module, kind: str) -> None:
     """Recompute a block's activations in backward: all, or all but its expensive products."""
     if kind == "none":
         return
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if kind == "selective":
-        more["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
-    once = block.forward
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    plain_forward = block.forward
 
     # Bind a method: torch.compile silently captures nothing of a partial.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(once, *args, use_reentrant=False, **more, **kwargs)
+        return checkpoint(plain_forward, *args, use_reentrant=False, **options, **kwargs)
 
     block.forward = MethodType(forward, block)
 

@@ -15,8 +15,7 @@ def updates_done(trainer: L.Trainer) -> int:
 def total_updates(trainer: L.Trainer) -> float:
     """Return the number of updates in the whole training; inf if nothing limits it.
 
-    With manual optimization a batch may have any number of updates: the mean until now counts, or
-    one before the first.
+    With manual optimization a batch may have any number of updates: their mean until now counts.
     """
     if trainer.lightning_module.automatic_optimization:
         total = trainer.estimated_stepping_batches
@@ -25,8 +24,8 @@ def total_updates(trainer: L.Trainer) -> float:
     batches = max(trainer.fit_loop.total_batch_idx, 1)
     updates_per_batch = done / batches if done > 0 else 1.0
     all_batches = trainer.num_training_batches * (trainer.max_epochs or 0)
-    most = trainer.max_steps / max(len(trainer.optimizers), 1)
-    limits = [most, all_batches * updates_per_batch]
+    most_updates = trainer.max_steps / max(len(trainer.optimizers), 1)
+    limits = [most_updates, all_batches * updates_per_batch]
     return min((limit for limit in limits if limit > 0), default=math.inf)  # -1: no limit
 
 

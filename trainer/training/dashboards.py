@@ -4,13 +4,15 @@ import os
 import secrets
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.common.files import write_atomically
+from trainer.config import LoggerConfig
 from trainer.runs.directory import read_metrics
 from trainer.runs.phases import Run
 from trainer.training.internals import remove_anonymous
@@ -19,16 +21,23 @@ LENGTH = "evaluation/length"
 """Name of the length in tokens in dashboards, against which scores are drawn."""
 
 
+def check_dashboards(config: LoggerConfig) -> None:
+    """Raise ImportError if a package of the configured dashboards is missing."""
+    if config.wandb:
+        import_module("wandb")
+    if config.tensorboard:
+        TensorBoardLogger("")
+
+
 def dashboards(run: Run) -> list[Logger]:
     """Return the configured loggers besides ``metrics.csv``."""
     loggers: list[Logger] = []
-    name, logger = run.config.name, run.config.logger
-    if logger.wandb:
+    name = run.config.name
+    config = run.config.logger
+    if config.wandb:
         title = f"{name}/{run.directory.name}" if run.is_control else name
-        loggers.append(_wandb(run.directory, title, name, logger.offline))
-    if logger.tensorboard:
-        from lightning.pytorch.loggers import TensorBoardLogger
-
+        loggers.append(_wandb(run.directory, title, name, config.offline))
+    if config.tensorboard:
         loggers.append(TensorBoardLogger(run.directory, name="tensorboard", version=""))
     return loggers
 

@@ -24,12 +24,13 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import RECEIVED, current_ranks
 from trainer.common.progress import Progress
 from trainer.common.ranks import device_of, on_rank_zero
-from trainer.config import DataConfig
+from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.lightning.datamodule import Batches, StepLoader
 from trainer.lightning.drop import DropPositions
+from trainer.lightning.strategy import SHARDED
 from trainer.runs.directory import read_metrics, write_metrics
 from trainer.runs.models import name_and_role
 from trainer.runs.phases import Phases, Run
@@ -37,11 +38,13 @@ from trainer.training.dashboards import dashboards
 from trainer.training.run import RunCallback, check_divergence
 from trainer.training.setup import (
     compiles,
+    distribute,
     make_decoder,
     make_module,
     make_trainer,
     numerics,
     quiet_lightning,
+    set_weights,
 )
 from trainer.training.strategies import make_strategy
 
@@ -59,8 +62,7 @@ SETS_SCHEDULES = (
 def train(
     run: Run, corpus: Corpus, branch: Path | None = None, *, start_time: float | None = None
 ) -> Path:
-    """Train to the last step, from the newest checkpoint of the run if there is one; return the
-    last checkpoint.
+    """Train to the last step, from the run's newest checkpoint if any; return the last one.
 
     ``branch``: checkpoint of another run to continue, with its metrics, if this run has none.
     ``start_time``: when the program began, in seconds since the epoch, from which
@@ -74,11 +76,10 @@ def train(
     gc.collect()  # the trainer of a run before is a reference cycle
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    config, settings = run.config, run.config.trainer
+    config = run.config
+    settings = config.trainer
     directory = run.directory / "checkpoints"
-    is_sharded = config.strategy.name in ("fsdp2", "hsdp")
-    # Refuses some, before anything is read or written.
-    callbacks = user_callbacks(config.callbacks, is_sharded=is_sharded)
+    callbacks = user_callbacks(config)
     checkpoint, state = starting_point(run.directory, corpus, branch)
     if not run.is_control and "tally" in state:
         check_divergence(int(state["tally"]["skipped_in_a_row"]), state["step"], directory)
@@ -91,30 +92,26 @@ def train(
             state["token_files"] = dict(run.weights.token_files)
     torch.manual_seed(config.seed + current_ranks().rank)
     model = make_decoder(run, vocabulary_size(corpus.tokenizer))
-    module = make_module(run, model, draws=checkpoint is None)
     title = f"Training {name_and_role(config, run.phases, 0)[0]}"
     if run.phases.drop_step:
         title = f"{title} (drop after step {run.phases.drop_step:,})"
     log.info("%s: %s parameters", title, f"{sum(p.numel() for p in model.parameters()):,}")
     device = device_of(settings.accelerator)
     strategy = make_strategy(config.strategy.name, device, settings.deterministic)
+    writer = Writer(directory, settings.keep_checkpoints, run.kept_steps, settings.keep_every)
     with (
         quiet_lightning(),
         Progress(title, run.phases.tokens) as progress,
         numerics(settings),
         stop_requests(settings.max_time, start_time or time.time()) as stop_requested,
-        closing(
-            Writer(directory, settings.keep_checkpoints, run.kept_steps, settings.keep_every)
-        ) as writer,
+        closing(writer),
     ):
+        distribute(run, model)
+        if checkpoint is None:
+            set_weights(run, model)
+        module = make_module(run, model)
         callback = RunCallback(
-            run,
-            corpus,
-            state,
-            module=module,
-            writer=writer,
-            progress=progress,
-            stop_requested=stop_requested,
+            run, corpus, state, writer=writer, progress=progress, stop_requested=stop_requested
         )
         strategy.writer = writer
         strategy.describe = callback.describe
@@ -142,54 +139,50 @@ def starting_point(
         UserError: all checkpoints of the run are damaged, or it was trained on another text.
     """
     directory = run_dir / "checkpoints"
+    metrics = run_dir / "metrics.csv"
+    source = metrics
     on_rank_zero(lambda: _remove_partial(directory))
     start = newest_checkpoint(directory)
     if start is None and branch is not None:
         start = check_sound(branch)
+        if not metrics.exists():
+            source = branch.parent.parent / "metrics.csv"
     state: dict[str, Any] = {"step": 0}
     if start is not None:
         state = on_rank_zero(lambda: read_state(start))
         if state["texts"] != corpus.fingerprints:
             raise UserError("data: the checkpoint was trained on another text than this run")
         log.info("Resuming from %s (step %d)", start.name, state["step"])
-    state["rows"] = on_rank_zero(
-        lambda: _cut_metrics(run_dir, branch if start == branch else None, state)
-    )
+    state["rows"] = on_rank_zero(lambda: _copy_rows(source, metrics, state))
     return start, state
 
 
 def _remove_partial(directory: Path) -> None:
     """Create the directory of checkpoints, and remove what a killed process left in it."""
     directory.mkdir(parents=True, exist_ok=True)
-    for partly in directory.glob(".*.partial"):
-        shutil.rmtree(partly)
+    for partial in directory.glob(".*.partial"):
+        shutil.rmtree(partial)
 
 
-def _cut_metrics(run_dir: Path, branch: Path | None, state: Mapping[str, Any]) -> int:
-    """Keep the rows of a run up to its checkpoint, and return their number; a branch begins with
-    those of its run."""
-    metrics, step = run_dir / "metrics.csv", state["step"]
-    source = metrics
-    if branch is not None and not metrics.exists():
-        source = branch.parent.parent / "metrics.csv"
+def _copy_rows(source: Path, target: Path, state: Mapping[str, Any]) -> int:
+    """Copy the rows of metrics up to a checkpoint, and return their number."""
+    step = state["step"]
     rows = [row for row in read_metrics(source) if row["step"] <= step]
     expected = state.get("rows", len(rows))
     if len(rows) != expected:
         log.warning("%s: expected %d rows up to step %d, got %d", source, expected, step, len(rows))
-    write_metrics(metrics, rows)
+    write_metrics(target, rows)
     return len(rows)
 
 
-def user_callbacks(
-    configured: Mapping[str, Mapping[str, Any]], *, is_sharded: bool
-) -> list[L.Callback]:
+def user_callbacks(config: RunConfig) -> list[L.Callback]:
     """Create the configured callbacks.
 
     Raises:
         UserError: one of them would do something else in a run than its name says.
     """
     callbacks: list[L.Callback] = []
-    for name, values in configured.items():
+    for name, values in config.callbacks.items():
         arguments = dict(values)
         module, _, attribute = arguments.pop("_target_").rpartition(".")
         callback = resolve_name(f"{module}:{attribute}")(**arguments)
@@ -197,19 +190,20 @@ def user_callbacks(
             raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
         if isinstance(callback, SETS_SCHEDULES):
             raise UserError(f"callbacks.{name}: learning rates and batches of a run are its own")
-        if is_sharded and isinstance(callback, of_lightning.WeightAveraging):
+        if config.strategy.name in SHARDED and isinstance(callback, of_lightning.WeightAveraging):
             raise UserError(f"callbacks.{name}: averages need whole weights (single or ddp)")
         callbacks.append(callback)
     return callbacks
 
 
 class PhaseData(L.LightningDataModule):
-    """Batches of a run: Lightning asks for those of the present phase at the start of each epoch,
-    and when it resumes within one."""
+    """Batches of a run: Lightning asks for those of a phase when its epoch begins or resumes."""
 
     def __init__(self, phases: Phases, corpus: Corpus, *, compiles: bool) -> None:
         super().__init__()
-        self.phases, self.corpus, self.compiles = phases, corpus, compiles
+        self.phases = phases
+        self.corpus = corpus
+        self.compiles = compiles
         self.shape: tuple[int, DataConfig] | None = None
         """Batch size and text of the last phase."""
 
@@ -245,8 +239,8 @@ def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[
     """Note within the block what asks a run to stop: a signal, or ``max_time`` since the start.
 
     SLURM announces preemption with SIGTERM, and the end of a job with the signal of ``--signal``. A
-    second Ctrl-C ends the process immediately. The block gets a function that returns the first
-    signal's name, "time limit" or None.
+    second Ctrl-C ends the process immediately. Yields a function that returns the first signal's
+    name, "time limit" or None.
     """
     deadline = math.inf
     if max_time is not None:
@@ -258,14 +252,14 @@ def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[
             return RECEIVED[0]
         return "time limit" if time.time() > deadline else None
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if RECEIVED and number == signal.SIGINT:
             raise KeyboardInterrupt
         RECEIVED.append(signal.Signals(number).name)
         log.warning("%s: stopping after the current step", RECEIVED[-1])
 
     numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
-    before = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield stop_requested
     except PreemptedError:

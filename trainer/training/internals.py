@@ -8,8 +8,7 @@ import lightning as L
 def leave_signals_alone(trainer: L.Trainer) -> None:
     """Keep Lightning from handling signals.
 
-    It would stop within a step, and broadcast at every batch whether a rank got SIGTERM, which
-    causes a host sync.
+    It would stop within a step, and cause a host sync at every batch to share SIGTERM.
     """
     signals: Any = trainer._signal_connector
     signals.register_signal_handlers = lambda: None
@@ -20,13 +19,10 @@ def leave_signals_alone(trainer: L.Trainer) -> None:
 def loops_at(
     trainer: L.Trainer, *, epoch: int, batches: int, batches_before: int, step: int
 ) -> dict[str, Any]:
-    """Return what Lightning's checkpoints hold of its loops between two updates.
+    """Return what Lightning's checkpoints hold of its loops after ``step`` updates.
 
-    Args:
-        epoch: epochs that are done.
-        batches: batches of the present epoch that are done; 0: it has not begun.
-        batches_before: batches of the epochs that are done.
-        step: updates that are done.
+    ``epoch``, ``batches_before``: epochs that are done, and their batches. ``batches``: those of
+    the present epoch that are done; 0: it has not begun.
     """
     state = trainer.fit_loop.state_dict()
     begun = epoch + 1 if batches else epoch

@@ -14,12 +14,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.common.processes import current_ranks
 from trainer.common.ranks import all_gather
-from trainer.data.corpus import Corpus, held_out_windows
+from trainer.data.corpus import Corpus
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.task import Task
 from trainer.evaluation.tasks import make_tasks
@@ -39,7 +38,8 @@ class Measurements:
     """
 
     def __init__(self, run: Run, corpus: Corpus, state: dict[str, Any]) -> None:
-        self.run, self.corpus = run, corpus
+        self.run = run
+        self.corpus = corpus
         self.tasks = benchmark_tasks(run, corpus)
         self.effects: dict[str, dict[str, Any]] = dict(state.get("effects", {}))
         """Losses before and after the change of each phase, by its name."""
@@ -54,8 +54,9 @@ class Measurements:
         return any(phase.drop and phase.name in self.effects for phase in self.run.phases)
 
     def probe(self, phase: Phase) -> Sequence[Tensor]:
-        """Return the probe of a phase, see :func:`effect_probe`, in micro-batches."""
-        probe = effect_probe(self.corpus, phase, self.run.config.drop.effect_sequences)
+        """Return the text of a phase on which the effect of its change is measured, in batches."""
+        text = self.corpus.mixed(phase.data)
+        probe = torch.from_numpy(text.probe(self.run.config.drop.effect_sequences, phase.length))
         return probe.split(phase.rows(current_ranks().world_size))
 
     def note_change(self, phase: Phase, before: list[float], after: list[float]) -> None:
@@ -80,9 +81,10 @@ class Measurements:
         if phase.name not in self.effects:
             return
         losses = losses_of(model, self.probe(phase))
-        loss, effect = fmean(losses), self.effects[phase.name]
-        sequences = effect["sequences"] | {"end": losses}
-        self.effects[phase.name] = effect | {"loss_end": loss, "sequences": sequences}
+        loss = fmean(losses)
+        effect = self.effects[phase.name]
+        effect["loss_end"] = loss
+        effect["sequences"]["end"] = losses
         self.pending[f"{phase.key}/loss_end"] = loss
         name = f"phase {phase.name!r}" if phase.drop is None else "recalibration"
         log.info("Step %d: held-out loss %.3f at the end of %s", phase.end, loss, name)
@@ -92,7 +94,8 @@ class Measurements:
         NaN without questions. Ranks share the questions, and get the same scores."""
         if not self.tasks:
             return
-        phases, ranks = self.run.phases, current_ranks()
+        phases = self.run.phases
+        ranks = current_ranks()
         batch_tokens = self.run.config.evaluation.batch_tokens // ranks.world_size
         scores: dict[str, float] = {}
         with evaluating(model):
@@ -114,21 +117,16 @@ class Measurements:
                 self.pending[f"benchmark/{key}"] = score
 
 
-def effect_probe(corpus: Corpus, phase: Phase, sequences: int) -> Tensor:
-    """Return the validation text ``[sequences, T + 1]`` on which the effect of a change is
-    measured; a mixture has the weights of the phase."""
-    validation = corpus.mixed(phase.data).validation
-    windows = held_out_windows(validation, sequences, phase.length)
-    return F.pad(torch.from_numpy(windows), (1, 0), value=corpus.first_token)
-
-
 def benchmark_tasks(run: Run, corpus: Corpus) -> list[Task]:
     """Return the tasks of a run, each at every length."""
-    config, C = run.config.benchmarks, run.phases[-1].length
+    config = run.config.benchmarks
     if config.every is None:
         return []
+    C = run.phases[-1].length
     lengths = sorted({round(C * factor) for factor in config.lengths})
-    share, limit = run.config.data.needles.share, config.limit
+    share = run.config.data.needles.share
     text = HeldOut(corpus, corpus.validation, (corpus.first_token,), share)
-    evaluation = replace(run.config.evaluation, tasks=config.tasks, windows=limit, limit=limit)
+    evaluation = replace(
+        run.config.evaluation, tasks=config.tasks, windows=config.limit, limit=config.limit
+    )
     return make_tasks(text, evaluation, lengths, C)[0]

@@ -28,7 +28,9 @@ class Rows:
     """
 
     def __init__(self, run: Run, corpus: Corpus, progress: Progress, count: int) -> None:
-        self.run, self.progress, self.count = run, progress, count
+        self.run = run
+        self.progress = progress
+        self.count = count
         self.epochs = epochs_read(corpus, run.phases)
         self.last_step = 0
         self.last_time = 0.0
@@ -36,7 +38,8 @@ class Rows:
 
     def start(self, step: int) -> None:
         """Begin to count time and tokens after ``step`` updates."""
-        self.last_step, self.last_time = step, time.perf_counter()
+        self.last_step = step
+        self.last_time = time.perf_counter()
         self.progress.advance_to(self.run.phases.at(step).tokens_at(step))
 
     @contextmanager
@@ -68,7 +71,8 @@ class Rows:
         metrics |= self.lap(module, phase, step, batch)
         for name, value in trainer.logged_metrics.items():
             is_taken = name in COLUMNS  # a user's callback may log under a name of the run
-            metrics[f"callback/{name}" if is_taken else name] = float(value)
+            key = f"callback/{name}" if is_taken else name
+            metrics[key] = float(value)
         metrics |= pending
         path = self.run.directory / "metrics.csv"
         rank_zero_only(append_metrics)(path, metrics | {"step": step})
@@ -85,7 +89,8 @@ class Rows:
         now = time.perf_counter()
         tokens = (step - self.last_step) * phase.tokens_per_step
         rate = tokens / (now - self.last_time)
-        self.last_step, self.last_time = step, now
+        self.last_step = step
+        self.last_time = now
         speed = {"tokens_per_second": round(rate, 1)}
         if module.device.type == "cuda":
             speed["memory"] = torch.cuda.max_memory_allocated() / 2**30
@@ -98,9 +103,7 @@ class Rows:
 
 def epochs_read(corpus: Corpus, phases: Phases) -> Callable[[int], dict[str, float]]:
     """Return a function from step to the number of times each text has been read."""
-    samples = [
-        TrainingSamples(corpus.mixed(phase.data), phase.data, phase.seed) for phase in phases
-    ]
+    samples = [TrainingSamples(corpus.mixed(p.data), p.data, p.seed) for p in phases]
 
     def read(step: int) -> dict[str, float]:
         total = {part.name: 0.0 for part in corpus.parts}

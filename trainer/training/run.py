@@ -43,9 +43,11 @@ class RunCallback(Checkpoint):
     A phase is an epoch of Lightning's. As a ``Checkpoint`` this callback follows all others, so
     that rows and checkpoints have what the others did in a step.
 
-    ``state``: ``state.json`` of the checkpoint that the run begins with, or ``{"step": 0}``.
-    ``stop_requested``: returns why this process is asked to stop, or None.
+    ``module``: set when a fit begins. ``state``: ``state.json`` of the checkpoint that the run
+    begins with, or ``{"step": 0}``. ``stop_requested``: returns why this process must stop, if so.
     """
+
+    module: LanguageModule
 
     def __init__(
         self,
@@ -53,14 +55,12 @@ class RunCallback(Checkpoint):
         corpus: Corpus,
         state: dict[str, Any],
         *,
-        module: LanguageModule,
         writer: Writer,
         progress: Progress,
         stop_requested: Callable[[], str | None],
     ) -> None:
         self.run = run
         self.corpus = corpus
-        self.module = module
         self.writer = writer
         self.stop_requested = stop_requested
         self.settings = run.config.trainer
@@ -72,6 +72,10 @@ class RunCallback(Checkpoint):
         self.token_files: dict[str, str] = dict(state.get("token_files", {}))
         """Files of a published model about its tokens."""
         self.saved_at = time.monotonic()
+
+    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
+        """Take the module."""
+        self.module = pl_module
 
     # A checkpoint is loaded
 
@@ -167,8 +171,7 @@ class RunCallback(Checkpoint):
 
         Raises:
             PreemptedError: a rank is asked to stop.
-            DivergedError: the run has diverged, and is no control: the run that a control is
-                compared with is evaluated all the same.
+            DivergedError: the run has diverged; a control goes on, for the sake of its comparison.
         """
         step = trainer.global_step
         tally = self.module.tally

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.processes import cores, current_ranks, use_cores
-from trainer.common.ranks import best_precision, device_type, tf32
+from trainer.common.ranks import best_precision, device_of, device_type, tf32
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.optimizers import OPTIMIZERS
@@ -29,11 +29,7 @@ from trainer.training.strategies import RunStrategy
 
 
 def check_device(trainer: TrainerConfig) -> None:
-    """Check that this machine can train so.
-
-    Raises:
-        UserError: it has no GPU, or one that cannot compute in the configured precision.
-    """
+    """Raise UserError unless this machine has the configured device and precision."""
     device = device_type(trainer.accelerator)
     if device == "cpu" and trainer.accelerator == "gpu":
         raise UserError("trainer.accelerator: expected a GPU, and torch sees none")
@@ -61,18 +57,19 @@ def set_threads(trainer: TrainerConfig) -> None:
     With several ranks, and when compiling, the default is one per core of this process's share of
     the machine: srun gives each process cores of its own, those of torchrun share all cores.
     """
-    ranks, threads, share = current_ranks(), trainer.threads, cores()
+    ranks = current_ranks()
+    share = cores()
     if not {"SLURM_CPUS_PER_TASK", "SLURM_LOCALID"} <= os.environ.keys():
         share = max(share // ranks.local_size, 1)
-    if threads is None and ranks.world_size > 1:
+    if trainer.threads is None and ranks.world_size > 1:
         use_cores(share)  # torchrun sets OMP_NUM_THREADS=1 on all ranks unless it is set
     else:
-        use_cores(threads)
+        use_cores(trainer.threads)
     if compiles(trainer) and "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         from torch._inductor import config as inductor  # after the environment is set
 
         # The default is one worker per core of the node, up to 32, on every rank.
-        inductor.compile_threads = min(threads or share, 32)
+        inductor.compile_threads = min(trainer.threads or share, 32)
 
 
 def set_environment(accelerator: str) -> None:
@@ -128,10 +125,23 @@ def make_decoder(run: Run, vocab_size: int) -> Decoder:
         return Decoder(replace(shape, vocab_size=shape.vocab_size or vocab_size), run.layout)
 
 
-def make_module(run: Run, model: Decoder, *, draws: bool = True) -> LanguageModule:
-    """Create a run's module; ``draws``: set the weights, at random or to those of the trained model
-    that the run begins with."""
-    trainer, strategy, phases = run.config.trainer, run.config.strategy, run.phases
+def distribute(run: Run, model: Decoder) -> None:
+    """Distribute a run's decoder from the meta device, without weights."""
+    trainer = run.config.trainer
+    strategy = run.config.strategy
+    parallelize(
+        model,
+        device_of(trainer.accelerator),
+        strategy.name,
+        half=precision_of(trainer) == "bf16",
+        shard_size=strategy.shard_size or current_ranks().local_size,
+        activation_checkpointing=strategy.activation_checkpointing,
+        compile=compiles(trainer),
+    )
+
+
+def set_weights(run: Run, model: Decoder) -> None:
+    """Set a distributed decoder's weights: at random, or to those that the run begins with."""
 
     def value(name: str, parameter: Tensor) -> Tensor:
         if run.weights is None:
@@ -140,26 +150,24 @@ def make_module(run: Run, model: Decoder, *, draws: bool = True) -> LanguageModu
             whole = run.weights.value(name, parameter).float()
         return shard_like(whole, parameter)
 
-    def prepare(model: Decoder, device: torch.device) -> None:
-        parallelize(
-            model,
-            device,
-            strategy.name,
-            half=precision_of(trainer) == "bf16",
-            shard_size=strategy.shard_size or current_ranks().local_size,
-            activation_checkpointing=strategy.activation_checkpointing,
-            compile=compiles(trainer),
-        )
-        if draws:
-            model.fill(value)
+    model.fill(value)
 
-    return LanguageModule(
+
+class RunModule(LanguageModule):
+    """Module of a run."""
+
+    def configure_model(self) -> None:
+        """Do nothing: :func:`distribute` has distributed the model."""
+
+
+def make_module(run: Run, model: Decoder) -> RunModule:
+    """Create a run's module with a distributed decoder."""
+    return RunModule(
         model,
-        schedule=lambda step: phases.at(step).factor(step),
+        schedule=lambda step: run.phases.at(step).factor(step),
         optimizer=run.config.optimizer.name,
-        gradient_clip=trainer.gradient_clip,
+        gradient_clip=run.config.trainer.gradient_clip,
         attention=model.config.attention_backend,
-        prepare=prepare,
         **optimizer_settings(run.config.optimizer),
     )
 
@@ -172,7 +180,8 @@ def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
     """
     takes = inspect.signature(OPTIMIZERS.find(config.name, "optimizer.name")).parameters
     arguments = config.arguments or {}
-    if unknown := arguments.keys() - takes.keys():
+    unknown = arguments.keys() - takes.keys()
+    if unknown:
         raise UserError(f"optimizer.arguments: {config.name} has no {', '.join(sorted(unknown))}")
     shared = {*takes, "weight_decay", "decay_embeddings"}
     return {key: x for key, x in asdict(config).items() if key in shared} | arguments

@@ -36,8 +36,7 @@ class RunStrategy(Strategy):
     Weights and optimizer state are read in place, each rank its shards, after the model has been
     distributed. Lightning's counters are not stored: they follow from the step.
 
-    ``writer``, ``describe``: set before a fit; ``describe`` returns what ``state.json`` holds of
-    the run besides ``layout`` and ``lightning``.
+    ``writer``, ``describe`` (see :class:`~trainer.training.run.RunCallback`): set before a fit.
     """
 
     writer: Writer
@@ -69,13 +68,7 @@ class RunStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint beside training.
-
-        Raises:
-            TypeError: ``storage_options``, which a run's directory does not have.
-        """
-        if storage_options is not None:
-            raise TypeError("storage_options: a run writes its own directories")
+        """Write a checkpoint beside training."""
         tensors: Tensors = dict(checkpoint.pop("state_dict"))
         for state in checkpoint.pop("optimizer_states", ()):
             tensors |= state
@@ -147,7 +140,6 @@ def make_strategy(name: StrategyName, device: torch.device, deterministic: bool)
         )
     else:
         strategy = Sharded(data_parallel_size=dist.get_world_size(), tensor_parallel_size=1)
-    # Lightning takes the entry at the local rank. Left to itself it expects to see the GPUs of all
-    # processes of a machine.
+    # Lightning takes the entry at the local rank, and would expect the GPUs of all processes.
     strategy.parallel_devices = [device] * current_ranks().local_size
     return strategy

@@ -21,6 +21,7 @@ from trainer.data.corpus import Corpus, corpus_at
 from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
+from trainer.lightning.strategy import SHARDED
 from trainer.plotting import use_style
 from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, Report, RunSummary, troubles
@@ -34,8 +35,8 @@ from trainer.runs.directory import (
 )
 from trainer.runs.models import encodings, environment, find_models, without_home
 from trainer.runs.phases import Run
-from trainer.training.dashboards import log_results
-from trainer.training.fit import train
+from trainer.training.dashboards import check_dashboards, log_results
+from trainer.training.fit import train, user_callbacks
 from trainer.training.setup import check_device, optimizer_settings, set_environment, set_threads
 from trainer.workflows.evaluate import held_out_of, measure_models, publish
 from trainer.workflows.text import check_vocabularies, open_corpus
@@ -113,19 +114,27 @@ def finished_report(config: RunConfig) -> Report:
 
 
 def check_machine(run: Run) -> None:
-    """Raise a UserError if something does not fit that shows without the text: names of tasks and
-    methods, devices, shards, batches."""
+    """Check what shows without the text: names, packages, devices, shards, batches.
+
+    Raises:
+        UserError: some of it does not fit.
+        ImportError: a dashboard's package is missing.
+    """
     ranks = current_ranks().world_size
     for each in run.runs.values():
         check_names(each.config.evaluation)
         check_device(each.config.trainer)
+        check_dashboards(each.config.logger)
         optimizer_settings(each.config.optimizer)
+        user_callbacks(each.config)
         strategy = each.config.strategy
         size = strategy.shard_size
         if strategy.name == "single" and ranks > 1:
             raise UserError(f"strategy: single uses one process, and {ranks} were started")
         if strategy.name == "hsdp" and size is not None and ranks % size:
             raise UserError(f"strategy.shard_size: expected a divisor of {ranks} ranks, got {size}")
+        if strategy.name in SHARDED and each.config.optimizer.name == "muon":
+            raise UserError("optimizer: muon needs whole matrices (strategy=single or ddp)")
         for phase in each.phases:
             phase.micro_batches(ranks)
 
