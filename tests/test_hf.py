@@ -194,6 +194,12 @@ def test_the_drop_of_a_copy_and_of_models_that_share_a_configuration_is_its_own(
     assert is_dropped(model)
     assert not any(map(is_dropped, (other, frozen, duplicate)))
     assert not is_dropped(LlamaForCausalLM(other.config))
+    for trained in (model.model.norm.weight, model.lm_head.weight):  # one parameter is enough
+        model.requires_grad_(False)
+        trained.requires_grad_(True)
+        assert is_dropped(beside)
+    with pytest.raises(ValueError, match="expected one that is trained"):
+        is_dropped(beside.requires_grad_(False))
     drop_rotation(duplicate)
     restore_rotation(model)
     assert is_dropped(duplicate)

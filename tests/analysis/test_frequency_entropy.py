@@ -210,6 +210,26 @@ def test_one_call_has_the_perplexity_of_every_gate_at_every_length(tiny_decoder)
             assert measured.item() == pytest.approx(perplexity(pairs, alpha, n), rel=1e-4)
 
 
+@pytest.mark.parametrize("choice", ["page", "validation"])
+def test_gates_and_prefixes_have_the_configured_frames(tiny_decoder, choice):
+    """Also of texts that are shorter than the default frame."""
+    model, ids, other, frames = tiny_decoder(), text(64), text(90)[:, 26:], ShortTime("hamming", 16)
+    config = AnalysisConfig(frequency_entropy=frames, prefixes=[15, 16])
+    target = Target("tiny", model, ids, config, choice=other if choice == "validation" else None)
+    entropies = frequency_entropies(model, other if choice == "validation" else ids, frames=frames)
+    values = [layer["spectrum", side] for layer in entropies for side in ("query", "key")]
+    tau = round(float(torch.cat([x.flatten() for x in values]).median()), 4)
+    gate = [WeightedRopeSettings("spectrum", "above", tau)]
+    rows = rows_with(target, alphas=[0.5], gates=[gate], choice=choice)
+    count = sum(int((x > tau).sum()) for x in values)
+    assert cells(rows, "attenuated_pairs").item() == count > 0
+    of_prefix = cells(rows, "SpectrumFE", 2, 4, 4, variant="queries", length=16)
+    expected_of_prefix = frequency_entropies(model, ids[:, :16], ["spectrum"], frames)
+    for layer, measured in zip(expected_of_prefix, of_prefix, strict=True):
+        np.testing.assert_allclose(measured, layer["spectrum", "query"], atol=1e-6)
+    assert not len(cells(rows, "SpectrumFE", length=15))
+
+
 def test_a_gate_counts_its_pairs_also_without_a_factor_that_changes_them(tiny_decoder):
     gates = [[WeightedRopeSettings("sequence", "below", 0.99)]]
     target = Target("tiny", tiny_decoder(), text(60))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainer.config import DropConfig, ScheduleConfig
@@ -74,6 +74,9 @@ def test_rates_lie_between_zero_and_the_peak_and_reach_final_at_the_end(schedule
 
 
 @given(schedules, st.integers(1, 200))
+@example(ScheduleConfig("wsd", warmup_steps=10, decay_fraction=1.0), 40)
+@example(ScheduleConfig("wsd", warmup_steps=40, decay_fraction=0.2), 40)
+@example(ScheduleConfig("cosine", warmup_steps=40), 40)
 def test_rates_are_at_the_peak_when_the_warmup_ends_and_never_rise_after_it(schedule, length):
     """Also where the decay would begin within the warmup."""
     factor, warmup = schedule.over(length), schedule.warmup_steps

@@ -8,7 +8,7 @@ import torch
 from tests.model.test_cache import MODELS
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.likelihood import Encoder, Request, log_likelihoods
-from trainer.positional.rescaling import dynamic, ntk_aware
+from trainer.positional.rescaling import dynamic, longrope, ntk_aware
 
 TEXTS = [f"The answer to question {i} is either {i * i} or {i + 7}, they say. " for i in range(50)]
 
@@ -85,6 +85,32 @@ def test_encodings_that_change_with_the_length(tiny_decoder, change):
     model = tiny_decoder(training_length=10)
     model.layout = model.layout.map(change)
     requests = some_requests()
+    assert_same(log_likelihoods(model, requests, 4096), one_at_a_time(model, requests))
+
+
+@pytest.mark.parametrize("context", [1, 9, 11])
+@pytest.mark.parametrize("longest", [9, 12])  # of 11 and 14 tokens that are read, where C is 12
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.with_temperature(coefficient=9.0),
+        lambda s: dynamic(s, ntk_aware, 12, 99.0),
+        lambda s: longrope(s, (1.0,) * 4, (9.0,) * 4, 12),
+    ],
+    ids=["temperature", "frequencies", "other frequencies"],
+)
+def test_a_short_continuation_is_read_as_alone_beside_one_beyond_the_training_length(
+    tiny_decoder, change, longest, context
+):
+    """Contexts are within the training length; only the padding would be beyond it."""
+    model = tiny_decoder(training_length=12)
+    model.layout = model.layout.map(change)
+    draw = torch.Generator().manual_seed(3)
+    contexts = torch.randint(50, (3, context), generator=draw).tolist()
+    sizes = [1, 2, max(2, longest + 3 - context)]
+    requests = [
+        Request(tuple(ids), tuple(range(n))) for ids in (*contexts, contexts[0]) for n in sizes
+    ]
     assert_same(log_likelihoods(model, requests, 4096), one_at_a_time(model, requests))
 
 

@@ -143,6 +143,34 @@ def test_prompts_of_several_lengths_go_on_as_if_alone(family):
         assert tokens == alone[-4:]
 
 
+@pytest.mark.parametrize("kind", ["GPT2", "OPT"])
+def test_positions_that_are_learned_begin_with_each_row(kind):
+    """Whatever the lengths of the others, and if rows leave the batch."""
+    sizes = {"OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32}}
+    config = getattr(transformers, f"{kind}Config")
+    torch.manual_seed(0)
+    head = {"GPT2": "LMHeadModel"}.get(kind, "ForCausalLM")
+    hf = getattr(transformers, f"{kind}{head}")(config(**SHAPE | sizes.get(kind, {}))).eval()
+    for parameter in hf.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model = AdaptedModel(hf)
+    assert not model.layout.rotates
+    prompts = [IDS[0, :9].tolist(), IDS[1, :14].tolist(), IDS[0, 3:5].tolist()]
+    with torch.no_grad():
+        alone = [hf(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    ends = {int(alone[0].argmax())}  # the first one ends at once
+    together = generate(model, prompts, 5, end_tokens=ends)
+    assert len(together[0]) == 1
+    for prompt, tokens in zip(prompts, together, strict=True):
+        assert tokens == generate(model, [prompt], 5, end_tokens=ends)[0]
+        ids, expected = list(prompt), []
+        for _ in tokens:
+            with torch.no_grad():
+                expected.append(int(hf(torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(expected[-1])
+        assert tokens == expected
+
+
 def test_cudnn_computes_no_attention_of_a_model_of_transformers(monkeypatch):
     allowed = []
     attend = F.scaled_dot_product_attention

@@ -102,6 +102,18 @@ def test_a_base_that_is_stated_and_not_used_is_a_warning(caplog):
     assert caplog.messages == ["rope_theta: 500123 is not used; the base is 10000"]
 
 
+@pytest.mark.parametrize("original", [64, 2048, 4096])
+@pytest.mark.parametrize("kind", ["default", "linear", "dynamic"])
+def test_types_of_one_length_count_from_the_longest_position(kind, original):
+    """Whatever length before an extension a file has beside them."""
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": original}
+    _, layout = read(rope_scaling=rope)
+    assert (layout.training_length, layout.longest) == (2048, 2048)
+    if kind == "dynamic":
+        assert layout.at(2048).spectra == read(rope_scaling=None)[1].spectra
+        assert layout.at(2049).spectra != layout.at(2048).spectra
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 

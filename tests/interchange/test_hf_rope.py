@@ -111,6 +111,15 @@ def test_every_type_has_the_numbers_of_transformers(values):
     assert_same(values)
 
 
+@pytest.mark.parametrize("original", [1024, C, 4 * C])
+@pytest.mark.parametrize("kind", ["default", "linear", "proportional", "dynamic"])
+def test_types_of_one_length_pass_over_the_length_before_an_extension(kind, original):
+    """transformers 5 writes it into files of any type."""
+    values = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": original}
+    for seq_len in (None, 1024, 1025, C, C + 1, 3 * C):
+        assert_same(values, seq_len=seq_len)
+
+
 def test_every_type_of_transformers_is_known():
     assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
 

@@ -261,6 +261,29 @@ def test_rewarming_lowers_rates_in_the_step_alone(sets, lr, rewarm):
         assert group["lr"] is module.lr
 
 
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("rewarm", [(4, 4), (8, 2), (3, 3), (0, 3), (4, 0)])
+def test_of_drops_that_rewarm_together_the_lowest_rate_counts(rewarm, is_reversed):
+    """In whatever order the callbacks stand."""
+
+    class Constant(Rates, Own):
+        def __init__(self):
+            Own.__init__(self)
+            self.lr, self.gamma, self.sets, self.rates = 1.0, 1.0, False, []
+
+        training_step = Own.training_step
+
+    def factor(update, at, over):
+        return 1.0 if update < at else min(1.0, (update - at + 1) / max(over, 1))
+
+    drops = [DropPositions(at, layers=[i], rewarm=rewarm[i]) for i, at in enumerate((1, 3))]
+    module = Constant()
+    trainer_of(*(drops[::-1] if is_reversed else drops), max_steps=9).fit(module, batches())
+    expected = [min(factor(n, 1, rewarm[0]), factor(n, 3, rewarm[1])) for n in range(9)]
+    assert module.rates == pytest.approx(expected)
+    assert module.trainer.optimizers[0].param_groups[0]["lr"] == 1.0
+
+
 def test_rewarming_is_right_after_updates_that_a_gradient_scaler_skips():
     """The schedule goes on, and no lowered rate stays."""
 
@@ -396,6 +419,7 @@ def test_a_frozen_teacher_keeps_its_encoding():
     teacher = decoder().requires_grad_(False)
     student = module._modules.pop("model")
     module.teacher, module.model = teacher, student
+    student.embed_tokens.requires_grad_(False)  # a part that is trained is enough
     trainer_of(DropPositions(1), max_steps=2).fit(module, batches())
     assert teacher.layout.rotates
     assert not student.layout.rotates

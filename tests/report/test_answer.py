@@ -36,7 +36,8 @@ def test_a_dropped_model_stands_against_its_origin_and_the_best_other():
 
 
 @pytest.mark.parametrize(
-    ("far", "standing"), [(60, "ahead of"), (95, "level with"), (100, "behind")]
+    ("far", "standing"),
+    [(60, "ahead of"), *((far, "level with") for far in (94, 95, 96)), (100, "behind")],
 )
 def test_a_lead_is_beyond_the_interval_of_the_difference(far, standing):
     words = sentence(experiment(yarn=(100, 100, 100, far)))
@@ -69,6 +70,24 @@ def test_a_report_of_losses_alone_has_an_answer_too():
     words = sentence(report(*cells))
     assert words == "Held-out perplexity at 1024 and 2048 tokens: RoPE 2.7 and 7.4."
     assert sentence(report()) == ""
+
+
+@pytest.mark.parametrize(
+    ("further", "standing"),
+    [
+        ((-0.3, -0.2, -0.4, -0.3), "ahead of"),
+        ((-0.3, 0.2, -0.2, 0.2), "level with"),
+        ((0.3, -0.2, 0.2, -0.2), "level with"),
+        ((0.3, 0.2, 0.4, 0.3), "behind"),
+    ],
+)
+def test_a_lower_loss_on_the_same_windows_is_ahead(further, standing):
+    """Whatever the windows themselves differ by."""
+    windows = (2.0, 3.0, 4.0, 5.0)
+    ours = tuple(loss + more for loss, more in zip(windows, further, strict=True))
+    cells = [loss(windows, "RoPE"), loss(ours, "DroPE")]
+    words = sentence(report(*cells, origins={"DroPE": "RoPE"}))
+    assert f"DroPE is {standing} RoPE, which it came from" in words
 
 
 def test_a_loss_that_is_not_finite_is_compared_with_nothing():

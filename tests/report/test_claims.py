@@ -172,6 +172,29 @@ def test_the_reach_of_a_model_that_did_not_learn_the_task_is_not_judged(claim, r
     assert "30.1% (22.4–39.1)" in evidence  # 77 of 256, which count as 113
 
 
+@pytest.mark.parametrize(("near", "shown"), [(45, None), (55, None), (58, None), (65, True)])
+def test_a_model_has_learned_the_task_if_its_whole_interval_says_so(near, shown):
+    """Half of the numbers, give or take a tenth: 256 trials count as 113."""
+    found, evidence = judge("HalfRoPE loses more than half", {"half_rope": (near, 9, 4, 0)})
+    assert found is shown
+    assert ("may not have learned" in evidence) == (shown is None)
+
+
+@pytest.mark.parametrize(
+    ("excess", "seeds", "shown"),
+    [(0.004, 1, None), (0.004, 4, True), (0.006, 4, None), (0.014, 4, None), (0.016, 4, False)],
+)
+def test_the_error_of_a_mean_over_trainings_falls_with_their_root(excess, seeds, shown):
+    """1% of margin, and 1% from training to training: half of that over four."""
+    names = {f"DroPE ({n})": "DroPE" for n in range(seeds)}
+    cells = [loss((4.0,) * 4, length=64)]
+    cells += [loss((4 * (1 + excess),) * 4, name, length=64) for name in names]
+    measured = report(*cells, training_length=64, seeds=names)
+    roles = {"rope": "RoPE", "drope": "DroPE"}
+    found = LossStays("drope", TRAINED, 0.01, "rope")(Evidence(measured.over_seeds(), roles))
+    assert found.shown is shown
+
+
 @pytest.mark.parametrize(("far", "shown"), [(100, True), (94, None), (85, None), (70, False)])
 def test_overlapping_intervals_are_not_judged(far, shown):
     """90% against what DroPE retrieves."""

@@ -140,6 +140,16 @@ def test_a_thick_line_is_the_mean_over_a_fortieth_of_the_points():
     assert list(thick.get_ydata())[:-1] == pytest.approx([0.5, *[1.0] * 118])
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_mean_does_not_reach_across_the_drop(first):
+    """The loss of the step of the drop is the last one before it."""
+    curve = [(step, 1.0 if step <= 80 else 3.0) for step in range(first, 161)]
+    run = RunSummary("DroPE", "rope", 1, 160, 3, tuple(curve))
+    (plot,) = training(report(runs=(run,), drop=change(80, 1.0, 4.0, None)))
+    raw, thick, _ = plot.figure.axes[0].lines
+    assert list(thick.get_ydata()) == list(raw.get_ydata()) == [loss for _, loss in curve]
+
+
 def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
     losses = {"perplexity/1x": 9.0, "loss_of_a_plugin/1x": 1.2}
     scores = ({"a": 0.5, "b": 0.25, **losses}, {"a": 0.75, "b": None, "c": 1.0})

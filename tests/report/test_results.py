@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from statistics import fmean
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import binomtest
@@ -78,6 +79,21 @@ def test_trials_of_one_text_are_one_score():
     expected = estimate(of_texts, 6)
     result = values(report(cell(scores, groups=groups)), "multi_key")
     assert result == pytest.approx((fmean(of_texts), expected.low, expected.high, 3))
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+@pytest.mark.parametrize("texts", [8, 20])
+def test_texts_that_agree_are_no_more_than_their_trials(texts, tasks):
+    """Half of the four trials of every text is right, of a task and of the mean over tasks."""
+    groups = np.repeat(np.arange(texts), 4)
+    names = ["multi_key", "multi_value"][:tasks]
+    made = report(*(cell([1.0, 0.0] * (2 * texts), task=name, groups=groups) for name in names))
+    for task, trials in ("multi_key", 4 * texts), ("mean", 4 * texts * tasks):
+        if task in {*made.rows.task}:
+            wanted = binomtest(trials // 2, trials).proportion_ci(method="wilson")
+            expected = pytest.approx((0.5, wanted.low, wanted.high, texts), abs=1e-6)
+            assert values(made, task) == expected
+    assert ("mean" in {*made.rows.task}) == (tasks == 2)
 
 
 def test_labels_have_rows_of_their_own():

@@ -17,7 +17,7 @@ from tests.comparing import checkpoint_of, contents_of
 from tests.interchange.families import made
 from trainer.checkpoint import read_state
 from trainer.common.errors import UserError
-from trainer.config import DropConfig, PhaseConfig, RunConfig, TrainerConfig
+from trainer.config import ChangeConfig, DropConfig, PhaseConfig, RunConfig, TrainerConfig
 from trainer.evaluation.saved_model import distinct
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
@@ -28,6 +28,7 @@ from trainer.runs.models import (
     _files_fingerprint,
     encodings_of,
     find_model,
+    find_models,
     is_published,
     name_and_role,
     origins,
@@ -351,6 +352,31 @@ def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
     assert origins([dropped, other]) == {}
     assert origins([dropped, other, control]) == {"DroPE": "RoPE"}
     assert origins([control, dropped, before, other]) == {"DroPE": "before"}
+
+
+@pytest.mark.parametrize("lengths", [(32, 32, 32), (32, 64, 64), (32, 32, 64)], ids=str)
+@pytest.mark.parametrize("step", [6, 7, 9, 10, 12])
+def test_a_dropped_model_comes_with_its_state_before_the_drop_unless_sequences_grew(
+    finished, monkeypatch, lengths, step
+):
+    """At the drop, or in a phase behind it that has begun."""
+    config, _ = finished
+    before, dropped, after = (PhaseConfig(3, sequence_length=length) for length in lengths)
+    phases = {"a": replace(before, steps=6), "b": replace(dropped, drop=ChangeConfig()), "c": after}
+    run = replace(config, drop=DropConfig(), phases=phases)
+    state = {**find_model(config.run_dir).state, "step": step}
+    changes = {"run": run, "state": state, "is_dropped": phases_of(run).is_dropped(step)}
+
+    def found(reference, training_length=None):
+        model = find_model(reference, training_length)
+        return replace(model, **changes) if reference == config.run_dir else model
+
+    monkeypatch.setattr(models, "find_model", found)
+    assert len(find_models([config.run_dir])) == 1
+    *others, _ = find_models([config.run_dir], with_origins=True)
+    length = lengths[1] if step <= 9 else lengths[2]
+    is_added = step > 6 and length == lengths[0]
+    assert [model.path.name for model in others] == ["before-drop"] * is_added
 
 
 def test_home_directory_does_not_get_into_reports():
