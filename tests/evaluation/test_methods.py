@@ -78,10 +78,17 @@ def layout_of(name, have, factor, config=CONFIG):
     return layout
 
 
-@pytest.mark.parametrize("name", [*RESCALINGS, "longrope", "temperature"])
-def test_parts_that_need_a_factor_change_nothing_for_1(fitting, name):
+DYNAMIC = [*(f"dynamic_{name}" for name in RESCALINGS), "dynamic_ntk_alpha"]
+
+
+@pytest.mark.parametrize("name", [*RESCALINGS, *DYNAMIC, "longrope", "temperature"])
+def test_parts_that_need_a_factor_change_nothing_for_1_or_less(fitting, name):
     have = fitting()
-    assert layout_of(name, have, 1.0).at(32) == have.model.layout.at(32)
+    for factor in (0.5, 1.0):
+        changed = layout_of(name, have, factor)
+        for length in (16, 32):
+            assert changed.at(length) == have.model.layout.at(length)
+        assert layout_of(name, have, factor).at(64) == layout_of(name, have, 1.0).at(64)
     assert layout_of(name, have, 2.0).at(64) != have.model.layout.at(64)
 
 
@@ -372,9 +379,10 @@ def test_the_key_of_fits_has_the_prompts_that_heads_are_chosen_on(tmp_path):
 
 
 def test_a_window_is_no_wider_than_the_training_length(fitting):
-    have = fitting(windows=[None, 16], model={"num_hidden_layers": 3})
+    windows = [None, 16, 31, 32, 33, 64]
+    have = fitting(windows=windows, model={"num_hidden_layers": 6})
     narrowed = layout_of("window", have, 2.0)
-    assert [layer.window for layer in narrowed.layers] == [32, 16, 32]
+    assert [layer.window for layer in narrowed.layers] == [32, 16, 31, 32, 32, 32]
     assert narrowed.spectra == have.model.layout.spectra
 
 

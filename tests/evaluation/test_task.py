@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import runpy
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -45,6 +47,22 @@ def test_the_headline_is_the_loss_on_the_last_tokens_alone(model, corpus, last):
         by_window = [window[-last:].mean().item() for window in losses]
         assert [value for _, _, value in result] == pytest.approx(by_window, rel=1e-5)
         assert [(trial, key) for trial, key, _ in result] == [(i, "perplexity") for i in range(3)]
+
+
+@pytest.mark.parametrize(("last", "length"), [(16, 64), (32, 64), (64, 64), (64, 32)])
+@pytest.mark.parametrize("wanted", [3, 10**6])
+def test_windows_share_no_scored_token_however_many_are_asked_for(corpus, last, length, wanted):
+    """An interval over windows takes them as independent; a note says how many are missing."""
+    ((_, ids),) = corpus.test.parts
+    count = min(wanted, len(ids) // last)
+    asked = TaskInputs(HeldOut(corpus, corpus.test, (), None), [length], last, wanted, 10**6)
+    (task,) = perplexity(asked)
+    assert len(task.trials) == count
+    assert len(asked.notes) == (count < wanted)
+    ends = [n * len(ids) // count for n in range(1, count + 1)]
+    assert min(b - a for a, b in pairwise([0, *ends])) >= last
+    expected = [np.take(ids, range(end - length, end), mode="wrap") for end in ends]
+    assert np.array_equal(task.batches.args[0], np.stack(expected))
 
 
 def test_statements_of_a_length_are_the_same_beside_other_lengths(corpus):

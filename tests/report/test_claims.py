@@ -276,6 +276,19 @@ def test_the_recovered_share_has_an_interval_over_the_sequences(rises, shown):
 
 
 @pytest.mark.parametrize(
+    ("rises", "shown"), [((1.0, 0.9, 1.1, 1.0), True), ((3.0, -1.0, 3.0, -1.0), None)]
+)
+def test_a_rise_within_its_interval_is_none_that_is_won_back(rises, shown):
+    """25% in the mean both times, and all of it is gone at the end."""
+    after = tuple(4.0 + rise for rise in rises)
+    sequences = {"before": (4.0,) * 4, "after": after, "end": (4.0,) * 4}
+    dropped = change(800, 4.0, fmean(after), 4.0, sequences)
+    (observation,) = observe(evidence(drop=dropped, runs=[DROPE]))
+    assert observation.shown is shown
+    assert ("no more than 1%" in observation.evidence) == (shown is None)
+
+
+@pytest.mark.parametrize(
     ("spread", "shown"), [(0.01, True), (3.0, None)], ids=["alike", "two windows of four"]
 )
 def test_a_rising_loss_is_sure_over_the_windows(spread, shown):
