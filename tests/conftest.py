@@ -19,6 +19,7 @@ import logging
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.program import blank
@@ -32,6 +33,9 @@ pytest_plugins = ["tests.small_runs"]
 
 settings.register_profile("tests", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("tests")
+# Otherwise examples hold constants of the modules that other tests have imported by then, and a
+# test that fails alone may pass among others.
+providers.is_local_module_file = lambda _: False
 
 
 def pytest_addoption(parser):

@@ -156,6 +156,15 @@ def test_the_likeliest_token_stays_however_small_the_nucleus():
     ] * 9
 
 
+@pytest.mark.parametrize(
+    ("top_p", "drawn"), [(0.24, {1}), (0.25, {1}), (0.26, {1, 2}), (0.5, {1, 2}), (0.51, {1, 2, 4})]
+)
+def test_a_nucleus_is_the_smallest_set_with_its_probability(top_p, drawn):
+    """Of four equally likely tokens, the first ones."""
+    logits = torch.tensor([[-torch.inf, 1.0, 1.0, -torch.inf, 1.0, 1.0]])
+    assert {Sampler(1.0, top_p, seed)(logits, [0]).item() for seed in range(40)} == drawn
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.5, 1.0), (1.0, 0.9), (2.0, 0.5)])
 def test_distribution(temperature, top_p):

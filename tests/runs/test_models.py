@@ -350,6 +350,9 @@ def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
         "NoPE", "c", last, drop=DropConfig(), positional=PositionalConfig(layers=["nope"])
     )
     assert origins([dropped, other]) == {}
+    for shape in ({"hidden_size": 64}, {"num_hidden_layers": 9}):  # the same encoding
+        size = replace(DROPS.model, **shape)
+        assert origins([dropped, model("size", "d", last, drop=DropConfig(), model=size)]) == {}
     assert origins([dropped, other, control]) == {"DroPE": "RoPE"}
     assert origins([control, dropped, before, other]) == {"DroPE": "before"}
 

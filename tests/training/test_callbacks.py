@@ -79,6 +79,10 @@ def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
         (tmp_path / step_name(step)).mkdir()
     with pytest.raises(DivergedError, match=r"step-999999$"):
         check_divergence(32, 1_000_031, tmp_path)
+    for step, healthy in ((1_000_030, "step-999998"), (1_000_032, "step-1000000"), (80, "None")):
+        with pytest.raises(DivergedError, match=rf"{healthy}$"):
+            check_divergence(32, step, tmp_path)
+    check_divergence(31, 1_000_031, tmp_path)
 
 
 def test_speed_is_that_of_steps_alone_also_in_the_first_row_of_a_phase(run, monkeypatch):
