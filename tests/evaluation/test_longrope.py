@@ -249,6 +249,7 @@ def test_each_text_states_a_number_at_its_depth_and_ends_with_it(corpus):
     haystack = Haystack(Encoder(corpus.tokenizer, (first,), first), documents)
     decode = haystack.tokenizer.decode
     requests = needle_requests(haystack, 4, 400)
+    assert len({request.continuation for request in requests}) == 4
     for number, request in enumerate(requests):
         assert len(request.context) + len(request.continuation) == 400
         whole = decode([*request.context, *request.continuation])

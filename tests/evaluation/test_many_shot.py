@@ -86,6 +86,19 @@ def test_without_needle_the_question_is_new(tasks, tokenizer):
         assert not any(text.startswith(question) for text in solved)
 
 
+@pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
+def test_each_problem_has_examples_in_an_order_of_its_own(tasks, tokenizer, name):
+    """The same ones at all of its depths."""
+    orders = {}
+    for prompt in tasks[name].prompts(1500):
+        solved, question = examples(tokenizer.decode(prompt.tokens[1:]))
+        others = tuple(text for text in solved if not text.startswith(question))
+        orders.setdefault(question, set()).add(others[:5])
+    assert len(orders) == 5
+    assert {len(of_problem) for of_problem in orders.values()} == {1}
+    assert len(set().union(*orders.values())) == 5
+
+
 def test_all_tasks_ask_the_same_problems(tasks, tokenizer):
     questions = {
         name: list(
