@@ -33,6 +33,22 @@ def test_a_cell_is_a_mean_its_interval_and_a_mark():
     assert (yarn.value, yarn.interval, yarn.mark, yarn.best) == ("45.0", "25.8–65.8", "↑", True)
 
 
+def test_a_mark_is_against_the_model_as_it_is_and_that_against_the_first_one():
+    """At the same length, of the same trials."""
+    rates = {
+        ("RoPE", "none"): (10, 20), ("RoPE", "yarn"): (10, 10),
+        ("DroPE", "none"): (20, 20), ("DroPE", "yarn"): (10, 20), ("DroPE", "pi"): (20, 10),
+    }  # fmt: skip
+    cells = [
+        cell([1.0] * hits + [0.0] * (20 - hits), model, method, length=length)
+        for (model, method), of_lengths in rates.items()
+        for length, hits in zip((1024, 2048), of_lengths, strict=True)
+    ]
+    (table,) = tables(report(*cells))
+    marks = [[entry.mark for entry in entries] for _, entries in table.rows]
+    assert marks == [["", ""], ["", "↓"], ["↑", ""], ["↓", ""], ["", "↓"]]
+
+
 def test_trials_and_texts_of_a_cell_are_counted():
     one, other = cell([1.0] * 4, groups=(0, 0, 1, 1)), cell([1.0] * 2, "DroPE", groups=(0, 1))
     (table,) = tables(report(one, other))

@@ -128,6 +128,36 @@ def test_nothing_heavy_is_imported_for_a_plan(tmp_path):
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_memory_is_that_of_the_phase_with_the_largest_micro_batch():
+    """In tokens; every rank has its share of the sequences."""
+    phases = {
+        "short": {"steps": 1, "batch_size": 64},
+        "long": {"steps": 1, "batch_size": 16, "sequence_length": 1024},
+        "cut": {"steps": 1, "batch_size": 32, "sequence_length": 1024, "micro_batch_size": 1},
+    }
+    values = {"name": "x", "run_dir": "x", "model": NANO, "data": {"sequence_length": 64}}
+    run = parse(values | {"phases": phases, "drop": {"at": None}})
+    for gpus, rows in ((1, 16), (8, 2)):
+        table = plan(run, gpus, 0.5)[f"Memory of each of {gpus} GPUs, about"]
+        assert table["micro-batch"].startswith(f"{rows} x 1,024 tokens")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shards"),
+    [({"name": "ddp"}, 1), ({"name": "fsdp2"}, 16), ({"name": "hsdp"}, 8)]
+    + [({"name": "hsdp", "shard_size": size}, size) for size in (2, 16)],
+)
+def test_a_state_is_shared_by_the_ranks_of_a_shard_group(strategy, shards):
+    """By default the eight GPUs of a node."""
+    values = {"name": "x", "run_dir": "x", "data": {"sequence_length": 64}, "strategy": strategy}
+    shape = NANO | {"hidden_size": 4096, "intermediate_size": 14_336}
+    values |= {"model": shape, "trainer": {"batch_size": 16}}
+    run = parse(values)
+    count = parameters(run.config.model)["in all"]
+    table = plan(run, 16, 0.5)["Memory of each of 16 GPUs, about"]
+    assert table["weights, gradients, optimizer"] == f"{16 * count / shards / 2**30:,.1f} GiB"
+
+
 def test_sharding_takes_the_state_off_a_gpu():
     def memory(name):
         values = {"model": NANO, "strategy": {"name": name}}
