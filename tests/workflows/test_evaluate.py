@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from tests.report.examples import report
 from tests.small_runs import trained_in
 from trainer.common.errors import UserError
 from trainer.config import (
@@ -130,6 +131,35 @@ def anew(asked):
     """Evaluate in a directory without its report, whose cells stay."""
     Path(asked.output, "facts.json").unlink()
     return evaluate_lengths(asked)
+
+
+def test_claims_are_about_the_first_model_of_each_role(tmp_path, monkeypatch):
+    """Of equal recipes about their mean; models without a role are in none."""
+    judged = []
+    monkeypatch.setattr(evaluate, "observe", lambda evidence: judged.append(evidence) or ())
+    monkeypatch.setattr(evaluate, "write_renderings", lambda *_: None)
+    monkeypatch.setattr(evaluate, "origins", lambda _: {})
+    monkeypatch.setattr(evaluate, "provenance", lambda _: {})
+
+    def model(name, role, text="1", **changes):
+        run = saved_config(merged(plain(RunConfig()), changes))
+        return SimpleNamespace(name=name, role=role, run=run, state={"step": 9, "texts": [text]})
+
+    rope = [model(f"RoPE ({seed})", "rope", seed=seed) for seed in (1, 2)]
+    drope = [model(f"DroPE {lr}", "drope", optimizer={"lr": lr}) for lr in (0.1, 0.2)]
+    other = model("RoPE + YaRN", None, text="2", optimizer={"lr": 0.3})
+    for models_, roles, is_one in (
+        ([*rope, *drope, other], {"rope": "RoPE", "drope": "DroPE 0.1"}, True),
+        ([*drope[::-1], rope[1]], {"drope": "DroPE 0.2", "rope": "RoPE (2)"}, True),
+        (
+            [rope[0], model("far", "nope", text="2", optimizer={"lr": 0.4})],
+            {"rope": "RoPE (1)", "nope": "far"},
+            False,
+        ),
+    ):
+        evaluate.publish(report(), models_, tmp_path)
+        assert judged[-1].models == roles
+        assert judged[-1].one_text is is_one
 
 
 def test_methods_that_apply_are_measured_and_the_others_named(runs, tmp_path):
