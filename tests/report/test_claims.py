@@ -182,13 +182,17 @@ def test_a_model_has_learned_the_task_if_its_whole_interval_says_so(near, shown)
 
 @pytest.mark.parametrize(
     ("excess", "seeds", "shown"),
-    [(0.004, 1, None), (0.004, 4, True), (0.006, 4, None), (0.014, 4, None), (0.016, 4, False)],
+    [
+        *((0.002, (4, 4), True), (0.004, (4, 4), None), (0.004, (16, 16), True)),
+        *((0.002, (4, 1), None), (0.002, (1, 4), None), (0.0, (1, 1), None)),
+        *((0.016, (4, 4), None), (0.018, (4, 4), False)),
+    ],
 )
 def test_the_error_of_a_mean_over_trainings_falls_with_their_root(excess, seeds, shown):
-    """1% of margin, and 1% from training to training: half of that over four."""
-    names = {f"DroPE ({n})": "DroPE" for n in range(seeds)}
-    cells = [loss((4.0,) * 4, length=64)]
-    cells += [loss((4 * (1 + excess),) * 4, name, length=64) for name in names]
+    """1% of margin, and 1% from training to training of each model: 0.7% over four of both."""
+    losses = {"DroPE": 4 * (1 + excess), "RoPE": 4.0}
+    names = {f"{name} ({n})": name for name, k in zip(losses, seeds, strict=True) for n in range(k)}
+    cells = [loss((losses[mean],) * 4, name, length=64) for name, mean in names.items()]
     measured = report(*cells, training_length=64, seeds=names)
     roles = {"rope": "RoPE", "drope": "DroPE"}
     found = LossStays("drope", TRAINED, 0.01, "rope")(Evidence(measured.over_seeds(), roles))
