@@ -68,7 +68,9 @@ class RunStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint beside training."""
+        """Write a checkpoint beside training; a run's directory takes no ``storage_options``."""
+        if storage_options is not None:
+            raise TypeError("storage_options: a run writes its own directories")
         tensors: Tensors = dict(checkpoint.pop("state_dict"))
         for state in checkpoint.pop("optimizer_states", ()):
             tensors |= state
