@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from queue import Empty, Queue
 from secrets import token_hex
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.common.errors import STOP_REASONS
@@ -56,15 +56,14 @@ class End:
 class Watch:
     """A rank's connection to rank 0, which ends this process soon after another rank's early end.
 
-    After a stop rank 0 requeues the job. ``store``: in which rank 0 says where it listens.
+    ``store``: in which rank 0 says where it listens.
     """
 
     def __init__(self, store: "Store") -> None:
         ranks = current_ranks()
         self.rank = ranks.rank
-        self._hub = Hub(ranks.world_size, store) if self.rank == 0 else None
-        if self._hub is not None:
-            self._hub.start()
+        if self.rank == 0:
+            Hub(ranks.world_size, store).start()
         host, port, token = json.loads(store.get("watch"))
         self._socket = socket.create_connection((host, port), timeout=START)
         self._socket.settimeout(None)
@@ -72,9 +71,9 @@ class Watch:
         os.register_at_fork(after_in_child=self._socket.close)
         process = f"{platform.node()}, process {os.getpid()}"
         _send(self._socket, {"token": token, "rank": self.rank, "process": process})
-        self._lock, self._is_leaving = Lock(), False
+        self._is_leaving = False
         self._answer: End | None = None
-        self._is_answered, self._is_dismissed = Event(), Event()
+        self._is_answered = Event()
         Thread(target=self._listen, name="watch", daemon=True).start()
 
     def leave(self, end: End, text: str = "") -> int:
@@ -83,8 +82,7 @@ class Watch:
         ``text``: printed unless another rank ended first. A rank that is done ends alone, except
         rank 0, after which nobody watches any more.
         """
-        with self._lock:
-            self._is_leaving = True
+        self._is_leaving = True
         with suppress(OSError):  # rank 0 has ended, which is then the answer
             _send(self._socket, asdict(end))
         if end.kind == "done" and self.rank:
@@ -93,50 +91,39 @@ class Watch:
         answer = self._answer or end
         if answer.kind == "done":  # rank 0 did not wait for this rank
             answer = end
-        self._finish(answer, text)
+        self._tell(answer, text)
         return answer.code
 
     def _listen(self) -> None:
-        """Hear rank 0's answer; end this process unless its main thread does."""
+        """Hear rank 0's answer; end this process, whose main thread may wait for another rank,
+        unless that thread is ending it."""
         with self._socket.makefile("rb") as lines:
             answer = _received(lines)
-            with self._lock:
-                self._answer = End(**answer) if answer else End(1, "died", text=f"rank 0 {SILENT}")
-                is_leaving = self._is_leaving
-            self._is_answered.set()
-            if not is_leaving and self._answer.kind != "done":
-                Thread(target=self._end, args=(self._answer,), daemon=True).start()
-            _received(lines)
-            self._is_dismissed.set()
-
-    def _end(self, answer: End) -> None:
-        """End this process, whose main thread may wait for another rank."""
-        self._finish(answer)
+        self._answer = End(**answer) if answer else End(1, "died", text=f"rank 0 {SILENT}")
+        self._is_answered.set()
+        if self._is_leaving or self._answer.kind == "done":
+            return
+        self._tell(self._answer)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(answer.code)
+        os._exit(self._answer.code)
 
-    def _finish(self, answer: End, text: str = "") -> None:
-        """Print the error if it is this rank's to tell; let the ranks exit in a safe order.
-
-        A launcher that sees a rank end may kill the others: the one that tells comes first, and
-        before all others rank 0, which may have to requeue the job.
-        """
+    def _tell(self, answer: End, text: str = "") -> None:
+        """Print the error if it is this rank's to tell; otherwise let that rank do it first, since
+        a launcher that sees a rank end may kill the others."""
+        if answer.rank != self.rank:
+            time.sleep(SETTLE)
+            return
         text = f"error: {answer.text}" if answer.text else text
-        if answer.rank == self.rank and text:
+        if text:
             print(text, file=sys.stderr, flush=True)
-        if answer.kind != "stopped":
-            if answer.rank != self.rank:
-                time.sleep(SETTLE)
-        elif self._hub is not None:
-            requeue(answer.reason)
-            self._hub.dismiss()
-        else:
-            self._is_dismissed.wait(FAREWELL)
 
 
 class Hub(Thread):
-    """A thread of rank 0 that hears how each rank ends, and answers how all of them do."""
+    """A thread of rank 0 that hears how each rank ends, and answers how all of them do.
+
+    After a stop it requeues the job first.
+    """
 
     def __init__(self, world_size: int, store: "Store") -> None:
         super().__init__(name="watch-hub", daemon=True)
@@ -153,6 +140,8 @@ class Hub(Thread):
     def run(self) -> None:
         """Answer all ranks as soon as it is known how they end."""
         answer = self._first_end()
+        if answer.kind == "stopped":
+            requeue(answer.reason)
         for rank in sorted(self.connections, reverse=True):  # rank 0 last: it ends with its answer
             with suppress(OSError):
                 _send(self.connections[rank], asdict(answer))
@@ -160,10 +149,10 @@ class Hub(Thread):
     def _first_end(self) -> End:
         """Wait for the first rank that ends early, for the end of rank 0, or for the time within
         which all ranks must have connected."""
-        missing, left = {*range(self.world_size)}, {*range(self.world_size)}
+        missing, running = {*range(self.world_size)}, {*range(self.world_size)}
         early: list[End] = []
         deadline = time.monotonic() + START
-        while left and not (early and time.monotonic() > deadline):
+        while running:
             timeout = None
             if missing or early:
                 timeout = max(deadline - time.monotonic(), 0)
@@ -176,13 +165,14 @@ class Hub(Thread):
                 if early and not missing:
                     deadline = time.monotonic() + SETTLE
                 continue
-            left.discard(event.rank)
+            running.discard(event.rank)
             if event.kind == "done":
                 if event.rank == 0 and not early:
                     return event
                 continue
             if not early:  # ranks that still start would wait for this one
-                deadline = time.monotonic() + (LATECOMERS if missing else SETTLE)
+                patience = LATECOMERS if missing else SETTLE
+                deadline = time.monotonic() + patience
             early.append(event)
         if early:
             return first_of(early, self.world_size)
@@ -191,7 +181,8 @@ class Hub(Thread):
         return End(0, "failed", text=text)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # closed
+        """Let a thread hear each process that connects, until the socket is closed."""
+        with suppress(OSError):
             while True:
                 connection, _ = self.server.accept()
                 Thread(target=self._hear, args=(connection,), daemon=True).start()
@@ -213,12 +204,6 @@ class Hub(Thread):
                 self.events.put(End(rank, "died", text=text))
             else:
                 self.events.put(End(**end))
-
-    def dismiss(self) -> None:
-        """Let the other ranks exit."""
-        for connection in [*self.connections.values()]:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
 
     def _close(self) -> None:
         """Close this process's ends of the connections, which a fork would keep open."""
@@ -267,6 +252,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def _send(connection: socket.socket, values: dict[str, Any]) -> None:
+    """Send values as a line of JSON."""
     connection.sendall(json.dumps(values).encode() + b"\n")
 
 
