@@ -8,6 +8,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from typing import Self
+
+from tokenizers import Tokenizer
 
 from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.prepared import prepare
@@ -26,10 +29,30 @@ def main() -> None:
     speed(parser.parse_args().paths)
 
 
+class Stopwatch:
+    """Seconds of a block, by the clock and of all processors."""
+
+    def __enter__(self) -> Self:
+        self.seconds = -time.perf_counter()
+        self.processors = -time.process_time()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds += time.perf_counter()
+        self.processors += time.process_time()
+
+
+def encoded_tokens(tokenizer: Tokenizer, texts: list[str]) -> int:
+    """Encode texts in batches; return the number of tokens."""
+    tokens = 0
+    for start in range(0, len(texts), 256):
+        encoded = tokenizer.encode_batch_fast(texts[start : start + 256])
+        tokens += sum(len(encoding) for encoding in encoded)
+    return tokens
+
+
 def speed(paths: list[str]) -> None:
     """Time `prepare` and the batches of `tokenizers`, in turns."""
-    from tokenizers import Tokenizer
-
     config = DataConfig(source="files", files=paths)
     with tempfile.TemporaryDirectory() as directory:
         texts = list(documents(config))
@@ -39,19 +62,16 @@ def speed(paths: list[str]) -> None:
         train_tokenizer(sample, VOCABULARY, []).save(path)
         for turn in range(2):
             alone = Tokenizer.from_file(path)
-            began, used, tokens = time.perf_counter(), time.process_time(), 0
-            for start in range(0, len(texts), 256):
-                encoded = alone.encode_batch_fast(texts[start : start + 256])
-                tokens += sum(len(encoding) for encoding in encoded)
-            of_library, its_processors = time.perf_counter() - began, time.process_time() - used
+            with Stopwatch() as of_library:
+                tokens = encoded_tokens(alone, texts)
             turned = DataConfig(source="files", files=paths, cache_dir=f"{directory}/{turn}")
-            began, used = time.perf_counter(), time.process_time()
-            prepare(turned, TokenizerConfig(path=path))
-            ours, our_processors = time.perf_counter() - began, time.process_time() - used
+            with Stopwatch() as ours:
+                prepare(turned, TokenizerConfig(path=path))
             print(
-                f"tokenizers alone {tokens / of_library:12,.0f} tokens/s   prepare "
-                f"{tokens / ours:12,.0f} tokens/s   ratio {of_library / ours:.2f}, "
-                f"of processor time {its_processors / our_processors:.2f}"
+                f"tokenizers alone {tokens / of_library.seconds:12,.0f} tokens/s   prepare "
+                f"{tokens / ours.seconds:12,.0f} tokens/s   "
+                f"ratio {of_library.seconds / ours.seconds:.2f}, "
+                f"of processor time {of_library.processors / ours.processors:.2f}"
             )
 
 

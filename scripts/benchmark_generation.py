@@ -25,6 +25,7 @@ from benchmarks import random_decoder, ratio, seconds, table_of, take_turns
 from rich.console import Console
 from rich.table import Table
 
+from trainer.interchange.hf_config import SHAPE
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.generate import generate
@@ -38,11 +39,9 @@ Times = dict[str, list[float]]
 def theirs(model: Decoder, dtype: torch.dtype) -> torch.nn.Module:
     """Build Hugging Face's Llama with the weights of ``model``."""
     config = model.config
-    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    more = ("num_key_value_heads", "vocab_size", "rms_norm_eps", "tie_word_embeddings")
     hf = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            **{key: getattr(config, key) for key in (*shape, *more)},
+            **{key: getattr(config, key) for key in SHAPE},
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
@@ -56,7 +55,8 @@ def contestants(config: ModelConfig, dtype: torch.dtype, ids: torch.Tensor) -> d
     """Return functions, ours and theirs, that generate ``count`` tokens after ``[B, T]`` ids."""
     model = random_decoder(config, 2048).to(dtype)
     hf = theirs(model, dtype)
-    mask, prompts = torch.ones_like(ids), ids.tolist()
+    mask = torch.ones_like(ids)
+    prompts = ids.tolist()
 
     def hf_generate(count: int) -> object:
         return hf.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False)

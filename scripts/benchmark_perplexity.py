@@ -33,14 +33,15 @@ from rich.table import Table
 from trainer.commands import compose_words, run_of
 from trainer.evaluation.perplexity import token_losses
 
-VOCABULARY, TRAINED = 4096, 256
+VOCABULARY = 4096
+TRAINED = 256
 CASES = {"RoPE": ("rope", None), "NoPE": ("nope", None), "RoPE, cropped": ("rope", TRAINED)}
 
 
 def peak() -> float:
     """Return the largest resident set so far, in MiB."""
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used / (2**20 if sys.platform == "darwin" else 2**10)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
 
 def measure(case: str, length: int, threads: int) -> dict[str, float]:
@@ -51,7 +52,8 @@ def measure(case: str, length: int, threads: int) -> dict[str, float]:
     model = random_decoder(config, TRAINED, encoding).eval()
     windows = np.random.default_rng(0).integers(0, VOCABULARY, (1, length))
     token_losses(model, windows[:, :TRAINED], 0, 16384)  # warm-up
-    before, start = peak(), time.perf_counter()
+    before = peak()
+    start = time.perf_counter()
     token_losses(model, windows, 0, 16384, reads=reads)
     return {"seconds": time.perf_counter() - start, "MiB": peak() - before}
 

@@ -51,7 +51,8 @@ def ours(
     """Build our decoder; return it with its loss."""
     shape = WIDTH, MLP, LAYERS, HEADS, HEADS, None, vocab
     config = ModelConfig(*shape, tie_word_embeddings=False)
-    model = random_decoder(config, length, "nope" if "NoPE" in variant else "rope")
+    encoding = "nope" if "NoPE" in variant else "rope"
+    model = random_decoder(config, length, encoding)
     if compiled:
         for block in model.layers:
             block.compile()
@@ -118,12 +119,11 @@ def make_step(
 
 def ceiling(precision: str) -> float:
     """Return the best measured rate of matrix products, in operations per second."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     best = 0.0
     for size in (512, 1024, 2048):
-        a, b = (
-            torch.randn(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-            for _ in range(2)
-        )
+        a = torch.randn(size, size, dtype=dtype)
+        b = torch.randn(size, size, dtype=dtype)
         best = max(best, *(2 * size**3 / seconds(partial(torch.matmul, a, b)) for _ in range(8)))
     return best
 
@@ -161,10 +161,13 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
     """Measure all variants in turns and return a table."""
     kinds = (False, True) if options.compiled else (False,)
     names = [(variant, kind) for kind in kinds for variant in options.variants]
+    titles = {
+        (variant, kind): f"{variant} compiled" if kind else variant for variant, kind in names
+    }
     reference = "hf" if "hf" in options.variants else options.variants[0]
     steps = {}
     for name in names:
-        print(f"warming up {name[0]}{' compiled' if name[1] else ''}", file=sys.stderr)
+        print(f"warming up {titles[name]}", file=sys.stderr)
         steps[name], parameters = make_step(*name, vocab, precision, options.length)
         for _ in range(options.warmup):
             steps[name]()
@@ -179,19 +182,21 @@ def compare(precision: str, vocab: int, options: argparse.Namespace) -> Table:
         *("variant", "tokens/s", "of ceiling", *ratios_to, "peak MiB"),
     )
     for name in names:
-        ratios = [
-            ratio(times[(reference, kind)], times[name]) if (reference, kind) in times else ""
-            for kind in (False, True)
-        ]
+        ratios = []
+        for kind in (False, True):
+            reference_times = times.get((reference, kind))
+            ratios.append(ratio(reference_times, times[name]) if reference_times else "")
         rate = tokens / median(times[name])
-        run = *name, vocab, precision, options.length, options.threads
-        memory = peak_memory(*run) if options.memory else None
+        memory = ""
+        if options.memory:
+            run = *name, vocab, precision, options.length
+            memory = f"{peak_memory(*run, threads=options.threads):,.0f}"
         table.add_row(
-            f"{name[0]}{' compiled' if name[1] else ''}",
+            titles[name],
             f"{rate:,.0f}",
             f"{100 * 6 * parameters * rate / top:.0f}%",
             *ratios,
-            f"{memory:,.0f}" if memory is not None else "",
+            memory,
         )
     return table
 

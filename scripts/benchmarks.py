@@ -42,7 +42,8 @@ def take_turns(names: Sequence[Name], rounds: int, measure: Callable[[Name], Non
     Otherwise one would always follow the same neighbour.
     """
     for number in range(rounds):
-        for name in names if number % 2 == 0 else reversed(names):
+        in_order = names if number % 2 == 0 else reversed(names)
+        for name in in_order:
             measure(name)
         print(f"round {number + 1} of {rounds}", file=sys.stderr)
 
@@ -50,7 +51,9 @@ def take_turns(names: Sequence[Name], rounds: int, measure: Callable[[Name], Non
 def ratio(reference: Sequence[float], times: Sequence[float]) -> str:
     """Return the median of the rounds' speed ratios, with quartiles."""
     ratios = [a / b for a, b in zip(reference, times, strict=True)]
-    low, _, high = quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
+    low = high = ratios[0]
+    if len(ratios) > 1:
+        low, _, high = quantiles(ratios, n=4)
     return f"{median(ratios):.2f} ({low:.2f}-{high:.2f})"
 
 

@@ -35,7 +35,10 @@ def main() -> None:
         parser.error("expected a checkout for ruler and drope, and none for the others")
     options.out.mkdir(parents=True, exist_ok=True)
     make = importlib.import_module(f"golden.{options.files}").make
-    make(options.out, *([options.checkout] if options.checkout else []))
+    if options.checkout:
+        make(options.out, options.checkout)
+    else:
+        make(options.out)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import os
 import random
 import shutil
 import subprocess
@@ -65,7 +66,8 @@ class Replace(ast.NodeTransformer):
     """Replaces one node by another."""
 
     def __init__(self, old: ast.AST, new: ast.AST) -> None:
-        self.old, self.new = old, new
+        self.old = old
+        self.new = new
 
     def visit(self, node: ast.AST) -> ast.AST:
         return ast.copy_location(self.new, node) if node is self.old else self.generic_visit(node)
@@ -90,7 +92,45 @@ def faults(room: str, count: int, seed: int) -> list[tuple[Path, int]]:
     return random.Random(f"{seed} {room}").sample(places, min(count, len(places)))
 
 
+def copy_checkout(target: Path) -> None:
+    """Copy all files that git knows, as they are now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.split("\0"):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def passes(pytest: list[str], checkout: Path) -> bool:
+    """Whether tests of the checkout pass."""
+    environment = os.environ | {"PYTHONPATH": str(checkout)}  # not of an installed package
+    ended = subprocess.run(pytest, cwd=checkout, env=environment, capture_output=True, check=False)
+    return ended.returncode == 0
+
+
+def notices(pytest: list[str], checkout: Path, place: Path, index: int) -> bool:
+    """Whether a test fails with the fault of one node; if none does, print the fault."""
+    path = checkout / place
+    before = path.read_text()
+    tree = ast.parse(before)
+    node = list(bodies(tree))[index]
+    faulty = mutated(node)
+    assert faulty is not None
+    old = " ".join(ast.unparse(node).split())
+    new = " ".join(ast.unparse(faulty).split())
+    line = getattr(node, "lineno", 0)
+    path.write_text(ast.unparse(Replace(node, faulty).visit(tree)))
+    is_missed = passes(pytest, checkout)
+    path.write_text(before)
+    if is_missed:
+        print(f"missed  {place}:{line}: {old[:60]}  ->  {new[:60]}", flush=True)
+    return not is_missed
+
+
 def main() -> None:
+    """Make faults in each room, run its tests, and print how many they notice."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rooms", nargs="+", help="folders of trainer/, such as data")
     parser.add_argument("--count", type=int, default=20, help="faults of a room")
@@ -99,27 +139,14 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         checkout = Path(directory, "checkout")
-        shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", "runs", "*cache*"))
+        copy_checkout(checkout)
         for room in options.rooms:
             tests = options.tests or [f"tests/{room}"]
             pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", *tests]
-            noticed, chosen = 0, faults(room, options.count, options.seed)
-            for place, index in chosen:
-                path = checkout / place
-                before = path.read_text()
-                tree = ast.parse(before)
-                node = list(bodies(tree))[index]
-                faulty = mutated(node)
-                assert faulty is not None
-                old, new = ast.unparse(node), ast.unparse(faulty)
-                line = getattr(node, "lineno", 0)
-                path.write_text(ast.unparse(Replace(node, faulty).visit(tree)))
-                ended = subprocess.run(pytest, cwd=checkout, capture_output=True, check=False)
-                path.write_text(before)
-                noticed += ended.returncode != 0
-                if ended.returncode == 0:
-                    short = " ".join(old.split())[:60], " ".join(new.split())[:60]
-                    print(f"missed  {place}:{line}: {short[0]}  ->  {short[1]}", flush=True)
+            if not passes(pytest, checkout):
+                sys.exit(f"{' '.join(tests)}: fail without a fault")
+            chosen = faults(room, options.count, options.seed)
+            noticed = sum(notices(pytest, checkout, place, index) for place, index in chosen)
             print(f"{room}: {noticed} of {len(chosen)} noticed")
 
 

@@ -87,22 +87,19 @@ def workspace(entity: str, project: str, name: str) -> Workspace:
             log_x=True if plot.x == LENGTH else None,
         )
 
-    return ws.Workspace(
-        entity=entity,
-        project=project,
-        name=name,
-        sections=[
+    sections = []
+    for title, plots in SECTIONS.items():
+        columns = min(3, len(plots))
+        rows = 1 + (len(plots) - 1) // 3
+        sections.append(
             ws.Section(
                 name=title,
                 panels=[panel(plot) for plot in plots],
                 is_open=True,
-                layout_settings=ws.SectionLayoutSettings(
-                    columns=min(3, len(plots)), rows=1 + (len(plots) - 1) // 3
-                ),
+                layout_settings=ws.SectionLayoutSettings(columns=columns, rows=rows),
             )
-            for title, plots in SECTIONS.items()
-        ],
-    )
+        )
+    return ws.Workspace(entity=entity, project=project, name=name, sections=sections)
 
 
 def main() -> None:

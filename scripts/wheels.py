@@ -34,7 +34,8 @@ def check_sum(path: Path, sha256: str) -> None:
     Raises:
         UserError: the file has another checksum.
     """
-    if (digest := checksum(path)) != sha256:
+    digest = checksum(path)
+    if digest != sha256:
         raise UserError(f"{path.name} has the SHA-256 {digest}, not {sha256}.")
 
 

@@ -135,12 +135,13 @@ def measure(name: str) -> Row:
         reference = logits(model)
     drop_rotation(model)
     dropped = logits(model)
-    form = yaml.safe_dump(find_parts(model).decoder.config.rope_parameters)
+    parameters = yaml.safe_dump(find_parts(model).decoder.config.rope_parameters)
+    form = "longrope" if "longrope" in parameters else "llama3"
     reloaded = saved_and_loaded_logits(model)
     restored = logits(restore_rotation(model))
     return Row(
         name,
-        "longrope" if "longrope" in form else "llama3",
+        form,
         share(before, dropped),
         share(reference, dropped),
         share(dropped, reloaded),
@@ -254,7 +255,8 @@ def page(rows: list[Row], problems: dict[str, Exception]) -> str:
     lines = []
     for row in rows:
         numbers = (row.changed, row.from_reference, row.reloaded, row.restored)
-        lines.append(" | ".join([f"| {row.name}", row.form, *map("{:.1g}".format, numbers)]) + " |")
+        cells = " | ".join(f"{number:.1g}" for number in numbers)
+        lines.append(f"| {row.name} | {row.form} | {cells} |")
 
     def table(kind: type[Exception]) -> str:
         chosen = {name: error for name, error in problems.items() if type(error) is kind}

@@ -171,7 +171,8 @@ def keys_of(
     """
     hints = typing.get_type_hints(cls, include_extras=True)
     for field in fields(cls):
-        hint, name = hints[field.name], f"{prefix}{field.name}"
+        hint = hints[field.name]
+        name = f"{prefix}{field.name}"
         value = values.get(field.name, default_of(field))
         meaning = meanings(cls).get(field.name, "")
         inner = next(iter(configurations_in(hint)), None)
@@ -179,7 +180,8 @@ def keys_of(
             yield from keys_of(inner, value, f"{name}.", elsewhere)
             continue
         if inner in PLACES:
-            yield Key(name, f"as `{PLACES[inner]}`", "" if inner is hint else shown(value), meaning)
+            default = "" if inner is hint else shown(value)
+            yield Key(name, f"as `{PLACES[inner]}`", default, meaning)
             continue
         yield Key(name, in_words(TypeAdapter(hint).json_schema()), shown(value), meaning)
         if inner is schema.PhaseConfig or name == "evaluation.weighted_rope":
@@ -213,10 +215,11 @@ def run_sections() -> Iterator[str]:
 def command_sections() -> Iterator[str]:
     """Yield the keys that commands have beside, or in place of, those of a run."""
     for name, (cls, words) in REQUESTS.items():
-        needed = {"checkpoint": schema.MISSING, "to": schema.MISSING}
-        values = compose_words(words, name).values | (needed if name == "export" else {})
+        values = compose_words(words, name).values
         if "PATH" in words:
             values["checkpoint"] = schema.MISSING
+        if name == "export":
+            values["to"] = schema.MISSING
         rows = [[f"`{key[0]}`", *key[1:]] for key in keys_of(cls, values, elsewhere=PLACES)]
         about = (inspect.getdoc(COMMANDS[name]) or "").partition("\n")[0]
         yield f"## `{name}`\n\n{about}\n\n{table(HEADS, rows)}"
@@ -243,10 +246,9 @@ def name_sections() -> Iterator[str]:
     """Yield the names that keys take: of encodings, methods, tasks, options and extras."""
     encodings = [[f"`{name}`", parameters(f), summary(f)] for name, f in ENCODINGS.items()]
     yield f"## Encodings\n\n{table(('name', 'keys', 'frequencies'), encodings)}"
-    methods = [
-        [f"`{name}`", method.title, "yes" * method.is_fitted]
-        for name, method in sorted(known_methods().items())
-    ]
+    methods = []
+    for name, method in sorted(known_methods().items()):
+        methods.append([f"`{name}`", method.title, "yes" if method.is_fitted else ""])
     heads = ("name", "in tables", "fitted on text")
     yield f"## Methods\n\n[What they do](evaluation.md#methods).\n\n{table(heads, methods)}"
     rows = [
@@ -259,8 +261,9 @@ def name_sections() -> Iterator[str]:
         ["`data.source`", names(TEXT_SOURCES), "[data](data.md#prepare)"],
     ]
     yield f"## Tasks, analyses, sources\n\n{table(('key', 'names', 'page'), rows)}"
-    groups = [path for path in sorted(CONF.iterdir()) if path.is_dir()]
-    options = [[f"`{g.name}`", names(sorted(file.stem for file in g.iterdir()))] for g in groups]
+    options = []
+    for group in sorted(path for path in CONF.iterdir() if path.is_dir()):
+        options.append([f"`{group.name}`", names(sorted(file.stem for file in group.iterdir()))])
     yield f"## Options of groups\n\n{table(('group', 'options'), options)}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = [[f"`{e}`", names(p)] for e, p in project["optional-dependencies"].items()]

@@ -14,7 +14,8 @@ from typing import Any
 import yaml
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-DATA, PAGE = DOCS / "reproduce.yaml", DOCS / "reproduce.md"
+DATA = DOCS / "reproduce.yaml"
+PAGE = DOCS / "reproduce.md"
 STATES = {
     "done": ("done", "as in the paper, and run or tested here"),
     "smaller": (
@@ -131,12 +132,12 @@ def table(heads: tuple[str, ...], lines: list[list[str]]) -> str:
 def page(data: dict[str, Any]) -> str:
     """Return the whole page."""
     papers = data["papers"]
-    counts = [Counter(item["state"] for item in paper["items"]) for paper in papers]
-    counted = [
-        [paper["title"].partition(":")[0], *(str(count[state]) for state in STATES)]
-        for paper, count in zip(papers, counts, strict=True)
-    ]
-    total = sum(counts, Counter())
+    total: Counter[str] = Counter()
+    counted = []
+    for paper in papers:
+        count = Counter(item["state"] for item in paper["items"])
+        counted.append([paper["title"].partition(":")[0], *(str(count[state]) for state in STATES)])
+        total += count
     counted.append(["all", *(str(total[state]) for state in STATES)])
     parts = [
         INTRODUCTION,
