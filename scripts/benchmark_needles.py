@@ -54,7 +54,7 @@ from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import NEEDLE_TASKS, statement_batches
 from trainer.evaluation.scoring import Prompt, Stop
 from trainer.evaluation.task import PromptTask
-from trainer.interchange.export import export_model
+from trainer.interchange.export import Tokens, export_model
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.decoder import Decoder
 from trainer.runs.models import read_run
@@ -82,7 +82,7 @@ class Pair:
 def exported(name: str, model: Decoder, tokenizer: Tokenizer, directory: str) -> Pair:
     """Pair a decoder with its export to ``directory``."""
     to = Path(directory) / "model"
-    export_model(model, tokenizer, special_tokens(tokenizer).end, to)
+    export_model(model, Tokens(tokenizer, special_tokens(tokenizer).end), to)
     return Pair(name, model, str(to), tokenizer, 4 * model.layout.training_length)
 
 
@@ -118,7 +118,9 @@ class Settled(transformers.StoppingCriteria):
     """Stopping criteria that apply our rule for long enough answers to each row."""
 
     def __init__(self, tokenizer: Tokenizer, prompts: Sequence[Prompt], stop: Stop) -> None:
-        self.tokenizer, self.prompts, self.stop = tokenizer, prompts, stop
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.stop = stop
 
     def __call__(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
         """Return ``[B]`` booleans: whether each answer is complete."""
@@ -148,7 +150,9 @@ def by_transformers(
 ) -> Timed:
     """Answer prompts of one length with transformers, in batches as large as ours."""
     model = loaded(directory, dtype)
-    end, texts, began = special_tokens(tokenizer).end, [], time.perf_counter()
+    end = special_tokens(tokenizer).end
+    texts: list[str] = []
+    began = time.perf_counter()
     size = max(1, batch_tokens // (len(prompts[0].tokens) + prompts[0].new_tokens))
     for first in range(0, len(prompts), size):
         batch = prompts[first : first + size]
@@ -198,9 +202,8 @@ def of_statements(
         return hits, time.perf_counter() - began
 
     def theirs() -> Timed:
-        texts, seconds = other.submit(
-            by_transformers, *pair.theirs, prompts, batch_tokens, None
-        ).result()
+        answered = other.submit(by_transformers, *pair.theirs, prompts, batch_tokens, None)
+        texts, seconds = answered.result()
         return [text == number for text, number in zip(texts, numbers, strict=True)], seconds
 
     return ours, theirs
@@ -218,9 +221,8 @@ def of_prompts(
         return texts, time.perf_counter() - began
 
     def theirs() -> Timed:
-        return other.submit(
-            by_transformers, *pair.theirs, prompts, batch_tokens, task.stop
-        ).result()
+        answered = other.submit(by_transformers, *pair.theirs, prompts, batch_tokens, task.stop)
+        return answered.result()
 
     return ours, theirs
 
@@ -248,7 +250,8 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace, other: Exec
 
     print(f"{pair.name}, {task_name}", file=sys.stderr)
     take_turns(list(contestants), options.rounds, turn)
-    same, count = sum(map(eq, *outputs.values())), len(outputs["ours"])
+    same = sum(map(eq, *outputs.values()))
+    count = len(outputs["ours"])
     return [
         f"{pair.name}, {task_name}, {length} tokens",
         *(f"{count / median(seconds):,.2f}" for seconds in times.values()),
@@ -260,7 +263,10 @@ def compare(pair: Pair, task_name: str, options: argparse.Namespace, other: Exec
 def begin(threads: int, same_memory: bool) -> None:
     """Prepare the process of transformers."""
     transformers.logging.set_verbosity_error()
-    use_cores(threads) if same_memory else torch.set_num_threads(threads)
+    if same_memory:
+        use_cores(threads)
+    else:
+        torch.set_num_threads(threads)
 
 
 def main() -> None:
@@ -285,16 +291,17 @@ def main() -> None:
         f"{options.precision}, {options.threads} threads, {options.rounds} rounds",
         *("", "ours trials/s", "transformers", "ratio (quartiles)", "same"),
     )
+    settings = options.threads, options.same_memory
     with (
         tempfile.TemporaryDirectory(prefix="unrope-benchmark-") as directory,
-        ProcessPoolExecutor(
-            1, get_context("spawn"), begin, (options.threads, options.same_memory)
-        ) as other,
+        ProcessPoolExecutor(1, get_context("spawn"), begin, settings) as other,
     ):
         if options.checkpoint:
             pair = checkpoint(options.checkpoint, directory)
+        elif options.model == "nano":
+            pair = nano(directory)
         else:
-            pair = nano(directory) if options.model == "nano" else smollm2()
+            pair = smollm2()
         pair.ours.to(dtype).eval()
         for task in options.task or default:
             table.add_row(*compare(pair, task, options, other))

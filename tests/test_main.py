@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def test_only_what_slurm_announces_requeues_a_job(monkeypatch, capsys, reason, c
         main(["evaluate", "x"])
     assert stopped.value.code == code
     assert asked == ([["scontrol", "requeue", "7"]] if requeues else [])
-    assert "resumes after the batches that are measured" in capsys.readouterr().err
+    assert "The same command resumes." in capsys.readouterr().err
 
 
 def test_a_requeue_that_fails_is_a_line(monkeypatch, capsys, tmp_path):
@@ -278,15 +279,23 @@ def test_a_requeue_that_fails_is_a_line(monkeypatch, capsys, tmp_path):
     assert "scontrol requeue 7: Invalid job id" in refused
 
 
-@pytest.mark.parametrize("other", [{}, {"trainer": {"threads": 4}}, {"seed": 1}])
-def test_ranks_are_started_with_the_same_keys(monkeypatch, other):
+@pytest.mark.parametrize(
+    ("other", "problem"),
+    [
+        ({}, None),
+        ({"trainer": {"threads": 4}}, None),
+        ({"seed": 1}, r"\(seed: 1 there, 0 here\)"),
+        ({"ranks of a node": 2}, r"\(ranks of a node: 2 there, 1 here\)"),
+    ],
+)
+def test_ranks_are_started_with_the_same_keys(monkeypatch, other, problem):
     values = {"seed": 0, "trainer": {"threads": 1}}
     monkeypatch.setattr(
         "trainer.common.ranks.shared_value", lambda mine: mine() | merged(values, other)
     )
     expected = nullcontext()
-    if "seed" in other:
-        expected = pytest.raises(UserError, match=r"\(seed: 1 there, 0 here\)")
+    if problem is not None:
+        expected = pytest.raises(UserError, match=problem)
     with expected:
         check_alike(values)
 
@@ -301,9 +310,12 @@ def test_a_finished_rank_exits_with_the_code_of_all_ranks(monkeypatch, capsys):
     assert stopped.value.code == 3
 
 
-def test_a_missing_package_is_said_with_its_extra():
-    error = ModuleNotFoundError("No module named 'lm_eval'")
-    assert explain(error).endswith("'lm_eval'; pip install '.[eval]' brings it")
+def test_a_missing_package_is_said_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "trainer.evaluation.harness", raising=False)
+    with pytest.raises(ImportError) as missing:
+        importlib.import_module("trainer.evaluation.harness")
+    assert explain(missing.value).endswith("; pip install '.[eval]' brings it")
 
 
 def test_cfg_prints_the_whole_configuration(capsys):

@@ -74,7 +74,8 @@ def end(error: BaseException, words: list[str], watch: Watch | None) -> None:
 
     Ranks with an open process group exit immediately: its threads may wait for others.
     """
-    ended, text = outcome(error, words, 0 if watch is None else watch.rank)
+    rank = 0 if watch is None else watch.rank
+    ended, text = outcome(error, words, rank)
     if text is None and watch is None:
         raise error
     if text is None:
@@ -96,17 +97,18 @@ def end(error: BaseException, words: list[str], watch: Watch | None) -> None:
 
 def outcome(error: BaseException, words: list[str], rank: int) -> tuple[End, str | None]:
     """Return how a command ends with an error, and the text to print; None: its traceback."""
-    from trainer.commands import KEPT, explain, is_of_user
+    from trainer.commands import RESUMABLE, explain, is_of_user
 
     if isinstance(error, KeyboardInterrupt):
         error = PreemptedError("Stopped (SIGINT).", "SIGINT")
     if isinstance(error, PreemptedError):
         code = 130 if error.reason == "SIGINT" else REQUEUE_EXIT_CODE
-        text = f"{error} {KEPT.get(command_of(words), '')}"
-        return End(rank, "stopped", code, error.reason), text.rstrip()
+        resumes = " The same command resumes." if command_of(words) in RESUMABLE else ""
+        return End(rank, "stopped", code, error.reason), f"{error}{resumes}"
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-        code = error.code or 0
-        return End(rank, "failed" if code else "done", code), ""
+        if error.code:
+            return End(rank, "failed", error.code), ""
+        return End(rank, "done", 0), ""
     failed = End(rank, "failed", 1)
     if isinstance(error, SystemExit):  # with a message, as for Python
         return failed, str(error.code)

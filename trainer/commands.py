@@ -35,8 +35,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from trainer import config as schema
 from trainer.common.errors import REQUEUE_EXIT_CODE, PreemptedError, UserError, nearest
 from trainer.common.fields import validated
+from trainer.common.files import check_is_new
 from trainer.common.processes import current_ranks, requeue
-from trainer.common.progress import show_log
 from trainer.runs.directory import (
     RECORD,
     check_files,
@@ -65,13 +65,8 @@ EXTRAS = {
     "gguf": "gguf",
 }
 """Extra of the package that brings what an error names."""
-KEPT = {
-    "train": "The same command resumes from checkpoints, prepared text and measured batches.",
-    "recalibrate": "The same command resumes from checkpoints and measured batches.",
-    "prepare": "The same command resumes after the documents that are tokenized.",
-    "evaluate": "The same command resumes after the batches that are measured.",
-}
-"""What a command that is stopped says of its work."""
+RESUMABLE = "train", "recalibrate", "prepare", "evaluate"
+"""Commands that resume what they have saved when they are stopped."""
 NOT_OF_WEIGHTS = "model.attention_backend", "model.qk_norm.", "model.from_"
 """Beginnings of keys that a run with trained weights may choose."""
 WITH_VALUE = "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--info", "-i"
@@ -90,9 +85,6 @@ class Job(NamedTuple):
     """The chosen option of each group."""
     words: Sequence[str]
     """The overrides."""
-
-
-# ---- From words to a job ----
 
 
 def register_schema() -> None:
@@ -132,7 +124,9 @@ def overrides_of(name: str, words: Iterable[str]) -> list[str]:
 
 def split_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the bare words, such as paths, and the others: overrides, options and their values."""
-    bare, others, before = [], [], ""
+    bare: list[str] = []
+    others: list[str] = []
+    before = ""
     for word in words:
         if word.lstrip("+~").startswith("="):
             raise UserError(f"expected KEY=VALUE, got {word!r}")
@@ -144,6 +138,14 @@ def split_words(words: Iterable[str]) -> tuple[list[str], list[str]]:
             others.append(word)
         before = word
     return bare, others
+
+
+def split_prompts(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the words of ``generate`` without its texts, and the texts."""
+    bare, others = split_words(words)
+    keyed = [word for word in others if word.startswith("prompt=")]
+    texts = [*bare[1:], *(word.removeprefix("prompt=") for word in keyed)]
+    return [*bare[:1], *(word for word in others if word not in keyed)], texts
 
 
 def _as_hydra_reads(word: str) -> str:
@@ -162,7 +164,8 @@ def job_of(config: DictConfig, hydra_config: Any) -> Job:
     Its ``plugins`` are run, so that it can name what they register; those of its controls as well.
     """
     config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-    if missing := sorted(OmegaConf.missing_keys(config)):
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
         usage = str(inspect.getdoc(COMMANDS[hydra_config.job.config_name])).splitlines()[2]
         raise UserError(f"{', '.join(missing)}: expected a value: {usage}")
     values: Any = OmegaConf.to_container(config, resolve=True)
@@ -195,39 +198,40 @@ def run_command(name: str, words: Sequence[str]) -> None:
     register_schema()
     prompts: list[str] = []
     if name == "generate":
-        texts, others = split_words(words)
-        keyed = [word for word in others if word.startswith("prompt=")]
-        prompts = [*texts[1:], *(word.removeprefix("prompt=") for word in keyed)]
-        words = [*texts[:1], *(word for word in others if word not in keyed)]
+        words, prompts = split_prompts(words)
     words = overrides_of(name, words)
     errors: list[Exception] = []
     sweep = Sweep(words)
+    argv = sys.argv
 
     def run(config: DictConfig) -> None:
+        """Run one job; keep its error."""
         settings = HydraConfig.get()
+        is_swept = settings.mode == RunMode.MULTIRUN
         try:
             sys.argv = argv  # as a page about the results quotes it
-            if settings.mode == RunMode.MULTIRUN:
+            if is_swept:
                 sweep.name_job(config, settings)
             job = job_of(config, settings)
             if current_ranks().world_size > 1:
                 check_alike(job.values)
             if prompts:
                 job.values["prompts"] += prompts
+            from trainer.common.progress import show_log  # imports rich, which --cfg does not need
+
             show_log()
             COMMANDS[name](job)
-            if settings.mode == RunMode.MULTIRUN:
+            if is_swept:
                 sweep.outcomes[settings.job.num] = "ran"
                 if name == "train":
                     sweep.runs.append(job.values["run_dir"])
         except (Exception, PreemptedError) as error:
-            if settings.mode == RunMode.MULTIRUN:
+            if is_swept:
                 sweep.note(settings, error)
             if isinstance(error, PreemptedError):
                 raise
             errors.append(error)  # if it were raised here, Hydra would print the words, too
 
-    argv = sys.argv
     sys.argv = ["unrope", *words]  # which Hydra reads
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(run)()
@@ -309,15 +313,12 @@ class Sweep:
 
 
 def check_alike(values: dict[str, Any]) -> None:
-    """Check that this rank was started with the keys of rank 0.
-
-    Raises:
-        UserError: it was not, or its machine has another number of ranks.
-    """
+    """Raise a UserError unless rank 0 has the same keys, and as many ranks on its machine."""
     from trainer.common.ranks import shared_value
 
     mine = json.loads(json.dumps(values | {"ranks of a node": current_ranks().local_size}))
-    if changed := differences(shared_value(lambda: mine), mine, OF_A_MACHINE):
+    changed = differences(shared_value(lambda: mine), mine, OF_A_MACHINE)
+    if changed:
         raise UserError(
             f"rank {current_ranks().rank} was started with other keys than rank 0 ({changed})"
         )
@@ -349,9 +350,6 @@ def explain(error: BaseException) -> str:
         extras = [extra for word, extra in EXTRAS.items() if word in text]
         text += "".join(f"; pip install '.[{extra}]' brings it" for extra in extras[:1])
     return "\n".join(f"error: {line}" for line in text.splitlines())
-
-
-# ---- From a job to checked keys ----
 
 
 def run_of(job: Job) -> Run:
@@ -390,9 +388,6 @@ def take_keys(job: Job, keys: type[T]) -> T:
     """Take a command's own keys out of the values, which leaves those of a run."""
     names = [field.name for field in fields(keys)]  # type: ignore[arg-type]  # a dataclass
     return validated(keys, {name: job.values.pop(name) for name in names})
-
-
-# ---- The commands ----
 
 
 def train(job: Job) -> None:
@@ -439,7 +434,7 @@ def recalibrate(job: Job) -> None:
     is_finished = (run_dir / FACTS).is_file() and not run.config.overwrite
     is_exported = is_finished and (to / "config.json").is_file()
     if keys.to and not is_exported:
-        check_empty(keys.to)
+        check_is_new(keys.to)
     report = workflow.recalibrate(run, values, keys.checkpoint, keys.minutes, began)
     print_report(report, str(run_dir))
     print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
@@ -451,7 +446,8 @@ def recalibrate(job: Job) -> None:
 def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[str, Any]]:
     """Take the keys of ``recalibrate`` out of the values, and set those of a run that follow from
     them; return both. ``began``: when the minutes began, in seconds since the epoch."""
-    keys, values = take_keys(job, schema.RecalibrateKeys), job.values
+    keys = take_keys(job, schema.RecalibrateKeys)
+    values = job.values
     if keys.text is None and job.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
     named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
@@ -581,20 +577,13 @@ def export(job: Job) -> None:
     """
     request = validated(schema.ExportRequest, job.values)
     check_model(request.checkpoint)  # before torch is imported
-    check_empty(request.to)
+    check_is_new(request.to)
     from trainer.interchange.hf_config import OWN
     from trainer.workflows.export import export_checkpoint
 
     architecture = export_checkpoint(request)
     trust = ", trust_remote_code=True" if architecture == OWN else ""
     print(f"Load it with: AutoModelForCausalLM.from_pretrained({request.to!r}{trust})")
-
-
-def check_empty(to: str) -> None:
-    """Raise a UserError unless an export can be written to a directory."""
-    path = Path(to)
-    if path.exists() and any(path.iterdir()):
-        raise UserError(f"to: expected a new or empty directory, got {to!r}")
 
 
 COMMANDS: dict[str, Callable[[Job], None]] = {
@@ -609,7 +598,8 @@ def help_text(name: str) -> str:
     if name == "train":
         commands = ((other, inspect.getdoc(command)) for other, command in COMMANDS.items())
         lines += ["Commands:", *(f"  {n:12} {str(t).splitlines()[0]}" for n, t in commands), ""]
-    if group := OPTIONS.get(name):
+    if name in OPTIONS:
+        group = OPTIONS[name]
         lines += [f"{group}: {', '.join(sorted(p.stem for p in (CONF / group).iterdir()))}", ""]
     lines += [
         "All keys and their values: add --cfg job. Their meanings: docs/keys.md.",

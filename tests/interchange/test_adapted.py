@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from tests.interchange.families import FAMILIES, SHAPE, YARN, made
 from tests.reference import turned
@@ -324,6 +326,56 @@ def test_a_model_whose_attention_cannot_be_watched_is_refused():
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(UserError, match="0 of its 3 layers call attention through"):
         AdaptedModel(hf)
+
+
+def wrapped(layer, change):
+    """Let a layer's attention get tables that ``change`` makes of its own."""
+    forward = layer.self_attn.forward
+
+    def attend(*args, position_embeddings, **options):
+        return forward(*args, position_embeddings=change(position_embeddings), **options)
+
+    layer.self_attn.forward = attend
+
+
+def test_a_layer_that_rotates_otherwise_than_its_tables_say_is_refused():
+    hf = made("Llama")
+    wrapped(hf.model.layers[1], lambda tables: (tables[0], 2 * tables[1]))
+    with pytest.raises(UserError, match="unknown way"):
+        AdaptedModel(hf)
+
+
+def test_layers_that_rotate_without_being_given_tables_are_refused():
+    hf = made("Llama")
+    tables = hf.model.rotary_emb(torch.zeros(1), torch.arange(T)[None])
+    hf.model.rotary_emb.forward = lambda *_, **__: None
+    for layer in hf.model.layers:
+        wrapped(layer, lambda _: [table[:, :16] for table in tables])
+    with pytest.raises(UserError, match="unknown way"):
+        AdaptedModel(hf)
+
+
+@pytest.mark.parametrize("layers", [[1], [0, 1, 2]])
+def test_all_layers_have_heads_of_one_kind(layers):
+    hf = made("Llama")
+    config = replace(hf.config, num_attention_heads=2, num_key_value_heads=2)
+    for index in layers:
+        attention = LlamaAttention(config, index).eval()
+        attention.config = hf.config  # of its implementation
+        hf.model.layers[index].self_attn = attention
+    if len(layers) == 3:
+        assert AdaptedModel(hf).config.num_attention_heads == 2
+        return
+    with pytest.raises(UserError, match="heads of one kind"):
+        AdaptedModel(hf)
+
+
+def test_weights_that_are_not_in_the_file_are_named(saved):
+    weights = load_file(saved / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, saved / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"missing: model\.norm\.weight"):
+        read_adapted(saved)
 
 
 def test_the_text_model_of_a_model_that_reads_images_too():

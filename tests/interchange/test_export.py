@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trainer.common.errors import UserError
 from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.interchange import export as module
-from trainer.interchange.export import TEXT, export_model, prompting
+from trainer.interchange.export import TEXT, Tokens, export_model, prompting
 from trainer.interchange.pretrained import read_pretrained
 from trainer.interchange.published import read_token_files
 from trainer.model.config import QKNormConfig
@@ -169,7 +169,7 @@ def decoder(tiny_decoder):
 def exported(model, tmp_path, **options):
     """Export and read again; return the files' config.json and the model."""
     to = tmp_path / "export"
-    export_model(model, TOKENIZER, 0, to, tolerance=1e-5, **options)
+    export_model(model, Tokens(TOKENIZER, 0), to, tolerance=1e-5, **options)
     read = read_pretrained(str(to))
     torch.testing.assert_close(read.decoder()(IDS), model(IDS), rtol=1e-5, atol=1e-5)
     values = json.loads((to / "config.json").read_text())
@@ -216,7 +216,7 @@ GENERATION = {
 def test_every_way_to_generate_reads_windows_alike(decoder, tmp_path, shape, how):
     """Prompts are padded on the left, and one row reads beyond all windows."""
     model = decoder(training_length=32, **WINDOWED[shape])
-    export_model(model, TOKENIZER, 0, tmp_path / "export")
+    export_model(model, Tokens(TOKENIZER, 0), tmp_path / "export")
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "export", trust_remote_code=True)
     lengths = [25] if how == "assisted" else [25, 1, 12]
     batch, mask = torch.zeros(len(lengths), 25, dtype=torch.long), torch.zeros(len(lengths), 25)
@@ -260,14 +260,14 @@ def test_wrong_logits_leave_nothing(decoder, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "exported", lambda model, name, _: model.get_parameter(name).data)
     model = decoder(layers=["half_rope"])
     with pytest.raises(UserError, match="logits as transformers computes them differ"):
-        export_model(model, TOKENIZER, 0, tmp_path / "export")
+        export_model(model, Tokens(TOKENIZER, 0), tmp_path / "export")
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_directory_that_holds_something_is_refused(decoder, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="expected a new or empty directory"):
-        export_model(decoder(), TOKENIZER, 0, tmp_path)
+        export_model(decoder(), Tokens(TOKENIZER, 0), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
     model = decoder()
     model.layout = model.layout.with_training_length(999)
     card = {"title": "A model", "parameters": 9, "steps": 3, "training_length": 999}
-    export_model(model, TOKENIZER, 7, tmp_path / "export", card=card | {"encoding": "kept"})
+    export_model(model, Tokens(TOKENIZER, 7), tmp_path / "export", card=card | {"encoding": "kept"})
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
     assert tokenizer.eos_token == WORD(7)
@@ -298,7 +298,7 @@ def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
 def test_the_context_is_what_it_is_told(decoder, tmp_path):
     model = decoder(training_length=32)
     dropped()(model)
-    export_model(model, TOKENIZER, 0, tmp_path / "export", context=4096)
+    export_model(model, Tokens(TOKENIZER, 0), tmp_path / "export", context=4096)
     texts = {path.name: path.read_text() for path in (tmp_path / "export").glob("*.json")}
     for name in ("config.json", "config_for_llama_cpp.json"):
         assert json.loads(texts[name])["max_position_embeddings"] == 4096
@@ -306,17 +306,17 @@ def test_the_context_is_what_it_is_told(decoder, tmp_path):
     long_factors_model = decoder(training_length=32)
     layout_changed(long_factors)(long_factors_model)
     with pytest.raises(UserError, match="context: expected 32"):
-        export_model(long_factors_model, TOKENIZER, 0, tmp_path / "other", context=64)
+        export_model(long_factors_model, Tokens(TOKENIZER, 0), tmp_path / "other", context=64)
 
 
 def test_only_a_model_without_rotation_has_another_configuration_for_llama_cpp(decoder, tmp_path):
-    export_model(decoder(), TOKENIZER, 0, tmp_path / "export")
+    export_model(decoder(), Tokens(TOKENIZER, 0), tmp_path / "export")
     assert not (tmp_path / "export" / "config_for_llama_cpp.json").exists()
 
 
 def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
     published = tmp_path / "published"
-    export_model(decoder(), TOKENIZER, 0, published)
+    export_model(decoder(), Tokens(TOKENIZER, 0), published)
     config, settings = published / "config.json", published / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": [3, 4]}))
     of_tokens = json.loads(settings.read_text())
@@ -327,7 +327,7 @@ def test_settings_of_a_published_model_s_tokens_are_kept(decoder, tmp_path):
     files = read_token_files(published)
 
     place = tmp_path / "tuned"
-    export_model(decoder(), TOKENIZER, 0, place, token_files=files)
+    export_model(decoder(), Tokens(TOKENIZER, 0, files), place)
     written = json.loads((place / "tokenizer_config.json").read_text())
     assert (written["eos_token"], written["chat_template"]) == (WORD(3), "{{ x }}")
     assert not {"auto_map", "add_bos_token"} & written.keys()

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.golden.files import GOLDEN
+from trainer.common.errors import UserError
 from trainer.interchange.adapted import AdaptedModel
 from trainer.interchange.hf_config import ARCHITECTURES, TARGETS
 from trainer.interchange.pretrained import read_pretrained
@@ -58,3 +59,8 @@ def test_a_drope_checkpoint_may_name_its_type_alone_and_no_rotation(tmp_path, na
     assert (read.config, read.layout) == (whole.config, whole.layout)
     assert not any(spectrum.rotates for spectrum in read.layout.spectra)
     assert read.layout.training_length == 64
+
+
+def test_a_drope_checkpoint_with_attention_of_another_type_is_refused(tmp_path):
+    with pytest.raises(UserError, match="attention_type: expected"):
+        read_pretrained(changed(DROPE[0], tmp_path, attention_type="other"))

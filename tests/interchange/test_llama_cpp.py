@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from tests.interchange.families import made
 from trainer.data.tokenizer import train_tokenizer
 from trainer.hf import drop_rotation
-from trainer.interchange.export import export_model
+from trainer.interchange.export import Tokens, export_model
 from trainer.model.config import QKNormConfig
 from trainer.positional.layout import drop
 
@@ -144,7 +144,7 @@ def test_exports_without_rotation(converter, tiny_decoder, tmp_path, name, facto
     shape = {"vocab_size": TOKENIZER.get_vocab_size(), "qk_norm": EXPORTS[name]}
     model = tiny_decoder(training_length=C, model=shape)
     model.layout = drop(model.layout, qk_norm="with" in name.split())
-    export_model(model, TOKENIZER, 0, tmp_path / "export", context=4 * C)
+    export_model(model, Tokens(TOKENIZER, 0), tmp_path / "export", context=4 * C)
     directory = for_llama_cpp(tmp_path / "export")
     assert largest_difference(converter, directory, tmp_path / "export", factor) < TOLERANCE
 

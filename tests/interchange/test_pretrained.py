@@ -1,10 +1,14 @@
 """Published weights: the logits are those of transformers."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -257,3 +261,87 @@ def test_loading_takes_hardly_more_memory_than_the_model(tmp_path):
     ratio, size = map(float, result.stdout.split())
     assert size > 2e8
     assert ratio < 1.3
+
+
+def test_a_model_without_a_tokenizer_is_read_and_named_where_one_is_needed(saved):
+    with pytest.raises(UserError, match=f"{saved}: there is no tokenizer.json"):
+        read_pretrained(str(saved)).require_tokenizer()
+
+
+# ---------------------------------------------------------------- the hub
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """The part of the hub's interface that a download uses, with one model."""
+
+    protocol_version = "HTTP/1.1"
+    files: ClassVar[dict[str, bytes]] = {
+        "config.json": b"{}",
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"weights",
+        "modeling_evil.py": b"raise SystemExit",
+    }
+    commit = "c" * 40
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        status, content = 404, b"{}"
+        headers = {"X-Error-Code": "RepoNotFound"}
+        if self.path.startswith("/api/models/someone/tiny"):
+            answer = {"id": "someone/tiny", "sha": self.commit}
+            if "/tree/" in self.path:
+                answer = [
+                    {"type": "file", "path": name, "size": len(file), "oid": "0"}
+                    for name, file in self.files.items()
+                ]
+            status, content, headers = 200, json.dumps(answer).encode(), {}
+        elif self.path.startswith("/someone/tiny/resolve/"):
+            content = self.files[self.path.rpartition("/")[2]]
+            status, headers = 200, {"X-Repo-Commit": self.commit, "ETag": f'"{len(content)}"'}
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": len(content)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+
+FIND = """
+import sys
+from trainer.interchange.published import find_pretrained
+for name in sys.argv[1:]:
+    try:
+        print(*sorted(path.name for path in find_pretrained(name).iterdir()))
+    except OSError as error:
+        print("refused:", name in str(error))
+"""
+
+
+@pytest.fixture
+def hub_environment(tmp_path):
+    """The environment of a process that finds the fake hub, and has no cache."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    offline = {"HF_HUB_OFFLINE", "HF_TOKEN", "http_proxy", "HTTP_PROXY"}
+    kept = {name: value for name, value in os.environ.items() if name not in offline}
+    yield kept | {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_only_files_without_code_come_from_the_hub_and_what_is_not_there_is_named(hub_environment):
+    done = subprocess.run(
+        [sys.executable, "-c", FIND, "someone/tiny", "someone/none"],
+        env=hub_environment, cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "config.json model.safetensors tokenizer.json",
+        "refused: True",
+    ]

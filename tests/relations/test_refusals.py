@@ -13,8 +13,9 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
 from trainer import commands, hf
-from trainer.commands import Job, check_empty, overrides_of, run_of
+from trainer.commands import Job, overrides_of, run_of
 from trainer.common.errors import UserError
+from trainer.common.files import check_is_new
 from trainer.common.processes import Ranks
 from trainer.config import (
     AnalysisConfig,
@@ -157,8 +158,8 @@ def test_words_of_a_command(tmp_path):
 
 def test_an_export_needs_an_empty_place(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
-    check_empty(str(tmp_path / "new"))
-    check_empty(str(tmp_path / "model"))
+    check_is_new(str(tmp_path / "new"))
+    check_is_new(str(tmp_path / "model"))
     (tmp_path / "model" / "a").touch()
     monkeypatch.setattr(commands, "check_model", lambda reference: None)
     monkeypatch.setattr("trainer.workflows.export.export_checkpoint", lambda request: "Llama")

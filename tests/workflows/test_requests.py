@@ -14,6 +14,7 @@ import torch
 from tests.relations.leaves import leaves, other_value, with_value
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, ExportRequest, GenerationRequest, RunConfig
+from trainer.interchange.export import Tokens
 from trainer.workflows import analyze, export, generate
 
 
@@ -100,8 +101,8 @@ def exported(request, decoder, monkeypatch):
             is_dropped=False, parameters=1, tokens=SimpleNamespace(tokenizer="words"),
         )  # fmt: skip
 
-    def export_model(model, tokenizer, end_of_text, to, *, card, token_files, **options):
-        assert (tokenizer, end_of_text, token_files) == ("words", 3, {"a": "b"})
+    def export_model(model, tokens, to, *, card, **options):
+        assert tokens == Tokens("words", 3, {"a": "b"})
         seen.update(to=to, layout=model.layout, **options)
 
     monkeypatch.setattr(export, "find_model", find_model)

@@ -44,11 +44,8 @@ def synchronise(directory: Path) -> None:
 
 @contextmanager
 def expecting(content: str, path: Path) -> Iterator[None]:
-    """Raise a parser's errors within the block with the path of the file.
-
-    Raises:
-        UserError: it holds something else than ``content``.
-    """
+    """Raise a UserError with the path of a file if a parser fails in the block: the file holds
+    something else than ``content``."""
     try:
         yield
     except (OSError, MemoryError, UserError):  # they say what is wrong
@@ -74,3 +71,10 @@ def partial_directory(final: Path) -> Iterator[Path]:
         yield partial
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def check_is_new(to: Path | str) -> None:
+    """Raise a UserError if an export is to be written where something lies."""
+    path = Path(to)
+    if path.exists() and any(path.iterdir()):
+        raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")

@@ -42,10 +42,7 @@ def current_ranks() -> Ranks:
 
 def _translate_slurm() -> None:
     """Set torchrun's environment variables from srun's; an address and a port that are set stay.
-
-    Raises:
-        UserError: nodes have different numbers of tasks.
-    """
+    Raise a UserError if nodes have different numbers of tasks."""
     slurm = os.environ
     per_node = slurm.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as "8(x4)", or "2,1"
     if "," in per_node:
@@ -112,11 +109,7 @@ def stop_on_signals() -> None:
 
 
 def check_signals() -> None:
-    """Stop if a signal asked for it and its error was ignored, or came in a run's last step.
-
-    Raises:
-        PreemptedError: one did.
-    """
+    """Raise a PreemptedError if that of a signal was ignored, or came in a run's last step."""
     if RECEIVED:
         raise PreemptedError(f"Stopped ({RECEIVED[0]}).", RECEIVED[0])
 

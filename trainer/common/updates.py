@@ -14,11 +14,7 @@ def is_share(number: Any) -> bool:
 
 
 def check_updates(name: str, number: Any) -> None:
-    """Raise unless ``number`` is a number of updates or a share.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Raise a UserError unless ``number`` is a number of updates or a share of them."""
     is_integer = isinstance(number, Integral) and not isinstance(number, bool)
     is_count = is_integer and int(number) >= 0
     if not is_count and not is_share(number):

@@ -40,9 +40,9 @@ from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rotation import encode, rotary_table, rotate
 from trainer.positional.spectrum import Spectrum
 
-TRIED = 16
+PROBE_TOKENS = 16
 """Tokens that are read to see what the layers do."""
-CLOSE = 1e-4
+TOLERANCE = 1e-4
 """Of the largest entry: how far a rotation in float32 may be from the model's own."""
 
 OF_TRANSFORMERS = None, "eager", "sdpa", "grouped_mm", "batched_mm"
@@ -59,15 +59,17 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "Adapte
         UserError: transformers cannot compute it by itself, or its attention cannot be observed.
     """
     values = read_config(directory)
-    if (kind := values.get("model_type")) not in CONFIG_MAPPING_NAMES:
+    kind = values.get("model_type")
+    if kind not in CONFIG_MAPPING_NAMES:
         raise UserError(
             f"{directory}: model_type: {kind!r} needs code, and code of a model is never run"
         )
     # For an implementation of another name, transformers may download a kernel and run it.
-    if unknown := [name for name in _implementations(values) if name not in OF_TRANSFORMERS]:
+    unknown = [name for name in _implementations(values) if name not in OF_TRANSFORMERS]
+    if unknown:
         raise UserError(f"{directory}: attn_implementation: {unknown} needs code of others")
-    elsewhere = (directory / "adapter_config.json").exists()
-    if elsewhere or values.get("transformers_weights") is not None:
+    has_adapter = (directory / "adapter_config.json").exists()
+    if has_adapter or values.get("transformers_weights") is not None:
         raise UserError(
             f"{directory}: adapter_config.json and transformers_weights are not supported"
         )
@@ -78,7 +80,8 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "Adapte
         trust_remote_code=False,
         output_loading_info=True,
     )
-    if missing := sorted(info["missing_keys"]):
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")
     model = AdaptedModel(hf)
     for parameter in model.parameters():  # rounded buffers would be wrong frequencies
@@ -97,9 +100,6 @@ def _implementations(values: Any) -> list[Any]:
     return names + _implementations([*values.values()])
 
 
-# ---------------------------------------------------------------- attention and cache
-
-
 Encoded = tuple[Tensor, Tensor]
 """Queries ``[B, Hq, T, D]`` and keys ``[B, Hkv, Tk, D]`` as they enter the scores."""
 _WATCH: ContextVar[Callable[..., Encoded] | None] = ContextVar("watch", default=None)
@@ -108,6 +108,7 @@ _WATCH: ContextVar[Callable[..., Encoded] | None] = ContextVar("watch", default=
 
 @contextmanager
 def _watching(watch: Callable[..., Encoded]) -> Iterator[None]:
+    """Let ``watch`` see, and change, the queries and keys of every attention call in the block."""
     token = _WATCH.set(watch)
     try:
         yield
@@ -135,21 +136,24 @@ def _calls(run: Callable[[], Any]) -> tuple[list[_Call], Any]:
         return calls, run()
 
 
-def _attend(usual: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **options: Any) -> Any:
+def _attend(
+    implementation: str, module: nn.Module, q: Tensor, k: Tensor, *args: Any, **options: Any
+) -> Any:
     """Compute attention as the model does by itself, of the queries and keys that a watch gives."""
-    if (watch := _WATCH.get()) is not None:
+    watch = _WATCH.get()
+    if watch is not None:
         q, k = watch(module, q, k, *args, **options)
-    if usual == "eager":
+    if implementation == "eager":
         attend = sys.modules[type(module).__module__].eager_attention_forward
     else:
-        attend = ALL_ATTENTION_FUNCTIONS[usual]
+        attend = ALL_ATTENTION_FUNCTIONS[implementation]
     with cudnn_attention(False):  # wrong with some masks, and plans for each new length
         return attend(module, q, k, *args, **options)
 
 
-for _usual, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
-    AttentionInterface.register(f"unrope_{_usual}", partial(_attend, _usual))
-    AttentionMaskInterface.register(f"unrope_{_usual}", _mask)
+for _name, _mask in (("sdpa", sdpa_mask), ("eager", eager_mask)):
+    AttentionInterface.register(f"unrope_{_name}", partial(_attend, _name))
+    AttentionMaskInterface.register(f"unrope_{_name}", _mask)
 
 
 class _Layer(DynamicLayer):
@@ -158,7 +162,9 @@ class _Layer(DynamicLayer):
     def __init__(self, cache: LayerCache) -> None:
         super().__init__()
         self.cache = cache
-        self.keys, self.values, self.is_initialized = cache.keys, cache.values, True
+        self.keys = cache.keys
+        self.values = cache.values
+        self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -171,18 +177,15 @@ class _Layer(DynamicLayer):
         return self.cache.length
 
 
-# ---------------------------------------------------------------- rotations of layers
-
 Order = tuple[int, ...]
 """A head's channels in spectrum order: pair m at m and m + pairs, then those that do not rotate."""
 
 
 def _without_rotation(options: dict[str, Any]) -> dict[str, Any]:
     """Return a layer's arguments with tables that leave queries and keys unchanged, if any."""
-    tables = options.get("position_embeddings")
-    if tables is None:
+    if options.get("position_embeddings") is None:
         return options
-    return options | {"position_embeddings": without_rotation(tables)}
+    return options | {"position_embeddings": without_rotation(options["position_embeddings"])}
 
 
 def first_step(tables: Tables) -> Tensor:
@@ -199,6 +202,17 @@ def first_step(tables: Tables) -> Tensor:
     return both[::2] if torch.equal(both[::2], both[1::2]) else both
 
 
+def _possible_orders(rotary_dim: int, size: int) -> Iterator[Order]:
+    """Yield the known arrangements of pairs: halves or neighbours of the first or last channels."""
+    if rotary_dim > size:
+        return
+    for start in (0, size - rotary_dim):
+        channels = range(start, start + rotary_dim)
+        still = (*range(start), *range(start + rotary_dim, size))
+        yield (*channels, *still)
+        yield (*channels[::2], *channels[1::2], *still)
+
+
 def rotation_of(
     plain: Encoded, rotated: Encoded, tables: Tables | None
 ) -> tuple[Spectrum, Order | None]:
@@ -212,31 +226,19 @@ def rotation_of(
     """
     if all(map(torch.equal, plain, rotated)):
         return Spectrum(), None
-    if tables is not None:
-        once = first_step(tables)
-        scale = once.abs().mean().item()
-        scale = 1.0 if abs(scale - 1) < 1e-6 else scale
-        spectrum = Spectrum(tuple(once.angle().tolist()), rotary_scale=scale)
-        T, size = rotated[0].shape[-2:]
-        cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
-        turning = spectrum.rotary_dim
-        # The pairs are halves or neighbours of the first or the last channels.
-        starts = (0, size - turning) if turning <= size else ()
-        for start in starts:
-            channels = range(start, start + turning)
-            still = [*range(start), *range(start + turning, size)]
-            for pairs in (channels, chain(channels[::2], channels[1::2])):
-                order = (*pairs, *still)
-                if all(
-                    (rotate(x[..., order], cos, sin) - y[..., order]).abs().amax()
-                    <= CLOSE * y.abs().amax()
-                    for x, y in zip(plain, rotated, strict=True)
-                ):
-                    return spectrum, order
+    assert tables is not None  # without tables, both are the same
+    once = first_step(tables)
+    scale = once.abs().mean().item()
+    scale = 1.0 if abs(scale - 1) < 1e-6 else scale
+    spectrum = Spectrum(tuple(once.angle().tolist()), rotary_scale=scale)
+    T, size = rotated[0].shape[-2:]
+    cos, sin = rotary_table(spectrum, torch.arange(T, device=once.device))
+    for order in _possible_orders(spectrum.rotary_dim, size):
+        turned = [rotate(x[..., order], cos, sin) for x in plain]
+        pairs = zip(turned, rotated, strict=True)
+        if all((x - y[..., order]).abs().amax() <= TOLERANCE * y.abs().amax() for x, y in pairs):
+            return spectrum, order
     raise UserError("a layer rotates queries and keys in an unknown way")
-
-
-# ---------------------------------------------------------------- the model
 
 
 class AdaptedModel(LanguageModel):
@@ -257,24 +259,20 @@ class AdaptedModel(LanguageModel):
         self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
         hf.set_attn_implementation(f"unrope_{hf.config._attn_implementation}")
         self._observe: OnLayer | None = None
-        text, ids = hf.config.get_text_config(), torch.arange(TRIED, device=self.device)[None]
+        text = hf.config.get_text_config()
+        ids = torch.arange(PROBE_TOKENS, device=self.device)[None]
         self._note_layers(ids, text.num_hidden_layers)
-        spectra, orders, windows, shapes = zip(*self._try_layers(ids), strict=True)
-        rotating_orders = {order for order in orders if order is not None}
-        if len(rotating_orders) > 1 or len(set(shapes)) > 1:
+        layers, orders, shapes = self._try_layers(ids)
+        if len(orders) > 1 or len(shapes) > 1:
             raise UserError("expected layers with heads of one kind")
-        ((_, heads, _, size), (_, kv_heads, _, _)) = shapes[0]
-        order = list(next(iter(rotating_orders), range(size)))
+        ((_, heads, _, size), (_, kv_heads, _, _)) = shapes.pop()
+        order = list(next(iter(orders), range(size)))
         self._order = order if order != sorted(order) else None
-        layers = (
-            LayerEncoding((spectrum,) * kv_heads, window)
-            for spectrum, window in zip(spectra, windows, strict=True)
-        )
         self.own_layout = self.layout = self._with_lengths(text, tuple(layers))
         self.config = ModelConfig(
             hidden_size=text.hidden_size,
             intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-            num_hidden_layers=len(spectra),
+            num_hidden_layers=len(layers),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=size,
@@ -297,13 +295,17 @@ class AdaptedModel(LanguageModel):
             (layer.keys.shape[1::2], layer.values.shape[1::2]) for layer in outputs.cache.layers
         ]
 
-    def _try_layers(self, ids: Tensor) -> list[tuple[Spectrum, Order | None, Any, Any]]:
+    def _try_layers(
+        self, ids: Tensor
+    ) -> tuple[list[LayerEncoding], set[Order], set[tuple[torch.Size, ...]]]:
         """Run each layer with and without its rotation.
 
-        Returns its spectrum, the order of its channels, its window in tokens (None: all), and the
-        shapes of its queries and keys.
+        Returns the encodings of the layers, the orders of channels of those that rotate, and the
+        shapes of queries and keys.
         """
-        layers: list[tuple[Spectrum, Order | None, Any, Any]] = []
+        layers: list[LayerEncoding] = []
+        orders: set[Order] = set()
+        shapes: set[tuple[torch.Size, ...]] = set()
         has_frequencies = any("inv_freq" in name for name, _ in self.hf.named_buffers())
 
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> None:
@@ -313,28 +315,33 @@ class AdaptedModel(LanguageModel):
             tables = options.get("position_embeddings")
             if tables is None and has_frequencies:  # it rotates past the tables
                 raise UserError("a layer rotates queries and keys in an unknown way")
-            shapes = tuple(x.shape for x in plain.states)
+            spectrum, order = rotation_of(plain.states, rotated.states, tables)
+            if order is not None:
+                orders.add(order)
+            shapes.add(tuple(x.shape for x in plain.states))
+            kv_heads = plain.states[1].shape[1]
             window = rotated.options.get("sliding_window")
-            rotation = rotation_of(plain.states, rotated.states, tables)
-            layers.append((*rotation, window, shapes))
+            layers.append(LayerEncoding((spectrum,) * kv_heads, window))
 
         with self.before_attention(before):
             self._base(ids, use_cache=False)
-        return layers
+        return layers, orders, shapes
 
     def _with_lengths(self, text: Any, layers: tuple[LayerEncoding, ...]) -> Layout:
         """Return the layout with the lengths of a configuration.
 
         ``_short``: tokens up to which frequencies are those of the layout (None: any number).
         """
-        longest, ropes = text.max_position_embeddings, getattr(text, "rope_parameters", None) or {}
+        longest = text.max_position_embeddings
+        ropes = getattr(text, "rope_parameters", None) or {}
         ropes = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
         kinds = {rope.get("rope_type") for rope in ropes}
         if "dynamic" in kinds:
             raise UserError("rope_type: 'dynamic' depends on the texts read before")
         lengths = [trained_and_reach(rope, longest) for rope in ropes]
-        layout, trained = Layout(longest, layers), min(lengths)[0]
+        trained, _ = min(lengths)
         self._short = trained if "longrope" in kinds else None
+        layout = Layout(longest, layers)
         if layout.rotates:  # a drop is written with lengths that mean nothing
             layout = Layout(trained, layers, max(reach for _, reach in lengths))
         return layout
@@ -381,7 +388,7 @@ class AdaptedModel(LanguageModel):
         queries, keys = tables_of(self.layout, columns, plain, self.hf.dtype)
         changes = interventions_of(self.layout, columns, plain)
 
-        def see(
+        def encode_and_show(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
         ) -> Encoded:
             index = self.attentions.index(module)
@@ -402,7 +409,7 @@ class AdaptedModel(LanguageModel):
         def before(index: int, module: nn.Module, args: Any, options: dict[str, Any]) -> Any:
             return args, _without_rotation(options)
 
-        with self.before_attention(before), _watching(see):
+        with self.before_attention(before), _watching(encode_and_show):
             yield
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trainer.common.errors import UserError
-from trainer.common.files import partial_directory
+from trainer.common.files import check_is_new, partial_directory
+from trainer.interchange import published
 from trainer.interchange.hf_config import ARCHITECTURES, OWN, SHAPE, Architecture, from_hf_config
 from trainer.interchange.hf_rope import (
     Parameters,
@@ -30,18 +32,7 @@ from trainer.interchange.hf_rope import (
     rotate_alike,
     spectrum_from_rope_parameters,
 )
-from trainer.interchange.pretrained import is_disabled_norm, published_name
-from trainer.interchange.published import (
-    CONFIG,
-    COPIED,
-    GENERATION_CONFIG,
-    OF_TOKENIZER,
-    TOKEN_IDS,
-    TOKENIZER_CONFIG,
-    load_quietly,
-    own_first_token,
-    settings,
-)
+from trainer.interchange.pretrained import is_disabled_norm
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.encodings import alibi_slopes
@@ -50,25 +41,38 @@ from trainer.positional.spectrum import Spectrum
 
 log = logging.getLogger(__name__)
 
-KEPT, DECODED, BEYOND, USUAL, LONGEST = 32, 4, 256, 1100, 2304
-"""Of the comparison: last positions, generated tokens, tokens beyond the training length, tokens
-that are read of any model, and the most tokens."""
+COMPARED = 32
+"""Last positions of a text whose logits are compared."""
+DECODED = 4
+"""Tokens that are generated for the comparison."""
 CODE = "modeling_unrope.py"
 CONFIG_FOR_LLAMA_CPP = "config_for_llama_cpp.json"
 """Written for models without rotation."""
 TEXT = "The lighthouse keeper counted seventeen ships before the fog came in."
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """A tokenizer, and the id ``end`` of its end-of-text token.
+
+    ``files``: a published model's files about its tokens, chat template and generation, see
+    :func:`~trainer.interchange.published.read_token_files`. Without them, prompts begin with the
+    token that began the training's sequences.
+    """
+
+    tokenizer: Tokenizer
+    end: int
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
 def export_model(
     model: Decoder,
-    tokenizer: Tokenizer,
-    end: int,
+    tokens: Tokens,
     to: Path,
     *,
     card: Mapping[str, Any] | None = None,
     context: int | None = None,
     tolerance: float = 1e-4,
-    token_files: Mapping[str, str] | None = None,
 ) -> str:
     """Write a decoder so that transformers loads it, and compare the loaded model's logits.
 
@@ -76,26 +80,23 @@ def export_model(
 
     Args:
         model: float32, on the CPU.
-        end: id of the end-of-text token.
         to: a new or empty directory.
         card: facts of the training for ``README.md``, by their names in its template; None: no
             such file.
         context: tokens that engines may read; None: the training length, or the longest that a
             rescaling of the model reaches.
         tolerance: limit of the difference.
-        token_files: a published model's files about its tokens, chat template and generation, from
-            :func:`~trainer.interchange.published.read_token_files`. Without them, prompts begin
-            with the token that began the training's sequences.
 
     Raises:
         UserError: the directory is not empty, the frequencies follow the length and ``context`` is
             another, or the loaded model differs; nothing is left then.
     """
-    if to.exists() and any(to.iterdir()):
-        raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")
-    tokenizer = tokenizer if token_files else prompting(tokenizer, end)
+    check_is_new(to)
+    if not tokens.files:
+        tokens = replace(tokens, tokenizer=prompting(tokens.tokenizer, tokens.end))
     values = config_of(model.config, model.layout)
     (architecture,) = values["architectures"]
+    rope = values.get("rope_parameters")
     longest = model.layout.longest
     if context is not None:
         if context != longest and any(spectrum.long for spectrum in model.layout.spectra):
@@ -106,22 +107,22 @@ def export_model(
     log.info("Written as %s", architecture)
     to.absolute().parent.mkdir(parents=True, exist_ok=True)
     with partial_directory(to.absolute()) as partial:
-        weights = {
-            published_name(name): exported(model, name, values.get("rope_parameters")).contiguous()
-            for name, _ in model.named_parameters()
-            if not is_disabled_norm(name, model.layout)
-        }
+        weights = {}
+        for name, _ in model.named_parameters():
+            if not is_disabled_norm(name, model.layout):
+                published_name = name if name.startswith("lm_head") else f"model.{name}"
+                weights[published_name] = exported(model, name, rope).contiguous()
         save_torch_state_dict(weights, partial)
         if architecture == OWN:
             shutil.copyfile(Path(__file__).with_name(CODE), partial / CODE)
-        _write_settings(values, tokenizer, end, partial, token_files or {})
+        _write_settings(values, tokens, partial)
         is_still = not model.layout.rotates
         if architecture != OWN and is_still:
             _write_config_for_llama_cpp(partial)
         if card is not None:
             text = readme(card, values, to.name, is_still)
             (partial / "README.md").write_text(text, encoding="utf-8")
-        difference = largest_difference(model.eval(), tokenizer, partial)
+        difference = largest_difference(model.eval(), tokens.tokenizer, partial)
         log.info("Loaded by transformers, logits differ by %.1e of the largest", difference)
         if not difference <= tolerance:
             raise UserError(
@@ -138,11 +139,13 @@ def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
 
     It is the end-of-text token, unless the tokenizer puts one of its own before texts.
     """
-    own, added = own_first_token(tokenizer), tokenizer.num_special_tokens_to_add(is_pair=False)
+    own = published.own_first_token(tokenizer)
+    added = tokenizer.num_special_tokens_to_add(is_pair=False)
     if own is not None and added == 1:
         return tokenizer
     first = end if own is None else own
-    copy, token = Tokenizer.from_str(tokenizer.to_str()), tokenizer.id_to_token(first)
+    token = tokenizer.id_to_token(first)
+    copy = Tokenizer.from_str(tokenizer.to_str())
     # The tokenizer's file has to hold it: transformers ignores add_bos_token beside it.
     processors: list[Any] = [
         TemplateProcessing(single=[token, "$A"], special_tokens=[(token, first)])
@@ -171,16 +174,19 @@ def _computes_alike(
 ) -> bool:
     """Whether two models differ at most in scales and constant temperatures of whole layers, which
     the weights absorb."""
-    norms = [(model.qk_norm.kind, model.qk_norm.targets) for model in (read, config)]
-    return read.qkv_bias == config.qkv_bias and all(
-        len(layer.groups) == 1
-        and layer.spectra[0].temperature.is_constant
-        and not layer.spectra[0].alibi
-        and rotate_alike(theirs.spectra[0], layer.spectra[0], config.head_size, layout.longest)
-        and (theirs.window, theirs.qk_norm) == (layer.window, layer.qk_norm)
-        and (norms[0] == norms[1] or not layer.qk_norm)
-        for theirs, layer in zip(read_layout.layers, layout.layers, strict=True)
-    )
+    if read.qkv_bias != config.qkv_bias:
+        return False
+    same_norms = replace(read.qk_norm, when=config.qk_norm.when) == config.qk_norm
+    for theirs, layer in zip(read_layout.layers, layout.layers, strict=True):
+        spectrum = layer.spectra[0]
+        is_plain = spectrum.temperature.is_constant and not spectrum.alibi
+        if len(layer.groups) > 1 or not is_plain or (layer.qk_norm and not same_norms):
+            return False
+        if (theirs.window, theirs.qk_norm) != (layer.window, layer.qk_norm):
+            return False
+        if not rotate_alike(theirs.spectra[0], spectrum, config.head_size, layout.longest):
+            return False
+    return True
 
 
 def _shape(architecture: str, config: ModelConfig, layout: Layout) -> dict[str, Any]:
@@ -209,14 +215,11 @@ def _native_values(layout: Layout, architecture: Architecture, rope: Parameters)
         values["no_rope_layers"] = [int(x.spectra[0].rotates) for x in layout.layers]
     windows = [layer.window for layer in layout.layers]
     window = next((w for w in windows if w is not None), None)
-    if architecture.windows == "every":
+    if architecture.windows != "none":
         values["sliding_window"] = window
     if architecture.windows == "some":
-        values |= {
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-            "layer_types": ["sliding_attention" if w else "full_attention" for w in windows],
-        }
+        values["use_sliding_window"] = window is not None
+        values["layer_types"] = ["sliding_attention" if w else "full_attention" for w in windows]
     return values
 
 
@@ -242,29 +245,24 @@ def _custom_values(config: ModelConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def _write_settings(
-    values: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    end: int,
-    directory: Path,
-    token_files: Mapping[str, str],
-) -> None:
-    """Write the configuration, the tokenizer and its settings; those of ``token_files`` count."""
-    own = own_first_token(tokenizer)
-    bos = end if own is None else own
-    tokens: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": end, "pad_token_id": None}
-    generation = tokens | {"pad_token_id": end}
-    if token_files:
-        published = settings(token_files, CONFIG)
-        tokens = {key: published.get(key) for key in TOKEN_IDS}
-        generation = settings(token_files, GENERATION_CONFIG)
+def _write_settings(values: Mapping[str, Any], tokens: Tokens, directory: Path) -> None:
+    """Write the configuration, the tokenizer and its settings; those of ``tokens.files`` count."""
+    tokenizer = tokens.tokenizer
+    own = published.own_first_token(tokenizer)
+    bos = tokens.end if own is None else own
+    ids: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": tokens.end, "pad_token_id": None}
+    generation = ids | {"pad_token_id": tokens.end}
+    if tokens.files:
+        config = published.settings(tokens.files, published.CONFIG)
+        ids = {key: config.get(key) for key in published.TOKEN_IDS}
+        generation = published.settings(tokens.files, published.GENERATION_CONFIG)
         generation.pop("max_length", None)
-    token = tokenizer.id_to_token(end)
-    of_tokenizer = settings(token_files, TOKENIZER_CONFIG)
+    token = tokenizer.id_to_token(tokens.end)
+    of_tokenizer = published.settings(tokens.files, published.TOKENIZER_CONFIG)
     contents = {
-        CONFIG: {**values, **tokens, "dtype": "float32"},
-        GENERATION_CONFIG: generation,
-        TOKENIZER_CONFIG: {
+        published.CONFIG: {**values, **ids, "dtype": "float32"},
+        published.GENERATION_CONFIG: generation,
+        published.TOKENIZER_CONFIG: {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": tokenizer.id_to_token(bos),
             "eos_token": token,
@@ -272,11 +270,11 @@ def _write_settings(
             "model_max_length": values["max_position_embeddings"],
             "model_input_names": ["input_ids", "attention_mask"],  # else token_type_ids come too
             "clean_up_tokenization_spaces": False,
-            **{k: v for k, v in of_tokenizer.items() if k not in OF_TOKENIZER},
+            **{k: v for k, v in of_tokenizer.items() if k not in published.OF_TOKENIZER},
         },
     }
     texts = {name: json.dumps(content, indent=2) for name, content in contents.items() if content}
-    texts |= {name: token_files[name] for name in COPIED if name in token_files}
+    texts |= {name: tokens.files[name] for name in published.COPIED if name in tokens.files}
     for name, text in texts.items():
         (directory / name).write_text(text, encoding="utf-8")
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -288,7 +286,7 @@ def _write_config_for_llama_cpp(directory: Path) -> None:
     The converter knows the type ``llama3`` for a few architectures only, and leaves it out of the
     file of others, which then rotate. It writes the factor of a linear type for all.
     """
-    values = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    values = json.loads((directory / published.CONFIG).read_text(encoding="utf-8"))
     for key in ("rope_scaling", "original_max_position_embeddings"):
         values.pop(key, None)
     values["rope_parameters"] = {"rope_type": "linear", "factor": 1e30, "rope_theta": 1e4}
@@ -310,7 +308,7 @@ def readme(card: Mapping[str, Any], values: Mapping[str, Any], name: str, is_sti
         context=values["max_position_embeddings"],
         is_ours=values["architectures"] == [OWN],
         is_still=is_still,
-        CONFIG=CONFIG,
+        CONFIG=published.CONFIG,
         CONFIG_FOR_LLAMA_CPP=CONFIG_FOR_LLAMA_CPP,
     )
 
@@ -322,17 +320,20 @@ def exported(model: Decoder, name: str, rope: Parameters | None) -> Tensor:
     channels apply to both queries and keys; the queries absorb both and the temperature, in their
     last weight, which is the gain of their norm, if any. ``rope``: None for our own code.
     """
-    value, kind = model.get_parameter(name).detach(), name.split(".")[-2]
+    value = model.get_parameter(name).detach()
+    kind = name.split(".")[-2]
     if kind not in ("q_proj", "k_proj", "q_norm", "k_norm") or rope is None:
         return value
-    D, layer = model.config.head_size, model.layout.layers[int(name.split(".")[1])]
+    D = model.config.head_size
+    layer = model.layout.layers[int(name.split(".")[1])]
+    last_of_queries = "q_norm" if layer.qk_norm else "q_proj"
     spectrum = layer.spectra[0]
     pairs = len(spectrum.inv_freq) if spectrum.rotates else D // 2
     still = list(range(2 * pairs, D))
     middle = len(still) // 2
     order = [*range(pairs), *still[:middle], *range(pairs, 2 * pairs), *still[middle:]]
     heads = value.unflatten(0, (-1, D))[:, order]
-    if kind == ("q_norm" if layer.qk_norm else "q_proj"):
+    if kind == last_of_queries:
         read_back = spectrum_from_rope_parameters(rope, D, model.layout.longest)
         theirs = read_back.rotary_scale if spectrum.rotates else 1.0
         scales = [spectrum.rotary_scale if c < spectrum.rotary_dim else 1.0 for c in order]
@@ -361,21 +362,21 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
         tokenizer.encode(TEXT).ids
     ):
         raise UserError("export: transformers tokenizes text differently than the run did")
-    theirs = load_quietly(directory, **options).eval()
-    C, vocab_size = model.layout.training_length, model.vocab_size
+    theirs = published.load_quietly(directory, **options).eval()
+    C = model.layout.training_length
     generator = torch.Generator().manual_seed(0)
-    lengths = {min(17, C), min(USUAL, C), C, C + min(C // 2 + 1, BEYOND)}
-    cases = [
-        torch.randint(vocab_size, (1, n), generator=generator)
-        for n in sorted(lengths)
-        if n <= LONGEST
-    ]
-    pairs = [
-        (theirs(ids, use_cache=False).logits[0, -KEPT:], model(ids, last=KEPT)[0]) for ids in cases
-    ]
-    short, long = cases[0][0, : max(1, C - DECODED)], cases[-1][0]
-    is_alone = any(spectrum.long for spectrum in model.layout.spectra)
-    prompts = [short] if is_alone else [short, long]
+    # Short texts, texts of C tokens and longer ones, if they take seconds.
+    lengths = {min(17, C), min(1100, C), C, C + min(C // 2 + 1, 256)}
+    cases = []
+    pairs = []
+    for length in sorted(n for n in lengths if n <= 2304):
+        ids = torch.randint(model.vocab_size, (1, length), generator=generator)
+        cases.append(ids)
+        their_logits = theirs(ids, use_cache=False).logits[0, -COMPARED:]
+        pairs.append((their_logits, model(ids, last=COMPARED)[0]))
+    prompts = [cases[0][0, : max(1, C - DECODED)]]
+    if not any(spectrum.long for spectrum in model.layout.spectra):
+        prompts.append(cases[-1][0])
     batch = pad_sequence(prompts, batch_first=True, padding_side="left")
     mask = pad_sequence(
         [torch.ones_like(x) for x in prompts], batch_first=True, padding_side="left"

@@ -6,12 +6,10 @@ An export's file contains our layout unchanged. The classes of DroPE's authors (
 queries, keys or both. The code beside either is for transformers and never run here.
 """
 
-import json
-import logging
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, Literal
 
 from trainer.common.errors import UserError
@@ -20,8 +18,6 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum, Temperature
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,10 +88,11 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
         if values.get(key) is not None and values[key] not in allowed:
             expected = " or ".join(map(repr, allowed)) or "null"
             raise UserError(f"{key}: expected {expected}, got {values[key]!r}")
-    values = _completed(json.dumps(values), name)
-    norm = QKNormConfig("always" if architecture.qk_norm else "never")
+    values = _completed(values, name)
+    norm = QKNormConfig("always") if architecture.qk_norm else QKNormConfig()
     config = _model_config(values, qkv_bias=architecture.qkv_bias, qk_norm=norm)
-    length, rope = values["max_position_embeddings"], values["rope_parameters"]
+    length = values["max_position_embeddings"]
+    rope = values["rope_parameters"]
     if rope.get("partial_rotary_factor") not in (None, 1) and rope["rope_type"] != "proportional":
         raise UserError(
             "partial_rotary_factor: expected 1, since transformers rotates whole heads of these "
@@ -103,42 +100,31 @@ def from_hf_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
         )
     spectrum = spectrum_from_rope_parameters(rope, config.head_size, length)
     trained, reach = trained_and_reach(rope, length) if spectrum.rotates else (length, 0)
-    depth, window = config.num_hidden_layers, values.get("sliding_window")
+    depth = config.num_hidden_layers
     rotates = values["no_rope_layers"][:depth] if architecture.nope_layers else [True] * depth
     slides = [architecture.windows == "every"] * depth
     if architecture.windows == "some" and values["use_sliding_window"]:
         slides = [kind == "sliding_attention" for kind in values["layer_types"]]
-    layers = (
-        LayerEncoding(
-            (spectrum if turns else Spectrum(),) * config.num_key_value_heads,
-            window if sliding else None,
-            architecture.qk_norm,
-        )
-        for turns, sliding in zip(rotates, slides, strict=True)
-    )
+    layers = []
+    for turns, sliding in zip(rotates, slides, strict=True):
+        spectra = (spectrum if turns else Spectrum(),) * config.num_key_value_heads
+        window = values.get("sliding_window") if sliding else None
+        layers.append(LayerEncoding(spectra, window, architecture.qk_norm))
     return config, Layout(trained, tuple(layers), reach)
 
 
-@cache  # so that it warns once, however often a file is read
-def _completed(text: str, architecture: str) -> dict[str, Any]:
+def _completed(values: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return a file's values as transformers reads them: with defaults, and ``rope_parameters``.
 
     transformers warns of factors and lengths that contradict each other.
     """
     from transformers import CONFIG_MAPPING
 
-    values = json.loads(text)
-    config_values = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
-    stated = config_values, config_values.get("rope_parameters") or {}
-    bases = [place["rope_theta"] for place in stated if place.get("rope_theta") is not None]
-    config = CONFIG_MAPPING[architecture.removesuffix("ForCausalLM").lower()](**config_values)
+    given = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
+    kind = architecture.removesuffix("ForCausalLM").lower()
+    config = CONFIG_MAPPING[kind](**deepcopy(given))  # which changes nested values
     config.standardize_rope_params()  # takes original_max_position_embeddings from beside them
-    completed: dict[str, Any] = config.to_dict()
-    base = completed["rope_parameters"]["rope_theta"]
-    for unused in bases:
-        if unused != base:
-            log.warning("rope_theta: %g is not used; the base is %g", unused, base)
-    return completed
+    return config.to_dict()
 
 
 def trained_and_reach(rope: Mapping[str, Any], longest: int) -> tuple[int, int]:
@@ -200,9 +186,8 @@ _ROTATIONS = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_f
 
 def is_unused(values: Mapping[str, Any], tensor: str) -> bool:
     """Whether a checkpoint of DroPE's authors stores this norm without using it."""
-    norms = {"q_norm_nope": "self_attn.k_norm.weight", "k_norm_nope": "self_attn.q_norm.weight"}
-    unused = norms.get(str(values.get("attention_type")))
-    return unused is not None and tensor.endswith(unused)
+    targets = TARGETS.get(str(values.get("attention_type")))
+    return targets in ("q", "k") and "_norm." in tensor and f"{targets}_norm." not in tensor
 
 
 def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
@@ -217,9 +202,10 @@ def from_drope_config(values: Mapping[str, Any]) -> tuple[ModelConfig, Layout]:
     if kind not in TARGETS:
         raise UserError(f"attention_type: expected one of {', '.join(TARGETS)}, got {kind!r}")
     targets = TARGETS[kind]
-    scale = values.get("softmax_scale")
-    factor = 1.0 if scale is None else scale * math.sqrt(config.head_size)
-    spectrum = Spectrum(temperature=Temperature(scale=factor))
+    spectrum = Spectrum()
+    if values.get("softmax_scale") is not None:
+        factor = values["softmax_scale"] * math.sqrt(config.head_size)
+        spectrum = Spectrum(temperature=Temperature(scale=factor))
     if targets is not None:
         config = replace(config, qk_norm=QKNormConfig("always", "full", targets))
     layers = (

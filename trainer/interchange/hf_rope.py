@@ -11,17 +11,9 @@ from functools import partial
 from typing import Any
 
 from trainer.common.errors import UserError
+from trainer.positional import rescaling
 from trainer.positional.encodings import geometric, p_rope
 from trainer.positional.encodings import rope as plain_rope
-from trainer.positional.rescaling import (
-    dynamic,
-    llama3,
-    longrope,
-    ntk_aware,
-    position_interpolation,
-    rescaled,
-    yarn,
-)
 from trainer.positional.spectrum import Frequencies, Spectrum, Step
 
 ROPE_TYPES = "default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"
@@ -33,7 +25,7 @@ KEYS = {
 }
 STILL = 1e-20
 """Radians per token below which a pair does not turn in any sequence."""
-STANDSTILL = 1e30
+STILL_FACTOR = 1e30
 """Factor that divides the frequency of a pair that does not rotate."""
 PRECISION = 1e-8
 """Relative; transformers computes frequencies in float32, to 1e-7."""
@@ -58,33 +50,36 @@ def spectrum_from_rope_parameters(
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_TYPES:
         raise UserError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {kind!r}")
-    if unknown := rope.keys() - KEYS:
+    unknown = rope.keys() - KEYS
+    if unknown:
         raise UserError(f"rope_parameters: unknown keys {', '.join(sorted(unknown))}")
     original = rope.get("original_max_position_embeddings", training_length)
-    share, pairs = rope.get("partial_rotary_factor", 1.0), head_dim // 2
-    rotated = int(head_dim * share) // 2 / pairs
-    plain = plain_rope(head_dim, base=rope["rope_theta"], rotary_fraction=rotated)
+    pairs = head_dim // 2
+    share = rope.get("partial_rotary_factor", 1.0)
+    fraction = int(head_dim * share) // 2 / pairs
+    plain = plain_rope(head_dim, base=rope["rope_theta"], rotary_fraction=fraction)
     if kind == "default":
         return plain
-    if kind == "linear":
-        return rescaled(plain, position_interpolation, original, rope["factor"])
     if kind == "dynamic":
-        return dynamic(plain, ntk_aware, training_length, growth=rope["factor"])
+        return rescaling.dynamic(plain, rescaling.ntk_aware, training_length, growth=rope["factor"])
     if kind == "proportional":  # of all pairs, the fastest rotate
         plain = p_rope(head_dim, base=rope["rope_theta"], p=int(share * pairs) / pairs)
-        return rescaled(plain, position_interpolation, original, rope.get("factor", 1.0))
+        rope = {"factor": 1.0} | rope
+    if kind in ("linear", "proportional"):
+        return rescaling.rescaled(plain, rescaling.position_interpolation, original, rope["factor"])
     if kind == "longrope":
-        scaled = longrope(plain, rope["short_factor"], rope["long_factor"], original)
+        scaled = rescaling.longrope(plain, rope["short_factor"], rope["long_factor"], original)
         factor = max(rope.get("factor", training_length / original), 1.0)
         scale = rope.get("attention_factor", math.sqrt(1 + math.log(factor) / math.log(original)))
         spectrum = replace(scaled, rotary_scale=scale)
     elif kind == "llama3":
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        method = partial(llama3, low_freq_factor=low, high_freq_factor=high)
-        spectrum = rescaled(plain, method, original, rope["factor"])
+        ends = {key: rope[key] for key in ("low_freq_factor", "high_freq_factor")}
+        method = partial(rescaling.llama3, **ends)
+        spectrum = rescaling.rescaled(plain, method, original, rope["factor"])
     else:
         ramp = {key: rope[key] for key in ("beta_fast", "beta_slow", "truncate") if key in rope}
-        spectrum = rescaled(plain, partial(yarn, **ramp), original, rope["factor"])
+        method = partial(rescaling.yarn, **ramp)
+        spectrum = rescaling.rescaled(plain, method, original, rope["factor"])
         spectrum = replace(spectrum, rotary_scale=_yarn_scale(rope))
     # Files divide frequencies by a huge factor if their type cannot express 0.
     inv_freq = tuple(f if f > STILL else 0.0 for f in spectrum.inv_freq)
@@ -97,9 +92,11 @@ def _yarn_scale(rope: Parameters) -> float:
     def scale(coefficient: float) -> float:
         return 0.1 * coefficient * math.log(max(rope["factor"], 1.0)) + 1.0
 
-    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-    inferred = scale(above) / scale(below) if above and below else scale(1.0)
-    return rope.get("attention_factor", inferred)
+    if "attention_factor" in rope:
+        return rope["attention_factor"]
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return scale(rope["mscale"]) / scale(rope["mscale_all_dim"])
+    return scale(1.0)
 
 
 def rope_forms(spectrum: Spectrum, head_dim: int, training_length: int) -> list[Parameters]:
@@ -110,7 +107,7 @@ def rope_forms(spectrum: Spectrum, head_dim: int, training_length: int) -> list[
     temperature and those scales of rotated channels that a type lacks. Pairs that the spectrum
     lacks, at the end of the head, do not rotate.
     """
-    pairs, inv_freq = head_dim // 2, spectrum.inv_freq
+    pairs = head_dim // 2
     if not spectrum.rotates:
         from trainer.hf import NO_ROTATION  # imports transformers
 
@@ -118,8 +115,9 @@ def rope_forms(spectrum: Spectrum, head_dim: int, training_length: int) -> list[
     form = None
     if spectrum.origin:
         form = _form_of_origin(spectrum, pairs)
-    elif len(inv_freq) > 1 and inv_freq[1] > 0:
-        form = {"rope_type": "default", "rope_theta": float(f"{inv_freq[1] ** -pairs:.10g}")}
+    elif len(spectrum.inv_freq) > 1 and spectrum.inv_freq[1] > 0:
+        base = float(f"{spectrum.inv_freq[1] ** -pairs:.10g}")
+        form = {"rope_type": "default", "rope_theta": base}
     forms = [] if form is None else [form]
     if spectrum.long is None or spectrum.long.stretch is None:
         forms.append(_any_frequencies(spectrum, pairs, training_length))
@@ -129,7 +127,8 @@ def rope_forms(spectrum: Spectrum, head_dim: int, training_length: int) -> list[
 def _form_of_origin(spectrum: Spectrum, pairs: int) -> Parameters | None:
     """Return the parameters that an origin amounts to; None if no type of transformers does."""
     encoding, *steps = spectrum.origin
-    count, moving = len(spectrum.inv_freq), sum(f > 0 for f in spectrum.inv_freq)
+    count = len(spectrum.inv_freq)
+    moving = sum(f > 0 for f in spectrum.inv_freq)
     base, factor = _geometry(encoding, count)
     while steps and steps[0].name in ("position_interpolation", "ntk_aware", "rebased"):
         step = steps.pop(0)
@@ -144,9 +143,9 @@ def _form_of_origin(spectrum: Spectrum, pairs: int) -> Parameters | None:
         is_plain = len(steps) == 1 and moving == pairs and factor == 1
         return _form_of_step(steps[0], form, spectrum) if is_plain else None
     if moving < pairs:
-        # int() truncates 28.999... to 28.
-        exact = int(moving / pairs * pairs) == moving
-        share = (moving if exact else moving + 0.5) / pairs
+        share = moving / pairs
+        if int(share * pairs) != moving:  # int() truncates 28.999... to 28
+            share = (moving + 0.5) / pairs
         form |= {"rope_type": "proportional", "partial_rotary_factor": share}
     elif factor != 1:
         form["rope_type"] = "linear"
@@ -208,20 +207,23 @@ def rotate_alike(a: Spectrum, b: Spectrum, head_dim: int, training_length: int) 
 
 def _any_frequencies(spectrum: Spectrum, pairs: int, length: int) -> Parameters:
     """Return LongRoPE parameters with a factor for every pair."""
-    long = spectrum.long
-    original = length if long is None else long.length
     theta = 10_000.0
+    original = length
+    long_freq = spectrum.inv_freq
+    if spectrum.long is not None:
+        original = spectrum.long.length
+        long_freq = spectrum.long.inv_freq
 
     def factors(inv_freq: Frequencies) -> list[float]:
         both = zip(geometric(theta, pairs), _whole_head(inv_freq, pairs), strict=True)
-        return [g / f if f else STANDSTILL for g, f in both]
+        return [g / f if f else STILL_FACTOR for g, f in both]
 
     return {
         "rope_type": "longrope",
         "rope_theta": theta,
         "factor": max(length / original, 1.0),
         "short_factor": factors(spectrum.inv_freq),
-        "long_factor": factors(spectrum.inv_freq if long is None else long.inv_freq),
+        "long_factor": factors(long_freq),
         "original_max_position_embeddings": original,
         "attention_factor": spectrum.rotary_scale,
     }

@@ -60,7 +60,8 @@ def table(spectrum: dict[str, Any], window: int | None, trained: int, positions:
     # Remove whole turns before rounding: a large float32 phase would be inexact.
     inv_freq = positions.new_tensor(spectrum["inv_freq"])
     phase = torch.remainder(positions * inv_freq, 2 * math.pi).float()
-    scale, temperature = spectrum["rotary_scale"], spectrum["temperature"]
+    scale = spectrum["rotary_scale"]
+    temperature = spectrum["temperature"]
     seen = length
     if temperature["per"] == "query":
         seen = positions + 1 if window is None else (positions + 1).clamp(max=window)
@@ -88,12 +89,18 @@ class UnropeAttention(nn.Module):
     def __init__(self, config: UnropeConfig, index: int) -> None:
         super().__init__()
         layout = config.layout or {}
-        layer, spectra = layout["layers"][index], layout["spectra"]
-        H, D = config.num_attention_heads, config.head_dim or 0
+        layer = layout["layers"][index]
+        H = config.num_attention_heads
         Hkv = config.num_key_value_heads or H
-        self.index, self.head_dim, self.window = index, D, layer["window"]
-        self.groups, self.queries_per_key = layer["groups"], H // Hkv
-        biased = [spectra[number]["alibi"] for number, heads in self.groups for _ in range(heads)]
+        D = config.head_dim or 0
+        self.index = index
+        self.head_dim = D
+        self.window = layer["window"]
+        self.groups = layer["groups"]
+        self.queries_per_key = H // Hkv
+        biased: list[bool] = []
+        for number, heads in self.groups:
+            biased += [layout["spectra"][number]["alibi"]] * heads
         self.slopes = [
             slope * biased[head * Hkv // H] for head, slope in enumerate(config.alibi_slopes or [])
         ]
@@ -106,7 +113,8 @@ class UnropeAttention(nn.Module):
         def norm(side: str, heads: int) -> nn.Module | None:
             if not layer["qk_norm"] or config.qk_norm_targets not in ("both", side):
                 return None
-            return nn.RMSNorm(D if self.per_head_norm else heads * D, eps=config.rms_norm_eps)
+            size = D if self.per_head_norm else heads * D
+            return nn.RMSNorm(size, eps=config.rms_norm_eps)
 
         self.q_norm, self.k_norm = norm("q", H), norm("k", Hkv)
 
@@ -148,10 +156,9 @@ class UnropeAttention(nn.Module):
         """Rotate queries and keys and temper queries, each group of heads in its own way."""
         counts = [count for _, count in self.groups]
         queries = q.split([self.queries_per_key * count for count in counts], dim=1)
+        keys = k.split(counts, dim=1)
         turned = []
-        for (number, _), q_part, k_part in zip(
-            self.groups, queries, k.split(counts, 1), strict=True
-        ):
+        for (number, _), q_part, k_part in zip(self.groups, queries, keys, strict=True):
             cos, sin, factor = tables[number, self.window]
             tempered = rotate(q_part, cos, sin) * factor.to(q.dtype)
             turned.append((tempered, rotate(k_part, cos, sin)))
@@ -198,13 +205,15 @@ class UnropeTables(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tables:
         """Return the tables at ``position_ids`` ``[B, T]``."""
-        spectra, trained = self.layout["spectra"], self.layout["training_length"]
-        layers = self.layout["layers"]
-        kinds = {(n, layer["window"]) for layer in layers for n, _ in layer["groups"]}
-        return {
-            (number, window): table(spectra[number], window, trained, position_ids)
-            for number, window in kinds
-        }
+        tables: Tables = {}
+        for layer in self.layout["layers"]:
+            for number, _ in layer["groups"]:
+                key = number, layer["window"]
+                if key not in tables:
+                    spectrum = self.layout["spectra"][number]
+                    trained = self.layout["training_length"]
+                    tables[key] = table(spectrum, layer["window"], trained, position_ids)
+        return tables
 
 
 class UnropeModel(LlamaModel):

@@ -18,13 +18,8 @@ from torch import Tensor
 
 from trainer.common.errors import UserError
 from trainer.common.files import expecting
+from trainer.interchange import published
 from trainer.interchange.hf_config import is_unused, shape_and_layout
-from trainer.interchange.published import (
-    find_pretrained,
-    read_config,
-    read_token_files,
-    read_tokenizer,
-)
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder, initial_value
 from trainer.positional.layout import Layout
@@ -92,11 +87,7 @@ class Pretrained:
         return model
 
     def require_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer.
-
-        Raises:
-            UserError: the model came without one.
-        """
+        """Return the tokenizer; raise a UserError if the model came without one."""
         if self.tokenizer is None:
             raise UserError(f"{self.name}: there is no tokenizer.json beside its weights")
         return self.tokenizer
@@ -111,40 +102,45 @@ def read_pretrained(location: str) -> Pretrained:
         UserError: the model is not supported, or its tensors are not those of its configuration.
         OSError: a file is missing.
     """
-    path = find_pretrained(location)
-    values, tokenizer, files = read_config(path), read_tokenizer(path), read_token_files(path)
+    path = published.find_pretrained(location)
+    values = published.read_config(path)
     config, layout = shape_and_layout(values)
-    tensors, saved_shapes = {}, {}
+    tensors = {}
+    saved_shapes = {}
     for key, (file, size) in read_headers(path).items():
         if not is_unused(values, key):
             name = key.removeprefix("model.")
             tensors[name] = partial(read_tensor, file, key)
-            saved_shapes[name] = tuple(size)
+            saved_shapes[name] = size
     with torch.device("meta"):
         shapes = {
             name: tuple(parameter.shape)
             for name, parameter in Decoder(config, layout).named_parameters()
             if not is_disabled_norm(name, layout)
         }
-    redundant = "rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_word_embeddings else [])
+    redundant = ["rotary_emb.inv_freq"]
+    if config.tie_word_embeddings:
+        redundant.append("lm_head.weight")
     for name, _ in sorted(shapes.items() ^ saved_shapes.items()):
-        if name not in shapes and name.endswith(redundant):
-            continue
-        expected, got = shapes.get(name), saved_shapes.get(name)
-        raise UserError(f"{location}: tensor {name}: expected the shape {expected}, got {got}")
+        if name in shapes or not name.endswith(tuple(redundant)):
+            raise UserError(
+                f"{location}: tensor {name}: expected the shape {shapes.get(name)}, got "
+                f"{saved_shapes.get(name)}"
+            )
     tied_head = tensors.get("lm_head.weight") if config.tie_word_embeddings else None
     if tied_head and not torch.equal(tied_head(), tensors["embed_tokens.weight"]()):
         raise UserError(
             f"{location}: tensor lm_head.weight: differs from the embeddings, which the model uses "
             "as its head; tie_word_embeddings: false in config.json uses lm_head.weight"
         )
-    wanted = {name: tensors[name] for name in shapes}
-    return Pretrained(location, config, layout, tokenizer, wanted, files)
-
-
-def published_name(name: str) -> str:
-    """Return a parameter's name in Hugging Face's Llama."""
-    return name if name.startswith("lm_head") else f"model.{name}"
+    return Pretrained(
+        location,
+        config,
+        layout,
+        published.read_tokenizer(path),
+        {name: tensors[name] for name in shapes},
+        published.read_token_files(path),
+    )
 
 
 def is_disabled_norm(name: str, layout: Layout) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from trainer.common.errors import UserError
 from trainer.common.processes import use_cores
 from trainer.config import ExportRequest
-from trainer.interchange.export import export_model
+from trainer.interchange.export import Tokens, export_model
 from trainer.model.decoder import Decoder
 from trainer.runs.models import find_model
 from trainer.runs.phases import phases_of
@@ -60,11 +60,9 @@ def export_checkpoint(request: ExportRequest) -> str:
     }
     return export_model(
         model,
-        saved.tokens.tokenizer,
-        state["end_of_text"],
+        Tokens(saved.tokens.tokenizer, state["end_of_text"], state["token_files"]),
         Path(request.to),
         card=card,
         context=request.context,
         tolerance=request.tolerance,
-        token_files=state["token_files"],
     )
