@@ -28,9 +28,11 @@ from trainer.checkpoint import (
     split_tensors,
 )
 from trainer.common.errors import UserError
+from trainer.interchange.hf_rope import rope_forms
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
+from trainer.positional.layout import Layout
 
 CONFIG = ModelConfig(
     vocab_size=34,
@@ -198,6 +200,23 @@ def test_a_checkpoint_of_version_0_2_is_refused_in_one_sentence(tmp_path):
     (tmp_path / MANIFEST).write_text("{}")
     with pytest.raises(UserError, match="has format 2, expected 5"):
         read_state(tmp_path)
+
+
+def test_a_checkpoint_of_the_format_before_is_read_without_an_origin(tmp_path):
+    layout = decoder().layout
+    values = layout.to_dict()
+    for spectrum in values["spectra"]:
+        del spectrum["origin"]
+    state = {"format": 4, "step": 3, "layout": values, "user_callbacks": {"a": {"n": 1}}}
+    (tmp_path / STATE).write_text(json.dumps(state))
+    read = read_state(tmp_path)
+    assert read["lightning"] == {"callbacks": {"a": {"n": 1}}}
+    stored = Layout.from_dict(read["layout"])
+    assert stored == layout
+    assert layout.spectra[0].origin
+    assert not stored.spectra[0].origin
+    form, _ = rope_forms(stored.spectra[0], 8, 16)
+    assert form == {"rope_type": "default", "rope_theta": 10_000.0}
 
 
 def test_the_newest_and_permanent_checkpoints_stay(tmp_path):

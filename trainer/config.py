@@ -105,11 +105,8 @@ class DataConfig:
 
     @property
     def texts(self) -> dict[str, "DataConfig"]:
-        """Every text by name; one alone is called ``text``.
-
-        Raises:
-            UserError: a text of the mixture has an unknown key or a wrong value.
-        """
+        """Every text by name; one alone is called ``text``. Wrong keys of a mixture's text raise a
+        UserError."""
         shared = vars(self) | {"prepared": None, "weight": 1.0}
         texts = {}
         for name, changes in self.mixture.items():

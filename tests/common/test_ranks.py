@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -123,10 +124,16 @@ def test_nodes_of_srun_have_equal_numbers_of_tasks(environment, tasks, is_refuse
         assert current_ranks() == Ranks(0, 8, 0, 4)
 
 
-def test_nodes_of_torchrun_have_equal_numbers_of_ranks(environment):
-    for name, value in zip(TORCHRUN, ["0", "3", "0", "2", "0"], strict=True):
+def test_a_rank_that_finds_no_rank_0_names_the_place(environment):
+    for name, value in zip(TORCHRUN, ["1", "2", "1", "2", "0"], strict=True):
         environment.setenv(name, value)
-    with pytest.raises(UserError, match="got 3 in all and 2 here"):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    environment.setenv("MASTER_PORT", str(port))
+    environment.setattr("trainer.common.ranks.START", 0.1)
+    with pytest.raises(UserError, match=f"no answer of rank 0 at 127.0.0.1:{port}"):
         meeting_store.__wrapped__()
 
 

@@ -160,3 +160,9 @@ def test_interventions_of_shared_keys_go_to_each_of_their_queries():
     assert layer.intervention == Intervention(
         key=((1.0,), (1.0,), (0.5,), (0.5,)), key_noise=(0.0, 0.0, 1.0, 1.0)
     )
+
+
+def test_a_layer_has_one_intervention():
+    layer = LayerEncoding((A,)).with_intervention(Intervention(query=((2.0, 2.0),)))
+    with pytest.raises(ValueError, match="two on it do not combine"):
+        layer.with_intervention(Intervention(key=((2.0, 2.0),)))

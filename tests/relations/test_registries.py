@@ -6,6 +6,8 @@ import inspect
 
 import pytest
 
+from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.lightning import optimizers
 from trainer.lightning.optimizers import OPTIMIZERS, make_optimizer
 from trainer.positional import encodings, rescaling
@@ -83,3 +85,16 @@ def test_settings_of_an_optimizer_are_told_apart(tiny_decoder, name, settings):
     assert len({*made}) == len(made)
     for key in settings:
         assert f"{OTHER[key]}" in groups(**{key: OTHER[key]})
+
+
+def test_a_name_belongs_to_one_function():
+    registry = Registry("thing")
+
+    def function():
+        pass
+
+    registry.add("a", 1, function)
+    registry.add("a", 2, function)  # a file that is run again
+    assert registry["a"] == 2
+    with pytest.raises(UserError, match="thing: 'a' exists"):
+        registry.add("a", 3, lambda: None)

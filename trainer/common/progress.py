@@ -27,7 +27,8 @@ def show_log() -> None:
             console.width = 100
         handler = RichHandler(console=console, show_path=False, show_level=False, show_time=False)
         logger.addHandler(handler)
-    logger.setLevel(logging.INFO if current_ranks().rank == 0 else logging.ERROR)
+    level = logging.ERROR if current_ranks().rank else logging.INFO
+    logger.setLevel(level)
     logger.propagate = False
 
 
@@ -38,7 +39,9 @@ class Progress:
     """
 
     def __init__(self, title: str, total: float, tokens_per_step: float = 1.0) -> None:
-        self.title, self.total, self.tokens_per_step = title, total, tokens_per_step
+        self.title = title
+        self.total = total
+        self.tokens_per_step = tokens_per_step
         self.bar = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -48,9 +51,9 @@ class Progress:
             transient=True,
         )
         self.task = self.bar.add_task(title, total=total, details="")
-        self.start: tuple[float, float] | None = None
+        self.first: tuple[float, float] | None = None
         """Step and time of the first call."""
-        self.line = 0.0, 0.0
+        self.last_line = 0.0, 0.0
         """Step and time of the last line."""
 
     def __enter__(self) -> "Progress":
@@ -62,10 +65,11 @@ class Progress:
 
     def advance_to(self, step: float, loss: float | None = None) -> None:
         """Show that ``step`` of ``total`` is reached; the first call sets the starting step."""
-        now, step = time.perf_counter(), min(step, self.total)  # which may be an estimate
-        if self.start is None:
-            self.start = self.line = step, now
-        done, elapsed = step - self.start[0], now - self.start[1]
+        now = time.perf_counter()
+        step = min(step, self.total)  # which may be an estimate
+        if self.first is None:
+            self.first = self.last_line = step, now
+        done, elapsed = step - self.first[0], now - self.first[1]
         if current_ranks().rank or not (done and elapsed):
             return
         details = "" if loss is None else f"loss {loss:.3f}  "
@@ -73,8 +77,10 @@ class Progress:
         if console.is_terminal:
             self.bar.start()
             self.bar.update(self.task, completed=step, details=details)
-        elif step - self.line[0] >= self.total / 10 or now - self.line[1] > LONGEST_SILENCE:
-            self.line = step, now
+        elif (
+            step - self.last_line[0] >= self.total / 10 or now - self.last_line[1] > LONGEST_SILENCE
+        ):
+            self.last_line = step, now
             left = elapsed / done * (self.total - step)
             line = f"{self.title}  {step / self.total:.0%}  {details}  {left:.0f} s left"
             console.print(line, highlight=False, markup=False, soft_wrap=True)

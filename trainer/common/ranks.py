@@ -54,8 +54,8 @@ def device_of(accelerator: str) -> torch.device:
     (``srun --gpus-per-task=1``)."""
     if device_type(accelerator) == "cpu":
         return torch.device("cpu")
-    several = torch.cuda.device_count() > 1
-    return torch.device("cuda", current_ranks().local_rank if several else 0)
+    number = current_ranks().local_rank if torch.cuda.device_count() > 1 else 0
+    return torch.device("cuda", number)
 
 
 def shared_value(function: Callable[[], T]) -> T:
@@ -67,7 +67,8 @@ def shared_value(function: Callable[[], T]) -> T:
     ranks = current_ranks()
     if ranks.world_size == 1:
         return json.loads(json.dumps(function()))
-    key, store = f"value {next(MEETINGS)}", meeting_store()
+    key = f"value {next(MEETINGS)}"
+    store = meeting_store()
     if ranks.rank == 0:
         store.set(key, json.dumps(function()))
     while not store.check([key]):
@@ -81,32 +82,26 @@ MEETINGS = count()
 
 @cache
 def meeting_store() -> dist.Store:
-    """Return the store in which the ranks of this command meet.
+    """Return the store in which the ranks of this command meet; raise a UserError if rank 0 does
+    not start in time.
 
     Rank 0 serves it at MASTER_ADDR, or torchrun's agent, where a restart finds the keys of the
     attempt before it.
-
-    Raises:
-        UserError: the ranks of nodes differ in number, or rank 0 does not start in time.
     """
     ranks = current_ranks()
-    if ranks.world_size % ranks.local_size:
-        raise UserError(
-            f"ranks: expected equal numbers on all nodes, got {ranks.world_size} in all and "
-            f"{ranks.local_size} here"
-        )
-    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
-            *place,
+            host,
+            port,
             is_master=ranks.rank == 0 and not is_served,
             timeout=timedelta(seconds=START),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except dist.DistError as error:
-        host, port = place
         raise UserError(f"ranks: no answer of rank 0 at {host}:{port} ({error})") from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store)

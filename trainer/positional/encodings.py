@@ -33,11 +33,12 @@ def encoding(function: F) -> F:
     @wraps(function)
     def with_origin(*args: Any, **values: Any) -> Spectrum:
         spectrum = function(*args, **values)
+        if not spectrum.rotates:
+            return spectrum
         bound = signature.bind(*args, **values)
         bound.apply_defaults()
-        parameters = {key: bound.arguments[key] for key in bound.arguments if key != "head_dim"}
-        origin = (Step(function.__name__, parameters),)
-        return replace(spectrum, origin=origin) if spectrum.rotates else spectrum
+        parameters = {key: value for key, value in bound.arguments.items() if key != "head_dim"}
+        return replace(spectrum, origin=(Step(function.__name__, parameters),))
 
     ENCODINGS.add(function.__name__, with_origin, function)
     return cast("F", with_origin)

@@ -61,11 +61,7 @@ class LayerEncoding:
         return replace(self, spectra=repeated(self.spectra), intervention=change)
 
     def with_intervention(self, intervention: Intervention) -> Self:
-        """Return the layer with an intervention on its heads.
-
-        Raises:
-            ValueError: it already has one.
-        """
+        """Return the layer with an intervention; raise a ValueError if it already has one."""
         if self.intervention is not None:
             raise ValueError("the layer has an intervention already; two on it do not combine")
         return replace(self, intervention=intervention)
@@ -110,7 +106,7 @@ class Layout:
     @property
     def longest(self) -> int:
         """Longest sequence in tokens that needs no further rescaling: C, or the ``reach``."""
-        return max(self.training_length, self.reach if self.rotates else 0)
+        return max(self.training_length, self.reach) if self.rotates else self.training_length
 
     @property
     def switches(self) -> set[int]:
@@ -128,15 +124,16 @@ class Layout:
 
         Temperatures that grew from the previous C keep it as their reference.
         """
-        C = self.training_length
+        if length == self.training_length:
+            return self
 
         def with_reference(spectrum: Spectrum) -> Spectrum:
             temperature = spectrum.temperature
             if temperature.is_constant or temperature.reference is not None:
                 return spectrum
-            return spectrum.with_temperature(reference=C)
+            return spectrum.with_temperature(reference=self.training_length)
 
-        return self if length == C else replace(self.map(with_reference), training_length=length)
+        return replace(self.map(with_reference), training_length=length)
 
     def map(self, change: Callable[[Spectrum], Spectrum], layers: LayerChoice = "all") -> Self:
         """Replace every spectrum of ``layers`` by ``change(spectrum)``; return the new layout."""
@@ -147,11 +144,8 @@ class Layout:
         return replace(self, layers=tuple(new))
 
     def chosen(self, layers: LayerChoice) -> list[int]:
-        """Return the indices of the layers that an extension changes, from 0 on.
-
-        Raises:
-            IndexError: a layer does not exist.
-        """
+        """Return the indices from 0 on of the layers that an extension changes; raise an IndexError
+        if a layer does not exist."""
         if isinstance(layers, list):
             return _indices(layers, len(self.layers))
         every = range(len(self.layers))
@@ -166,10 +160,9 @@ class Layout:
 
     def rescaled(self, rescaling: Rescaling, factor: float, layers: LayerChoice = None) -> Self:
         """Slow the rotations of ``layers`` for sequences ``factor`` times the training length."""
-        C = self.training_length
         start = self.longest
-        if start != C:
-            factor = max(1.0, factor * C / start)
+        if start != self.training_length:
+            factor = max(1.0, factor * self.training_length / start)
         return self.map(lambda s: rescaled(s, rescaling, start, factor), layers)
 
     def dynamically_rescaled(
@@ -183,18 +176,15 @@ class Layout:
         """Return plain values for JSON and checkpoints, without interventions; each distinct
         spectrum is written once."""
         index = {spectrum: i for i, spectrum in enumerate(self.spectra)}
+        layers = []
+        for layer in self.layers:
+            groups = [[index[spectrum], heads] for spectrum, heads in layer.groups]
+            layers.append({"groups": groups, "window": layer.window, "qk_norm": layer.qk_norm})
         return {
             "training_length": self.training_length,
             "reach": self.reach,
             "spectra": [asdict(spectrum) for spectrum in self.spectra],
-            "layers": [
-                {
-                    "groups": [[index[spectrum], heads] for spectrum, heads in layer.groups],
-                    "window": layer.window,
-                    "qk_norm": layer.qk_norm,
-                }
-                for layer in self.layers
-            ],
+            "layers": layers,
         }
 
     @classmethod
@@ -262,13 +252,16 @@ def drop(
         norms = new[index].qk_norm or qk_norm
         new[index] = replace(new[index], spectra=tuple(spectra), qk_norm=norms)
     if windows is not None:
-        new = [replace(x, window=windows[i % len(windows)]) for i, x in enumerate(new)]
+        for index, layer in enumerate(new):
+            new[index] = replace(layer, window=windows[index % len(windows)])
     return replace(layout, layers=tuple(new))
 
 
 def _indices(chosen: Collection[int] | None, count: int) -> list[int]:
     """Return indices counted from 0, each once and in order; all of them for None."""
     every = range(count)
-    if chosen is not None and not {*chosen} <= {*range(-count, count)}:
+    if chosen is None:
+        return [*every]
+    if not {*chosen} <= {*range(-count, count)}:
         raise IndexError(f"layers or heads: expected indices of {count}, got {[*chosen]}")
-    return [*every] if chosen is None else sorted({every[index] for index in chosen})
+    return sorted({every[index] for index in chosen})

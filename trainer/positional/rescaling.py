@@ -122,7 +122,8 @@ def ntk_by_parts(
     low, high = index(beta_fast), index(beta_slow)
     if truncate and _geometric_step([f for f in inv_freq if f > 0]) is not None:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * len(inv_freq) - 1)
+    low = max(low, 0)
+    high = min(high, 2 * len(inv_freq) - 1)
     ramp = np.clip((indices - low) / max(high - low, 1e-3), 0, 1)
     return _by_share(1 - ramp)
 
@@ -300,13 +301,9 @@ def longrope(
     """
     if not spectrum.rotates:
         return spectrum
-
-    def divided(inv_freq: Frequencies, factors: Sequence[float]) -> Frequencies:
-        return tuple(f / factor for f, factor in zip(inv_freq, factors, strict=True))
-
     before = long_frequencies(spectrum, training_length)
-    short_freq = divided(spectrum.inv_freq, short)
-    long_freq = divided(before.inv_freq, long)
+    short_freq = tuple(f / x for f, x in zip(spectrum.inv_freq, short, strict=True))
+    long_freq = tuple(f / x for f, x in zip(before.inv_freq, long, strict=True))
     others = None if short_freq == long_freq else LongFrequencies(before.length, long_freq)
     origin = spectrum.after("longrope", training_length=before.length)
     return replace(spectrum, inv_freq=short_freq, long=others, origin=origin)

@@ -56,7 +56,7 @@ def _table(inv_freq: Tensor, scale: float | Tensor, positions: Tensor) -> tuple[
     phase = torch.remainder(phase, 2 * math.pi).to(torch.float32)
     cos, sin = phase.cos(), phase.sin()
     cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
-    return (cos, sin) if isinstance(scale, float) and scale == 1 else (cos * scale, sin * scale)
+    return cos * scale, sin * scale
 
 
 @lru_cache
@@ -72,10 +72,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     The tables are rounded to the dtype of ``x`` first, as in Hugging Face models. Autograd keeps
     only them.
     """
-    cos, sin, size = cos.to(x.dtype), sin.to(x.dtype), cos.shape[-1]
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    size = cos.shape[-1]
     part = x[..., :size]
     turned = torch.addcmul(part * cos, part.roll(size // 2, -1), sin)
-    return torch.cat([turned, x[..., size:]], dim=-1) if size < x.shape[-1] else turned
+    if size == x.shape[-1]:
+        return turned
+    return torch.cat([turned, x[..., size:]], dim=-1)
 
 
 def head_groups(
@@ -91,7 +94,8 @@ def head_groups(
     dtype, :func:`rotate` rounds nothing.
     """
     tables: dict[Any, tuple[Tensor, Tensor]] = {}
-    C, device = layout.training_length, positions.device
+    C = layout.training_length
+    device = positions.device
     of_rows = [lengths] if isinstance(lengths, int) else lengths
 
     def group(spectrum: Spectrum, kv_heads: int, window: int | None) -> HeadGroup:
@@ -107,8 +111,9 @@ def head_groups(
             else:
                 scales = frequencies(scale, device).float()[:, None, None]
                 cos, sin = _table(frequencies(inv_freq, device)[:, None], scales, positions)
-            cos, sin = cos.to(dtype), sin.to(dtype)
-            tables[key] = (cos[:, None], sin[:, None]) if cos.dim() == 3 else (cos, sin)
+            if cos.dim() == 3:  # rows of their own, for all heads
+                cos, sin = cos[:, None], sin[:, None]
+            tables[key] = cos.to(dtype), sin.to(dtype)
         return HeadGroup(kv_heads, *tables[key], temperature)
 
     of_layers: list[Groups] = [()] * len(layout.layers)
@@ -147,7 +152,9 @@ def encode(x: Tensor, groups: Groups, *, tempered: bool = False) -> Tensor:
         factor = group.temperature
         if factor is None or not tempered:
             return part
-        return part * (factor.to(part.dtype) if isinstance(factor, Tensor) else factor)
+        if isinstance(factor, Tensor):
+            factor = factor.to(part.dtype)
+        return part * factor
 
     if len(groups) == 1:
         return encoded(x, groups[0])
