@@ -721,8 +721,8 @@ class ModelsRequest:
     """Directory of the results; null: evaluation, lengths/NAME or analysis/NAME in the run, or in
     runs/ITS_NAME for a published model."""
     text: Annotated[DataConfig | None, BeforeValidator(_text_of)] = None
-    """Text that is held out, as files (a.txt, or a list) or by keys of data; null: the first
-    checkpoint's own source."""
+    """Text whose held-out splits are read, as files (a.txt, or a list) or by keys of data, such as
+    test for the share; null: the first checkpoint's own source."""
     plugins: list[str] = field(default_factory=list)
     """Python files that register tasks, methods, rescalings or analyses of your own."""
     plots: PlotsConfig = field(default_factory=PlotsConfig)
