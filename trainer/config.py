@@ -79,7 +79,7 @@ class DataConfig:
     revision: str | None = None
     """Commit or tag of the dataset, or a word that tells two states of another source apart."""
     text_field: str = "text"
-    """Column of jsonl, csv, parquet and arrow files that holds the text."""
+    """Column of tables, or field of JSON objects, that holds the text."""
     validation: Share = 0.03
     """Share of the text for fitting and for the drop's effect."""
     test: Share = 0.07
