@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.program import ROOT
+from trainer import commands
 from trainer.__main__ import main
 from trainer.commands import (
     COMMANDS,
@@ -108,6 +109,21 @@ def test_paths_get_the_key_of_the_command(tmp_path):
     assert composed.values["checkpoint"] == words[0]
     assert composed.choices["analysis"] == "sinks"
     assert compose_words(["a", "b,c"], "compare").values["runs"] == ["a", "b,c"]
+
+
+@pytest.mark.parametrize("words", [["--cfg", "job"], ["-c", "job"], ["--cfg=job"]])
+def test_recalibrate_shows_the_chosen_keys(capsys, monkeypatch, words):
+    def choose(job, began):
+        job.values["name"] = "chosen"
+
+    monkeypatch.setattr(commands, "choose_keys", choose)
+    main(["recalibrate", "llama", *words])
+    assert "name: chosen" in capsys.readouterr().out
+
+
+def test_recalibrate_shows_the_keys_of_hydra(capsys):
+    main(["recalibrate", "llama", "--cfg", "hydra"])
+    assert capsys.readouterr().out.startswith("hydra:")
 
 
 def test_a_prompt_is_text_with_any_characters(monkeypatch):

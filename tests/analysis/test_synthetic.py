@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,7 @@ from trainer.analysis.synthetic import (
 )
 from trainer.analysis.target import Target
 from trainer.positional.encodings import by_name
-from trainer.positional.rescaling import dynamic, ntk_aware
+from trainer.positional.rescaling import cope, dynamic, ntk_aware
 
 NAMES = ["rope", "half_rope", "high_frequency", "rope_id", "p_rope", "nope"]
 
@@ -81,6 +84,26 @@ def test_the_limit_is_where_the_ratio_goes(name):
     spectrum = by_name(name, 16, 64, **({"base": 1e3} if name == "rope" else {}))
     (far,) = fsv_ratios(spectrum, np.ones(16), [10**7], 64)
     assert limit(spectrum, 16) == pytest.approx(far, abs=1e-3)
+
+
+def test_half_a_turn_a_token_is_summed_exactly():
+    spectrum = by_name("rope", 16, 64, angle_scale=np.pi)
+    (ratio,) = fsv_ratios(spectrum, np.ones(16), [1000], 64)
+    copies = turned(torch.ones(1, 1, 1000, 16).double(), spectrum)[0, 0].numpy()
+    assert ratio == pytest.approx(np.linalg.norm(copies, 2) / np.sqrt(16_000), abs=1e-4)
+
+
+def test_frequencies_that_follow_the_length_have_their_own_curves_and_limit(tiny_decoder):
+    """CoPE for long sequences stops pairs that turn in short ones."""
+    model = tiny_decoder(training_length=64, model={"num_hidden_layers": 3})
+    layers = model.layout.dynamically_rescaled(partial(cope, clipped=3), layers=[1, 2]).layers
+    model.layout = replace(model.layout, layers=layers)
+    rows = analyze_synthetic(Target("tiny", model, torch.zeros(1, 8))).rows
+    for variant, pairs in (("this model", 3), ("this model, 2", 4)):
+        (limit,) = cells(rows, "fsv_limit", variant=variant)
+        assert limit == pytest.approx(np.sqrt(max(1 - pairs / 4, 1 / 8)))
+    first, second = (cells(rows, "decay", variant=f"this model{i}") for i in ("", ", 2"))
+    assert np.abs(np.subtract(first, second)).max() > 0.1
 
 
 def test_the_spectra_of_most_heads_stand_for_the_model(tiny_decoder):

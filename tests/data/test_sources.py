@@ -56,6 +56,14 @@ def test_a_name_may_hold_spaces_and_brackets(tmp_path):
     assert find_files(files_of(f"@{tmp_path}/list")) == [str(path) for path in paths]
 
 
+def test_a_directory_with_brackets_may_lie_in_a_hidden_one(tmp_path):
+    place = tmp_path / "a[1]" / ".cache"
+    (place / ".git").mkdir(parents=True)
+    for path in (place / "x.txt", place / ".git" / "y.txt"):
+        path.write_text("some text")
+    assert find_files(files_of(place)) == [str(place / "x.txt")]
+
+
 def test_files_are_named_by_paths_directories_globs_and_lists(tmp_path):
     paths = [tmp_path / name for name in ("books-0.txt", "sub/web-1.txt", "web-0.txt")]
     (tmp_path / "sub").mkdir()

@@ -24,6 +24,7 @@ from trainer.positional.rescaling import (
     rescaled,
     yarn,
 )
+from trainer.positional.spectrum import Spectrum
 
 C = 2048
 cases = pytest.mark.parametrize(
@@ -187,6 +188,12 @@ def test_a_new_base_gives_the_encoding_with_that_base(name, parameters):
     before, after = (by_name(name, 64, 512, **parameters, base=b) for b in (5e4, 2e6))
     assert rebased(before, 2e6) == after
     assert rebased(rebased(before, 1e7), 2e6).inv_freq == pytest.approx(after.inv_freq, rel=1e-12)
+
+
+def test_a_new_base_moves_no_pair_if_the_first_ones_stand_still():
+    before, after = (by_name("rope", 64, 512, base=b).inv_freq for b in (5e4, 2e6))
+    changed = rebased(Spectrum((0.0,) * 5 + before[5:]), 2e6)
+    assert changed.inv_freq == pytest.approx((0.0,) * 5 + after[5:], rel=1e-12)
 
 
 def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():

@@ -118,6 +118,13 @@ def test_parameters_are_those_of_the_decoder(changes):
     assert counted["in all"] == sum(sizes.values())
 
 
+@pytest.mark.parametrize("controls", ["controls=3", "+controls.x=null"])
+def test_controls_of_another_type_are_refused_in_a_line(capsys, controls):
+    with pytest.raises(SystemExit):
+        main(["plan", controls])
+    assert "Input should be a valid dictionary" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_nothing_heavy_is_imported_for_a_plan(tmp_path):
     code = "import sys; from trainer.__main__ import main; main(['plan']);"

@@ -68,9 +68,10 @@ def _fsv_ratio(size: Array, frequency: Array, n: int) -> float:
 
 
 def _series(frequency: Array, n: int) -> Array:
-    """Sum exp(i j frequency) over j = 0 .. n - 1."""
-    half = frequency / 2
-    still = np.sin(half) == 0
+    """Sum exp(i j frequency) over j = 0 .. n - 1; sines near whole turns would lack digits."""
+    turns = frequency / (2 * np.pi)
+    half = np.pi * (turns - np.round(turns))
+    still = half == 0
     quotient = np.sin(n * half) / np.where(still, 1.0, np.sin(half))
     return np.exp(1j * (n - 1) * half) * np.where(still, float(n), quotient)
 
@@ -103,7 +104,7 @@ def analyze_synthetic(target: Target) -> Findings:
         tables += [
             tidy({"fsv_ratio": ratios[name]}, "length", places={"length": lengths}, variant=name),
             tidy({"decay": decays[name]}, "length", places={"length": distances}, variant=name),
-            tidy({"fsv_limit": limit(spectrum, head_dim)}, variant=name),
+            tidy({"fsv_limit": limit(spectrum.at(furthest, C), head_dim)}, variant=name),
         ]
     for name, style in reversed(style_numbers(spectra).items()):
         of_lengths.append(Line(name, style, lengths, ratios[name].tolist()))
@@ -146,14 +147,14 @@ def _model_spectra(layout: Layout) -> dict[str, Spectrum]:
     """Return the two spectra that most heads of the model have, by name."""
     # Spectra that differ only in temperature or bias give the same curves.
     heads = [*chain.from_iterable(layer.spectra for layer in layout.layers)]
-    first = {spectrum.inv_freq: spectrum for spectrum in reversed(heads)}
-    most = Counter(spectrum.inv_freq for spectrum in heads).most_common(2)
+    first = {(spectrum.inv_freq, spectrum.long): spectrum for spectrum in reversed(heads)}
+    most = Counter((spectrum.inv_freq, spectrum.long) for spectrum in heads).most_common(2)
     names = ("this model", "this model, 2")
-    return {name: first[inv_freq] for name, (inv_freq, _) in zip(names, most, strict=False)}
+    return {name: first[frequencies] for name, (frequencies, _) in zip(names, most, strict=False)}
 
 
 def limit(spectrum: Spectrum, head_dim: int) -> float:
-    """Return the ratio in the limit of long texts (Lemma 1)."""
+    """Return the ratio that fixed frequencies approach in long texts (Lemma 1)."""
     still = 1 - 2 * np.count_nonzero(spectrum.inv_freq) / head_dim
     return float(np.sqrt(max(still, 1 / head_dim)))
 

@@ -186,7 +186,8 @@ def find_files(config: DataConfig) -> list[str]:
         is_glob = has_magic(path) and not ("file" in system.protocol and system.exists(path))
         if is_directory or is_glob:
             named = system.find(path) if is_directory else system.glob(path)
-            named = [name for name in named if format_of(name) and not _is_hidden(name, path)]
+            root = path if is_directory else re.split(r"[*?\[]", path)[0]
+            named = [name for name in named if format_of(name) and not _is_hidden(name, root)]
             named = _without_descriptions(named)
         else:
             named = [path]
@@ -200,9 +201,8 @@ def find_files(config: DataConfig) -> list[str]:
 
 
 def _is_hidden(name: str, root: str) -> bool:
-    """Whether a file or one of its directories below ``root``, a directory or glob, is hidden."""
-    parts = name.removeprefix(re.split(r"[*?\[]", root)[0]).split("/")
-    return any(part.startswith(".") for part in parts)
+    """Whether a file or one of its directories below ``root`` is hidden."""
+    return any(part.startswith(".") for part in name.removeprefix(root).split("/"))
 
 
 def _without_descriptions(names: list[str]) -> list[str]:

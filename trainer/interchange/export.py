@@ -134,10 +134,10 @@ def export_model(
 
 
 def prompting(tokenizer: Tokenizer, end: int) -> Tokenizer:
-    """Return the tokenizer with just the token around every prompt that began every training
-    sequence.
+    """Return the tokenizer so that it adds a single token to a prompt: in front, the one that began
+    every training sequence.
 
-    It is the end-of-text token, unless the tokenizer puts one of its own before texts.
+    This is the end-of-text token, unless the tokenizer puts one of its own before texts.
     """
     own = published.own_first_token(tokenizer)
     added = tokenizer.num_special_tokens_to_add(is_pair=False)
@@ -387,8 +387,8 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
             attention_mask=mask,
             cache_implementation=kind,
             do_sample=False,
-            max_new_tokens=DECODED,
-            min_new_tokens=DECODED,
+            max_new_tokens=GENERATED,
+            min_new_tokens=GENERATED,
             pad_token_id=0,
             output_logits=True,
             return_dict_in_generate=True,

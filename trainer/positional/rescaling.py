@@ -23,7 +23,6 @@ Rescaling = Callable[[Frequencies, int], Stretch]
 """Method of context extension: how to slow frequencies that were trained at a length."""
 R = TypeVar("R", bound=Callable[..., Stretch])
 
-
 RESCALINGS = Registry[Rescaling]("rescaling")
 """Methods of context extension by name."""
 TITLES: dict[str, str] = {}
@@ -256,9 +255,8 @@ def rebased(spectrum: Spectrum, base: float) -> Spectrum:
     if step is None or spectrum.long is not None:
         raise ValueError("frequencies that are not geometric have no base to replace")
     pairs = len(spectrum.inv_freq)
-    changed = (
-        moving[0] * base ** (-m / pairs) if f else 0.0 for m, f in enumerate(spectrum.inv_freq)
-    )
+    a = moving[0] * math.exp(step * spectrum.inv_freq.index(moving[0]))
+    changed = (a * base ** (-m / pairs) if f else 0.0 for m, f in enumerate(spectrum.inv_freq))
     return replace(spectrum, inv_freq=tuple(changed), origin=spectrum.after("rebased", base=base))
 
 
