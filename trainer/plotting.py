@@ -350,8 +350,8 @@ def _figure(grid: Grid, panels: int) -> Iterator[tuple[Figure, list[Axes], Style
 
 
 def _label_ends(axes: Axes, panel: Panel, height: float) -> None:
-    """Write labels beside the last points of lines, apart from each other, and names of references
-    into the panel. ``height``: of the panel in inches, in units of the default size of text."""
+    """Write labels beside the last points of lines, apart from each other. ``height``: of the panel
+    in inches, in units of the default size of text."""
     lines = [line for line in panel.lines if not line.is_context and np.isfinite(line.y).any()]
     low, high = axes.get_ylim()
     to_share = axes.transData + axes.transAxes.inverted()

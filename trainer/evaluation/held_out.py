@@ -24,8 +24,8 @@ ANCHOR = "."
 
 
 class Places(NamedTuple):
-    """Ascending indices of tokens that begin with white space, after a sentence or line, and after
-    any word."""
+    """Ascending indices of tokens that begin with white space: those after a sentence or line, and
+    those after any word."""
 
     sentences: Integers
     words: Integers
@@ -40,7 +40,7 @@ class Haystack:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The encoder's."""
+        """Tokenizer of the encoder."""
         return self.encoder.tokenizer
 
     @cached_property

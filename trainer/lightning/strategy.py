@@ -48,7 +48,7 @@ def parallelize(
         device: device of this process.
         strategy: ``fsdp2`` shards over all ranks, ``hsdp`` within groups of ``shard_size`` ranks.
         half: compute in bfloat16; weights, reductions and optimizer state are float32.
-        shard_size: ranks that share one copy of the parameters, for ``hsdp``.
+        shard_size: ranks that share one copy of the parameters, for ``hsdp``; None: all ranks.
         activation_checkpointing: what backward recomputes: nothing, all but products, whole blocks.
         compile: compile every block; ``ddp`` sets ``torch._dynamo.config.optimize_ddp`` to False.
     """
