@@ -65,6 +65,15 @@ def test_a_report_of_guesses_lists_no_scores():
     assert sentence(one) == "Multi-key needles at 1024 tokens: RoPE 5%."
 
 
+def test_two_seeds_far_apart_are_uncertain_not_guesses():
+    cells = (cell([1.0] * n + [0.0] * (20 - n), f"seed {n}", length=1024) for n in (12, 19))
+    means = replace(report(*cells), seeds={"seed 12": "RoPE", "seed 19": "RoPE"}).over_seeds()
+    assert sentence(means) == (
+        "No model has learned the task for certain: no 95% interval is above 0.0%, the score of "
+        "guesses."
+    )
+
+
 def test_a_report_of_losses_alone_has_an_answer_too():
     cells = [loss((value,) * 2, length=n) for n, value in ((1024, 1.0), (2048, 2.0))]
     words = sentence(report(*cells))

@@ -69,7 +69,7 @@ def sentence(report: Report) -> str:
     lows = report.rows.low[report.rows.task == answer.task]
     if answer.task != PERPLEXITY and lows.max() <= guessed:
         floor = f"{percent(guessed)}%, the score of guesses"
-        return f"No model has learned the task: at no length is a score above {floor}."
+        return f"No model has learned the task for certain: no 95% interval is above {floor}."
     curve = report.curve(answer.subject, answer.task)
     last = curve.iloc[-1]
     lengths = [*curve.length]
@@ -86,8 +86,8 @@ def sentence(report: Report) -> str:
     numbers = f"{title} at {_listed(lengths)} tokens: {'; '.join(parts)}."
     trained = report.rows[report.rows.length == report.training_length]
     if answer.task == STATEMENTS and trained.low[trained.task == STATEMENTS].max() <= LEARNED:
-        where = f"at the training length, {report.training_length:,} tokens"
-        return f"No model has learned the task: none finds half of the numbers {where}. {numbers}"
+        where = f"above 50% at the training length, {report.training_length:,} tokens"
+        return f"No model has learned the task for certain: no 95% interval is {where}. {numbers}"
     if not standings:
         return numbers
     where = f"At {last.length:,} tokens, {factor_label(last.factor)} the training length"
