@@ -72,7 +72,6 @@ NOT_OF_WEIGHTS = "model.attention_backend", "model.qk_norm.", "model.from_"
 WITH_VALUE = "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--info", "-i"
 """Options of Hydra whose value is the next word."""
 SHOW_KEYS = "--cfg", "-c", "job", "--cfg=job"
-"""Words that show a command's keys."""
 OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
 """The group whose options a command's help lists."""
 
@@ -171,18 +170,14 @@ def job_of(config: DictConfig, hydra_config: Any) -> Job:
         usage = str(inspect.getdoc(COMMANDS[hydra_config.job.config_name])).splitlines()[2]
         raise UserError(f"{', '.join(missing)}: expected a value: {usage}")
     values: Any = OmegaConf.to_container(config, resolve=True)
-    for path in chain.from_iterable(run.get("plugins") or () for run in runs_in(values)):
+    controls = values.get("controls")
+    runs = [values, *controls.values()] if isinstance(controls, dict) else [values]
+    runs = [run for run in runs if isinstance(run, dict)]  # others are refused later
+    for path in chain.from_iterable(run.get("plugins") or () for run in runs):
         if not path.endswith(".py"):
             raise UserError(f"plugins: expected Python files, got {path!r}")
         runpy.run_path(path)
     return Job(values, hydra_config.runtime.choices, list(hydra_config.overrides.task))
-
-
-def runs_in(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the values of a run and of its controls; values of other types are refused later."""
-    controls = values.get("controls")
-    runs = [values, *controls.values()] if isinstance(controls, dict) else [values]
-    return [run for run in runs if isinstance(run, dict)]
 
 
 def compose_words(words: Sequence[str], name: str = "train") -> Job:
@@ -196,10 +191,9 @@ def compose_words(words: Sequence[str], name: str = "train") -> Job:
 
 def run_command(name: str, words: Sequence[str]) -> None:
     """Run a command with what Hydra composes of its words: once, or for each job of ``-m``."""
-    # Hydra would show none of the chosen keys.
     if name == "recalibrate" and re.search(r"(^| )(--cfg[= ]|-c )job( |$)", " ".join(words)):
         job = compose_words([word for word in words if word not in SHOW_KEYS], name)
-        choose_keys(job, time.time())
+        choose_keys(job, time.time())  # Hydra would show none of them
         print(OmegaConf.to_yaml(job.values), end="")
         return
     register_schema()
@@ -384,11 +378,11 @@ def run_of(job: Job) -> Run:
 def forget_absent_weights(values: dict[str, Any]) -> None:
     """Clear ``from_pretrained`` and ``from_run`` of a run and its controls unless they name a
     directory on this machine. A hub id counts as absent, even if it is in the cache."""
-    for run in runs_in(values):
-        model = run.get("model") or {}
-        for key in {"from_pretrained", "from_run"} & model.keys():
-            if model[key] and not Path(model[key]).expanduser().is_dir():
-                model[key] = None
+    for key, value in values.items():
+        if isinstance(value, dict):
+            forget_absent_weights(value)
+        elif key.startswith("from_") and value and not Path(str(value)).expanduser().is_dir():
+            values[key] = None
 
 
 def take_keys(job: Job, keys: type[T]) -> T:
