@@ -88,7 +88,7 @@ class Manifest:
     longest: int = LONGEST
     """Characters of the longest document."""
     read: int = 0
-    """Documents of the source that the files hold."""
+    """Documents that the files hold; the parts of one that was cut count each."""
     tokens: dict[Split, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     """Tokens of each split."""
     is_complete: bool = False
