@@ -266,6 +266,21 @@ def test_the_validation_loss_is_the_mean_over_weighted_tokens(precision):
     assert logged["val_loss"] == pytest.approx(total / weight, rel=1e-3)
 
 
+def test_the_validation_loss_stays_within_documents():
+    batch = micro_batch(0, 1, 12)
+    batch["documents"] = torch.tensor([[0] * 5 + [1] * 7])
+    module = LanguageModule(decoder())
+    trainer = L.Trainer(accelerator="cpu", logger=False)
+    loader = torch.utils.data.DataLoader([batch], batch_size=None)
+    (logged,) = trainer.validate(module, loader, verbose=False)
+    alone = []
+    for part in (slice(0, 5), slice(5, 12)):
+        alone.append(
+            module.model.token_losses(batch["input_ids"][:, part], batch["labels"][:, part])
+        )
+    assert logged["val_loss"] == pytest.approx(torch.cat(alone, dim=1).mean().item(), rel=1e-5)
+
+
 def with_scheduler(model):
     optimizer = AdamW(model.parameters(), 1e-2)
     return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}

@@ -137,9 +137,8 @@ class LanguageModule(L.LightningModule):
         )
         self._uses_cudnn = backend == "cudnn"
         weights = token_weights(batch)
-        mask = Mask(**{key: batch.get(key) for key in ("documents", "bounds", "longest")})
         with self._numerics(self._uses_cudnn):
-            loss = self.model.loss(batch["input_ids"], batch["labels"], weights, mask=mask)
+            loss = self.model.loss(batch["input_ids"], batch["labels"], weights, **masking(batch))
         weight = weights.sum()
         self.micro_batches.append(torch.stack([loss.detach() * weight, weight]))
         if getattr(self.trainer, "log_every_n_steps", 0):
@@ -237,7 +236,7 @@ class LanguageModule(L.LightningModule):
         """Log ``val_loss``, the mean loss of a token in nats, weighted by the tokens' weights."""
         # Lightning's inference mode would leave FSDP2 parameters that have no gradients.
         with torch.inference_mode(False), torch.no_grad(), self._numerics(uses_cudnn=False):
-            losses = self.model.token_losses(batch["input_ids"], batch["labels"])
+            losses = self.model.token_losses(batch["input_ids"], batch["labels"], **masking(batch))
         weights = token_weights(batch)
         # Lightning's mean over micro-batches and ranks weighs by this number, a tensor as well.
         weight: Any = weights.sum()
@@ -270,6 +269,13 @@ def token_weights(batch: Batch) -> Tensor:
     return weights.float()  # Lightning's bf16-true rounds what a batch holds
 
 
+def masking(batch: Batch) -> dict[str, Mask]:
+    """Return the mask of a batch's documents as an option of forward passes; empty without any."""
+    if "documents" not in batch:
+        return {}
+    return {"mask": Mask(**{key: batch.get(key) for key in ("documents", "bounds", "longest")})}
+
+
 def ends_step(trainer: L.Trainer, index: int) -> bool:
     """Whether an update follows micro-batch ``index``; an epoch's last step may have fewer."""
     is_whole = (index + 1) % trainer.accumulate_grad_batches == 0
@@ -295,13 +301,9 @@ def check_updates(module: LanguageModule) -> None:
         raise UserError("gradient_clip_algorithm: expected norm, got value")
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
         raise UserError("configure_optimizers: expected one loss for each update, got LBFGS")
-    if trainer.lr_scheduler_configs and module.schedule is not None:
-        raise UserError("schedule: expected None beside the scheduler of configure_optimizers")
-    if trainer.lr_scheduler_configs and not module.automatic_optimization:
-        raise UserError(
-            "configure_optimizers: expected no scheduler without automatic optimization; "
-            "use LanguageModule(schedule=...)"
-        )
+    if trainer.lr_scheduler_configs and (module.schedule or not module.automatic_optimization):
+        text = "beside LanguageModule(schedule=...) or without automatic optimization"
+        raise UserError(f"schedule: expected no scheduler of configure_optimizers {text}")
 
 
 def mean_over_ranks(x: Tensor) -> Tensor:

@@ -138,11 +138,11 @@ class LanguageModel(nn.Module, ABC):
         return torch.cat(losses).view(targets.shape)
 
     @torch.no_grad()
-    def token_losses(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """Return each token's cross-entropy ``[B, T]``, without gradient."""
+    def token_losses(self, ids: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        """Return each token's cross-entropy ``[B, T]``, without gradient; see :meth:`forward`."""
         target_chunks = targets.split(self.prefill_chunk or targets.shape[1], dim=1)
         # Chunk by chunk: storing all states would need memory again.
-        pairs = zip(self._by_chunk(ids), target_chunks, strict=True)
+        pairs = zip(self._by_chunk(ids, **options), target_chunks, strict=True)
         return torch.cat([self.losses(states, chunk) for states, chunk in pairs], dim=1)
 
     def prefilled(self, ids: Tensor, **options: Any) -> Tensor:
