@@ -24,8 +24,12 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
         [*bos, *tokenizer.encode(text, add_special_tokens=False).ids] for text in request.prompts
     ]
 
-    def has_stopped(_: int, tokens: list[int]) -> bool:
-        text = tokenizer.decode(tokens)
+    def text_after(prompt: list[int], tokens: list[int]) -> str:
+        # Decoded alone, the first word has no space before it in tokenizers of SentencePiece.
+        return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
+
+    def has_stopped(row: int, tokens: list[int]) -> bool:
+        text = text_after(prompts[row], tokens)
         return text_until(text, request.stop) != text
 
     start = time.perf_counter()
@@ -41,8 +45,8 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
     new = sum(map(len, written))
     log.info("%d tokens read, %d written in %.1f s", read, new, time.perf_counter() - start)
     texts = []
-    for tokens in written:
+    for prompt, tokens in zip(prompts, written, strict=True):
         # Not every tokenizer calls the end token a special one, which its decoder leaves out.
         kept = [token for token in tokens if token not in saved.tokens.stops]
-        texts.append(text_until(tokenizer.decode(kept), request.stop))
+        texts.append(text_until(text_after(prompt, kept), request.stop))
     return texts
