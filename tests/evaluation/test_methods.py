@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import runpy
 from copy import copy
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from trainer.analysis import weighted_rope
 from trainer.analysis.attention import capture
 from trainer.analysis.frequency_entropy import choose_factors
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.config import (
     ChoiceSettings,
     DopeSettings,
@@ -35,6 +37,8 @@ from trainer.evaluation.methods import (
     layouts_for,
     why_not,
 )
+from trainer.evaluation.needles import NEEDLE_TASKS, needle_task
+from trainer.evaluation.scoring import exact_number
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.temperature import GRID, tempered
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
@@ -361,6 +365,18 @@ def test_the_key_of_fits_has_every_key_that_they_read():
     changed = [replace(config, **{key: value}) for key, value in OF_LAYOUTS.items()]
     keys = {fingerprint(layout_inputs("dope", TEXT, each)) for each in (config, *changed)}
     assert len(keys) == 1 + len(changed)
+
+
+def test_the_key_of_fits_has_the_code_of_a_plugin_s_prompts(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.evaluation.task.TASKS", Registry("task"))
+    monkeypatch.setitem(NEEDLE_TASKS, "mine", None)
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("def mine(haystack, settings, length):\n    return []\n")
+    needle_task(exact_number)(runpy.run_path(str(plugin))["mine"])
+    config = replace(CONFIG, choice=ChoiceSettings(text="mine"))
+    before = fingerprint(layout_inputs("dope", TEXT, config))
+    plugin.write_text("def mine(haystack, settings, length):\n    return [1]\n")
+    assert fingerprint(layout_inputs("dope", TEXT, config)) != before
 
 
 def test_the_key_of_fits_has_the_prompts_that_heads_are_chosen_on(tmp_path):

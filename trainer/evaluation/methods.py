@@ -19,6 +19,7 @@ from trainer.config import EvaluationConfig
 from trainer.evaluation import dope, longrope, temperature  # noqa: F401 - they register methods
 from trainer.evaluation.fitting import VALIDATION, Change, FitText, LayoutAt, Notes
 from trainer.evaluation.method import METHODS, Method, far_rotation, method, own_decoder, rotation
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.results import AS_IS, counted
 from trainer.evaluation.saved_model import SavedModel
 from trainer.model.language_model import LanguageModel
@@ -155,7 +156,7 @@ def layout_inputs(name: str, text: FitText, config: EvaluationConfig) -> list[An
     inputs += [config.longrope, config.choice, config.dope, config.weighted_rope]
     inputs += [config.settings.get(part) for part in name.split("+")]
     if config.choice.text != VALIDATION:  # a task's prompts
-        inputs += [config.needles, config.many_shot]
+        inputs += [config.needles, NEEDLE_TASKS.get(config.choice.text), config.many_shot]
         if config.many_shot.file:
             inputs.append(Path(config.many_shot.file).read_text(encoding="utf-8"))
     return inputs

@@ -197,7 +197,9 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
     def register(make: MakePrompts) -> MakePrompts:
         name = make.__name__
 
-        def prompt_task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
+        def prompt_task(
+            make: MakePrompts, haystack: Haystack, settings: NeedleTaskSettings
+        ) -> PromptTask:
             prompts = partial(make, haystack, settings)
             return PromptTask(name, haystack.tokenizer, prompts, score, stop)
 
@@ -205,9 +207,9 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
         @wraps(make)
         def tasks(inputs: TaskInputs) -> list[PromptTask]:
             settings = replace(inputs.settings, trials=inputs.trials)
-            return [prompt_task(inputs.text.haystack, settings)]
+            return [NEEDLE_TASKS[name](inputs.text.haystack, settings)]
 
-        NEEDLE_TASKS[name] = prompt_task
+        NEEDLE_TASKS[name] = partial(prompt_task, make)  # a key of results has the code of `make`
         return make
 
     return register
