@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,15 @@ def test_operations_of_phases_are_those_of_their_lengths_and_batches():
     short, long = (3 * forward_flops(run.config.model, run.layout, n) for n in (64, 256))
     assert flops(run) == 10 * 32 * short + 3 * 4 * long
     assert flops(run, begin=11) == 2 * 4 * long
+
+
+def test_operations_follow_the_windows_of_a_drop():
+    values = {"model": NANO, "data": {"sequence_length": 64}, "trainer": {"max_steps": 10}}
+    run = parse(values | {"drop": {"at": 4, "windows": [8]}})
+    model = run.config.model
+    windowed = replace(run.layout, layers=[replace(x, window=8) for x in run.layout.layers])
+    per_step = [32 * 3 * forward_flops(model, layout, 64) for layout in (run.layout, windowed)]
+    assert flops(run) == 4 * per_step[0] + 6 * per_step[1]
 
 
 def test_hours_follow_from_operations_peak_and_mfu():

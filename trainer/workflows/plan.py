@@ -12,7 +12,7 @@ from trainer.common.errors import UserError
 from trainer.data.needles import WORDS
 from trainer.model.config import ModelConfig
 from trainer.model.flops import dense_peak, training_flops
-from trainer.runs.phases import Phase, Run
+from trainer.runs.phases import Phase, Run, layout_of_phase
 
 GPUS = {"A100-SXM4-80GB": 79, "H100 80GB HBM3": 79, "H200": 139}
 """Memory in GiB of GPUs, by their names in :func:`trainer.model.flops.dense_peak`."""
@@ -121,10 +121,12 @@ def parameters(config: ModelConfig) -> dict[str, int]:
 def flops(run: Run, begin: int = 0) -> float:
     """Return the operations of a run's steps from step ``begin``."""
     shape = shape_of(run)
+    layout = run.layout
     total = 0.0
     for phase in run.phases:
+        layout = layout_of_phase(run.config, phase, layout)
         steps = max(phase.end - max(phase.start, begin), 0)
-        sequence_flops = training_flops(shape, run.layout, phase.length)
+        sequence_flops = training_flops(shape, layout, phase.length)
         total += steps * phase.batch_size * sequence_flops
     return total
 
