@@ -236,6 +236,22 @@ def test_a_base_of_the_hub_is_linked_from_its_cache(
     assert torch.equal(logits(auto(tmp_path / "adapter")), reference_logits(model))
 
 
+def test_another_base_of_equal_size_and_time_takes_the_place_of_the_first(
+    base: str, tmp_path: Path
+) -> None:
+    """As in an image whose files all have one time."""
+    other = llama()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(2)
+    other.save_pretrained(tmp_path / "other")
+    for directory in (base, tmp_path / "other"):
+        os.utime(Path(directory, "model.safetensors"), (1, 1))
+        model = drop_rotation(one_adapter(str(directory)))
+        save_dropped_base(model, tmp_path / "dropped")
+    model.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(logits(auto(tmp_path / "adapter")), reference_logits(model))
+
+
 def test_a_base_that_was_loaded_without_rotation_is_named_as_it_is(
     base: str, tmp_path: Path
 ) -> None:

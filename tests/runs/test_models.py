@@ -390,7 +390,7 @@ def test_home_directory_does_not_get_into_reports():
 def test_only_whole_paths_of_the_home_directory_are_shortened(monkeypatch):
     monkeypatch.setenv("HOME", "/home/al")
     others = ["/home/alice/x", "/home/al.old", "/data/home/al/x"]
-    values = [*others, "/home/al", "a='/home/al' \"/home/al\""]
-    assert without_home(values) == [*others, "~", "a='~' \"~\""]
+    values = [*others, "/home/al", "a='/home/al' \"/home/al\"", "[/home/al,/home/al/x]"]
+    assert without_home(values) == [*others, "~", "a='~' \"~\"", "[~,~/x]"]
     monkeypatch.setenv("HOME", "/")
     assert without_home(values) == values

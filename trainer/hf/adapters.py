@@ -124,7 +124,7 @@ def _without_adapters(model: nn.Module) -> Any:
 def _link(source: Path, target: Path) -> None:
     """Make ``target`` the file ``source``, by a hard link, or on another file system by a copy."""
     source = source.resolve()  # the hub's cache has symbolic links
-    if target.exists() and filecmp.cmp(source, target):
+    if target.exists() and filecmp.cmp(source, target, shallow=False):
         return
     partial = target.with_name(target.name + ".partial")
     partial.unlink(missing_ok=True)

@@ -128,10 +128,9 @@ def _saved_model(
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
     layout = weights.layout
     longest = layout.longest
-    for length in lengths:
-        if length is not None:
-            layout = layout.with_training_length(length)
-            longest = max(longest, layout.longest)
+    for length in filter(None, lengths):
+        layout = layout.with_training_length(length)
+        longest = max(longest, layout.longest)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Decoder(weights.config, layout).parameters())
     defaults: dict[str, Any] = {"home": Path("runs", name), "read": weights.decoder}
@@ -348,7 +347,7 @@ def without_home(value: Any) -> Any:
         return value
     text = json.dumps(value, ensure_ascii=False)
     # Whole names only: /home/al does not begin /home/alice.
-    return json.loads(re.sub(rf"(?<![\w.-]){re.escape(home)}(?=[/\\\"']|$)", "~", text))
+    return json.loads(re.sub(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])", "~", text))
 
 
 def environment(corpus: Corpus, device: str) -> dict[str, Any]:
