@@ -212,9 +212,9 @@ def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
 def analyze_matrix_entropy(target: Target) -> Findings:
     """Compute band entropies, truncated effective ranks and attention on a needle of heads."""
     target.require(16)  # room for a needle
-    # Without a rotation all stages are equal.
-    stages: list[Stage] = ["pre_ntk", "post_ntk"] if target.rotates else ["post_ntk"]
     model = target.model
+    # Without a rotation all stages are equal.
+    stages: list[Stage] = ["pre_ntk", "post_ntk"] if model.layout.rotates else ["post_ntk"]
     needle = target.config.needle
 
     def measure(heads: Heads) -> dict[tuple[Side, Stage], MatrixEntropy]:

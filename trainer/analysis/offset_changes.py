@@ -30,7 +30,7 @@ from trainer.plotting import GREY, Grid, Panel, Plot, draw
 def offset_changes(before: Target, after: Target) -> Findings:
     """Compare two models that read the same text, up to the shorter training length (App. C, Fig.
     15 and 16)."""
-    if not (before.rotates and after.rotates):
+    if not (before.model.layout.rotates and after.model.layout.rotates):
         raise NotApplicableError("compare: expected models that rotate")
     length = min(before.length, before.training_length, after.training_length)
 

@@ -288,9 +288,9 @@ def fastest_pairs(heads: Heads) -> list[PairEffect]:
 def analyze_offset_features(target: Target) -> Findings:
     """Measure radii and angles of pairs, their bounds, and what single pairs do to attention."""
     target.require(2)
-    if not target.rotates:
-        raise NotApplicableError("analysis.kind: expected a model that rotates")
     model = target.model
+    if not model.layout.rotates:
+        raise NotApplicableError("analysis.kind: expected a model that rotates")
     C = target.context_length
     chosen = target.config.chosen
     layers = capture(model, target.ids, partial(offset_features, context_length=C))

@@ -131,6 +131,6 @@ Variants = dict[str, tuple[str, int]]
 
 def variants(target: Target) -> Variants:
     """Return ``plain`` and ``rotated``, or only ``rotated`` if no head rotates."""
-    if target.rotates:
+    if target.model.layout.rotates:
         return {"plain": ("before rotation", 2), "rotated": ("after rotation", 4)}
     return {"rotated": ("as projected, no rotation", 1)}

@@ -44,11 +44,6 @@ class Target:
         return self.ids.shape[1]
 
     @property
-    def rotates(self) -> bool:
-        """Whether any head rotates."""
-        return self.model.layout.rotates
-
-    @property
     def training_length(self) -> int:
         """The model's training length C."""
         return self.model.layout.training_length

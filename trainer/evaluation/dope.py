@@ -110,7 +110,8 @@ def apply(layout: Layout, chosen: Chosen, settings: DopeSettings, model: Languag
         lost = {h: lost_bands(trained.spectra[h], C, settings) for layer, h in chosen if layer == i}
         if settings.variant == "by_gaussian":
             factors = tuple((float(h not in lost),) * size for h in every_head)
-            query, key = zip(*(chosen.get((i, h), (0.0, 0.0)) for h in every_head), strict=True)
+            sigmas = [chosen.get((i, h), (0.0, 0.0)) for h in every_head]
+            query, key = zip(*sigmas, strict=True)
             # One seed per layer; otherwise all layers would have the same noise.
             noise = Intervention(factors, factors, query, key, settings.seed * 1000 + i)
             layers[i] = encoding.with_intervention(noise)

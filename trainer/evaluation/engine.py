@@ -42,8 +42,8 @@ class Cell(NamedTuple):
 class Setup(NamedTuple):
     """Settings shared by all cells.
 
-    ``config``: of methods and computation. ``text``: of fits. ``store``: of layouts and values.
-    ``device``: "cpu" or "cuda".
+    ``config``: settings of methods and computation. ``text``: text that methods are fitted on.
+    ``store``: holds layouts and values. ``device``: "cpu" or "cuda".
     """
 
     config: EvaluationConfig

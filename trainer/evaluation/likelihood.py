@@ -48,17 +48,17 @@ class Encoder:
         """
         stripped = [context.rstrip() for context, _ in pairs]
         texts = [context + continuation for context, continuation in pairs]
-        contexts, wholes = self.tokens(stripped), self.tokens(texts)
+        tokens = zip(self.tokens(stripped), self.tokens(texts), strict=True)
         requests = []
-        for text, before, begin, whole in zip(texts, stripped, contexts, wholes, strict=True):
-            context = begin
-            continuation = whole[len(begin) :]
-            if not before:
+        for text, context_text, (prefix, whole) in zip(texts, stripped, tokens, strict=True):
+            context = prefix
+            continuation = whole[len(prefix) :]
+            if not context_text:
                 context = (self.first_token,)
                 if continuation[:1] == context:
                     continuation = continuation[1:]
             if not continuation:
-                raise UserError(f"{text!r} adds no token to {before!r}")
+                raise UserError(f"{text!r} adds no token to {context_text!r}")
             requests.append(Request(context, continuation))
         return requests
 

@@ -44,7 +44,7 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
         row = json.loads(line)
         question = QUESTION.format(problem=row["problem"])
         answer = row.get("answer", "")
-        if answer in (None, ""):  # 0 is one
+        if answer in (None, ""):  # 0 is an answer
             answer = boxed(row["solution"])
         if answer is None:
             raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")

@@ -375,8 +375,7 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
         "fwe": frequent_words,
     }
     tasks: list[PromptTask] = []
-    names = inputs.settings.tasks or TASKS
-    for name in names:
+    for name in inputs.settings.tasks or TASKS:
         trials = inputs.trials
         score = string_match_all
         if name in READERS:

@@ -7,10 +7,10 @@ describe the same natively, so transformers loads what ``save_pretrained`` write
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -235,15 +235,14 @@ def _is_trained(model: nn.Module) -> bool:
 
 def _describes_no_rotation(config: Any) -> bool:
     """Whether transformers builds a decoder without rotation from its configuration."""
-    by_type: list[Parameters] = []
-    _for_rotating(by_type.append, getattr(config, "rope_parameters", None) or {})
-    if not by_type:
-        return False
-    for parameters in by_type:
-        factors = parameters.get("short_factor") or [parameters.get("factor")]
-        if any(factor != FACTOR for factor in factors):
-            return False
-    return True
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_rotating = [parameters]
+    if _is_by_type(parameters):
+        of_rotating = [value for value in parameters.values() if value]
+    factors: set[Any] = set()
+    for each in of_rotating:
+        factors.update(each.get("short_factor") or [each.get("factor")])
+    return factors == {FACTOR}
 
 
 def adapters_in(model: nn.Module) -> list[Any]:
@@ -265,13 +264,9 @@ def rope_parameters_written(parts: Parts) -> Parameters:
     return deepcopy(config.rope_parameters)
 
 
-def _for_rotating(function: Callable[[Parameters], Any], parameters: Parameters) -> Any:
-    """Call ``function`` for rotary parameters, or for those of each layer type that rotates."""
-    is_by_type = all(value is None or isinstance(value, dict) for value in parameters.values())
-    if not is_by_type:
-        return function(parameters)
-    rotating = {kind: value for kind, value in parameters.items() if value}
-    return parameters | {kind: function(value) for kind, value in rotating.items()}
+def _is_by_type(parameters: Parameters) -> bool:
+    """Whether each layer type has rotary parameters of its own; None: the type does not rotate."""
+    return all(value is None or isinstance(value, dict) for value in parameters.values())
 
 
 def _written_configs(parts: Parts) -> dict[int, Any]:
@@ -284,7 +279,7 @@ def _written_configs(parts: Parts) -> dict[int, Any]:
             deepcopy(config, copies)  # one memo keeps shared objects shared
         for config in parts.text_configs():
             copy = deepcopy(config, copies)  # the one in the memo, or its own
-            copy.rope_parameters = _for_rotating(partial(_with_form, form), config.rope_parameters)
+            copy.rope_parameters = _with_form(form, config.rope_parameters)
         try:
             _check_form(parts, copies[id(parts.decoder.config)])
         except Exception as error:  # a configuration class raises any
@@ -315,7 +310,9 @@ def _forms(parts: Parts) -> Iterator[Parameters]:
 
 
 def _with_form(form: Parameters, old: Parameters) -> Parameters:
-    """Return ``old`` with the frequencies of ``form``."""
+    """Return ``old`` with the frequencies of ``form``, in every layer type that rotates."""
+    if _is_by_type(old):
+        return old | {kind: _with_form(form, value) for kind, value in old.items() if value}
     parameters = {key: deepcopy(value) for key, value in old.items() if key not in FREQUENCY_KEYS}
     rope_type = old.get("rope_type", "default")
     if rope_type == "proportional":  # its frequencies are as many as a whole head's

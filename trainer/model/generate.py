@@ -149,9 +149,8 @@ def read_rows(
     at_once: int | None = None,
     last: int = 1,
 ) -> list[Tensor]:
-    """Read ``[B, T]`` tokens after what a cache holds, ``at_once`` rows in a pass.
-
-    By default these are as many rows as are fast.
+    """Read ``[B, T]`` tokens after what a cache holds, ``at_once`` rows in a pass (None: see
+    :meth:`~trainer.model.language_model.LanguageModel.sequences_at_once`).
 
     Returns:
         States ``[rows, last, hidden_size]`` of the last tokens, of each pass.

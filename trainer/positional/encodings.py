@@ -76,14 +76,14 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
 
 
 def geometric(base: float, pairs: int) -> tuple[float, ...]:
-    """Frequencies ``base ** (-m / pairs)``, m = 0 .. pairs - 1 (Su et al. 2021)."""
+    """Return frequencies ``base ** (-m / pairs)``, m = 0 .. pairs - 1 (Su et al. 2021)."""
     if base <= 0:
         raise ValueError(f"expected a base above 0, got {base:g}")
     return tuple(base ** (-m / pairs) for m in range(pairs))
 
 
 def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[float, ...]:
-    """Log-spaced frequencies from wavelength ``fastest`` to ``slowest`` (tokens), both included."""
+    """Return log-spaced frequencies, wavelengths ``fastest`` to ``slowest`` (tokens) included."""
     if not 2 <= fastest < slowest:
         raise ValueError(
             "expected a fastest wavelength of at least 2 tokens and below the slowest, got "

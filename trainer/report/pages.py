@@ -70,7 +70,7 @@ def write_renderings(report: Report, directory: Path) -> None:
 
 
 def write_comparison(shown: Sequence[Table], directory: Path, made: dict[str, str]) -> Path:
-    """Write the page of several runs side by side, and return its path; ``made`` as for others."""
+    """Write the page of runs side by side, and return its path; ``made``: see :class:`Report`."""
     directory.mkdir(parents=True, exist_ok=True)
     _write("comparison.html.j2", directory, tables=shown, made=made, details={})
     return directory / PAGE

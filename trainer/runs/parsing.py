@@ -166,10 +166,10 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     expected = run.phases[-1].length
     if length != expected:
         raise UserError(f"{key}: trains on {length} tokens, the run on {expected}")
-    sequences: dict[str, Any] = {"sequence_length": 2, "document_mask": False}
-    sequences |= {"needles": NeedlesConfig(), "weight": 1.0}  # which may differ
-    read = texts_read(control.config.data, **sequences)
-    known = texts_read(run.config.data, **sequences)
+    may_differ: dict[str, Any] = {"sequence_length": 2, "document_mask": False}
+    may_differ |= {"needles": NeedlesConfig(), "weight": 1.0}
+    read = texts_read(control.config.data, **may_differ)
+    known = texts_read(run.config.data, **may_differ)
     if not read.items() <= known.items() or control.config.tokenizer != run.config.tokenizer:
         raise UserError(f"{key}.data: a control reads the texts and tokens of its run")
     strategies = {control.config.strategy.name, run.config.strategy.name}

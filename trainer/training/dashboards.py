@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from trainer.common.files import write_atomically
@@ -49,8 +48,6 @@ def _wandb(directory: Path, name: str, group: str, offline: bool) -> Logger:
     Offline it begins with the rows of earlier processes: each process writes a directory of its own
     under the run's id, and `wandb sync` of the newest uploads the whole series.
     """
-    from lightning.pytorch.loggers import WandbLogger
-
     path = directory / "wandb_id"
     if not path.exists():
         rank_zero_only(write_atomically)(path, secrets.token_hex(4))
@@ -76,11 +73,11 @@ def _wandb(directory: Path, name: str, group: str, offline: bool) -> Logger:
 def log_results(run: Run, values: Mapping[int, Mapping[str, float]]) -> None:
     """Log an evaluation's ``values``, by length in tokens and name, to the dashboards."""
     for logger in dashboards(run):
-        dashboard: Any = logger
-        is_wandb = type(logger).__name__ == "WandbLogger"
         for length, row in values.items():
-            if is_wandb:  # by its name: Lightning's `*` takes precedence over `evaluation/*`
-                for name in row:
-                    dashboard.experiment.define_metric(name, step_metric=LENGTH)
-            dashboard.log_metrics({LENGTH: length, **row}, step=None if is_wandb else length)
+            step: int | None = length
+            if isinstance(logger, WandbLogger):
+                step = None
+                for name in row:  # Lightning's `*` takes precedence over `evaluation/*`
+                    logger.experiment.define_metric(name, step_metric=LENGTH)
+            logger.log_metrics({LENGTH: length, **row}, step=step)
         logger.finalize("success")

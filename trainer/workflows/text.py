@@ -52,8 +52,7 @@ def open_corpus(run: Run) -> Corpus:
     longest = max(phase.length for each in run.runs.values() for phase in each.phases)
     data = replace(config.data, sequence_length=longest)
     tokenizer = tokens_of_weights(run) or config.tokenizer
-    alone = current_ranks().world_size == 1
-    return prepare_corpus(data, tokenizer, alone=alone, wanted=wanted)
+    return prepare_corpus(data, tokenizer, alone=current_ranks().world_size == 1, wanted=wanted)
 
 
 def check_vocabularies(runs: Mapping[str, Run], corpus: Corpus) -> None:
