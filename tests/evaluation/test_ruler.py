@@ -348,6 +348,11 @@ def test_an_unknown_task_is_refused_before_anything_runs(key, settings):
         check_names(EvaluationConfig(**{key: settings}))
 
 
+def test_settings_of_a_task_that_has_none_of_its_own_are_refused():
+    with pytest.raises(UserError, match=r"evaluation\.settings: .*got \['standard'\]"):
+        check_names(EvaluationConfig(settings={"standard": {"trials": 4}}))
+
+
 def test_tasks_without_their_files_are_noted(tokenizer):
     inputs = task_inputs(RulerSettings(trials=3), Encoder(tokenizer, (BOS,), BOS), DOCUMENTS)
     tasks, notes = ruler_tasks(inputs), inputs.notes

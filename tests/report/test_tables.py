@@ -181,6 +181,8 @@ def test_losses_on_different_texts_stand_in_different_tables(tmp_path):
         ["a: RoPE"],
         ["b: RoPE"],
     ]
+    assert [table.note.partition(". ")[0] for table in losses] == ["a, C = 64", "b, C = 64"]
+    assert scores.note.startswith("With")
 
 
 def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path):

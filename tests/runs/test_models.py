@@ -103,8 +103,8 @@ def test_published_weights_are_told_apart_by_names_and_contents(tmp_path, monkey
 
 def test_models_of_one_name_are_told_apart(finished):
     first = find_model(finished[0].run_dir)
-    second = replace(first, reference="b", home=Path("runs/second"))
-    third = replace(first, reference="c", name="Other", home=Path("runs/third"))
+    second = replace(first, reference="b", path=Path("b"), home=Path("runs/second"))
+    third = replace(first, reference="c", path=Path("c"), name="Other", home=Path("runs/third"))
     hf = replace(first, reference="hf:a", computed_by="transformers")
     assert [model.name for model in distinct([first, third])] == ["DroPE", "Other"]
     assert [model.name for model in distinct([first, second, third])] == [
@@ -114,13 +114,15 @@ def test_models_of_one_name_are_told_apart(finished):
     assert [model.name for model in distinct([first, hf])] == [
         f"DroPE ({first.reference})", "DroPE (hf:a)",
     ]  # fmt: skip
-    with pytest.raises(UserError, match=r"\['DroPE \(.*\)'\] are named twice"):
-        distinct([first, third, first])
+    again = replace(first, reference=f"{first.reference}/")
+    with pytest.raises(UserError, match=r"/'\] are one model"):
+        distinct([first, third, again])
 
 
 def test_published_models_of_one_name_keep_their_directories(finished):
     first = replace(find_model(finished[0].run_dir), run=None, home=Path("runs/Llama"))
-    a, b = (replace(first, reference=f"hf:{owner}/Llama", name="Llama") for owner in "ab")
+    named = replace(first, name="Llama")
+    a, b = (replace(named, reference=f"hf:{owner}/Llama", path=Path(owner)) for owner in "ab")
     renamed = distinct([a, b])
     assert [model.name for model in renamed] == ["Llama (hf:a/Llama)", "Llama (hf:b/Llama)"]
     assert [model.home for model in renamed] == [Path("runs/Llama")] * 2

@@ -179,6 +179,21 @@ def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor
         lengthened(layout, 32, RescaleConfig("pi"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "description"),
+    [
+        ({"rescale": {"factor": 2}, "drop": {"to": "nope", "windows": [64, None]}},
+         "frequencies rescaled for longer sequences (yarn); dropped the encoding (nope); "
+         "windows 64, none"),
+        ({"rescale": {"base": 5e5}}, "new base of the frequencies (500,000)"),
+        ({"optimizer_state": "reset"}, "phase 'b' with sequences of 32 tokens"),
+    ],
+)  # fmt: skip
+def test_a_phase_describes_all_its_changes(changes, description):
+    run = configured({"a": {"steps": 1}, "b": {"steps": 1} | changes})
+    assert run.phases[1].description == description
+
+
 def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
     layout = tiny_decoder(training_length=64, windows=[16, None]).layout
     after = lengthened(layout, 256, RescaleConfig(base=2e6))

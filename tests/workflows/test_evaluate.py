@@ -88,7 +88,7 @@ def assert_same(first, second):
 def test_models_that_differ_in_their_seeds_alone_are_of_one_recipe(changes, step, is_same):
     def model(name, changes, step):
         run = None if changes is None else saved_config(merged(plain(RunConfig()), changes))
-        return SimpleNamespace(name=name, run=run, state={"step": step})
+        return SimpleNamespace(title="A", name=name, run=run, state={"step": step})
 
     models = [model("A (a)", {}, 100), model("A (b)", changes, step)]
     assert seeds_of(models) == ({"A (a)": "A", "A (b)": "A"} if is_same else {})
@@ -96,15 +96,16 @@ def test_models_that_differ_in_their_seeds_alone_are_of_one_recipe(changes, step
 
 @pytest.mark.parametrize(
     ("further", "mean"),
-    [({}, "DroPE"), ({"DroPE (d)": {"lr": 1.0}}, "DroPE (a) and other seeds")],
+    [({}, "DroPE"), ({"DroPE (d)": {"lr": 1.0}}, "DroPE (a (1)) and other seeds")],
 )
 def test_seeds_of_a_recipe_have_the_name_that_they_share_if_no_other_recipe_has_it(further, mean):
     def model(name, seed, optimizer):
         changes = {"seed": seed, "optimizer": optimizer}
         run = saved_config(merged(plain(RunConfig()), changes))
-        return SimpleNamespace(name=name, run=run, state={"step": 1})
+        title = name.partition(" (")[0]
+        return SimpleNamespace(title=title, name=name, run=run, state={"step": 1})
 
-    alike = ["DroPE (a)", "DroPE (b)", "DroPE (c)"]
+    alike = ["DroPE (a (1))", "DroPE (b)", "DroPE (c)"]  # by their directories
     models = [model(name, seed, {}) for seed, name in enumerate(alike)]
     models.insert(1, model("RoPE", 0, {"lr": 0.5}))
     models += [model(name, 0, optimizer) for name, optimizer in further.items()]
@@ -143,7 +144,9 @@ def test_claims_are_about_the_first_model_of_each_role(tmp_path, monkeypatch):
 
     def model(name, role, text="1", **changes):
         run = saved_config(merged(plain(RunConfig()), changes))
-        return SimpleNamespace(name=name, role=role, run=run, state={"step": 9, "texts": [text]})
+        state = {"step": 9, "texts": [text]}
+        title = name.partition(" (")[0]
+        return SimpleNamespace(title=title, name=name, role=role, run=run, state=state)
 
     rope = [model(f"RoPE ({seed})", "rope", seed=seed) for seed in (1, 2)]
     drope = [model(f"DroPE {lr}", "drope", optimizer={"lr": lr}) for lr in (0.1, 0.2)]

@@ -53,6 +53,7 @@ def test_a_change_ends_what_longer_sequences_taught_before(
     """The checkpoint of a change's own step is from before it."""
     model = tiny_decoder(training_length=32)
     saved = SavedModel(
+        title="RoPE",
         name="tiny",
         reference="tiny",
         path=Path("tiny"),

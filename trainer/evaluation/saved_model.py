@@ -34,16 +34,17 @@ def matmul_precision(dtype: Dtype, device: str) -> str:
 class SavedModel:
     """A model that can be loaded, with its name in tables.
 
-    ``name``: its name in tables, distinct after :func:`distinct`. ``reference``: the user's name
-    for it. ``path``: the checkpoint, or the directory of published weights. ``home``: the run
-    directory; for published weights a directory of their name among the runs. ``tokens``: tokenizer
-    and special tokens. ``layout``: encodings of its layers, and C. ``read``: loads it onto a device
-    and in a dtype. ``fingerprint``: hash that changes with the weights, C and the tokens that end
-    answers. ``parameters``: their number. ``longest_context``: the longest context, in tokens, that
-    it was trained with, that its own rescaling reaches, or that the user names. ``run``:
-    configuration of the run that trained it (None: published weights). ``role``: its role in
-    comparisons, such as ``drope``. ``is_dropped``: whether its run has dropped its encoding.
-    ``computed_by``: the program that computes it, if not this one.
+    ``title``: what it is, such as ``DroPE``. ``name``: its name in tables, the title until
+    :func:`distinct` adds a mark. ``reference``: the user's name for it. ``path``: the checkpoint,
+    or the directory of published weights. ``home``: the run directory; for published weights a
+    directory of their name among the runs. ``tokens``: tokenizer and special tokens. ``layout``:
+    encodings of its layers, and C. ``read``: loads it onto a device and in a dtype.
+    ``fingerprint``: hash that changes with the weights, C and the tokens that end answers.
+    ``parameters``: their number. ``longest_context``: the longest context, in tokens, that it was
+    trained with, that its own rescaling reaches, or that the user names. ``run``: configuration of
+    the run that trained it (None: published weights). ``role``: its role in comparisons, such as
+    ``drope``. ``is_dropped``: whether its run has dropped its encoding. ``computed_by``: the
+    program that computes it, if not this one.
 
     ``state``: ``state.json`` of a run's checkpoint; empty for published weights. Keys read from it:
     ``step``, number of steps trained; ``end_of_text`` and ``token_files``, for an export;
@@ -51,6 +52,7 @@ class SavedModel:
     of each phase, by its name; ``benchmarks``, scores during training.
     """
 
+    title: str
     name: str
     reference: str
     path: Path
@@ -99,18 +101,18 @@ class SavedModel:
 
 def distinct(models: Sequence[SavedModel]) -> list[SavedModel]:
     """Give models of equal name, such as two seeds of a recipe, the directory of their run as a
-    suffix, or else the user's name for them.
-
-    Raises:
-        UserError: a model appears twice, or two names remain equal.
-    """
+    suffix, or if two directories have one name the user's names for the models. Raise a UserError
+    if a model appears twice."""
+    places = Counter((model.path.resolve(), model.computed_by) for model in models)
+    twice = [m.reference for m in models if places[m.path.resolve(), m.computed_by] > 1]
+    if twice:
+        raise UserError(f"compare: {twice} are one model")
     shared = Counter(model.name for model in models)
-    for marks in ([m.home.resolve().name for m in models], [m.reference for m in models]):
-        names = []
-        for model, mark in zip(models, marks, strict=True):
-            is_shared = shared[model.name] > 1
-            names.append(f"{model.name} ({mark})" if is_shared else model.name)
-        if len(set(names)) == len(names):
-            return [replace(m, name=name) for m, name in zip(models, names, strict=True)]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    raise UserError(f"compare: {twice} are named twice")
+    marks = [model.home.resolve().name for model in models]
+    if len({(m.name, mark) for m, mark in zip(models, marks, strict=True)}) < len(models):
+        marks = [model.reference for model in models]
+    renamed = []
+    for model, mark in zip(models, marks, strict=True):
+        name = f"{model.name} ({mark})" if shared[model.name] > 1 else model.name
+        renamed.append(replace(model, name=name))
+    return renamed

@@ -30,14 +30,15 @@ def harness(inputs: TaskInputs) -> list[Task]:
 
 
 def check_names(config: EvaluationConfig) -> None:
-    """Raise a UserError if a task or method does not exist, or settings of a plugin are wrong."""
+    """Raise a UserError if a task or method does not exist, or ``settings`` are wrong."""
     parts = [part for name in config.methods for part in name.split("+")]
+    with_settings = [name for name, kind in TASKS.items() if isinstance(kind.settings, type)]
     for key, names, known in (
         ("tasks", config.tasks, TASKS),
         ("ruler.tasks", config.ruler.tasks, ruler.TASKS),
         ("longbench.tasks", config.longbench.tasks, longbench.KINDS),
         ("methods", parts, known_methods()),
-        ("settings", config.settings, [*TASKS, *parts]),
+        ("settings", config.settings, [*with_settings, *parts]),
         ("choice.text", [config.choice.text], choice_names()),
     ):
         missing = [name for name in names if name not in known]
@@ -46,11 +47,11 @@ def check_names(config: EvaluationConfig) -> None:
             text = f"evaluation.{key}: expected some of {expected}, got {missing}"
             raise UserError(text + nearest(missing[0], known))
     for name in config.tasks:
-        settings_of(name, config)
+        settings_of(name, config)  # raises if they are wrong
 
 
 def settings_of(name: str, config: EvaluationConfig) -> Any:
-    """Return the settings of a task, as it is registered."""
+    """Return the settings of a task: a key of ``config``, or the class that it registered."""
     settings = TASKS[name].settings
     if isinstance(settings, type):
         values = config.settings.get(name, {})

@@ -54,11 +54,8 @@ def tables(report: Report) -> list[Table]:
 
 def compare(runs: Sequence[str]) -> list[Table]:
     """Return a table for each task, metric and text of losses with the rows of several ``runs``:
-    directories that hold ``results.csv``, or whose ``evaluation`` does.
-
-    Raises:
-        UserError: a run has no results.
-    """
+    directories that hold ``results.csv``, or whose ``evaluation`` does. Raise a UserError if one of
+    them has no rows."""
     names = [Path(run).resolve().name for run in runs]
     names = names if len({*names}) == len(names) else list(runs)
     named = zip(names, map(_results, runs), strict=True)
@@ -70,11 +67,13 @@ def compare(runs: Sequence[str]) -> list[Table]:
         return Cell(show(row.value), limits, best=row.value > 0 and row.value == row.best)
 
     shown = []
-    note = "With 95% intervals; bold: the best of a column."
     units = {"score": ("in %", "max"), "loss": ("as loss in nats per token", "min")}
     rows = rows.dropna(subset="value")
-    for (task, metric, _), of_task in rows.groupby(["task", "metric", "text"], sort=False):
+    for (task, metric, text), of_task in rows.groupby(["task", "metric", "text"], sort=False):
         unit, best = units[metric]
+        note = "With 95% intervals; bold: the best of a column."
+        if text:
+            note = f"{text}. {note}"
         of_task["best"] = of_task.groupby("length").value.transform(best)
         shown.append(_table(f"{task}, {unit}", note, of_task, cell))
     return shown

@@ -135,6 +135,7 @@ def _saved_model(
         parameters = sum(p.numel() for p in Decoder(weights.config, layout).parameters())
     defaults: dict[str, Any] = {"home": Path("runs", name), "read": weights.decoder}
     return SavedModel(
+        title=name,
         name=name,
         tokens=tokens,
         layout=layout,

@@ -37,7 +37,7 @@ class Phase:
 
     ``data``: its text, and the length of its sequences. ``batch_size``: sequences of an update.
     ``micro_batch_size``: sequences of a rank's forward pass, or None for all that it has.
-    ``seed``: of its order of samples. ``samples``: samples of this order that were read before.
+    ``seed``: seed of its sample order. ``samples``: samples of this order that were read before.
     ``tokens``: tokens that the run read before. ``factor``: factor on the learning rates, by the
     update of the run. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
     """
@@ -69,18 +69,19 @@ class Phase:
 
     @property
     def description(self) -> str:
-        """Description of the changes at its start."""
-        if self.drop is not None:
-            text = f"dropped the encoding ({self.drop.to}){self.drop.of_what}"
-            if self.drop.windows is None:
-                return text
-            windows = ", ".join(str(window or "none") for window in self.drop.windows)
-            return f"{text}; windows {windows}"
+        """Description of the changes at its start, in their order."""
+        changes = []
         if self.rescale is not None and self.rescale.base is not None:
-            return f"new base of the frequencies ({self.rescale.base:,.0f})"
-        if self.rescale is not None:
-            return f"frequencies rescaled for longer sequences ({self.rescale.method})"
-        return f"phase {self.name!r} with sequences of {self.length:,} tokens"
+            changes.append(f"new base of the frequencies ({self.rescale.base:,.0f})")
+        elif self.rescale is not None:
+            changes.append(f"frequencies rescaled for longer sequences ({self.rescale.method})")
+        if self.drop is not None:
+            changes.append(f"dropped the encoding ({self.drop.to}){self.drop.of_what}")
+            if self.drop.windows is not None:
+                windows = ", ".join(str(window or "none") for window in self.drop.windows)
+                changes.append(f"windows {windows}")
+        sequences = f"phase {self.name!r} with sequences of {self.length:,} tokens"
+        return "; ".join(changes) or sequences
 
     @property
     def key(self) -> str:
@@ -132,8 +133,8 @@ class Phases(tuple[Phase, ...]):
         return next((phase.start for phase in self if phase.drop is not None), None)
 
     def is_dropped(self, step: int) -> bool:
-        """Whether the encoding is dropped after ``step`` steps: a drop is no part of the checkpoint
-        of its very step."""
+        """Whether the encoding is dropped after ``step`` steps: the checkpoint of the drop's own
+        step is from before the drop."""
         return self.drop_step is not None and step > self.drop_step
 
 
@@ -253,10 +254,7 @@ def layout_of_phase(config: RunConfig, phase: Phase, layout: Layout) -> Layout:
     """Return the layout that a phase begins with: the previous one, rescaled, extended and dropped.
 
     A rescaling starts from the length before; a new encoding is written for the length that it is
-    trained on.
-
-    Raises:
-        ValueError: the change is impossible for this layout.
+    trained on. Raises a ValueError if the change is impossible for this layout.
     """
     rescale = phase.rescale
     change = phase.drop

@@ -36,9 +36,8 @@ from trainer.runs.parsing import texts_read
 
 log = logging.getLogger(__name__)
 
-
 DEFAULT = "default"
-"""The option of the group that a run ends with."""
+"""Name of the evaluation that a run ends with."""
 
 
 def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[Report, Path] | None:
@@ -85,11 +84,8 @@ def plain_request(request: EvaluationRequest) -> dict[str, Any]:
 
 def place_of(request: EvaluationRequest, output: Path) -> Path:
     """Return the directory of a report: ``output``, or if that holds another evaluation the first
-    of those numbered beside it that does not.
-
-    Raises:
-        UserError: the directory that the request names holds another evaluation.
-    """
+    of those numbered beside it that does not; raise a UserError if the request names a directory
+    that does."""
     changed = changes_since(request, output)
     if changed:
         text = f"{str(output)!r} holds another evaluation ({changed})"
@@ -204,22 +200,23 @@ def measure_models(
 
 
 def seeds_of(models: Sequence[SavedModel]) -> dict[str, str]:
-    """Return for each model that differs from others in its seed alone the name of their mean: the
-    name that they share, unless another recipe has it too, or else that of the first."""
+    """Return for each model that differs from others in its seed alone the name of their mean:
+    their title, or if another recipe has it too the name of the first "and other seeds"."""
     defaults = plain(RunConfig())
     free = {*FREE_TO_CHANGE, "seed", "controls"}
-    recipes: dict[tuple[str, int], list[str]] = {}
+    recipes: dict[tuple[str, int], list[SavedModel]] = {}
     for model in models:
         if model.run is not None:
             recipe = differences(defaults, plain(model.run), free), model.state["step"]
-            recipes.setdefault(recipe, []).append(model.name)
+            recipes.setdefault(recipe, []).append(model)
+    titles = Counter(model.title for model in models)
     seeds: dict[str, str] = {}
-    for names in recipes.values():
-        mean = names[0].rpartition(" (")[0]  # without what tells models of one name apart
-        if any(m.name.startswith(f"{mean} (") for m in models if m.name not in names):
-            mean = f"{names[0]} and other seeds"
-        if len(names) > 1:
-            seeds |= dict.fromkeys(names, mean)
+    for alike in recipes.values():
+        mean = alike[0].title
+        if titles[mean] > len(alike):
+            mean = f"{alike[0].name} and other seeds"
+        if len(alike) > 1:
+            seeds |= dict.fromkeys([model.name for model in alike], mean)
     return seeds
 
 
