@@ -256,7 +256,7 @@ def attention_statistics(heads: Heads, *, rotated: bool = True) -> AttentionStat
 def head_attention(
     heads: Heads, head: int, queries: slice | Tensor, *, without: int | None = None
 ) -> Tensor:
-    """Return the attention ``[B, n, T]`` of one head's queries at some positions, float32, on the
+    """Return the attention ``[B, n, keys]`` of one head's queries at n positions, float32, on the
     keys up to the last of these positions.
 
     ``queries``: positions, ascending. ``without``: a pair whose part of the scores is left out.

@@ -34,7 +34,7 @@ def head_measures(model: LanguageModel, ids: Tensor) -> dict[str, Array]:
 
     ``distance``: tokens between query and key, weighted by attention. ``entropy``: divided by its
     largest possible value, the logarithm of the number of visible keys; 1 is uniform.
-    ``sink_mass``: attention on the first key of the text. Aᶜ: see :func:`positional_biases`.
+    ``sink_mass``: attention on the first key of the text. Biases: see :func:`positional_biases`.
     """
 
     def measure(heads: Heads) -> dict[str, Tensor]:

@@ -72,11 +72,8 @@ TAPERS: dict[str, Callable[..., Tensor]] = {
 
 def spectrum_fe(signal: Tensor, frames: ShortTime = DEFAULT_FRAMES) -> Tensor:
     """Compute SpectrumFE (Eq. 5 to 7), the entropy of the mean power of overlapping whole frames of
-    the ``signal`` ``[..., T]``: ``[...]`` float64, between 0 and 1.
-
-    Raises:
-        UserError: the signal is shorter than a frame.
-    """
+    the ``signal`` ``[..., T]``: ``[...]`` float64, between 0 and 1; raise a UserError if the signal
+    is shorter than a frame."""
     if signal.shape[-1] < frames.frame:
         raise UserError(
             f"SpectrumFE: expected a text of {frames.frame} tokens (one frame) or more, got "
@@ -89,11 +86,8 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = DEFAULT_FRAMES) -> Tensor:
 
 def sequence_fe(signal: Tensor) -> Tensor:
     """Compute SequenceFE (Eq. 8 to 10), the entropy of the power of the whole signal ``[..., T]``
-    at 1 <= k < floor(T / 2): ``[...]`` float64, between 0 and 1.
-
-    Raises:
-        UserError: there are fewer than two frequencies.
-    """
+    at 1 <= k < floor(T / 2): ``[...]`` float64, between 0 and 1; raise a UserError if there are
+    fewer than two frequencies."""
     length = signal.shape[-1]
     if length < 6:
         raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}")
@@ -167,10 +161,8 @@ def choose_factors(
 ) -> tuple[Intervention, ...]:
     """Choose the factors of Weighted RoPE for every layer by mean entropies on texts ``[B, T]``.
 
-    ``model`` has its layout as trained; ``layout``: the rescaled one, or the same.
-
-    Raises:
-        UserError: the text is too short.
+    ``model`` has its layout as trained; ``layout``: the rescaled one, or the same. Raises a
+    UserError if the text is too short.
     """
     measures = sorted({rule.entropy for rule in rules})
     with model.using(layout):
@@ -188,13 +180,14 @@ def analyze_frequency_entropy(target: Target) -> Findings:
     perplexity with extreme pairs attenuated."""
     target.require(6)  # with fewer than a frame, only SpectrumFE is left out
     frames = target.config.frequency_entropy
+    measures = [m for m in MEASURES if m != "spectrum" or target.length >= frames.frame]
+    layers = frequency_entropies(target.model, target.ids, measures, frames)
     by_length: dict[int, Entropies] = {}
-    shorter = {n for n in target.config.prefixes if n < target.length}
-    for n in [*sorted(shorter), target.length]:  # the whole texts last
-        measures = [m for m in MEASURES if m != "spectrum" or n >= frames.frame]
-        layers = frequency_entropies(target.model, target.ids[:, :n], measures, frames)
-        by_length[n] = {key: stack_layers(x) for key, x in by_name(layers).items()}
-    values = by_length[target.length]
+    for n in sorted({n for n in target.config.prefixes if n < target.length}):
+        of_prefix = [m for m in measures if m != "spectrum" or n >= frames.frame]
+        prefixes = target.ids[:, :n]
+        by_length[n] = _stacked(frequency_entropies(target.model, prefixes, of_prefix, frames))
+    values = by_length[target.length] = _stacked(layers)
     # The head with the most concentrated pair of each layer.
     lowest = np.nan_to_num(values[measures[0], "query"], nan=1.0).min(axis=-1).argmin(axis=-1)
     chosen = target.config.chosen
@@ -212,6 +205,10 @@ def analyze_frequency_entropy(target: Target) -> Findings:
                 named = {NAMES[m]: of_pairs}
                 tables.append(tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n))
     return Findings(plots + attenuated.plots, tables + attenuated.tables, attenuated.notes)
+
+
+def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
+    return {key: stack_layers(of_layers) for key, of_layers in by_name(layers).items()}
 
 
 def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:

@@ -45,8 +45,9 @@ def offset_changes(before: Target, after: Target) -> Findings:
         for name, features in by_name.items()
     ]
     was, now = by_name.values()
-    # Rows of the pairs that both have.
-    was, now = was.merge(now[PLACE], on=PLACE), now.merge(was[PLACE], on=PLACE)
+    of_both = was[PLACE].merge(now[PLACE])
+    was = of_both.merge(was)
+    now = of_both.merge(now)
     plots: list[Plot] = []
     shapes = {
         (len(target.model.layout.layers), target.model.config.num_attention_heads)

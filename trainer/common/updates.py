@@ -1,4 +1,4 @@
-"""Numbers of optimizer updates as users give them: a count, or a share of all updates."""
+"""Optimizer updates: their numbers as users give them, a count or a share, and a fresh start."""
 
 from numbers import Integral
 from typing import Any
@@ -25,7 +25,7 @@ def check_updates(name: str, number: Any) -> None:
 
 
 def forget_moments(optimizer: Optimizer) -> None:
-    """Clear the state of an optimizer."""
+    """Clear the state of an optimizer, its counts of updates included."""
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group.pop("step", None)  # where DeepSpeed's and apex's fused Adam count updates

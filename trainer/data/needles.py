@@ -35,11 +35,7 @@ class NeedleVocabulary:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> "NeedleVocabulary":
-        """Look up the token ids.
-
-        Raises:
-            UserError: the tokenizer does not hold some of the words.
-        """
+        """Look up the token ids; raise a UserError unless the tokenizer holds all words."""
         ids = [tokenizer.encode(word, add_special_tokens=False).ids for word in [*WORDS, "."]]
         whole = {tokens[0] for tokens in ids if len(tokens) == 1}
         if len(whole) < len(ids):  # some are split, or unknown words have one token
@@ -51,7 +47,7 @@ class NeedleVocabulary:
         return cls(flat[: len(NAMES)], flat[len(NAMES) : -1], int(flat[-1]))
 
     def statements(self, names: Integers, numbers: Integers) -> Integers:
-        """``[..., 3]`` token ids for indices of names and numbers."""
+        """Return token ids ``[..., 3]`` for indices of names and numbers."""
         stop = np.full_like(names, self.full_stop)
         return np.stack([self.names[names], self.numbers[numbers], stop], axis=-1)
 

@@ -78,8 +78,11 @@ TOKENS_PER_VALUE = 16
 
 @dataclass(frozen=True)
 class Quiz:
-    """``needles``: sentences to hide. ``question``: end of the prompt. ``answers``: right ones.
-    ``new_tokens``: most tokens of an answer. ``opening``: text before the haystack."""
+    """Sentences to hide, and a question about them.
+
+    ``question``: end of the prompt. ``answers``: right ones. ``new_tokens``: most tokens of an
+    answer. ``opening``: text before the haystack.
+    """
 
     needles: tuple[str, ...]
     question: str
@@ -107,8 +110,9 @@ def magic_numbers(
     chosen = names if asks_for_all or keys == 1 else [names[random.integers(keys)]]
     answers = tuple(number for name, number in stated if name in chosen)
     about = f"for {listed(chosen)} mentioned in the provided text"
-    number, verb = ("number", "is") if len(answers) == 1 else ("numbers", "are")
-    question = f"The special magic {number} {about} {verb}:"
+    question = f"The special magic numbers {about} are:"
+    if len(answers) == 1:
+        question = f"The special magic number {about} is:"
     if values > 1:
         question = f"What are all the special magic numbers {about}? {question}"
     return Quiz(tuple(needles), f"\n\n{question}", answers, TOKENS_PER_VALUE * len(answers))

@@ -25,8 +25,8 @@ UNIGRAM_TOKENS = 2**20
 def perplexity(inputs: TaskInputs) -> list[Task]:
     """Return the task of the loss on the last C tokens of windows, or on all of shorter ones.
 
-    There are as many windows as the settings say, or as share no scored token: an interval over
-    windows takes these as independent. The windows of all lengths end at the same places.
+    No two windows share a scored token, since an interval over windows takes them as independent: a
+    short text has fewer than the settings say. Windows of all lengths end at the same places.
     """
     split = inputs.text.split
     first_token = inputs.text.corpus.first_token

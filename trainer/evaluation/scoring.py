@@ -23,8 +23,8 @@ class Prompt:
 
     ``tokens``: the prompt, including the beginning-of-text token. ``answers``: right answers.
     ``new_tokens``: largest length of an answer. ``depth``: position of the (first) needle, 0 at the
-    beginning of the text and 1 at its end. ``group``: number of trials with a common prefix; None:
-    no such trials. ``label``: key to average results by, such as a category or a length bucket.
+    beginning of the text and 1 at its end. ``group``: a number that trials with a common prefix
+    share; None: no prefix. ``label``: key to average results by, a category or a length bucket.
     """
 
     tokens: Sequence[int]

@@ -74,7 +74,8 @@ class TokenData(L.LightningDataModule):
     repeats if it was stopped within the step. Each epoch (``limit_train_batches``) reads on, too.
 
     Args:
-        corpus: prepared text, or the directory that ``python -m trainer prepare`` wrote.
+        corpus: prepared text, or the directory that ``python -m trainer prepare`` wrote; ``""``:
+            none, with ``samples`` and without validation.
         length: tokens of a sequence.
         batch_size: sequences of a step, over all micro-batches and ranks.
         seed: of the order.

@@ -43,7 +43,7 @@ class Rewarming:
             group["lr"] = min(group["lr"], scheduled * self.factor)
 
     def end(self, trainer: L.Trainer) -> None:
-        """End it: the module may keep its optimizers for another fit."""
+        """Remove the hooks: the module may keep its optimizers for another fit."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -71,7 +71,8 @@ def spectrum_of(
     except (TypeError, ValueError) as error:
         raise UserError(f"positional.encodings.{name}: {error}") from error
     values = asdict(config.temperature)
-    skips = values.pop("heads") == "free" and (spectrum.rotates or spectrum.alibi)
+    heads = values.pop("heads")
+    skips = heads == "free" and (spectrum.rotates or spectrum.alibi)
     temperature = Temperature(**values)
     if temperature.is_none or skips:
         return spectrum

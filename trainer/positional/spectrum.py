@@ -19,10 +19,8 @@ def cope_shares(pairs: int, clipped: int) -> Frequencies:
     """Return the shares of their frequencies that CoPE's ``pairs`` keep (arXiv 2602.05258).
 
     The ``clipped`` last pairs, the slowest ones, keep (1 + cos t) / 2 with t evenly spaced from 0
-    to pi, so that the slowest does not rotate; the others keep everything.
-
-    Raises:
-        ValueError: ``clipped`` is negative.
+    to pi, so that the slowest does not rotate; the others keep everything. Raises a ValueError if
+    ``clipped`` is negative.
     """
     if clipped < 0:
         raise ValueError(f"clipped: expected 0 or more pairs, got {clipped}")

@@ -82,8 +82,8 @@ class Evidence:
             return rows
         # n trials of one training count as n / (1 + (n - 1) ρ) (Kish, Survey Sampling, 1965).
         independent = rows.n / (1 + (rows.n - 1) * TRAINING_CORRELATION)
-        rates = [*map(wilson, rows.value, rows.trainings * independent)]
-        return rows.assign(low=[rate.low for rate in rates], high=[rate.high for rate in rates])
+        intervals = [*map(wilson, rows.value, rows.trainings * independent)]
+        return rows.assign(low=[x.low for x in intervals], high=[x.high for x in intervals])
 
     def windows(self, row: Any) -> list[float]:
         """Return the losses of a row, as :meth:`rows` returns it, by window of text."""
@@ -115,7 +115,8 @@ def at(rows: pd.DataFrame, lengths: Lengths) -> pd.DataFrame:
 def pairs(
     a: pd.DataFrame, b: pd.DataFrame, lengths: Lengths, b_lengths: Lengths
 ) -> list[tuple[Any, Any]]:
-    """Return the pairs of rows that a claim compares, among the lengths that both have."""
+    """Return the pairs of rows that a claim compares, in the order of their lengths, among the
+    lengths that both have; rows of one without a row of the other are left out."""
     a, b = a[a.length.isin(b.length)], b[b.length.isin(a.length)]
     return list(zip(at(a, lengths).itertuples(), at(b, b_lengths).itertuples(), strict=False))
 
@@ -284,8 +285,9 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
     """Judge which share of the rise at the drop is gone at the end, over the sequences on which the
     losses were measured."""
     drop = evidence.report.drop
-    if drop is None or evidence.run("drope") not in evidence.report.runs[:1]:
-        return None  # the run itself comes first, and its drop may be another one
+    main_run = evidence.report.runs[:1]
+    if drop is None or evidence.run("drope") not in main_run:
+        return None  # the drop is the main run's, and not of the model that has the role
     columns = ["before", "after", "end"]
     losses = pd.DataFrame(drop["sequences"], dtype=float).reindex(columns=columns)
     if losses.empty or losses.isna().any(axis=None):

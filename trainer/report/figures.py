@@ -91,8 +91,7 @@ def _by_length(report: Report, task: str) -> Plot:
             groups.setdefault(row[0], []).append(row)
     chances = tuple(
         (100 * chance, f"{name} ({percent(chance)}%)")
-        for name, chance in report.chances.items()
-        if task == STATEMENTS
+        for name, chance in _chances(report, task).items()
     )
     panels = [
         replace(_panel(report, task, group), title=model, horizontal=chances)
@@ -122,14 +121,16 @@ def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
     for row in rows:
         name = report.row_name(row)
         curve = report.curve(row, task)
-        y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
-        line = Line(name, styles[name], curve.length.tolist(), y, low, high)
-        if task == PERPLEXITY:  # windows differ more than models do on each of them
-            line = replace(line, y=curve.value.map(perplexity).tolist(), low=None, high=None)
-        lines.append(line)
+        lengths = curve.length.tolist()
+        if task == PERPLEXITY:  # no intervals: windows differ more than models do on each of them
+            perplexities = curve.value.map(perplexity).tolist()
+            lines.append(Line(name, styles[name], lengths, perplexities))
+        else:
+            y, low, high = ((100 * curve[key]).tolist() for key in ("value", "low", "high"))
+            lines.append(Line(name, styles[name], lengths, y, low, high))
     if task == PERPLEXITY:
         return Panel("", lines, y="perplexity", prepare=_perplexity_axis)
-    levels = [100 * chance for chance in report.chances.values() if task == STATEMENTS]
+    levels = [100 * chance for chance in _chances(report, task).values()]
 
     def prepare(axes: Axes) -> None:
         top = max([axes.dataLim.intervaly[1], *levels])
@@ -140,6 +141,11 @@ def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
         axes.set_yticks(range(0, 101, 25))
 
     return Panel("", lines, y="success (%)", prepare=prepare)
+
+
+def _chances(report: Report, task: str) -> dict[str, float]:
+    """Return the success rates of guesses in a task by name, if they are known."""
+    return report.chances if task == STATEMENTS else {}
 
 
 def _perplexity_axis(axes: Axes) -> None:

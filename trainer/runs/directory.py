@@ -69,7 +69,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     path = directory / RECORD
     with expecting("the configuration of a run", path):
         values = yaml.safe_load(path.read_text("utf-8"))
-        values["controls"].keys()
+        values["controls"].keys()  # raises if the file holds something else
     return values
 
 
@@ -161,11 +161,8 @@ def check_files(names: Sequence[str]) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run's directory; the system releases it when the process ends.
-
-    Raises:
-        UserError: another process trains there.
-    """
+    """Hold the lock of a run's directory, which the system releases when the process ends; raise a
+    UserError if another process holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     try:

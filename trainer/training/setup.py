@@ -84,19 +84,19 @@ def set_environment(accelerator: str) -> None:
 @contextmanager
 def numerics(trainer: TrainerConfig) -> Iterator[None]:
     """Multiply float32 in TF32 on a GPU and apply ``trainer.deterministic`` within the block."""
-    memory: Any = torch.utils.deterministic  # attributes are created at run time
+    options: Any = torch.utils.deterministic  # attributes are created at run time
     before = torch.are_deterministic_algorithms_enabled()
-    fills = memory.fill_uninitialized_memory
+    fills = options.fill_uninitialized_memory
     if trainer.deterministic:
         torch.use_deterministic_algorithms(True)
         # Filling new memory first costs an eighth of a step; nothing reads it unwritten.
-        memory.fill_uninitialized_memory = False
+        options.fill_uninitialized_memory = False
     try:
         with tf32(device_type(trainer.accelerator)):
             yield
     finally:
         torch.use_deterministic_algorithms(before)
-        memory.fill_uninitialized_memory = fills
+        options.fill_uninitialized_memory = fills
 
 
 @contextmanager
@@ -173,11 +173,8 @@ def make_module(run: Run, model: Decoder) -> RunModule:
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
-    """Return the settings of an optimizer: the keys of the group that it takes, and ``arguments``.
-
-    Raises:
-        UserError: there is no such optimizer, or it has no such settings.
-    """
+    """Return the settings of an optimizer: the keys of the group that it takes, and ``arguments``;
+    raise a UserError if there is no such optimizer, or it has no such settings."""
     takes = inspect.signature(OPTIMIZERS.find(config.name, "optimizer.name")).parameters
     arguments = config.arguments or {}
     unknown = arguments.keys() - takes.keys()

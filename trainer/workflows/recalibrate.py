@@ -79,11 +79,8 @@ class Speed(NamedTuple):
 
 
 def shape_of(model: str) -> tuple[ModelConfig, Layout]:
-    """Return the shape and the encoding of a model; reads no weights.
-
-    Raises:
-        UserError: there is no such model, or it has no rotation to drop.
-    """
+    """Return the shape and the encoding of a model, without its weights; raise a UserError if there
+    is no such model, or it has no rotation to drop."""
     start = read_pretrained(model) if is_published(model) else read_run(find_checkpoint(model))
     start.require_tokenizer()
     if not start.layout.rotates:
@@ -94,7 +91,8 @@ def shape_of(model: str) -> tuple[ModelConfig, Layout]:
 def measure_speed(
     config: ModelConfig, layout: Layout, accelerator: str, threads: int | None
 ) -> Speed:
-    """Train a model of this shape for three steps, on random tokens; the fastest one counts."""
+    """Time the fastest of three training steps of a model of this shape on random tokens; raise a
+    UserError if the GPU's memory does not suffice."""
     use_cores(threads)
     device = device_type(accelerator)
     half = best_precision(device) == "bf16"
@@ -137,7 +135,7 @@ def choose(
     Raises:
         UserError: the minutes do not suffice for twice the shortest warm-up.
     """
-    values = dict[str, Any]()
+    values: dict[str, Any] = {}
 
     def pick(key: str, value: Any) -> Any:
         if key in given:
