@@ -57,11 +57,8 @@ class PositionalConfig:
 def spectrum_of(
     config: PositionalConfig, name: str, head_dim: int, training_length: int
 ) -> Spectrum:
-    """Return the spectrum of the encoding ``name``, with the configured temperature.
-
-    Raises:
-        UserError: the encoding or its parameters are wrong, or it has a temperature of its own.
-    """
+    """Return the spectrum of the encoding ``name``, with the configured temperature; raise a
+    UserError if one of them is wrong, or the encoding has a temperature of its own."""
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
     try:
@@ -90,11 +87,8 @@ def build_layout(
     training_length: int,
     qk_norm: bool = False,
 ) -> Layout:
-    """Build the layout that ``config`` describes for a model of this shape.
-
-    Raises:
-        UserError: names, parameters or shares of heads are wrong.
-    """
+    """Build the layout that ``config`` describes for a model of this shape; raise a UserError if
+    names, parameters or shares of heads are wrong."""
     for name, values in config.encodings.items():
         if "type" not in values and name not in ENCODINGS:
             raise UserError(f"positional.encodings.{name}: there is no such encoding")
