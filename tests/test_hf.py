@@ -184,6 +184,15 @@ def test_a_restored_model_is_what_it_was(
     assert is_dropped(drop_rotation(restored))
 
 
+def test_a_restored_model_is_called_by_the_place_that_it_was_loaded_from(tmp_path: Path) -> None:
+    """Adapters that are put on it name that place as their base."""
+    tiny("llama").save_pretrained(tmp_path)
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    drop_rotation(loaded)
+    assert loaded.name_or_path != str(tmp_path)
+    assert restore_rotation(loaded).name_or_path == str(tmp_path)
+
+
 def test_the_drop_of_a_copy_and_of_models_that_share_a_configuration_is_its_own() -> None:
     model = tiny("llama")
     other, frozen = LlamaForCausalLM(model.config), LlamaForCausalLM(model.config)

@@ -44,8 +44,11 @@ def test_means_over_pairs(state, monkeypatch):
                 expected = np.mean([measure(a, b) for a, b in permutations(vectors, 2)])
                 value = result[f"{state}.{side}_{name}"][0, head, i]
                 assert value == pytest.approx(expected, rel=1e-9)
-            across = np.mean([measure(a, b) for a, b in product(q[3, :n], k[1, :n])])
-            assert result[f"{state}.cross_{name}"][0, 3, i] == pytest.approx(across, abs=1e-9)
+            for head in range(4):  # heads 0 and 1 read key head 0
+                pairs = product(q[head, :n], k[head // 2, :n])
+                across = np.mean([measure(a, b) for a, b in pairs])
+                value = result[f"{state}.cross_{name}"][0, head, i]
+                assert value == pytest.approx(across, abs=1e-9)
 
 
 def test_singular_values_are_those_of_the_svd():
@@ -70,18 +73,19 @@ def test_a_temperature_does_not_change_the_ratio_of_first_singular_values():
     np.testing.assert_allclose(result_of(plain)[name], result_of(warm)[name])
 
 
-@pytest.mark.parametrize("points", [20, 100])
-def test_separation_is_that_of_scikit_learn(points):
+@pytest.mark.parametrize(("points", "head"), [(20, 3), (100, 1), (100, 2)])
+def test_separation_is_that_of_scikit_learn(points, head):
     heads = layer_of_heads(texts=1)
     result = result_of(heads, points=points)
     for i, n in enumerate([32, 40]):
         chosen = sample_positions(n, points)
         assert len(chosen) == min(points, n)
-        vectors = np.concatenate([heads.rotated_q[0, 3][chosen], heads.rotated_k[0, 1][chosen]])
+        queries, keys = heads.rotated_q[0, head][chosen], heads.rotated_k[0, head // 2][chosen]
+        vectors = np.concatenate([queries, keys])
         labels = [0] * len(chosen) + [1] * len(chosen)
         expected = silhouette_score(vectors, labels), davies_bouldin_score(vectors, labels)
-        assert result["rotated.silhouette"][0, 3, i] == pytest.approx(expected[0], abs=1e-5)
-        score = result["rotated.davies_bouldin"][0, 3, i]
+        assert result["rotated.silhouette"][0, head, i] == pytest.approx(expected[0], abs=1e-5)
+        score = result["rotated.davies_bouldin"][0, head, i]
         assert score == pytest.approx(expected[1], rel=1e-5)
 
 

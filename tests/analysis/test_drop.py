@@ -86,6 +86,18 @@ def test_rows_have_losses_and_divergences_of_both_models(models, targets):
     assert names == ["drop_heads", "drop_positions"]
 
 
+@pytest.mark.parametrize("longer", [0, 1])
+def test_heads_are_compared_within_the_shorter_training_length(models, targets, longer):
+    model = models[longer]
+    model.layout = model.layout.with_training_length(2 * TRAINED)
+    rows = compare_drop(*targets).rows
+    of_heads = rows[rows["metric"] == "distance"]
+    assert {*of_heads["length"]} == {TRAINED}
+    for name, compared in zip(("RoPE", "DroPE"), models, strict=True):
+        expected = head_measures(compared, IDS[:, :TRAINED])["distance"]
+        np.testing.assert_allclose(cells(rows, "distance", model=name), expected.ravel())
+
+
 def test_models_of_another_shape_are_compared_but_for_their_heads(targets, tiny_decoder):
     other = tiny_decoder(training_length=TRAINED, model={"num_hidden_layers": 3})
     results = compare_drop(targets[0], Target("b", other, IDS))

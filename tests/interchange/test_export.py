@@ -295,6 +295,19 @@ def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
     assert (tmp_path / "export" / "README.md").read_text().count("# A model") == 1
 
 
+def test_the_first_token_that_a_tokenizer_puts_before_texts_is_named(decoder, tmp_path):
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    first = (WORD(8), 8)
+    tokenizer.post_processor = TemplateProcessing(single=f"{WORD(8)} $A", special_tokens=[first])
+    export_model(decoder(), Tokens(tokenizer, 7), tmp_path / "export")
+    for name in ("config.json", "generation_config.json"):
+        values = json.loads((tmp_path / "export" / name).read_text())
+        assert (values["bos_token_id"], values["eos_token_id"]) == (8, 7)
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert (loaded.bos_token_id, loaded.eos_token_id) == (8, 7)
+    assert loaded("some")["input_ids"] == [8, *TOKENIZER.encode("some").ids]
+
+
 def test_the_context_is_what_it_is_told(decoder, tmp_path):
     model = decoder(training_length=32)
     dropped()(model)

@@ -179,6 +179,14 @@ def test_seeds_have_one_row_with_their_mean_and_students_interval():
     assert means.origins == {"DroPE": "RoPE"}
 
 
+def test_a_model_came_from_the_mean_of_the_seeds_of_its_origin():
+    seeds = {"DroPE (a)": "DroPE", "DroPE (b)": "DroPE", "RoPE (a)": "RoPE", "RoPE (b)": "RoPE"}
+    came_from = {"DroPE (a)": "RoPE (a)", "DroPE (b)": "RoPE (b)", "alone": "RoPE (a)"}
+    cells = [cell([1.0, 0.0], name) for name in (*seeds, "alone")]
+    means = report(*cells, origins=came_from, seeds=seeds).over_seeds()
+    assert means.origins == {"DroPE": "RoPE", "alone": "RoPE"}
+
+
 def test_seeds_without_spread_keep_the_interval_over_trials():
     seeds = {"A (0)": "A", "A (1)": "A"}
     made = report(*(cell([1.0] * 10, name) for name in seeds), seeds=seeds)

@@ -206,6 +206,14 @@ def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
         lengthened(slowed, 256, RescaleConfig(base=2e6))
 
 
+@pytest.mark.parametrize("base", [None, 2e6])
+def test_a_phase_of_shorter_sequences_leaves_the_training_length(tiny_decoder, base):
+    layout = tiny_decoder(training_length=64).layout
+    rescale = None if base is None else RescaleConfig(base=base)
+    assert lengthened(layout, 32, rescale).training_length == 64
+    assert lengthened(layout, 32) == layout
+
+
 def test_a_temperature_without_reference_refers_to_the_length_of_the_last_phase(tiny_decoder):
     values = tiny_decoder(layers=["rope_id"], training_length=128).layout.to_dict()
     values["spectra"][0]["temperature"]["reference"] = None

@@ -251,7 +251,7 @@ def recalibrated(base, monkeypatch, tmp_path):
     """A function that recalibrates from the 300th second on, for 20 minutes, with a stop at step 7
     for a reason; returns the configurations that were trained, and the record of the run."""
 
-    def go(reason, values=(), **changes):
+    def go(reason, values=(), minutes=20.0, **changes):
         trained = []
 
         def run_experiment(run, beside):
@@ -270,9 +270,8 @@ def recalibrated(base, monkeypatch, tmp_path):
         monkeypatch.setattr(recalibrate, "find_checkpoint", lambda run_dir: run_dir)
         monkeypatch.setattr(recalibrate, "read_state", lambda path: {"step": 7})
         monkeypatch.setattr(recalibrate, "time", SimpleNamespace(time=lambda: 1000.0))
-        assert (
-            recalibrate.recalibrate(run, dict.fromkeys(values), "a/model", 20.0, 700.0) == "report"
-        )
+        chosen = dict.fromkeys(values)
+        assert recalibrate.recalibrate(run, chosen, "a/model", minutes, 700.0) == "report"
         return trained, read_record(run.directory)
 
     return go
@@ -283,6 +282,15 @@ def test_training_ends_after_three_quarters_of_the_minutes(recalibrated):
     (only,), record = recalibrated(None)
     assert (only.trainer.max_time, only.trainer.max_steps, only.overwrite) == ("0:10:00", 12, False)
     assert record["trainer"]["max_time"] is None
+
+
+@pytest.mark.parametrize(
+    ("minutes", "limit"), [(86.6, "0:59:57"), (87.0, "1:00:15"), (200.0, "2:25:00")]
+)
+def test_the_time_for_training_may_be_hours(recalibrated, minutes, limit):
+    """Three quarters of the minutes, 5 of which are over."""
+    (only,), _ = recalibrated(None, minutes=minutes)
+    assert only.trainer.max_time == limit
 
 
 def test_a_slower_run_has_the_steps_that_it_took_and_one_more(recalibrated):
