@@ -233,18 +233,14 @@ def draw(
         # Many points in a small panel are small, so that they cover each other less.
         room = 420 * grid.height * style.width / columns
         size = float(np.clip(room / max(most, 1), 1.5, 14))
-        title_size, tick_size = 8.0, 7.0
-        if columns > 3:
-            title_size, tick_size = 6.5, 6.0
         for number, (axes, panel) in enumerate(zip(drawn, panels, strict=True)):
             _draw_points(axes, panel, norm, size)
             _draw_lines(axes, panel, trained)
-            axes.set_title(panel.title, pad=4, fontsize=style.scale * title_size)
+            axes.set_title(panel.title, pad=4)
             if number % columns == 0 or panel.y != panels[number - 1].y:
                 axes.set_ylabel(panel.y)
             if not grid.x:
                 axes.set_xlabel(panel.x)
-            axes.tick_params(labelsize=style.scale * tick_size)
         if label_ends:
             for axes, panel in zip(drawn, panels, strict=True):
                 _label_ends(axes, panel, grid.height / style.scale)
@@ -331,7 +327,11 @@ def _figure(grid: Grid, panels: int) -> Iterator[tuple[Figure, list[Axes], Style
         style = replace(style, width=WIDTHS["single"])
     columns = min(style.columns(grid.columns), panels)
     rows = math.ceil(panels / columns)
-    with mpl.rc_context(style.settings()):
+    settings = style.settings()
+    if columns > 3:  # titles of panels beside each other would touch
+        settings["axes.titlesize"] = 6.5 * style.scale
+        settings["xtick.labelsize"] = settings["ytick.labelsize"] = 6 * style.scale
+    with mpl.rc_context(settings):
         size = style.width, grid.height * rows + 0.3
         figure = Figure(figsize=size, layout="constrained")
         share = grid.share
@@ -537,12 +537,8 @@ def save(figure: Figure, stem: Path) -> Path:
 
 
 def _write(figure: Figure, stem: Path, suffix: str, **options: Any) -> Path:
-    path = stem.with_name(f"{stem.name}.{suffix}")
-    write_atomically(path, _rendered(figure, suffix, **options))
-    return path
-
-
-def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format=suffix, **options)
-    return buffer.getvalue()
+    path = stem.with_name(f"{stem.name}.{suffix}")
+    write_atomically(path, buffer.getvalue())
+    return path

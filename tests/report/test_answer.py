@@ -117,12 +117,15 @@ def test_a_loss_that_is_not_finite_is_compared_with_nothing():
 def test_tables_are_written_for_papers(tmp_path):
     made = report(cell([1.0] * 9 + [0.0] * 11, "R_1|a", length=1024), cell([1.0] * 5, length=2048))
     write_tables(tables(made), tmp_path)
-    assert (tmp_path / "1.md").read_text().splitlines()[2:] == [
+    caption, _, *lines = (tmp_path / "1.md").read_text().splitlines()
+    assert "95% intervals" in caption
+    assert lines == [
         "|  | 1024 tokens 1× (trained) | 2048 tokens 2× |",
         "| --- | ---: | ---: |",
-        "| R_1/a | 45.0 (25.8–65.8) | · |",
-        "| RoPE | · | 100.0 (56.6–100.0) |",
+        "| R_1/a | **45.0** (25.8–65.8) | · |",
+        "| RoPE | · | **100.0** (56.6–100.0) |",
     ]
     latex = (tmp_path / "1.tex").read_text()
-    assert r"R\_1|a & 45.0 (25.8--65.8) & $\cdot$ \\" in latex
+    assert r"R\_1|a & \textbf{45.0} (25.8--65.8) & $\cdot$ \\" in latex
+    assert r"95\% intervals" in latex
     assert r"\toprule" in latex

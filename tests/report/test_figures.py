@@ -89,7 +89,14 @@ def test_many_rows_have_a_panel_for_each_model():
         for length in (1024, 2048)
     ]
     _, plot = plots_of(report(*cells))
-    assert [axes.get_title() for axes in plot.figure.axes] == ["RoPE", "DroPE"]
+    rope, drope = plot.figure.axes
+    assert (rope.get_title(), drope.get_title()) == ("RoPE", "DroPE")
+    assert labels(plot.figure)[:5] == ["as is", "PI", "NTK-aware", "YaRN", "cropped"]
+    looks = [
+        [(line.get_color(), line.get_marker()) for line in axes.lines[:5]] for axes in (rope, drope)
+    ]
+    assert looks[0] == looks[1]
+    assert len({*looks[0]}) == 5
 
 
 def test_success_over_length(plots):

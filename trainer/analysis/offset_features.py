@@ -516,7 +516,8 @@ def terms(
         ]
         title = f"L{layer}H{head}, pair {pair}"
         look: dict[str, Any] = {"prepare": log_x, "vertical": (float(trained), "C")}
-        panels.append(Panel(title, [feature], y="part of the logit", faint=parts, **look))
+        look["y"] = "part of the logit"
+        panels.append(Panel(title, [feature], faint=parts, **look))
         panels.append(Panel("", sums, **look))
     label = "distance between query and key + 1 (tokens)"
     return Plot(

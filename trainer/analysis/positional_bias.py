@@ -150,8 +150,8 @@ def head_biases(target: Target) -> dict[str, Array]:
 def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
     """Draw Aᶜ of every head."""
     titled = {f"towards {KINDS[kind]}": values for kind, values in bias.items()}
-    lowest = min(0.0, *(values.min() for values in bias.values()))
-    colours = ColourScale("positional bias", low=lowest)
+    largest = max(float(np.abs(values).max()) for values in bias.values())
+    colours = ColourScale("positional bias", -largest, largest, signed=True)
     return Plot(
         "positional_bias_heads",
         heat_maps(titled, colours, Grid(2, 2.0, x="query head", y="layer")),

@@ -25,7 +25,7 @@ from trainer.plotting import (
 )
 from trainer.report.answer import answer_of
 from trainer.report.report import Report, RowKey, RunSummary
-from trainer.report.tables import factor_label, percent, perplexity
+from trainer.report.tables import factor_label, perplexity
 
 _MOST_LINES = 8  # in one panel; more become a panel for each model
 _MOST_DEPTHS = 11  # more are rounded to tenths
@@ -70,7 +70,7 @@ def _answer(report: Report) -> Iterator[Plot]:
     yield Plot(
         "answer",
         draw(
-            [replace(panel, lines=lines)],
+            [replace(panel, lines=lines, horizontal=())],
             Grid(height=2.1, x=_LENGTHS, narrow=True),
             trained=report.trained,
             label_ends=True,
@@ -84,19 +84,19 @@ def _by_length(report: Report, task: str) -> Plot:
     """Draw the scores of a task, or perplexities, by length, in a panel for each model if there are
     many rows."""
     rows = [row for row in _rows(report) if len(report.curve(row, task))]
-    groups = {"": rows}
-    if len(rows) > _MOST_LINES:
-        groups = {}
-        for row in rows:
-            groups.setdefault(row[0], []).append(row)
-    chances = tuple(
-        (100 * chance, f"{name} ({percent(chance)}%)")
-        for name, chance in _chances(report, task).items()
-    )
-    panels = [
-        replace(_panel(report, task, group), title=model, horizontal=chances)
-        for model, group in groups.items()
-    ]
+    panels = [_panel(report, task, rows)]
+    if len(rows) > _MOST_LINES:  # a method looks alike in all panels
+        names = {method: report.row_name(("RoPE", method)) for method in report.methods}
+        styles = style_numbers(names.values())
+        panels = []
+        for model in dict.fromkeys(model for model, _ in rows):
+            panel = _panel(report, task, [row for row in rows if row[0] == model])
+            methods = [method for name, method in rows if name == model]
+            lines = [
+                replace(line, label=report.methods[method], style=styles[names[method]])
+                for line, method in zip(panel.lines, methods, strict=True)
+            ]
+            panels.append(replace(panel, title=model, lines=lines))
     name = f"success_{_file_name(task)}"
     figure = "Figure 1 and Table 1"
     caption = f"{report.tasks[task]}, in % of the trials. {_BANDS}"
@@ -115,7 +115,7 @@ def _by_length(report: Report, task: str) -> Plot:
 
 
 def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
-    """Return the scores of rows in % with their intervals, or their perplexities."""
+    """Return the scores of rows in % with their intervals and chance, or their perplexities."""
     styles = _styles(report)
     lines = []
     for row in rows:
@@ -130,22 +130,18 @@ def _panel(report: Report, task: str, rows: Sequence[RowKey]) -> Panel:
             lines.append(Line(name, styles[name], lengths, y, low, high))
     if task == PERPLEXITY:
         return Panel("", lines, y="perplexity", prepare=_perplexity_axis)
-    levels = [100 * chance for chance in _chances(report, task).values()]
+    chances = report.chances if task == STATEMENTS else {}
+    levels = tuple((100 * rate, f"{name} ({100 * rate:.1f}%)") for name, rate in chances.items())
 
     def prepare(axes: Axes) -> None:
-        top = max([axes.dataLim.intervaly[1], *levels])
+        top = max([axes.dataLim.intervaly[1], *(level for level, _ in levels)])
         if top < 50:  # low scores would be flat beside 100%
             axes.set_ylim(-0.04 * top, 1.06 * top)
             return
         axes.set_ylim(-4, 106)
         axes.set_yticks(range(0, 101, 25))
 
-    return Panel("", lines, y="success (%)", prepare=prepare)
-
-
-def _chances(report: Report, task: str) -> dict[str, float]:
-    """Return the success rates of guesses in a task by name, if they are known."""
-    return report.chances if task == STATEMENTS else {}
+    return Panel("", lines, y="success (%)", prepare=prepare, horizontal=levels)
 
 
 def _perplexity_axis(axes: Axes) -> None:
@@ -170,7 +166,7 @@ def _by_depth(report: Report, task: str) -> Iterator[Plot]:
         if row in means.index.droplevel("depth"):
             of_row = means.loc[row].reindex(depths, columns=lengths.length)
             maps[textwrap.fill(report.row_name(row), 24)] = of_row.to_numpy()
-    x = f"sequence length (multiple of {report.training_length} tokens)"
+    x = f"sequence length (multiple of {report.training_length:,} tokens)"
     grid = Grid(4, 2.0, x=x, y="depth (% of the text)", share=True)
     of_columns = [factor_label(factor) for factor in lengths.factor]
     of_rows = [f"{100 * depth:.0f}" for depth in depths]

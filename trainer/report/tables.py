@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,20 +260,21 @@ def write_tables(shown: Sequence[Table], directory: Path) -> None:
         for row in grid:
             without_bars = [cell.replace("|", "/") for cell in row]
             lines.append(f"| {' | '.join(without_bars)} |")
-        text = f"{table.title}. {table.note}\n\n" + "\n".join(lines) + "\n"
+        caption = f"{table.title}. {table.note} {legend([table])}".rstrip()
+        text = f"{caption}\n\n" + "\n".join(lines) + "\n"
         write_atomically(directory / f"{number}.md", text)
         frame = pd.DataFrame(rows, columns=[_latex(head) for head in heads]).map(_latex)
         columns = "l" + "r" * len(table.columns)
-        caption = _latex(f"{table.title}. {table.note}")
-        latex = frame.to_latex(index=False, column_format=columns, caption=caption)
+        latex = frame.to_latex(index=False, column_format=columns, caption=_latex(caption))
         write_atomically(directory / f"{number}.tex", latex)
 
 
 def _plain(cell: Cell | None) -> str:
-    """Return a cell in one line: ``97.3↑ (92.4–99.1)``."""
+    """Return a cell in one line: ``97.3↑ (92.4–99.1)``, or ``**97.3**↑ (92.4–99.1)`` if best."""
     if cell is None:
         return MISSING
-    value = f"{cell.value}{cell.mark}"
+    value = f"**{cell.value}**" if cell.best else cell.value
+    value += cell.mark
     return f"{value} ({cell.interval})" if cell.interval else value
 
 
@@ -285,5 +287,6 @@ _LATEX = {
 
 
 def _latex(text: str) -> str:
-    """Return text with the characters that mean something to LaTeX escaped."""
-    return "".join(_LATEX.get(character, character) for character in text)
+    """Return text with LaTeX's special characters escaped, and ``**bold**`` text in bold."""
+    escaped = "".join(_LATEX.get(character, character) for character in text)
+    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", escaped)
