@@ -179,10 +179,12 @@ def test_maps_share_a_bar():
 
 def test_titles_of_four_maps_beside_each_other_do_not_touch():
     panels = {f"SmolLM2-135M-Instruct +\n{n}": np.eye(2) for n in range(4)}
-    figure = heat_maps(panels, ColourScale("success (%)"), Grid(4, 2.0))
+    grid = Grid(4, 2.0, x="length", y="depth", share=True)
+    names = (["1×", "2×"], ["0", "100"])
+    figure = heat_maps(panels, ColourScale("success (%)"), grid, names=names)
     figure.draw_without_rendering()
     boxes = [axes.title.get_window_extent() for axes in figure.axes[:4]]
-    assert all(one.x1 < two.x0 for one, two in pairwise(boxes))
+    assert all(one.x1 + 5 < two.x0 for one, two in pairwise(boxes))
 
 
 def test_a_picture_is_white_and_fine_and_a_drawing_says_nothing_of_its_making(tmp_path):

@@ -528,17 +528,18 @@ def save(figure: Figure, stem: Path) -> Path:
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a name must not start a formula
     with mpl.rc_context(_style.get().settings()):
-        _write(figure, stem, "png", metadata={"Software": None})
+        png = _rendered(figure, "png", metadata={"Software": None})
         figure.set_layout_engine(None)  # keep the layout: the others then match the PNG
         dates = {"Creator": None, "Producer": None, "CreationDate": None}
-        _write(figure, stem, "pdf", dpi=_CLOUD_DPI, metadata=dates)
-        dates = {"Date": None, "Creator": None}
-        return _write(figure, stem, "svg", dpi=_CLOUD_DPI, metadata=dates)
+        pdf = _rendered(figure, "pdf", dpi=_CLOUD_DPI, metadata=dates)
+        svg = _rendered(figure, "svg", dpi=_CLOUD_DPI, metadata={"Date": None, "Creator": None})
+    write_atomically(Path(f"{stem}.png"), png)
+    write_atomically(Path(f"{stem}.pdf"), pdf)
+    write_atomically(Path(f"{stem}.svg"), svg)
+    return Path(f"{stem}.svg")
 
 
-def _write(figure: Figure, stem: Path, suffix: str, **options: Any) -> Path:
+def _rendered(figure: Figure, suffix: str, **options: Any) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format=suffix, **options)
-    path = stem.with_name(f"{stem.name}.{suffix}")
-    write_atomically(path, buffer.getvalue())
-    return path
+    return buffer.getvalue()

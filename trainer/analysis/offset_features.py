@@ -516,9 +516,8 @@ def terms(
         ]
         title = f"L{layer}H{head}, pair {pair}"
         look: dict[str, Any] = {"prepare": log_x, "vertical": (float(trained), "C")}
-        look["y"] = "part of the logit"
-        panels.append(Panel(title, [feature], faint=parts, **look))
-        panels.append(Panel("", sums, **look))
+        panels.append(Panel(title, [feature], y="part of the logit", faint=parts, **look))
+        panels.append(Panel("", sums, y="part of the logit", **look))
     label = "distance between query and key + 1 (tokens)"
     return Plot(
         "offset_contributions",
