@@ -54,6 +54,17 @@ def test_a_run_is_told_of_in_the_order_of_its_life(terminal):
     assert shown.getvalue().split() == expected.split()
 
 
+def test_a_reason_that_claims_share_is_printed_once(terminal):
+    shown = terminal(200)
+    observations = tuple(
+        Observation(claim, "a paper", None, why)
+        for claim, why in (("A wins", "No text."), ("B wins", "No text."), ("C wins", "No task."))
+    )
+    console.print_report(replace(WHOLE, observations=observations), "runs/x")
+    assert shown.getvalue().count("No text.") == 1
+    assert shown.getvalue().count("No task.") == 1
+
+
 def test_a_table_has_a_line_of_values_and_one_of_intervals(terminal):
     shown = terminal(80)
     better = cell([1.0] * 9 + [0.0] * 11, method="yarn")

@@ -378,7 +378,7 @@ def _judged(claim: Claim, evidence: Evidence, problem: str) -> Observation | Non
     if verdict is None:
         return None
     if problem:
-        verdict = Verdict(None, f"{problem} {verdict.numbers}")
+        verdict = Verdict(None, problem)
     return Observation(claim.text, claim.source, verdict.shown, verdict.numbers)
 
 

@@ -104,9 +104,8 @@ def _saved(plots: Iterable[Plot], directory: Path) -> list[dict[str, str]]:
     shown = []
     for plot in plots:
         svg = save(plot.figure, directory / plot.name).read_text("utf-8")
-        title = plot.name.replace("_", " ")
         drawing = inline(svg, f"{directory.name}-{plot.name}", plot.caption)
-        shown.append({"title": title, "caption": plot.caption, "svg": drawing})
+        shown.append({"name": plot.name, "caption": plot.caption, "svg": drawing})
     return shown
 
 

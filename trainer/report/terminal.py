@@ -62,8 +62,7 @@ def _cell(cell: Cell | None) -> Text:
 
 
 def print_report(report: Report, run_dir: str) -> None:
-    """Print the tables, the verdicts on the papers' claims, the answer, and the path of the page,
-    which has the numbers of claims and of changes in training."""
+    """Print the tables, the verdicts on the papers' claims, the answer, and the page's path."""
     means = report.over_seeds()
     shown = tables(means)
     print_tables(shown)
@@ -72,11 +71,13 @@ def print_report(report: Report, run_dir: str) -> None:
         out.print(Text(f"{legend(shown)}\n", style="dim"))
     for warning in troubles(report.runs):
         out.print(Text(f"Warning: {warning}", style="bold red"))
+    reason = ""
     for observation in report.observations:
         verdict = Text(f"{VERDICTS[observation.shown]:10}", style=_OF_VERDICTS[observation.shown])
         out.print(verdict, observation.claim)
-        if observation.shown is None:
-            out.print(Text(f"{'':10} {observation.evidence}", style="dim"))
+        if observation.shown is None and observation.evidence != reason:
+            reason = observation.evidence
+            out.print(Text(f"{'':10} {reason}", style="dim"))
     for note in report.notes:
         out.print(f"Note: {note}")
     out.print(sentence(means))
