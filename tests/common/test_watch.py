@@ -24,6 +24,7 @@ SCRIPT = Path(__file__).with_name("watched.py")
         (["1:SIGUSR1"], [85, 85, 85], 1, "stop of rank 1"),
         (["0:SIGUSR1", "1:SIGTERM", "2:SIGUSR1"], [85, 85, 85], 1, "stop of rank 1"),
         (["0:done", "1:done", "2:done"], [0, 0, 0], None, ""),
+        (["0:done", "1:done", "2:late"], [0, 0, 0], None, ""),
     ],
 )
 def test_all_ranks_end_with_one_and_one_tells(tmp_path, ends, codes, speaker, said):

@@ -164,16 +164,15 @@ class Hub(Thread):
                 missing.discard(event)
                 if early and not missing:
                     deadline = time.monotonic() + SETTLE
-                continue
-            running.discard(event.rank)
-            if event.kind == "done":
-                if event.rank == 0 and not early:
-                    return event
-                continue
-            if not early:  # ranks that still start would wait for this one
-                patience = LATECOMERS if missing else SETTLE
-                deadline = time.monotonic() + patience
-            early.append(event)
+            else:
+                running.discard(event.rank)
+                if event.kind != "done":
+                    if not early:  # ranks that still start would wait for this one
+                        patience = LATECOMERS if missing else SETTLE
+                        deadline = time.monotonic() + patience
+                    early.append(event)
+            if not (0 in running or missing or early):  # all have found rank 0, which is done
+                return End(0, "done", 0)
         if early:
             return first_of(early, self.world_size)
         names = ", ".join(map(str, sorted(missing)))
