@@ -261,7 +261,7 @@ class Sweep:
 
     def name_job(self, config: DictConfig, settings: Any) -> None:
         """Add a job's overrides to its name, unless names were given, or depend on keys."""
-        # A file may hold choices too (hydra.sweeper.params); a word replaces those of its key.
+        # Choices stand in hydra.sweeper.params, too. A word replaces the choices of its key.
         params = settings.sweeper.get("params") or {}
         words = [*(f"{key}={value}" for key, value in params.items()), *self.words]
         parser = OverridesParser.create(GlobalHydra.instance().config_loader())

@@ -67,6 +67,7 @@ def _answer(report: Report) -> Iterator[Plot]:
     lines = [replace(line, is_context=line.label not in shown) for line in panel.lines]
     lines.sort(key=lambda line: line.is_context)
     grey = f" Grey: the other {len(lines) - len(shown)}." if len(lines) > len(shown) else ""
+    bands = "" if answer.task == PERPLEXITY else f" {_BANDS}"
     yield Plot(
         "answer",
         draw(
@@ -76,7 +77,7 @@ def _answer(report: Report) -> Iterator[Plot]:
             label_ends=True,
         ),
         f"{report.tasks[answer.task]} over the length of the sequence.{grey} Dashed: the training "
-        f"length, {report.trained:,} tokens. {_BANDS}",
+        f"length, {report.trained:,} tokens.{bands}",
     )
 
 

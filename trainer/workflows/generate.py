@@ -11,6 +11,9 @@ from trainer.runs.models import find_model
 
 log = logging.getLogger(__name__)
 
+CONTEXT_TOKENS = 8
+"""Last tokens of a prompt with which its continuation is decoded."""
+
 
 def continue_prompts(request: GenerationRequest) -> list[str]:
     """Continue the prompts with the checkpoint; return the continuations."""
@@ -26,7 +29,8 @@ def continue_prompts(request: GenerationRequest) -> list[str]:
 
     def text_after(prompt: list[int], tokens: list[int]) -> str:
         # Decoded alone, the first word has no space before it in tokenizers of SentencePiece.
-        return tokenizer.decode([*prompt, *tokens])[len(tokenizer.decode(prompt)) :]
+        context = prompt[-CONTEXT_TOKENS:]
+        return tokenizer.decode([*context, *tokens])[len(tokenizer.decode(context)) :]
 
     def has_stopped(row: int, tokens: list[int]) -> bool:
         text = text_after(prompts[row], tokens)
