@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
 
 from tests.clients.tiny import (
     AT,
@@ -138,6 +145,33 @@ def test_the_reference_of_an_adapter_is_the_dropped_base_and_one_is_told(
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     assert torch.equal(logits(loaded), expected)
     assert torch.equal(expected, logits(theirs.model.base_model.model))
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "is_told"),
+    [
+        (trl.DPOConfig, {}, True),
+        (trl.GRPOConfig, {"beta": 0.1}, True),
+        (trl.GRPOConfig, {"beta": 0.0}, False),
+        ("experimental.orpo.ORPOConfig", {}, False),
+        ("experimental.cpo.CPOConfig", {}, False),
+        ("experimental.gkd.GKDConfig", {}, False),
+    ],
+)
+def test_one_is_told_of_references_where_a_trainer_has_one(
+    config: Any,
+    settings: dict[str, Any],
+    is_told: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if isinstance(config, str):
+        config = pkgutil.resolve_name(f"trl.{config}")
+    args = config(str(tmp_path), bf16=False, max_steps=9, **settings)
+    model = peft.get_peft_model(llama(), peft.LoraConfig(**LORA))
+    state, control = TrainerState(max_steps=9), TrainerControl()
+    DropPositions(AT).on_train_begin(args, state, control, model=model)
+    assert ("precompute_ref_log_probs" in caplog.text) == is_told
 
 
 def test_references_computed_before_rotate_also_for_an_adapter(

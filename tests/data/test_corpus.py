@@ -98,12 +98,18 @@ def test_text_shorter_than_a_sequence_is_an_error(config):
         prepare_corpus(replace(config, sequence_length=100_000), BPE)
 
 
-def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path):
+def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path, monkeypatch):
     corpus = prepare_corpus(config, TokenizerConfig(vocab_size=280))
     path = tmp_path / "tokenizer.json"
     corpus.tokenizer.save(str(path))
     other = prepare_corpus(config, TokenizerConfig(path=str(path)))
     assert other.tokenizer.to_str() == corpus.tokenizer.to_str()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    at_home = prepare_corpus(config, TokenizerConfig(path="~/tokenizer.json"))
+    assert at_home.parts[0].directory == other.parts[0].directory
+    (tmp_path / "model").mkdir()
+    corpus.tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+    assert load_tokenizer("~/model").tokenizer.to_str() == corpus.tokenizer.to_str()
     by_object = prepare_corpus(config, load_tokenizer(str(path)))
     assert by_object.parts[0].directory == other.parts[0].directory
     taken = replace(config, source="files", files=["gone"], prepared=str(corpus.parts[0].directory))

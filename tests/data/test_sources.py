@@ -193,3 +193,10 @@ def test_a_source_of_the_users_own_has_its_code_as_its_state(monkeypatch, tmp_pa
     assert state_of(config) != before
     with pytest.raises(UserError, match=r"data.source: expected one of .*numbers, got 'letters'"):
         state_of(DataConfig(source="letters"))
+
+
+@pytest.mark.parametrize("source", ["files", "hub", "stdlib_docs"])
+def test_arguments_are_for_the_sources_that_take_them(source):
+    config = DataConfig(source=source, hub_name="some/text", arguments={"count": 3})
+    with pytest.raises(UserError, match=r"data\.arguments"):
+        source_of(config)

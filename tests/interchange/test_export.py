@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -286,13 +287,28 @@ def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
     model = decoder()
     model.layout = model.layout.with_training_length(999)
     card = {"title": "A model", "parameters": 9, "steps": 3, "training_length": 999}
-    export_model(model, Tokens(TOKENIZER, 7), tmp_path / "export", card=card | {"encoding": "kept"})
+    card |= {"encoding": "kept", "logit_scale": 1}
+    export_model(model, Tokens(TOKENIZER, 7), tmp_path / "export", card=card)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
     assert tokenizer.eos_token == WORD(7)
     values = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (values["max_position_embeddings"], values["bos_token_id"]) == (999, 7)
-    assert (tmp_path / "export" / "README.md").read_text().count("# A model") == 1
+    page = (tmp_path / "export" / "README.md").read_text()
+    assert page.count("# A model") == 1
+    assert "times" not in page
+    assert "times 1.2" in module.readme(card | {"logit_scale": 1.2}, values, "export", False)
+
+
+@pytest.mark.parametrize("to", [".", "~"])
+def test_an_export_goes_into_the_empty_directory_that_is_meant(decoder, tmp_path, monkeypatch, to):
+    directory = tmp_path / "empty"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv("HOME", str(directory))
+    export_model(decoder(), Tokens(TOKENIZER, 7), Path(to))
+    assert (directory / "config.json").is_file()
+    assert not (directory / "~").exists()
 
 
 def test_the_first_token_that_a_tokenizer_puts_before_texts_is_named(decoder, tmp_path):

@@ -95,6 +95,7 @@ def test_transformers_computes_a_run_s_logits_on_its_text(trained, tmp_path, ste
 def test_an_export_may_multiply_its_attention_logits(trained, tmp_path):
     path = find_checkpoint(str(trained))
     export(path, tmp_path / "out", logit_scale=1.2)
+    assert "times 1.2" in (tmp_path / "out" / "README.md").read_text()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ours = read_run(path).decoder()
     ours.layout = ours.layout.map(lambda spectrum: spectrum.with_temperature(scale=1.2))

@@ -184,8 +184,7 @@ def make_trials(
     if settings.changes >= needles:
         expected = f"expected fewer than the {needles} of evaluation.needles.needles"
         raise UserError(f"evaluation.needles.changes: {expected}, got {settings.changes}")
-    n_values = len(vocabulary.numbers)
-    sizes = len(NAMES), n_values, 1, needles, needles
+    sizes = len(NAMES), len(vocabulary.numbers), 1, needles, needles
     u = uniforms(settings.seed, rows, sum(sizes))
     order, values, asked, places, shuffle = np.split(u, np.cumsum(sizes)[:-1], axis=1)
     names = order.argsort(axis=1)[:, :needles]

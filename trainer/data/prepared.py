@@ -169,7 +169,7 @@ def open_prepared(
         raise UserError(f"{directory}: expected complete prepared text, got {manifest.tokens}")
     if cache is not None:
         check_once(directory, manifest.checksums, cache)
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = tokenizer_from_file(directory / "tokenizer.json")
 
     def ids(split: Split) -> Ids:
         path = directory / f"{split}.bin"
@@ -263,8 +263,7 @@ def warn_of_splits(text: Prepared, config: DataConfig) -> None:
             )
         count = np.count_nonzero(ids[:COUNTED_TOKENS] == text.special.end)
         if count < FEW_DOCUMENTS:
-            problem = f"data.{name}: the {name} split has only {count} documents: raise its share"
-            log.warning(problem)
+            log.warning(f"data.{name}: the {name} split has only {count} documents: raise it")
 
 
 def shared_tokenizer(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:

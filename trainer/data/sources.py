@@ -61,8 +61,7 @@ def text_source(**fields: Any) -> Callable[[Function], Function]:
 
     def register(function: Function) -> Function:
         own_state = {"state": lambda _: digest(inspect.getsource(function))}
-        source = TextSource(function, **own_state | fields)
-        TEXT_SOURCES.add(function.__name__, source, function)
+        TEXT_SOURCES.add(function.__name__, TextSource(function, **own_state | fields), function)
         return function
 
     return register
@@ -97,8 +96,11 @@ def _imprint(path: str) -> list[str | int]:
 
 
 def source_of(config: DataConfig) -> TextSource:
-    """Return the configured source."""
-    return TEXT_SOURCES.find(config.source, "data.source")
+    """Return the configured source; raise a UserError if it takes no ``data.arguments``."""
+    source = TEXT_SOURCES.find(config.source, "data.source")
+    if config.arguments and "arguments" not in source.keys:
+        raise UserError(f"data.arguments: data.source={config.source} takes none")
+    return source
 
 
 def revision_of(config: DataConfig) -> str | None:

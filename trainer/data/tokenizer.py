@@ -127,7 +127,7 @@ def load_tokenizer(path: str) -> SpecialTokens:
 
     Files with the settings of a published model count if they lie beside its ``tokenizer.json``.
     """
-    file = Path(path)
+    file = Path(path).expanduser()
     if file.is_dir():
         file /= TOKENIZER
     if not is_tokenizer_file(path):
@@ -140,7 +140,7 @@ def load_tokenizer(path: str) -> SpecialTokens:
 
 def is_tokenizer_file(path: str) -> bool:
     """Whether ``tokenizer.path`` names a file here, not a model on the hub."""
-    return Path(path).exists() or path.count("/") != 1 or path.endswith(".json")
+    return Path(path).exists() or path.count("/") != 1 or path[0] == "~" or path.endswith(".json")
 
 
 def tokenizer_identity(tokenizer: TokenizerChoice, words: Sequence[str]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def tokenizer_identity(tokenizer: TokenizerChoice, words: Sequence[str]) -> dict
 def same_tokens(first: Tokenizer, second: Tokenizer) -> bool:
     """Whether two tokenizers give the same ids.
 
-    Truncation, padding and added special tokens may differ: nothing here uses them.
+    Truncation, padding and what they put around texts may differ: nothing here uses them.
     """
     contents = [json.loads(tokenizer.to_str()) for tokenizer in (first, second)]
     for content in contents:

@@ -133,9 +133,7 @@ class DropPositions(TrainerCallback):
 
 
 def _updates(number: int | float, max_steps: int) -> int:
-    if is_share(number):
-        return round(number * max_steps)
-    return int(number)
+    return round(number * max_steps) if is_share(number) else int(number)
 
 
 def _check_references(args: TrainingArguments, model: nn.Module) -> None:
@@ -148,7 +146,7 @@ def _check_references(args: TrainingArguments, model: nn.Module) -> None:
         raise ValueError(f"sync_ref_model: the reference rotates, its new weights do not; {advice}")
     if getattr(args, "use_vllm", False):
         raise ValueError(f"use_vllm: the engine rotates, its new weights do not; {advice}")
-    has_reference = bool(getattr(args, "beta", 0.0))  # the weight of the distance to it
+    has_reference = hasattr(args, "sync_ref_model") and getattr(args, "beta", 0.0) != 0.0
     is_precomputed = getattr(args, "precompute_ref_log_probs", False)
     if adapters_in(model) and has_reference and not is_precomputed:
         logger.warning(

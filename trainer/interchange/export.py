@@ -91,6 +91,7 @@ def export_model(
         UserError: the directory is not empty, the frequencies follow the length and ``context`` is
             another, or the loaded model differs; nothing is left then.
     """
+    to = to.expanduser().absolute()
     check_is_new(to)
     if not tokens.files:
         tokens = replace(tokens, tokenizer=prompting(tokens.tokenizer, tokens.end))
@@ -105,8 +106,8 @@ def export_model(
             )
         values["max_position_embeddings"] = context
     log.info("Written as %s", architecture)
-    to.absolute().parent.mkdir(parents=True, exist_ok=True)
-    with partial_directory(to.absolute()) as partial:
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with partial_directory(to) as partial:
         weights = {}
         for name, _ in model.named_parameters():
             if not is_disabled_norm(name, model.layout):

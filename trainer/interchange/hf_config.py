@@ -120,9 +120,9 @@ def _completed(values: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """
     from transformers import CONFIG_MAPPING
 
-    given = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
+    settings = {k: v for k, v in values.items() if k not in ("architectures", "model_type")}
     kind = architecture.removesuffix("ForCausalLM").lower()
-    config = CONFIG_MAPPING[kind](**deepcopy(given))  # which changes nested values
+    config = CONFIG_MAPPING[kind](**deepcopy(settings))  # which changes nested values
     config.standardize_rope_params()  # takes original_max_position_embeddings from beside them
     return config.to_dict()
 

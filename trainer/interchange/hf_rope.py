@@ -115,7 +115,7 @@ def rope_forms(spectrum: Spectrum, head_dim: int, training_length: int) -> list[
     form = None
     if spectrum.origin:
         form = _form_of_origin(spectrum, pairs)
-    elif len(spectrum.inv_freq) > 1 and spectrum.inv_freq[1] > 0:
+    elif len(spectrum.inv_freq) > 1 and spectrum.inv_freq[1] > 0:  # a checkpoint of 0.3.0
         base = float(f"{spectrum.inv_freq[1] ** -pairs:.10g}")
         form = {"rope_type": "default", "rope_theta": base}
     forms = [] if form is None else [form]

@@ -55,6 +55,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         "parameters": saved.parameters,
         "steps": step,
         "encoding": encoding,
+        "logit_scale": request.logit_scale,
         "training_length": layout.training_length,
         "began_with": Path(began_with).name if began_with else None,
     }
