@@ -9,13 +9,14 @@ import pytest
 from tests.evaluation.conftest import values_of
 from tests.evaluation.test_keys_of_evaluations import BASE, FILES, places  # noqa: F401
 from tests.relations.leaves import with_value
-from trainer.common.fields import validated
+from trainer.common.errors import UserError
+from trainer.common.fields import configuration, validated
 from trainer.config import EvaluationConfig
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import NEEDLE_TASKS
-from trainer.evaluation.task import TASKS, PromptTask, TaskInputs
-from trainer.evaluation.tasks import make_tasks, settings_of
+from trainer.evaluation.task import TASKS, PromptTask, TaskInputs, TaskKind
+from trainer.evaluation.tasks import check_names, make_tasks, settings_of
 
 FIXED = {"longbench", "many_shot"}
 """Tasks whose trials are given, or drawn without replacement."""
@@ -105,3 +106,29 @@ def test_values_do_not_depend_on_batches(config, text, model, monkeypatch, batch
         for title in task.titles:
             numbers = [number for number, name, _ in values if name == title]
             assert numbers == [*range(len(task.trials))]
+
+
+@configuration
+class CountSettings:
+    count: int = 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mine": {"count": 2}}, None),
+        ({"mine": {"counts": 2}}, r"^evaluation\.settings\.mine\.counts: "),
+        ({"yarn": {"beta_fast": 16}}, r"^evaluation\.settings: .*\['yarn'\]"),
+        ({"standard": {"trials": 3}}, r"^evaluation\.settings: .*\['standard'\]"),
+    ],
+)
+def test_settings_that_nothing_reads_are_refused(monkeypatch, settings, message):
+    """Whether or not the task is among those measured; methods have keys of their own."""
+    monkeypatch.setitem(TASKS, "mine", TaskKind(lambda inputs: [], CountSettings))
+    config = EvaluationConfig(methods=["none", "yarn"], tasks=["standard"], settings=settings)
+    if message is None:
+        check_names(config)
+        assert settings_of("mine", config) == CountSettings(2)
+    else:
+        with pytest.raises(UserError, match=message):
+            check_names(config)

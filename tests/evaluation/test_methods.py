@@ -42,7 +42,7 @@ from trainer.evaluation.scoring import exact_number
 from trainer.evaluation.store import fingerprint
 from trainer.evaluation.temperature import GRID, tempered
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
-from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.rescaling import RESCALINGS, TITLES
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],
@@ -346,7 +346,6 @@ OF_LAYOUTS = {
     "choice": ChoiceSettings(texts=5),
     "dope": DopeSettings(heads=2),
     "weighted_rope": [],
-    "settings": {"dope": {"a": 1}},
     "needles": NeedleTaskSettings(seed=2),
     "many_shot": ManyShotSettings(trials=5),
 }
@@ -354,7 +353,7 @@ OF_LAYOUTS = {
 NOT_OF_LAYOUTS = {
     *("enabled", "training_length", "methods", "dtype", "fit_windows", "lengths", "tokens"),
     *("tasks", "windows", "limit", "batch_tokens"),
-    *("ruler", "longbench", "multiple_choice", "harness"),
+    *("ruler", "longbench", "multiple_choice", "harness", "settings"),
 }
 """Keys that a fit does not read, or that its key holds in another form."""
 
@@ -462,3 +461,12 @@ def test_a_plugins_method_replaces_none_of_another_file(monkeypatch):
         method("mine", "mine")(lambda layout, factor, config: layout)
     with pytest.raises(UserError, match=r"'temperature' exists"):
         method("temperature", "mine")(lambda layout, factor, config: layout)
+
+
+@pytest.mark.parametrize("name", ["temperature", "dynamic_pi", "ntk_alpha"])
+def test_a_rescaling_and_a_method_of_one_name_are_refused(monkeypatch, name):
+    """A plugin's rescaling would take the place of the program's method in silence."""
+    monkeypatch.setitem(RESCALINGS, name, RESCALINGS["pi"])
+    monkeypatch.setitem(TITLES, name, "mine")
+    with pytest.raises(UserError, match=f"'{name}'"):
+        known_methods()

@@ -145,6 +145,7 @@ class Evaluated:
 PROMPTS = {f"config.{name}" for name in ("needles.", "many_shot.")}
 OF_TASKS = {
     *(f"config.{group}." for group in ("ruler", "longbench", "multiple_choice", "harness")),
+    "config.settings",
     *(f"config.{key}" for key in ("enabled", "tasks", "windows", "limit", "tokens", "methods")),
     "config.fit_windows",  # the number of windows of the text says it
     "config.training_length",  # the model's fingerprint says it
@@ -154,7 +155,7 @@ OF_CELLS = {"fingerprint", "title"}
 
 def key_without(evaluated, which):
     other = {
-        "config.settings": {evaluated.method.partition("+")[0]: {"a": 1}},
+        "config.settings": {"a": {"b": 1}},
         "config.many_shot.file": __file__,
         "config.dtype": "bf16",
         "method": "crop",

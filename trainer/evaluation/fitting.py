@@ -29,11 +29,6 @@ VALIDATION = "validation"
 """Value of ``evaluation.choice.text`` beside names of tasks."""
 
 
-def choice_names() -> list[str]:
-    """Return the values of ``evaluation.choice.text``: tasks whose prompts are drawn by a seed."""
-    return [VALIDATION, *NEEDLE_TASKS, *many_shot.TASKS]
-
-
 @dataclass(frozen=True)
 class FitText:
     """Validation text for fits; ``count``: number of windows of each length."""
@@ -49,7 +44,7 @@ class FitText:
 
     def choice(self, config: EvaluationConfig, length: int) -> Tensor:
         """Return the ``[texts, tokens]`` on which heads and pairs are chosen (DoPE, Sec. 5.1,
-        Tables 3 and 4): windows, or prompts of a task, none of which is evaluated.
+        Tables 3 and 4): windows, or prompts of a task, drawn by another seed than those evaluated.
 
         Prompts are spread over the trials and depths of the task. A prompt and its answer have
         ``length`` tokens, and all are cut at their beginning to the shortest.

@@ -106,9 +106,11 @@ def fit_weighted_rope(
 
 def known_methods() -> dict[str, Method]:
     """Return the registered methods, and each rescaling with the s of the evaluation and with that
-    of every sequence, by name."""
+    of every sequence, by name; raise a UserError if two have one name."""
     methods = dict(METHODS)
     for name, function in RESCALINGS.items():
+        if not methods.keys().isdisjoint([name, f"dynamic_{name}"]):
+            raise UserError(f"rescaling: a method has the name of {name!r}; expected another name")
         title = TITLES[name]
         methods[name] = Method(title, partial(rescaled, function), (far_rotation,))
         needs = own_decoder, far_rotation
@@ -147,14 +149,12 @@ def is_joint(name: str) -> bool:
 
 def layout_inputs(name: str, text: FitText, config: EvaluationConfig) -> list[Any]:
     """Return all inputs of a method's layouts besides the model and the lengths, for their key."""
-    held_out = text.held_out
     inputs: list[Any] = [name, [part.apply for part in parts_of(name)]]
     if is_joint(name):
         inputs += config.lengths
-    inputs += [held_out.corpus.fingerprint, held_out.bos, text.count]
+    inputs += [text.held_out.corpus.fingerprint, text.held_out.bos, text.count]
     inputs += [config.layers, config.dynamic_ntk_alpha, config.temperature]
     inputs += [config.longrope, config.choice, config.dope, config.weighted_rope]
-    inputs += [config.settings.get(part) for part in name.split("+")]
     if config.choice.text != VALIDATION:  # a task's prompts
         inputs += [config.needles, NEEDLE_TASKS.get(config.choice.text), config.many_shot]
         if config.many_shot.file:

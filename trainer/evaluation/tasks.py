@@ -15,7 +15,7 @@ from trainer.evaluation import (  # noqa: F401 - they register their tasks
     perplexity,
     ruler,
 )
-from trainer.evaluation.fitting import choice_names
+from trainer.evaluation.fitting import VALIDATION
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.methods import known_methods
 from trainer.evaluation.task import TASKS, Task, TaskInputs, task
@@ -30,23 +30,24 @@ def harness(inputs: TaskInputs) -> list[Task]:
 
 
 def check_names(config: EvaluationConfig) -> None:
-    """Raise a UserError if a task or method does not exist, or ``settings`` are wrong."""
+    """Raise a UserError if a task or method does not exist, or ``settings`` are wrong or unread."""
     parts = [part for name in config.methods for part in name.split("+")]
+    drawn = [*needles.NEEDLE_TASKS, *many_shot.TASKS]  # tasks whose prompts depend on a seed
     with_settings = [name for name, kind in TASKS.items() if isinstance(kind.settings, type)]
     for key, names, known in (
         ("tasks", config.tasks, TASKS),
         ("ruler.tasks", config.ruler.tasks, ruler.TASKS),
         ("longbench.tasks", config.longbench.tasks, longbench.KINDS),
         ("methods", parts, known_methods()),
-        ("settings", config.settings, [*with_settings, *parts]),
-        ("choice.text", [config.choice.text], choice_names()),
+        ("settings", config.settings, with_settings),
+        ("choice.text", [config.choice.text], [VALIDATION, *drawn]),
     ):
         missing = [name for name in names if name not in known]
         if missing:
-            expected = ", ".join(sorted(known))
+            expected = ", ".join(sorted(known)) or "nothing"
             text = f"evaluation.{key}: expected some of {expected}, got {missing}"
             raise UserError(text + nearest(missing[0], known))
-    for name in config.tasks:
+    for name in (*config.tasks, *config.settings):
         settings_of(name, config)  # raises if they are wrong
 
 

@@ -57,8 +57,7 @@ def fit_temperature(
     """
     settings = config.temperature
     C = model.layout.training_length
-    factors = settings.lengths or config.lengths
-    lengths = [round(s * C) for s in factors]
+    lengths = [round(s * C) for s in settings.lengths or config.lengths]
     lengths = [length for length in lengths if length > C]
     if not lengths:
         return before
