@@ -273,3 +273,12 @@ def test_a_file_without_questions_is_an_error(tmp_path, name):
     settings = LongBenchSettings(str(tmp_path), [name])
     with pytest.raises(UserError, match=rf"^evaluation\.longbench: .* {name}\.jsonl, got none$"):
         longbench_tasks(task_inputs(settings, Encoder(BYTES, (), 5)))
+
+
+def test_a_task_depends_on_all_that_its_score_reads():
+    """The classes of a file are in no prompt."""
+    first, same, other = (
+        task_of("trec", all_classes=classes).at(4096).fingerprint
+        for classes in (["Date", "Price"], ["Date", "Price"], ["Date", "Price", "City"])
+    )
+    assert first == same != other

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.data.conftest import held_out
 from trainer.evaluation.held_out import HeldOut
@@ -25,6 +26,15 @@ class Asked:
     inner: dict[str, Any] = field(default_factory=dict)
 
 
+def around(value, answers=None):
+    """Return a function that reads variables of this one."""
+
+    def inner():
+        return value, answers
+
+    return inner
+
+
 A = np.arange(6)
 DIFFERENT = [
     (), ("",), (0,), (0.0,), (False,), (None,), ("0",), (12, 3), (1, 23), ("12", "3"), ((12,), 3),
@@ -32,7 +42,9 @@ DIFFERENT = [
     (A.reshape(2, 3),), (A.astype(np.int32),), (A + 1,), (A[:3], A[3:]), (A.tolist(),), (Asked(),),
     (Asked(2),), (Asked(second="b"),), (Asked(inner={"x": Asked()}),),
     (Asked(inner={"x": Asked(2)}),), (Asked,), (held_out,), (partial(held_out, 1),),
-    (partial(held_out, 2),), (partial(held_out, ids=2),),
+    (partial(held_out, 2),), (partial(held_out, ids=2),), (around(1),), (around(2),),
+    (around(held_out),), (around(around(1)),), (around(around(2)),), (torch.no_grad()(around(3)),),
+    (torch.no_grad()(around(4)),),
 ]  # fmt: skip
 
 

@@ -201,9 +201,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
     def register(make: MakePrompts) -> MakePrompts:
         name = make.__name__
 
-        def prompt_task(
-            make: MakePrompts, haystack: Haystack, settings: NeedleTaskSettings
-        ) -> PromptTask:
+        def prompt_task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
             prompts = partial(make, haystack, settings)
             return PromptTask(name, haystack.tokenizer, prompts, score, stop)
 
@@ -213,7 +211,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
             settings = replace(inputs.settings, trials=inputs.trials)
             return [NEEDLE_TASKS[name](inputs.text.haystack, settings)]
 
-        NEEDLE_TASKS[name] = partial(prompt_task, make)  # a key of results has the code of `make`
+        NEEDLE_TASKS[name] = prompt_task
         return make
 
     return register

@@ -29,7 +29,8 @@ NOTICEABLE = 600
 def fingerprint(*parts: Any) -> str:
     """Return a hash of plain values, dataclasses, arrays and code, sixteen hexadecimal digits.
 
-    A function or class counts with the text of its file, so that its helpers there count too.
+    A function or class counts with the text of its file, so that its helpers there count too, and
+    with the variables that it takes from a function around it.
 
     Raises:
         TypeError: a value has another type, whose text may not identify it.
@@ -51,8 +52,10 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, partial):
         return ["partial", value.func, value.args, value.keywords]
     if inspect.isfunction(value) or inspect.isclass(value):
+        value = inspect.unwrap(value)
         code = Path(inspect.getfile(value)).read_text(encoding="utf-8")
-        return ["code", value.__qualname__, code]
+        variables = inspect.getclosurevars(value).nonlocals if inspect.isfunction(value) else {}
+        return ["code", value.__qualname__, code, variables]
     raise TypeError(f"no key can be made of {value!r}")
 
 
