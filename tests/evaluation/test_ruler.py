@@ -399,3 +399,18 @@ def test_a_length_beyond_all_paragraphs_repeats_them(task, tokenizer):
         counts = Counter(re.findall(r"Document \d+:\n(.*)", text))
         assert len(counts) == 200
         assert max(counts.values()) - min(counts.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("squad_file", {"data": [{"paragraphs": [{"context": "C", "qas": []}]}]}),
+        ("hotpotqa_file", []),
+    ],
+)
+def test_a_file_without_questions_is_named(tmp_path, key, content):
+    file = tmp_path / "questions.json"
+    file.write_text(json.dumps(content))
+    settings = RulerSettings(tasks=["qa_1", "qa_2"], **{key: str(file)})
+    with pytest.raises(UserError, match=rf"^evaluation\.ruler\.{key}: .*questions\.json"):
+        ruler_tasks(task_inputs(settings, Encoder(words_and_marks(), (), 0), [FILE["essay"]]))

@@ -385,6 +385,8 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
                 inputs.notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
             items = read(file)
+            if not items:
+                raise UserError(f"evaluation.ruler.{key}: expected questions in {file}, got none")
             asks[name] = document_questions(items)
             trials = min(trials, len(items))
             score = string_match_part
