@@ -331,3 +331,19 @@ def test_processes_share_fits_and_batches_and_each_can_put_cells_together(
             assert shared_notes == notes
             assert rows(together) == rows(alone)
     assert len({path.name for path in (tmp_path / "shared").glob("cell-*/*")}) == ranks
+
+
+def test_no_batch_of_equal_cells_is_read_by_two_processes(model, corpus, tmp_path, monkeypatch):
+    """Methods that change nothing at a length share their cell, and so its batches."""
+    shares = {}
+
+    def measured(cell, number, model, setup):
+        shares.setdefault(cell.key, []).append(number)
+        return ()
+
+    monkeypatch.setattr(engine, "_measure", measured)
+    monkeypatch.setattr(engine, "_trials", lambda cell, store: pd.DataFrame())
+    config = EvaluationConfig(methods=["none", "window", "pi", "yarn"])
+    evaluated(model, config, fit_text(corpus), perplexities(corpus)[:1], Store(tmp_path))
+    assert sorted(map(len, shares.values())) == [1, 3]
+    assert sorted({*numbers} for numbers in shares.values()) == [{0}, {1}]

@@ -81,6 +81,7 @@ def measure(
     sizes = {task: task.length * len(task.trials) for task in tasks}
     total = sum(sizes.values()) * sum(map(len, methods.values()))
     done = 0
+    numbers: dict[str, int] = {}
     cells: list[Cell] = []
     notes: list[str] = []
     with Progress("Evaluating", max(total, 1)) as progress, tf32(setup.device):
@@ -98,7 +99,8 @@ def measure(
                 title = f"{model.name}, {title_of(fit.method)}"
                 notes += [f"{title}: {note}" for note in stored["notes"]]
                 cells_of_model += _cells(model, fit.method, by_length, tasks, setup)
-            for number, cell in enumerate(cells_of_model, len(cells)):
+            for cell in cells_of_model:
+                number = numbers.setdefault(cell.key, len(numbers))
                 if not _is_complete(store.values(cell.key)):
                     for share in _measure(cell, number, load(), setup):
                         progress.advance_to(done + share * sizes[cell.task])
@@ -170,7 +172,7 @@ def _cells(
 
 def _measure(cell: Cell, number: int, model: LanguageModel, setup: Setup) -> Iterator[float]:
     """Read this process's batches of a cell that are not stored yet; yield the share of all batches
-    after each. ``number``: of the cell, so that cells of one batch are shared too."""
+    after each. ``number``: of the key, so that cells of one batch are shared too."""
     store = setup.store
     stored = {value["batch"] for value in store.values(cell.key)}
     with model.using(cell.layout, tokens_read(cell.method, cell.model.layout)):
