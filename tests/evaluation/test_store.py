@@ -35,6 +35,13 @@ def around(value, answers=None):
     return inner
 
 
+def recursive():
+    def inner():
+        return inner
+
+    return inner
+
+
 A = np.arange(6)
 DIFFERENT = [
     (), ("",), (0,), (0.0,), (False,), (None,), ("0",), (12, 3), (1, 23), ("12", "3"), ((12,), 3),
@@ -43,8 +50,8 @@ DIFFERENT = [
     (Asked(2),), (Asked(second="b"),), (Asked(inner={"x": Asked()}),),
     (Asked(inner={"x": Asked(2)}),), (Asked,), (held_out,), (partial(held_out, 1),),
     (partial(held_out, 2),), (partial(held_out, ids=2),), (around(1),), (around(2),),
-    (around(held_out),), (around(around(1)),), (around(around(2)),), (torch.no_grad()(around(3)),),
-    (torch.no_grad()(around(4)),),
+    (around(held_out),), (recursive(),), (around(around(1)),), (around(around(2)),),
+    (torch.no_grad()(around(3)),), (torch.no_grad()(around(4)),),
 ]  # fmt: skip
 
 

@@ -85,11 +85,9 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = DEFAULT_FRAMES) -> Tensor:
 
 
 def sequence_fe(signal: Tensor) -> Tensor:
-    """Compute SequenceFE ``[...]`` of a whole signal ``[..., T]`` (Eq. 8 to 10).
-
-    The entropy of its power at 1 <= k < floor(T / 2), in float64, between 0 and 1. A signal with
-    fewer than two such frequencies raises a UserError.
-    """
+    """Compute SequenceFE ``[...]`` of a signal ``[..., T]`` (Eq. 8 to 10): the entropy of its power
+    at 1 <= k < floor(T / 2), float64, between 0 and 1. Raise a UserError if there are fewer than
+    two such frequencies."""
     length = signal.shape[-1]
     if length < 6:
         raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}")

@@ -263,7 +263,8 @@ def warn_of_splits(text: Prepared, config: DataConfig) -> None:
             )
         count = np.count_nonzero(ids[:COUNTED_TOKENS] == text.special.end)
         if count < FEW_DOCUMENTS:
-            log.warning(f"data.{name}: the {name} split has only {count} documents: raise it")
+            problem = f"data.{name}: the {name} split has only {count} documents: raise its share"
+            log.warning(problem)
 
 
 def shared_tokenizer(tokenizer: TokenizerChoice, directory: Path, cache: Path) -> TokenizerChoice:

@@ -54,7 +54,9 @@ def _as_json(value: Any) -> Any:
     if inspect.isfunction(value) or inspect.isclass(value):
         value = inspect.unwrap(value)
         code = Path(inspect.getfile(value)).read_text(encoding="utf-8")
-        variables = inspect.getclosurevars(value).nonlocals if inspect.isfunction(value) else {}
+        nonlocals = inspect.getclosurevars(value).nonlocals if inspect.isfunction(value) else {}
+        # A recursive function is a variable of itself.
+        variables = {name: held for name, held in nonlocals.items() if name != value.__name__}
         return ["code", value.__qualname__, code, variables]
     raise TypeError(f"no key can be made of {value!r}")
 
@@ -64,8 +66,8 @@ def _checksum(text: str) -> str:
 
 
 class Store:
-    """Directory of results: under each key, JSON values from any number of processes, of which this
-    one is ``rank`` of ``ranks`` and appends to files of its own."""
+    """Directory of JSON values under keys. This process is ``rank`` of ``ranks``, and each appends
+    to files of its own."""
 
     def __init__(self, directory: Path, rank: int = 0, ranks: int = 1) -> None:
         self.directory = directory

@@ -33,7 +33,7 @@ def export_checkpoint(request: ExportRequest) -> str:
         raise UserError(f"checkpoint: expected a run or its checkpoint, got {saved.reference!r}")
     step = state["step"]
     log.info("Exporting %s, step %d", saved.path, step)
-    # What longer sequences taught before a change does not hold for the positions left after it.
+    # After a drop or rescaling, longer sequences of earlier phases no longer count as trained.
     is_changed = config.model.from_run is not None
     for phase in phases_of(config):
         if phase.start < step and (phase.drop is not None or phase.rescale is not None):
