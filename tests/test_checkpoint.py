@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,6 +13,7 @@ from threading import Event
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from tests.program import run_ranks
 from trainer import checkpoint
@@ -19,12 +22,15 @@ from trainer.checkpoint import (
     MANIFEST,
     STATE,
     Writer,
+    check_sound,
     find_checkpoint,
     newest_checkpoint,
     optimizer_tensors,
     read_state,
+    readers,
     regular_checkpoints,
     restore,
+    settle,
     split_tensors,
 )
 from trainer.common.errors import UserError
@@ -33,6 +39,7 @@ from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.layout import Layout
+from trainer.training.setup import quiet_lightning
 
 CONFIG = ModelConfig(
     vocab_size=34,
@@ -181,6 +188,63 @@ def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(saved, monkeypatch):
     assert newest_checkpoint(directory) == directory / "step-000003"
 
 
+@pytest.mark.parametrize("denied", [".", "step-000003"])
+def test_a_directory_that_may_not_be_listed_is_neither_empty_nor_damaged(
+    saved, monkeypatch, denied
+):
+    """Path.glob would find nothing in it: a run would start again, or put a checkpoint aside."""
+    directory = saved[2]
+
+    def deny(listing):
+        def listed(path="."):
+            if Path(path) == directory / denied:
+                raise PermissionError(13, "Permission denied", str(path))
+            return listing(path)
+
+        return listed
+
+    with monkeypatch.context() as patch:
+        for name in ("listdir", "scandir"):
+            patch.setattr(os, name, deny(getattr(os, name)))
+        with pytest.raises(PermissionError):
+            newest_checkpoint(directory)
+    assert newest_checkpoint(directory) == directory / "step-000003"
+
+
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_new_one(saved, monkeypatch):
+    model, optimizer, directory = saved
+    path = directory / BEFORE_DROP
+    write(directory, model, optimizer, BEFORE_DROP, 3)
+    shutil.rmtree(directory / "step-000003")
+
+    class Killed(BaseException):
+        pass
+
+    def killed(path, target):
+        raise Killed
+
+    train(model, optimizer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *paths: killed(*paths) if paths[0].is_dir() else None)
+        with pytest.raises(Killed):
+            write(directory, model, optimizer, BEFORE_DROP, 6)
+    assert not path.exists()
+    (directory / ".step-000007.partial").mkdir()  # of a kill before the manifest
+    settle(directory)
+    assert [each.name for each in directory.iterdir()] == [BEFORE_DROP]
+    assert newest_checkpoint(directory) == path
+    assert read_state(path)["step"] == 6
+    resumed = decoder(seed=1)
+    other = torch.optim.AdamW(resumed.parameters())
+    restore(resumed, other, path)
+    assert_equal(model, optimizer, resumed, other)
+
+
+def test_a_checkpoint_that_is_not_there_is_not_called_damaged(tmp_path):
+    with pytest.raises(UserError, match="step-000005' is missing"):
+        check_sound(tmp_path / "step-000005")
+
+
 @pytest.mark.parametrize("removed", [[], ["*.safetensors"], [STATE]])
 @pytest.mark.parametrize("listed", [STATE, "*.safetensors"])
 def test_a_manifest_lists_all_files_of_a_checkpoint(saved, removed, listed):
@@ -286,6 +350,13 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(saved, monkeypatch
     assert "step-000003" in caplog.text
 
 
+def test_one_process_is_not_warned_that_it_has_no_group(tmp_path, recwarn):
+    """The thread that writes sets no filters, which are those of all threads."""
+    with quiet_lightning():
+        write(tmp_path, decoder(), torch.optim.SGD([torch.ones(1)]), "step-000001", 1)
+    assert not [str(warning.message) for warning in recwarn]
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -298,6 +369,15 @@ def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(saved, monkeypatch
 def test_what_could_not_be_read_again_is_refused(value):
     with pytest.raises(UserError, match="state"):
         split_tensors(value, "state", {})
+
+
+def test_shards_are_joined_by_their_offsets_and_not_by_names_of_files(tmp_path):
+    whole = torch.arange(12.0).reshape(6, 2)
+    for file, rows in (("a", slice(4, 6)), ("b", slice(0, 3)), ("c", slice(3, 4))):
+        place = {"model.x": {"saved_offsets": [rows.start, 0]}}
+        metadata = {"DCP_SHARDING_INFO": json.dumps(place)}
+        save_file({"model.x": whole[rows].clone()}, tmp_path / f"{file}.safetensors", metadata)
+    assert torch.equal(readers(tmp_path)["model.x"](), whole)
 
 
 def test_another_shape_is_named(saved):

@@ -17,7 +17,6 @@ import json
 import logging
 import re
 import shutil
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from trainer.common.errors import UserError
-from trainer.common.files import checksum, synchronise, write_atomically
+from trainer.common.files import checksum, synchronise, visible_names, write_atomically
 from trainer.common.processes import current_ranks
 from trainer.common.ranks import all_gather, on_rank_zero
 from trainer.interchange.pretrained import read_tensor
@@ -119,12 +118,10 @@ def join_tensors(value: Any, read: Readers) -> Any:
 @contextmanager
 def _own_errors() -> Iterator[None]:
     """Raise the error of a rank instead of DCP's collection, a BaseException."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # expected here
-        try:
-            yield
-        except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from None
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None
 
 
 def readers(path: Path) -> Readers:
@@ -248,7 +245,7 @@ class Writer:
                 )
             written = partial_path.glob(f"shard-{self._rank + 1:05d}-*")
             files = all_gather({f.name: _size_and_checksum(f) for f in written}, self._group)
-            on_rank_zero(lambda: self._complete(partial_path, path, files, state), self._group)
+            on_rank_zero(lambda: self._complete(partial_path, files, state), self._group)
         except Exception as error:
             # Without a collective: another rank may be elsewhere.
             if self._rank == 0:
@@ -257,19 +254,16 @@ class Writer:
         if self._rank == 0:
             self._prune()
 
-    def _complete(
-        self, partial_path: Path, path: Path, files: list[dict[str, list[Any]]], state: bytes
-    ) -> None:
-        """Add the state and the manifest, and rename the directory; ``files``: of all ranks."""
-        write_atomically(partial_path / STATE, state)
-        manifest = {STATE: _size_and_checksum(partial_path / STATE)}
+    def _complete(self, path: Path, files: list[dict[str, list[Any]]], state: bytes) -> None:
+        """Add the state and the manifest to a partial checkpoint, and rename it; ``files``: of all
+        ranks."""
+        write_atomically(path / STATE, state)
+        manifest = {STATE: _size_and_checksum(path / STATE)}
         for rank_files in files:
             manifest |= rank_files
-        write_atomically(partial_path / MANIFEST, json.dumps(manifest, indent=1))
-        synchronise(partial_path)
-        shutil.rmtree(path, ignore_errors=True)  # a rename replaces no directory that has files
-        partial_path.rename(path)
-        synchronise(path.parent)
+        write_atomically(path / MANIFEST, json.dumps(manifest, indent=1))
+        synchronise(path)
+        settle(path.parent)
 
     def _prune(self) -> None:
         for old in regular_checkpoints(self.directory)[: -self.keep]:
@@ -280,6 +274,20 @@ class Writer:
                 shutil.rmtree(old)
             except OSError as error:
                 log.warning("checkpoint: cannot delete %s: %s", old, error)
+
+
+def settle(directory: Path) -> None:
+    """Create a directory of checkpoints; rename those written whole, and delete the parts of others
+    that a killed process left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for partial_path in directory.glob(".*.partial"):
+        if not (partial_path / MANIFEST).exists():  # written last
+            shutil.rmtree(partial_path)
+            continue
+        path = partial_path.with_name(partial_path.stem[1:])
+        shutil.rmtree(path, ignore_errors=True)  # a rename replaces no directory that has files
+        partial_path.rename(path)
+        synchronise(directory)
 
 
 def files_of(tensors: Tensors) -> dict[str, int]:
@@ -324,9 +332,9 @@ def step_of(path: Path) -> int:
 
 
 def regular_checkpoints(directory: Path) -> list[Path]:
-    """Return the regular checkpoints in a directory, oldest first."""
-    paths = [p for p in directory.glob("step-*") if re.fullmatch(r"step-\d+", p.name)]
-    return sorted(paths, key=step_of)
+    """Return the regular checkpoints in a directory, oldest first; none if it is missing."""
+    names = [name for name in visible_names(directory) if re.fullmatch(r"step-\d+", name)]
+    return sorted((directory / name for name in names), key=step_of)
 
 
 def find_checkpoint(name: str) -> Path:
@@ -342,12 +350,13 @@ def find_checkpoint(name: str) -> Path:
 
 
 def check_sound(path: Path) -> Path:
-    """Return the path of a checkpoint whose files match its manifest, or raise UserError.
+    """Return the path of a checkpoint whose files match its manifest, or raise a UserError.
 
     All ranks call this together; without a process group each answers for its share alone.
     """
     if not all(all_gather(_is_share_sound(path))):
-        raise UserError(f"checkpoint: {str(path)!r} is damaged")
+        fault = "damaged" if path.exists() else "missing"
+        raise UserError(f"checkpoint: {str(path)!r} is {fault}")
     return path
 
 
@@ -356,7 +365,7 @@ def _is_share_sound(path: Path) -> bool:
     ranks = current_ranks()
     try:
         manifest = json.loads((path / MANIFEST).read_bytes())
-        files = {STATE, *(file.name for file in path.glob("*.safetensors"))}
+        files = {STATE, *(n for n in visible_names(path) if n.endswith(".safetensors"))}
         if not isinstance(manifest, dict) or manifest.keys() != files or len(files) == 1:
             return False
         names = sorted(manifest)[ranks.rank :: ranks.world_size]

@@ -162,6 +162,27 @@ def test_other_bytes_are_named_by_their_file(place, name, content):
         read_record(place) if name == "config.yaml" else read_metrics(place / name)
 
 
+def test_checkpoints_that_may_not_be_listed_keep_the_directory_of_their_run(place, monkeypatch):
+    opened(place)
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(PermissionError):
+        opened(place, seed=1)
+
+
+@pytest.mark.parametrize(("last", "is_whole"), [("state.json", False), ("manifest.json", True)])
+def test_a_checkpoint_that_a_kill_left_whole_keeps_the_directory_of_its_run(place, last, is_whole):
+    """A resume would rename it, whatever run that is."""
+    open_run_directory(RunConfig(run_dir=str(place)))
+    partial = place / "checkpoints" / ".step-000003.partial"
+    partial.mkdir(parents=True)
+    (partial / last).touch()
+    assert refused(place, seed=1) == (["seed"] if is_whole else [])
+
+
 def test_a_lock_inside_a_locked_block_is_not_taken_for_the_block_s_own(place, tmp_path):
     """An error of the work itself stays what it is."""
     other = FileLock(tmp_path / "other", timeout=0)

@@ -4,7 +4,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import randbelow
 
@@ -53,6 +53,14 @@ def expecting(content: str, path: Path) -> Iterator[None]:
     except Exception as error:  # whatever a parser makes of other bytes
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: expected {content} ({reason})") from error
+
+
+def visible_names(directory: Path) -> list[str]:
+    """Return the names in a directory that begin with no dot, none if it is missing; raise OSError
+    if it cannot be read, where ``Path.glob`` would find nothing."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return [path.name for path in directory.iterdir() if path.name[0] != "."]
+    return []
 
 
 def checksum(path: Path) -> str:

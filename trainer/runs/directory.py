@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
-from trainer.common.files import expecting, write_atomically
+from trainer.common.files import expecting, visible_names, write_atomically
 from trainer.config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -99,12 +99,12 @@ def check_run_directory(config: RunConfig) -> None:
     """
     directory = Path(config.run_dir)
     if not (directory / RECORD).exists():
-        # Hidden: the lock, and what an interrupted write leaves.
-        if directory.is_dir() and any(path.name[0] != "." for path in directory.iterdir()):
+        if visible_names(directory):  # hidden: the lock, and what an interrupted write leaves
             raise UserError(f"run_dir: {str(directory)!r} holds other files and no {RECORD}")
         return
-    is_begun = any(directory.glob("checkpoints/[!.]*")) or (directory / "results.csv").exists()
-    if config.overwrite or not is_begun:
+    checkpoints = directory / "checkpoints"
+    is_saved = visible_names(checkpoints) or any(checkpoints.glob(".*/manifest.json"))
+    if config.overwrite or not (is_saved or (directory / "results.csv").exists()):
         return
     saved = read_record(directory)
     controls = {f"controls.{name}" for name in saved["controls"].keys() ^ config.controls.keys()}

@@ -206,9 +206,6 @@ def text_of_phase(data: DataConfig, phase: PhaseConfig) -> DataConfig:
     return replace(data, mixture=mixture, sequence_length=length)
 
 
-# A run
-
-
 @dataclass(frozen=True, eq=False)
 class Run:
     """A run that a command trains or plans.

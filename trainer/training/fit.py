@@ -19,7 +19,7 @@ from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 
-from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, step_name
+from trainer.checkpoint import Writer, check_sound, newest_checkpoint, read_state, settle, step_name
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import RECEIVED, current_ranks
 from trainer.common.progress import Progress
@@ -141,7 +141,7 @@ def starting_point(
     directory = run_dir / "checkpoints"
     metrics = run_dir / "metrics.csv"
     source = metrics
-    on_rank_zero(lambda: _remove_partial(directory))
+    on_rank_zero(lambda: settle(directory))
     start = newest_checkpoint(directory)
     if start is None and branch is not None:
         start = check_sound(branch)
@@ -155,13 +155,6 @@ def starting_point(
         log.info("Resuming from %s (step %d)", start.name, state["step"])
     state["rows"] = on_rank_zero(lambda: _copy_rows(source, metrics, state))
     return start, state
-
-
-def _remove_partial(directory: Path) -> None:
-    """Create the directory of checkpoints, and remove what a killed process left in it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for partial in directory.glob(".*.partial"):
-        shutil.rmtree(partial)
 
 
 def _copy_rows(source: Path, target: Path, state: Mapping[str, Any]) -> int:

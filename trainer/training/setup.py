@@ -86,6 +86,7 @@ def numerics(trainer: TrainerConfig) -> Iterator[None]:
     """Multiply float32 in TF32 on a GPU and apply ``trainer.deterministic`` within the block."""
     options: Any = torch.utils.deterministic  # attributes are created at run time
     before = torch.are_deterministic_algorithms_enabled()
+    only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = options.fill_uninitialized_memory
     if trainer.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -95,17 +96,18 @@ def numerics(trainer: TrainerConfig) -> Iterator[None]:
         with tf32(device_type(trainer.accelerator)):
             yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=only_warned)
         options.fill_uninitialized_memory = fills
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's advice within the block: its log below warnings, and its warnings."""
+    """Silence advice within the block: Lightning's log below warnings, its warnings, and DCP's."""
     names = "lightning", "lightning.pytorch", "lightning.fabric"
     levels = {name: logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning")
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             for name in names:
                 logging.getLogger(name).setLevel(logging.WARNING)
