@@ -11,7 +11,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
 
 from tests.program import run_ranks
@@ -319,10 +319,24 @@ def test_an_error_within_a_step_leaves_the_rate_of_the_schedule():
 def test_rewarming_is_refused_with_deepspeed():
     """Its engine steps by itself."""
     strategy = object.__new__(DeepSpeedStrategy)
-    trainer = SimpleNamespace(strategy=strategy, optimizers=[], callbacks=[])
+    module = SimpleNamespace(automatic_optimization=True)
+    trainer = SimpleNamespace(
+        strategy=strategy, callbacks=[], lightning_module=module, estimated_stepping_batches=9
+    )
     with pytest.raises(UserError, match=r"DropPositions\.rewarm: expected 0"):
-        DropPositions(3, rewarm=2).on_fit_start(trainer, Llama())
-    DropPositions(3).on_fit_start(trainer, Llama())
+        DropPositions(3, rewarm=2).on_train_start(trainer, Llama())
+    DropPositions(3).on_train_start(trainer, Llama())
+
+
+def test_rewarming_goes_on_as_it_began_after_a_resume_with_another(tmp_path):
+    half = trainer_of(DropPositions(2, rewarm=4), max_steps=3)
+    half.fit(Rates(), batches())
+    half.save_checkpoint(tmp_path / "a.ckpt")
+    module = Rates()
+    trainer = trainer_of(DropPositions(2, rewarm=0), max_steps=8)
+    trainer.fit(module, batches(), ckpt_path=tmp_path / "a.ckpt")
+    assert module.rates == REWARMED[3:]
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 1 / 256
 
 
 def test_a_share_counts_all_updates_of_the_epochs():
@@ -484,6 +498,25 @@ def test_of_drops_of_the_same_layers_the_later_one_stays_after_a_resume(tmp_path
     assert module.layouts == [first.layouts[-1]]
 
 
+class Late(SingleDeviceStrategy):
+    """Restores a checkpoint after its setup, as ModelParallelStrategy does."""
+
+    restore_checkpoint_after_setup = True
+
+
+@pytest.mark.parametrize("make", [Watched, Own])
+def test_strategies_that_restore_late_resume_the_same_objects_behind_the_drop(tmp_path, make):
+    module = make()
+    dropping = DropPositions(1)
+    for at in (2, 3):
+        begin = tmp_path / "2.ckpt" if at == 3 else None
+        trainer = trainer_of(dropping, max_steps=at, strategy=Late("cpu"))
+        trainer.fit(module, batches(), ckpt_path=begin)
+        trainer.save_checkpoint(tmp_path / f"{at}.ckpt")
+    states = module.rotates if make is Watched else [x.rotates for x in module.layouts]
+    assert states == [True, False, False]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Watched, Own])
 @pytest.mark.parametrize("is_reused", [False, True])
@@ -629,7 +662,8 @@ def test_each_held_out_sequence_is_validated_by_one_rank(monkeypatch):
     """Lightning's sampler shares them among the ranks."""
     data, ids = TokenData("", 32, 8, held_out=16), torch.arange(16 * 33).view(16, 33)
     monkeypatch.setattr(data, "probe", lambda _: ids)
-    data.trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=2, global_rank=1)
-    batches = [*data.val_dataloader()]
-    assert [len(batch["input_ids"]) for batch in batches] == [4] * 4
-    assert torch.equal(torch.cat([batch["labels"] for batch in batches]), ids[:, 1:])
+    for ranks, rows in ((2, 4), (16, 1)):
+        data.trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=ranks)
+        batches = [*data.val_dataloader()]
+        assert [len(batch["input_ids"]) for batch in batches] == [rows] * (16 // rows)
+        assert torch.equal(torch.cat([batch["labels"] for batch in batches]), ids[:, 1:])

@@ -238,6 +238,21 @@ def test_bf16_mixed_ends_with_its_trainer():
     assert states.dtype == torch.float32
 
 
+@pytest.mark.parametrize("own", [None, torch.bfloat16])
+def test_the_decoder_s_own_dtype_outlives_bf16_mixed_also_behind_an_error(own):
+    class Failing(L.Callback):
+        def on_train_batch_end(self, *_):
+            raise ZeroDivisionError
+
+    module = LanguageModule(decoder(), 1e-2)
+    module.model.compute_dtype = own
+    with pytest.raises(ZeroDivisionError):
+        fit(module, micro_batches(), precision="bf16-mixed", callbacks=[Failing()])
+    for precision in ("32-true", "bf16-mixed"):
+        fit(module, micro_batches(), precision=precision)
+        assert module.model.compute_dtype == own
+
+
 def test_bf16_true_trains_on_weights_of_tokens():
     module = LanguageModule(decoder(), 1e-2)
     fit(module, micro_batches(), precision="bf16-true")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from tests.comparing import assert_same_tensors, checkpoint_of, rows_of
-from tests.lightning.updates import decoder, micro_batch
+from tests.lightning.updates import decoder, fit, micro_batch, micro_batches
 from tests.small_runs import SMALLEST
 from trainer.common.ranks import process_group
 from trainer.data.corpus import prepare_corpus
@@ -124,6 +124,18 @@ def test_a_sharded_module_is_validated_trained_and_trained_again(monkeypatch):
         losses.append(trainer().validate(module, loader, verbose=False)[0]["val_loss"])
         trainer().fit(module, loader)
     assert losses[0] > losses[1] > losses[2]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_that_was_trained_whole_trains_sharded_too():
+    """With an optimizer of its new parameters."""
+    module = LanguageModule(decoder(), 1e-2)
+    fit(module, micro_batches())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    sizes = {"data_parallel_size": 1, "tensor_parallel_size": 1}
+    fit(module, micro_batches(), strategy=ModelParallelStrategy(**sizes))
+    for old, new in zip(before, module.parameters(), strict=True):
+        assert not torch.equal(new.full_tensor(), old)
 
 
 def test_bf16_is_the_same_computation_under_every_strategy(alone):

@@ -281,7 +281,7 @@ def test_a_drop_that_cannot_be_made():
     rewarming = DropPositions(5, rewarm=3)
     rewarming.dropped_at = 5
     trainer = SimpleNamespace(strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy), callbacks=[])
-    assert refuses(rewarming.on_fit_start, trainer, None)
+    assert refuses(rewarming.on_train_start, trainer, None)
 
 
 def test_optimizers_and_their_settings(tiny_decoder):

@@ -51,11 +51,9 @@ class Batches(IterableDataset[Any]):
         """Yield the sample numbers of this worker's micro-batches."""
         size = self.batch_size // (self.micro_batches * self.ranks)
         end = None if self.end is None else (self.end - self.start) * self.micro_batches
-        micro_batches = islice(count(), end)
         worker = get_worker_info()
-        if worker is not None:
-            micro_batches = islice(micro_batches, worker.id, None, worker.num_workers)
-        for micro_batch in micro_batches:
+        first, every = (worker.id, worker.num_workers) if worker else (0, 1)
+        for micro_batch in islice(count(), first, end, every):
             step, part = divmod(micro_batch, self.micro_batches)
             begin = self.offset + (self.start + step) * self.batch_size
             begin += (part * self.ranks + self.rank) * size
@@ -141,7 +139,7 @@ class TokenData(L.LightningDataModule):
         ids = self.probe(self.held_out)
         data: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
         parts = self.trainer.accumulate_grad_batches * self.trainer.world_size
-        return DataLoader(data, batch_size=self.batch_size // parts)
+        return DataLoader(data, batch_size=max(self.batch_size // parts, 1))
 
 
 class StepLoader(DataLoader[Any]):
@@ -180,10 +178,7 @@ def repeat_interrupted_step(trainer: L.Trainer) -> None:
         return
     for progress in (batches.current, batches.total):
         done = progress.processed - unfinished
-        progress.ready = done
-        progress.started = done
-        progress.processed = done
-        progress.completed = done
+        progress.load_state_dict(dict.fromkeys(progress.state_dict(), done))
 
 
 def _ignore_signals(_: int) -> None:

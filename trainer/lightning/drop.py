@@ -208,9 +208,9 @@ class DropPositions(L.Callback):
         else:
             hf.drop_rotation(self._module)
 
-    # Before the first update
+    # Before the first update; some strategies restore a checkpoint only after on_fit_start
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Check that the drop will work, or repeat those of a checkpoint; prepare rewarming."""
         if self.dropped_at is None:
             self._prepare(pl_module)
@@ -219,11 +219,16 @@ class DropPositions(L.Callback):
         done = [callback for callback in drops if callback.dropped_at is not None]
         for callback in sorted(done, key=attrgetter("dropped_at")):  # not in the list's order
             callback._remove_encoding(pl_module)
-        if not self.rewarm:
-            return
-        if isinstance(trainer.strategy, DeepSpeedStrategy):
-            raise UserError(f"DropPositions.rewarm: expected 0 with DeepSpeed, got {self.rewarm}")
-        self._rewarming.start(trainer)
+        rewarm = self.rewarm or self.rewarm_updates  # those of a checkpoint
+        if rewarm and isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise UserError(f"DropPositions.rewarm: expected 0 with DeepSpeed, got {rewarm}")
+        total = total_updates(trainer)
+        if math.isinf(total) and (is_share(self.at) or is_share(self.rewarm)):
+            raise UserError("DropPositions: a share needs the trainer's max_steps or max_epochs")
+        if self.dropped_at is None and not is_share(self.at) and self.at >= total:
+            rank_zero_warn(f"DropPositions: training ends at update {total:.0f}, before {self.at}")
+        if rewarm:
+            self._rewarming.start(trainer)
 
     def _prepare(self, module: L.LightningModule) -> None:
         """Check that the drop will work; restore rotation that an earlier training has dropped."""
@@ -254,14 +259,6 @@ class DropPositions(L.Callback):
         from trainer import hf
 
         hf.drop_rotation(module)
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Check that shares have a whole, and warn of a drop behind the end."""
-        total = total_updates(trainer)
-        if math.isinf(total) and (is_share(self.at) or is_share(self.rewarm)):
-            raise UserError("DropPositions: a share needs the trainer's max_steps or max_epochs")
-        if self.dropped_at is None and not is_share(self.at) and self.at >= total:
-            rank_zero_warn(f"DropPositions: training ends at update {total:.0f}, before {self.at}")
 
     # Training
 

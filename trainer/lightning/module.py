@@ -79,6 +79,7 @@ class LanguageModule(L.LightningModule):
         self._optimizer: torch.optim.Optimizer | None = None
         self._unit = torch.ones(())
         self._uses_cudnn = False
+        self._own_dtypes: list[torch.dtype | None] = []  # of the decoder, during bf16-mixed
 
     def configure_model(self) -> None:
         """Shard the model for Lightning's ``ModelParallelStrategy``, unless it is sharded.
@@ -90,7 +91,9 @@ class LanguageModule(L.LightningModule):
         """
         if self._trainer is None:
             return
+        self._restore_dtype()  # of a fit that was interrupted
         if self.trainer.precision == "bf16-mixed":
+            self._own_dtypes.append(self.model.compute_dtype)
             self.model.compute_dtype = torch.bfloat16
         strategy = self.trainer.strategy
         if not isinstance(strategy, ModelParallelStrategy):
@@ -103,6 +106,7 @@ class LanguageModule(L.LightningModule):
         if not isinstance(self.model, FSDPModule):
             half = self.model.compute_dtype is not None
             shard(self.model, mesh_of_ranks(strategy.root_device), half)
+            self._optimizer = None  # of the parameters before
 
     def configure_optimizers(self) -> Any:
         """Create the optimizer, or return the one of earlier fits."""
@@ -228,9 +232,12 @@ class LanguageModule(L.LightningModule):
             forget_scale(optimizer)
 
     def teardown(self, stage: str) -> None:
-        """Compute in the weights' dtype again after ``bf16-mixed``, which is the trainer's."""
-        if self.trainer.precision == "bf16-mixed":
-            self.model.compute_dtype = None
+        """Compute in the decoder's own dtype after ``bf16-mixed``, which is the trainer's."""
+        self._restore_dtype()
+
+    def _restore_dtype(self) -> None:
+        if self._own_dtypes:
+            self.model.compute_dtype = self._own_dtypes.pop()
 
     def validation_step(self, batch: Batch, index: int) -> None:
         """Log ``val_loss``, the mean loss of a token in nats, weighted by the tokens' weights."""
