@@ -230,6 +230,17 @@ def test_the_program_s_log_goes_into_one_file_at_a_time(tmp_path):
     assert [line.partition(" WARNING ")[2] for line in lines] == ["ä b", "ä b"]
 
 
+def test_a_log_of_the_user_goes_on(tmp_path, monkeypatch):
+    logger = logging.getLogger("trainer")
+    monkeypatch.setattr(logger, "handlers", [logging.FileHandler(tmp_path / "mine.txt")])
+    for number in range(2):
+        log_to_file(tmp_path)
+        logger.warning("%d", number)
+    assert (tmp_path / "mine.txt").read_text().splitlines() == ["0", "1"]
+    for handler in logger.handlers:
+        handler.close()
+
+
 def keep_until(path, step):
     write_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
 

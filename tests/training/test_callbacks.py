@@ -42,6 +42,20 @@ def test_a_signal_saves_at_the_next_boundary_and_the_same_command_goes_on(
     assert rows_of(config) == rows_of(finished[0])
 
 
+def test_a_second_interrupt_ends_the_run_as_python_would(run, monkeypatch):
+    """Lightning exits with code 1 and no message."""
+
+    def twice():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    during(monkeypatch, twice, 4)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert signal.getsignal(signal.SIGINT) == before
+
+
 def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):
     during(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGTERM), 11)
     config, _ = run()

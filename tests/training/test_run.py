@@ -229,6 +229,16 @@ def test_deterministic_settings_end_with_the_block():
     assert memory.fill_uninitialized_memory
 
 
+def test_a_process_that_warns_of_other_algorithms_warns_after_the_block():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with numerics(TrainerConfig(deterministic=True, accelerator="cpu")):
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_an_offline_logger_begins_with_the_rows_so_far(tmp_path, monkeypatch):
     from lightning.pytorch.loggers import WandbLogger
 

@@ -246,6 +246,19 @@ def test_the_speed_is_that_of_steps_of_a_model_of_this_shape():
     assert speed.pass_tokens == 2048
 
 
+def test_steps_are_timed_with_the_kernels_of_training(monkeypatch):
+    """Training forbids cuDNN's attention unless it is the model's backend."""
+    loss, allowed = Decoder.loss, []
+
+    def noted(*arguments):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return loss(*arguments)
+
+    monkeypatch.setattr(Decoder, "loss", noted)
+    recalibrate.measure_speed(*shape("tiny", 256), "cpu", 1)
+    assert allowed == [False] * 3
+
+
 @pytest.fixture
 def recalibrated(base, monkeypatch, tmp_path):
     """A function that recalibrates from the 300th second on, for 20 minutes, with a stop at step 7

@@ -28,10 +28,11 @@ log = logging.getLogger(__name__)
 RECORD = "config.yaml"
 COMPARED = "runs.json"
 """File with the runs that the page beside it compares."""
+LOG = "log.txt"
 LOCK = ".lock"
 """File that the process which trains in a directory has locked."""
 WRITTEN = (
-    *("metrics.csv", "log.txt", "wandb_id"),
+    *("metrics.csv", LOG, "wandb_id"),
     *("report.*", "results.csv", "trials.parquet", "facts.json"),
     *("checkpoints", "controls", "figures", "tables"),
     *("evaluation*", "lengths", "analysis", "export", "tensorboard", "wandb"),
@@ -216,12 +217,13 @@ def place_of_comparison(output: Path, runs: Sequence[str]) -> Path:
 
 
 def log_to_file(directory: Path) -> None:
-    """Append the program's log to ``log.txt``, also after a resume."""
+    """Append the program's log to ``log.txt``, and no longer to that of an earlier run."""
     logger = logging.getLogger("trainer")
-    for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+    for handler in [h for h in logger.handlers if h.name == LOG]:
         logger.removeHandler(handler)
         handler.close()
-    handler = logging.FileHandler(directory / "log.txt", encoding="utf-8")
+    handler = logging.FileHandler(directory / LOG, encoding="utf-8")
+    handler.name = LOG  # a user may have other handlers
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger.addHandler(handler)
 

@@ -121,6 +121,10 @@ def train(
             trainer.fit(module, datamodule=data, ckpt_path=checkpoint)
         except MisconfigurationException as error:  # of a callback, such as one without a logger
             raise UserError(f"callbacks: {error}") from error
+        except SystemExit as error:
+            if isinstance(error.__context__, KeyboardInterrupt):  # which Lightning hides
+                raise KeyboardInterrupt from None
+            raise
     if trainer.global_step < run.steps:
         raise UserError(f"callbacks: one stopped the run after step {trainer.global_step}")
     module.to("meta")  # the checkpoint has its contents

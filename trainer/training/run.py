@@ -77,8 +77,6 @@ class RunCallback(Checkpoint):
         """Take the module."""
         self.module = pl_module
 
-    # A checkpoint is loaded
-
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
@@ -96,8 +94,6 @@ class RunCallback(Checkpoint):
             step=step,
         )
 
-    # Training starts
-
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Check states that checkpoints will hold, measure trained weights, and start the clock."""
         callbacks: list[L.Callback] = getattr(trainer, "callbacks")  # noqa: B009 - not declared
@@ -106,8 +102,6 @@ class RunCallback(Checkpoint):
         if trainer.global_step == 0 and self.run.weights is not None:
             self.measurements.measure_benchmarks(self.module.model, 0)
         self.rows.start(trainer.global_step)
-
-    # A phase starts
 
     def on_train_epoch_start(self, trainer: L.Trainer, *_: Any) -> None:
         """Begin a phase: Lightning does not call this in a run that resumes within one."""
@@ -137,8 +131,6 @@ class RunCallback(Checkpoint):
         self.measurements.note_change(phase, before, after)
         self.measurements.measure_benchmarks(model, phase.start)
 
-    # An update is done
-
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
@@ -163,8 +155,6 @@ class RunCallback(Checkpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Save after a phase, when the other callbacks have ended its epoch."""
         self.save_or_stop(trainer)
-
-    # A save, a stop
 
     def save_or_stop(self, trainer: L.Trainer) -> None:
         """Save if a checkpoint is due, and stop if a rank is asked to; all ranks do the same.

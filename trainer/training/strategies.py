@@ -99,9 +99,6 @@ class RunStrategy(Strategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: :meth:`load_checkpoint` has restored the weights."""
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: :meth:`load_checkpoint` has restored the optimizer."""
-
     def teardown(self) -> None:
         """End a fit; Lightning would copy weights and optimizer state to the host first."""
         self.model = self.lightning_module  # without DDP around it

@@ -24,6 +24,7 @@ from trainer.common.ranks import best_precision, device_type
 from trainer.config import RunConfig
 from trainer.interchange.pretrained import read_pretrained
 from trainer.lightning.strategy import parallelize
+from trainer.model.backends import cudnn_attention
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
@@ -111,13 +112,14 @@ def measure_speed(
     parallelize(model, torch.device(device), half=half, compile=device == "cuda")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    model.use_backend("auto", device, half=half, length=length)
+    backend = model.use_backend("auto", device, half=half, length=length)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.randint(model.vocab_size, (read // length, length), device=device)
     seconds = math.inf
     for _ in range(3):
         began = time.perf_counter()
-        model.loss(ids, ids).backward()
+        with cudnn_attention(backend == "cudnn"):  # as in a run
+            model.loss(ids, ids).backward()
         optimizer.step()
         optimizer.zero_grad()
         model.norm.weight[0].item()  # a host sync
