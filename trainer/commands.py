@@ -537,7 +537,7 @@ def compare(job: Job) -> None:
     runs = job.values["runs"]
     shown = tables_of(runs)
     print_tables(shown)
-    made = provenance(()) | {"Of": ", ".join(runs)}
+    made = provenance(()) | {"Models": ", ".join(runs)}
     place = place_of_comparison(Path(job.values["output"]), runs)
     print(f"Report: {write_comparison(shown, place, made)}")
 

@@ -154,7 +154,7 @@ def written(tmp_path_factory):
         64,
         name="<script>alert(1)</script>",
         lead="Trained & read.",
-        made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Of": "a, step 7"},
+        made={"Made": "2026-01-02", "Command": "python -m trainer analyze", "Models": "a, step 7"},
         details={"Settings": {"length": 128}},
     )
     assert page == directory / "report.html"

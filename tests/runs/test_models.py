@@ -149,7 +149,7 @@ def test_an_origin_names_time_program_and_steps_and_nobody_s_home():
         name="SmolLM", path=Path("models/s"), state={}, computed_by="transformers 5.23"
     )
     result = provenance([run, published])
-    assert result["Of"] == (
+    assert result["Models"] == (
         "DroPE: ~/runs/a/last, step 1,600; SmolLM: models/s, computed by transformers 5.23"
     )
     made = datetime.strptime(result["Made"], "%Y-%m-%d %H:%M UTC").replace(tzinfo=UTC)

@@ -77,6 +77,14 @@ def test_a_control_that_cannot_be_compared_is_refused(control, message):
         parse(controlled(other=control))
 
 
+def test_a_control_branches_off_where_its_run_has_saved():
+    """Before the first step a run saves nothing but its state before a drop."""
+    for_drop = controlled(drop=0, other={"branch": "drop", "drop": {"at": 0}})
+    assert parse(for_drop).controls["other"].branch == "drop"
+    with pytest.raises(UserError, match=r"controls\.other\.branch: expected"):
+        parse(controlled(other={"branch": 0}))
+
+
 @pytest.mark.parametrize(
     ("batch", "micro", "processes", "fits"),
     [(32, 2, 6, False), (32, None, 48, False), (48, 8, 4, False), (32, 2, 16, True),

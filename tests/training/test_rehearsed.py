@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 
 import lightning as L
 import pytest
@@ -109,6 +110,27 @@ def test_it_saves_and_measures_when_it_is_due_and_at_both_ends_of_a_phase(three)
     measured = [step for step, event in three.events if event == "benchmarks"]
     assert measured == [2, 4, 5, 5, 6, 8, 9, 9, 10, 12]
     assert three.writer.permanent == {5, 9, 12}
+
+
+def saved_steps(stage):
+    return [step for step, event in stage.events if event.startswith("save step-")]
+
+
+def test_minutes_between_checkpoints_count_from_the_last_one(staged):
+    settings = {"checkpoint_every": 100, "checkpoint_minutes": 2.5}  # a step takes a minute
+    assert saved_steps(staged({"drop": {"at": None}, "trainer": settings})) == [3, 6, 9, 12]
+
+
+def test_a_run_saves_where_its_controls_branch_off(staged):
+    control = {"branch": 4, "drop": {"at": 7}}
+    stage = staged({"controls": {"later": control}, "trainer": {"checkpoint_every": 100}})
+    assert saved_steps(stage) == [4, 6, 12]
+
+
+def test_a_limit_has_hours_minutes_and_seconds():
+    for seconds, reason in ((3722, None), (3724, "time limit")):
+        with fit.stop_requests("01:02:03", time.time() - seconds) as stop_requested:
+            assert stop_requested() == reason
 
 
 @pytest.mark.parametrize("rank", [0, 3])

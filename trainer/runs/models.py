@@ -381,5 +381,5 @@ def provenance(models: Sequence[SavedModel]) -> dict[str, str]:
     return {
         "Made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "Command": without_home(words),
-        "Of": without_home("; ".join(sources)),
+        "Models": without_home("; ".join(sources)),
     }

@@ -131,9 +131,6 @@ def _check_run(config: RunConfig) -> None:
         raise UserError("evaluation.methods: expected 'none' among them, the run as it is")
 
 
-# Controls
-
-
 def _controls_of(run: Run) -> dict[str, Run]:
     """Return the controls of a run by name: its values with the control's changes."""
     controls = {}
@@ -178,7 +175,8 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     if branch is None:
         return
     step = run.phases.drop_step if branch == "drop" else branch
-    if not isinstance(step, int) or not 0 <= step <= run.steps or step >= control.steps:
+    first = 0 if branch == "drop" else 1  # no other checkpoint is of step 0
+    if not isinstance(step, int) or not first <= step <= run.steps or step >= control.steps:
         choices = "'drop' or a step of the run before the control's end"
         raise UserError(f"{key}.branch: expected {choices}, got {branch!r}")
     if _before(run, step) != _before(control, step):

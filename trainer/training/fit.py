@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
