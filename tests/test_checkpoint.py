@@ -240,6 +240,12 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_new_one(saved, monkeyp
     assert_equal(model, optimizer, resumed, other)
 
 
+def test_a_run_is_found_by_a_path_from_home(saved, monkeypatch):
+    directory = saved[2]
+    monkeypatch.setenv("HOME", str(directory.parent))
+    assert find_checkpoint(f"~/{directory.name}/step-000003") == directory / "step-000003"
+
+
 def test_a_checkpoint_that_is_not_there_is_not_called_damaged(tmp_path):
     with pytest.raises(UserError, match="step-000005' is missing"):
         check_sound(tmp_path / "step-000005")

@@ -57,9 +57,6 @@ Tensors = dict[str, Tensor]
 Readers = Mapping[str, Callable[[], Tensor]]
 
 
-# Tensors
-
-
 def optimizer_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
     """Return the optimizer's state by its names in a checkpoint."""
     tensors: Tensors = {}
@@ -339,7 +336,7 @@ def regular_checkpoints(directory: Path) -> list[Path]:
 
 def find_checkpoint(name: str) -> Path:
     """Return the checkpoint that ``checkpoint=`` names, itself or a run's newest one, or raise."""
-    path = Path(name)
+    path = Path(name).expanduser()
     if (path / MANIFEST).is_file():
         return path
     directory = path if path.name == "checkpoints" else path / "checkpoints"

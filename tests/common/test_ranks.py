@@ -137,6 +137,17 @@ def test_a_rank_that_finds_no_rank_0_names_the_place(environment):
         meeting_store.__wrapped__()
 
 
+def test_rank_0_names_a_port_that_is_taken(environment):
+    for name, value in zip(TORCHRUN, ["0", "2", "0", "2", "0"], strict=True):
+        environment.setenv(name, value)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment.setenv("MASTER_ADDR", "127.0.0.1")
+        environment.setenv("MASTER_PORT", str(port))
+        with pytest.raises(UserError, match=f"rank 0 cannot listen at 127.0.0.1:{port}"):
+            meeting_store.__wrapped__()
+
+
 def test_a_process_computes_where_it_may(environment, monkeypatch):
     environment.setenv("LOCAL_RANK", "1")
     for has_gpu, accelerator, device in (

@@ -658,9 +658,17 @@ def test_gains_of_several_batches_are_those_of_one():
     torch.testing.assert_close(*gains)
 
 
+def test_samples_without_a_corpus_are_trained_on_and_not_validated():
+    data = TokenData("", 32, 8, workers=0, samples=RandomSamples())
+    trainer = trainer_of(max_steps=2, limit_val_batches=1.0)
+    trainer.fit(ours(), data)
+    assert trainer.global_step == 2
+    assert trainer.validate(ours(), data) == []
+
+
 def test_each_held_out_sequence_is_validated_by_one_rank(monkeypatch):
     """Lightning's sampler shares them among the ranks."""
-    data, ids = TokenData("", 32, 8, held_out=16), torch.arange(16 * 33).view(16, 33)
+    data, ids = TokenData("text", 32, 8, held_out=16), torch.arange(16 * 33).view(16, 33)
     monkeypatch.setattr(data, "probe", lambda _: ids)
     for ranks, rows in ((2, 4), (16, 1)):
         data.trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=ranks)

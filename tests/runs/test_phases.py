@@ -106,10 +106,12 @@ def test_the_same_mixture_in_other_words_is_read_on_and_other_weights_are_anothe
         {
             "one": {"steps": 3}, "two": {"steps": 3, "weights": {"b": 2.0, "a": 1.0}},
             "three": {"steps": 3, "weights": {"a": 1.0, "b": 3.0}},
+            "four": {"steps": 3, "weights": {}},
         },
         data={"mixture": mixture, "sequence_length": 64},
     )  # fmt: skip
-    assert [phase.seed // ORDERS for phase in run.phases] == [0, 0, 1]
+    assert [phase.seed // ORDERS for phase in run.phases] == [0, 0, 1, 2]
+    assert run.phases[3].data.texts == run.phases[0].data.texts
 
 
 def run_of(**changes):

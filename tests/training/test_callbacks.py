@@ -15,6 +15,7 @@ import torch
 from tests.comparing import assert_same_state, checkpoint_of, during, rows_of
 from trainer.checkpoint import Writer, read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError, UserError
+from trainer.common.processes import RECEIVED
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
 from trainer.runs.directory import read_metrics
@@ -54,6 +55,7 @@ def test_a_second_interrupt_ends_the_run_as_python_would(run, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run()
     assert signal.getsignal(signal.SIGINT) == before
+    assert not RECEIVED  # nothing stops the next run of this process
 
 
 def test_a_signal_during_the_last_step_changes_nothing(run, monkeypatch):

@@ -102,7 +102,8 @@ def meeting_store() -> dist.Store:
             multi_tenant=True,
         )
     except dist.DistError as error:
-        raise UserError(f"ranks: no answer of rank 0 at {host}:{port} ({error})") from None
+        fault = "no answer of rank 0" if ranks.rank else "rank 0 cannot listen"
+        raise UserError(f"ranks: {fault} at {host}:{port} ({error})") from None
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", store)
 

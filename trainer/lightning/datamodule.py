@@ -133,9 +133,11 @@ class TokenData(L.LightningDataModule):
         )
         return StepLoader(batches, self.workers, self.trainer)
 
-    def val_dataloader(self) -> DataLoader[Any]:
-        """Return the held-out sequences, which Lightning shares among the ranks."""
+    def val_dataloader(self) -> Any:
+        """Return the held-out sequences, if any; Lightning shares them among the ranks."""
         assert self.trainer is not None
+        if self.corpus == "":
+            return []
         ids = self.probe(self.held_out)
         data: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]
         parts = self.trainer.accumulate_grad_batches * self.trainer.world_size

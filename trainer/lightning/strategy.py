@@ -104,9 +104,9 @@ def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return whole
     mesh = parameter.device_mesh
+    whole = whole.to(mesh.device_type)
     # No rank needs to send its value.
-    shard = whole.to(mesh.device_type)
-    return distribute_tensor(shard, mesh, parameter.placements, src_data_rank=None)
+    return distribute_tensor(whole, mesh, parameter.placements, src_data_rank=None)
 
 
 def whole_model(model: Decoder) -> Decoder:

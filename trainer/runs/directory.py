@@ -271,7 +271,7 @@ def write_metrics(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def append_metrics(path: Path, row: dict[str, Any]) -> None:
     """Append a row; rewrite the file if it has new columns."""
-    with path.open("r+", newline="") as file:
+    with path.open("r+", newline="", encoding="utf-8") as file:
         columns = next(csv.reader(file))
         if row.keys() <= set(columns):
             file.seek(0, os.SEEK_END)

@@ -197,7 +197,7 @@ def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
 def text_of_phase(data: DataConfig, phase: PhaseConfig) -> DataConfig:
     """Return the run's text with a phase's length and weights."""
     mixture = data.mixture
-    if phase.weights is not None:
+    if phase.weights:
         unknown = phase.weights.keys() - data.mixture.keys()
         if unknown:
             raise UserError(f"phases: data.mixture has no {', '.join(sorted(unknown))}")

@@ -258,7 +258,7 @@ def stop_requests(max_time: str | None, start_time: float) -> Iterator[Callable[
     before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
         yield stop_requested
-    except PreemptedError:
+    except (PreemptedError, KeyboardInterrupt):
         RECEIVED.clear()
         raise
     finally:
