@@ -335,3 +335,20 @@ def test_a_run_that_ends_in_shorter_sequences_counts_from_these(base, tmp_path):
     lengths = {name: model.layout.training_length for name, model in found.items()}
     assert (lengths["step-000002"], lengths["step-000004"]) == (32, 24)
     assert found["step-000004"].load().layout.training_length == 24
+
+
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_a_run_is_evaluated_on_the_text_that_it_read_even_if_its_file_has_changed(
+    finished, base, tmp_path, is_continued
+):
+    path = tmp_path / "b.jsonl"
+    path.write_text(Path(base["data"]["files"][0]).read_text().replace("Sentence", "Phrase"))
+    changes = {"drop": {"at": None}, "trainer": {"max_steps": 1}}
+    if is_continued:
+        changes["model"] = {"from_run": finished[0].run_dir}
+    trained_in(tmp_path / "run", base, data={"files": [str(path)]}, **changes)
+    model = find_model(str(tmp_path / "run"))
+    path.write_text(path.read_text().replace("Phrase", "Clause"))
+    corpus = evaluate.held_out_corpus(None, model)
+    assert corpus.fingerprints == model.state["texts"]
+    assert "Phrase" in corpus.tokenizer.decode(corpus.test.parts[0][1][:100].tolist())

@@ -120,16 +120,13 @@ def held_out_corpus(text: DataConfig | None, model: SavedModel) -> Corpus:
         UserError: the text cannot be read, is too short, or differs from the run's.
     """
     run = model.run
-    source = text
-    if source is None:
-        source = DataConfig() if run is None else run.data
-    if text is None and run is not None and not run.model.is_trained:
-        texts = model.state.get("texts")
-        corpus = prepare_corpus(source, run.tokenizer, wanted=texts)
-        if not same_tokens(corpus.tokenizer, model.tokens.tokenizer):
-            raise UserError("text: the run's text has changed, and its tokenizer with it")
-        return corpus
-    return prepare_corpus(source, model.tokens)
+    if text is not None or run is None:
+        return prepare_corpus(text or DataConfig(), model.tokens)
+    tokens = model.tokens if run.model.is_trained else run.tokenizer
+    corpus = prepare_corpus(run.data, tokens, wanted=model.state.get("texts"))
+    if not same_tokens(corpus.tokenizer, model.tokens.tokenizer):
+        raise UserError("text: the run's text has changed, and its tokenizer with it")
+    return corpus
 
 
 def held_out_of(corpus: Corpus, first: SavedModel) -> HeldOut:
