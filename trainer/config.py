@@ -726,15 +726,14 @@ class ModelsRequest:
     plugins: list[str] = field(default_factory=list)
     """Python files that register tasks, methods, rescalings or analyses of your own."""
     plots: PlotsConfig = field(default_factory=PlotsConfig)
+    name: Name | None = None
+    """Name of the results beside others of the same model; null: the option of the group."""
 
 
 @configuration
 class EvaluationRequest(ModelsRequest):
     """Request of the evaluate command."""
 
-    name: str | None = None
-    """Name of the evaluation beside others of the same model, in lengths/NAME of the run; null: the
-    option of the group."""
     compare: list[str] = field(default_factory=list)
     """More models, measured on the same trials."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -20,6 +20,7 @@ from tests.program import ROOT
 from tests.relations.leaves import leaves, other_value, with_value
 from trainer.common.errors import UserError
 from trainer.config import (
+    AnalysisRequest,
     ChoiceSettings,
     DataConfig,
     EvaluationConfig,
@@ -316,8 +317,14 @@ def test_a_run_resumes_with_other_values_of_the_marked_keys_alone(tmp_path, monk
     assert free | {"run_dir"} == marked | {"controls"}  # whole controls, which have no row of keys
 
 
-def test_an_evaluation_is_known_by_all_that_it_measures():
-    request = EvaluationRequest(checkpoint="a", compare=["b"], text=DataConfig())
+@pytest.mark.parametrize(
+    "asked",
+    [
+        EvaluationRequest(checkpoint="a", compare=["b"], text=DataConfig()),
+        AnalysisRequest(checkpoint="a", compare="b", text=DataConfig()),
+    ],
+)
+def test_a_request_is_known_by_all_that_it_measures(asked):
     unmeasured = {"output", "name", "plugins"}
     plots = {f"plots.{name}" for name in ("width", "font", "size")}
-    assert without_effect(request, plain_request) == unmeasured | plots
+    assert without_effect(asked, plain_request) == unmeasured | plots

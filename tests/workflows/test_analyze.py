@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from tests.data.conftest import held_out
 from trainer.analysis.target import Target
 from trainer.common.errors import UserError
-from trainer.config import AnalysisConfig
+from trainer.config import AnalysisConfig, AnalysisRequest, PlotsConfig
 from trainer.data.tokenizer import SpecialTokens, train_tokenizer
 from trainer.workflows import analyze
 from trainer.workflows.analyze import choice_texts, needle_prompt, page_texts
@@ -31,6 +33,28 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
     assert results.key == "synthetic"
     with pytest.raises(UserError, match=r"^compare: analysis 'drop'"):
         analyses("drop")
+    target = Target("tiny", model, ids, AnalysisConfig("synthetic"))
+    with pytest.raises(UserError, match=r"^compare: analysis 'synthetic' .* got 2$"):
+        analyze.analyses_of(target, target)
+
+
+def test_another_checkpoint_or_other_settings_leave_an_analysis_as_it_is(finished, tmp_path):
+    run = shutil.copytree(finished[0].run_dir, tmp_path / "run")
+    config = AnalysisConfig("synthetic", length=16, texts=1)
+    asked = AnalysisRequest(str(run), analysis=config)
+    before = AnalysisRequest(str(run / "checkpoints" / "before-drop"), analysis=config)
+    longer = replace(asked, analysis=replace(config, length=17))
+    pages = {}
+    for request, place in ((asked, "synthetic"), (before, "synthetic-2"), (longer, "synthetic-3")):
+        _, pages[place] = analyze.analyze(request)
+        assert pages[place].parent == run / "analysis" / place
+    assert analyze.analyze(replace(before, plots=PlotsConfig(size=9)))[1] == pages["synthetic-2"]
+    _, named = analyze.analyze(replace(before, name="mine"), "all")
+    assert named.parent == run / "analysis" / "mine"
+    assert "RoPE (before its drop)" in named.read_text()
+    assert "RoPE (before its drop)" not in pages["synthetic"].read_text()
+    with pytest.raises(UserError, match=r"^name: "):
+        analyze.analyze(replace(longer, name="mine"))
 
 
 @pytest.mark.parametrize("place", [(2, 0), (0, 4)])

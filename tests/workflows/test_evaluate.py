@@ -226,11 +226,13 @@ def test_another_evaluation_writes_beside_the_first(runs, tmp_path):
         place.mkdir(exist_ok=True)
         record = {"config": {"request": evaluate.plain_request(asked)}}
         (place / "facts.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"^name: \S+ holds another .*windows: \d+ there, 3 here"):
+    with pytest.raises(
+        UserError, match=r"^name: \S+ holds other results .*windows: \d+ there, 3 here"
+    ):
         evaluate.place_of(replace(other, name="usual"), usual)
     record = {"config": {"controls": {}, "evaluation": {}}}
     (usual / "facts.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=r"^output: '.*usual' holds another .*of a run\)$"):
+    with pytest.raises(UserError, match=r"^output: '.*usual' holds other results .*of a run\)$"):
         evaluate.place_of(replace(first, output=str(usual)), usual)
 
 
@@ -242,7 +244,7 @@ def test_cells_on_other_text_or_of_other_weights_are_measured_anew(runs, base, t
     asked = request(runs, tmp_path / "out", methods=["none"], tasks=["perplexity"], lengths=[1])
     cells = tmp_path / "out" / "cells"
     first, place = evaluate_lengths(replace(asked, compare=[]))
-    with pytest.raises(UserError, match=r"^output: \S+ holds another evaluation \(text: "):
+    with pytest.raises(UserError, match=r"^output: \S+ holds other results \(text: "):
         evaluate_lengths(replace(asked, compare=[], text=text))
     second, beside = anew(replace(asked, compare=[], text=text))
     assert place == beside == tmp_path / "out"

@@ -1,5 +1,6 @@
 """Analyses of the attention of checkpoints and published models, without their runs."""
 
+import json
 import logging
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from trainer.analysis.results import TOPICS, Results, kinds
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.checkpoint import BEFORE_DROP
 from trainer.common.errors import UserError, nearest
+from trainer.common.files import write_atomically
 from trainer.common.processes import use_cores
 from trainer.common.progress import Progress
 from trainer.common.ranks import device_type
@@ -39,17 +41,19 @@ from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import use_style
 from trainer.report.pages import write_analysis
-from trainer.runs.models import environment, find_model, provenance, without_home
-from trainer.workflows.evaluate import held_out_corpus
+from trainer.report.report import FACTS
+from trainer.runs.models import environment, find_model, provenance
+from trainer.workflows.evaluate import held_out_corpus, place_of, plain_request
 
 log = logging.getLogger(__name__)
 
 
 def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Results], Path]:
-    """Make the requested analyses and write their page.
+    """Make the requested analyses and write their page; another request writes beside it, as
+    NAME-2.
 
-    ``name``: the analysis option, which names the page's directory in the run; the kind of analysis
-    if that is another one of the program's.
+    ``name``: the analysis option, which names the page's directory in the run unless the request
+    does; the kind of analysis if that is another one of the program's.
 
     Returns:
         The results and the path of their page.
@@ -67,32 +71,29 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     if kind == "all" and config.arguments:
         raise UserError("analysis.arguments: expected one analysis in analysis.kind, got 'all'")
     saved = find_model(request.checkpoint)
-    place = kind if name is None or name in kinds() else name
-    output = Path(request.output or saved.home / "analysis" / place)
+    usual = kind if name is None or name in kinds() else name
+    named = saved.home / "analysis" / (request.name or usual)
+    output = place_of(request, Path(request.output or named))
     other = _other(request, saved, kind)
-    if other is not None:
-        saved, other = distinct([saved, other])
+    models = distinct([saved] if other is None else [other, saved])
+    saved = models[-1]
     corpus = held_out_corpus(request.text, saved)
     ids = page_texts(corpus, config, saved)
     choice = choice_texts(corpus, config, saved, ids)
-    first = target_of(saved, config, ids, choice)
-    models = [saved]
-    targets = [first]
-    if other is not None:
-        models = [other, saved]
-        targets = [target_of(other, config, ids, choice), first]
+    targets = [target_of(model, config, ids, choice) for model in models]
     results = analyses_of(*targets)
-    settings = without_home({"checkpoint": request.checkpoint} | asdict(config))
+    asked = plain_request(request)
+    C = targets[-1].training_length
     page = write_analysis(
         output,
         results,
-        first.training_length,
+        C,
         name=saved.name,
-        lead=f"Trained at {first.training_length:,} tokens and read with {len(ids)} held-out texts "
-        f"of {first.length:,}.",
+        lead=f"Trained at {C:,} tokens and read with {len(ids)} texts of {ids.shape[1]:,}.",
         made=provenance(models),
-        details={"Settings": settings, "Environment": environment(corpus, device_type())},
+        details={"Settings": asked, "Environment": environment(corpus, device_type())},
     )
+    write_atomically(output / FACTS, json.dumps({"config": {"request": asked}}))
     return results, page
 
 
@@ -151,7 +152,8 @@ def analyses_of(*targets: Target) -> list[Results]:
     those that apply to them.
 
     Raises:
-        UserError: none applies, or the model has no such head as ``analysis.chosen`` names.
+        UserError: none applies, it reads another number of models, or the model has no such head as
+            ``analysis.chosen`` names.
     """
     config = targets[-1].config
     model = targets[-1].model.config
@@ -163,8 +165,10 @@ def analyses_of(*targets: Target) -> list[Results]:
             raise UserError(f"analysis.chosen: {text}")
     named = [topic for topic in TOPICS.values() if config.kind in ("all", topic.kind)]
     topics = [topic for topic in named if topic.models <= len(targets)]
-    if not topics:
-        raise UserError(f"compare: analysis {config.kind!r} is one of two models, got one")
+    wanted = max((topic.models for topic in topics), default=2)
+    if wanted != len(targets):
+        text = f"analysis {config.kind!r} reads {wanted} models, got {len(targets)}"
+        raise UserError(f"compare: {text}")
     topics.sort(key=lambda topic: (topic.models, topic.name))
     results = []
     with Progress("Analysing", max(1, len(topics)), targets[-1].ids.numel()) as progress:

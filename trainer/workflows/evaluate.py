@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import expecting
 from trainer.common.processes import current_ranks, default_threads, use_cores
 from trainer.common.ranks import best_precision, device_of, device_type
-from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest, RunConfig
+from trainer.config import DataConfig, EvaluationConfig, EvaluationRequest, ModelsRequest, RunConfig
 from trainer.data.corpus import Corpus, prepare_corpus
 from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import Setup, measure
@@ -76,19 +76,21 @@ def evaluate_lengths(request: EvaluationRequest, name: str = DEFAULT) -> tuple[R
     return publish(report, models, directory), directory
 
 
-def plain_request(request: EvaluationRequest) -> dict[str, Any]:
-    """Return what a request measures, as JSON values: its models, text, tasks and methods."""
+def plain_request(request: ModelsRequest) -> dict[str, Any]:
+    """Return what a request measures, as JSON values: its models and text, and how they are read,
+    not where results go or how they look."""
+    free = "name", "output", "plots", "plugins"
     values = without_home(asdict(request))
-    return {key: values[key] for key in ("checkpoint", "compare", "text", "evaluation")}
+    return {key: value for key, value in values.items() if key not in free}
 
 
-def place_of(request: EvaluationRequest, output: Path) -> Path:
-    """Return the directory of a report: ``output``, or if that holds another evaluation the first
-    of those numbered beside it that does not; raise a UserError if the request names a directory
-    that does."""
+def place_of(request: ModelsRequest, output: Path) -> Path:
+    """Return the directory of results: ``output``, or if that holds those of another request the
+    first of those numbered beside it that does not; raise a UserError if the request names a
+    directory that does."""
     changed = changes_since(request, output)
     if changed:
-        text = f"{str(output)!r} holds another evaluation ({changed})"
+        text = f"{str(output)!r} holds other results ({changed})"
         if request.output or request.name:
             key = "output" if request.output else "name"
             raise UserError(f"{key}: {text}")
@@ -96,9 +98,9 @@ def place_of(request: EvaluationRequest, output: Path) -> Path:
     return first_free(output, lambda place: not changes_since(request, place))
 
 
-def changes_since(request: EvaluationRequest, place: Path) -> str:
-    """Return the keys in which a request differs from that of the report in a directory, with both
-    values; empty without a report, or if 0.3.0 wrote it."""
+def changes_since(request: ModelsRequest, place: Path) -> str:
+    """Return the keys in which a request differs from that of the results in a directory, with both
+    values; empty without results, or if 0.3.0 wrote them."""
     facts = place / FACTS
     if not facts.is_file():
         return ""
