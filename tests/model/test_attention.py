@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.reference import attention_layer, turned, watch_attention
 from trainer.model.attention import RMSNorm
-from trainer.model.backends import Mask, sdpa
+from trainer.model.backends import BACKENDS, Mask, sdpa
 from trainer.model.plan import columns_of, masks_of
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.spectrum import Spectrum
@@ -92,3 +92,17 @@ def test_a_layer_has_its_own_mask_whatever_the_layers_before_it(kinds, windows, 
         single = replace(columns, queries=[positions])
         (alone,) = masks_of(Layout(8, (layer,)), single, Mask(), [sdpa], shape)
         assert torch.equal(sdpa(asked, k, v, mask), sdpa(asked, k, v, alone))
+
+
+@pytest.mark.parametrize("order", permutations(["sdpa", "flash"]), ids="-".join)
+def test_a_layer_has_what_its_own_backend_needs(order):
+    """Layers with one mask may be computed by several backends."""
+    layers = tuple(LayerEncoding((Spectrum(),)) for _ in order)
+    columns = columns_of(torch.zeros(2, 4, dtype=torch.long), 2, None, None, None)
+    mask = Mask(documents=torch.tensor([[0, 0, 1, 1], [2, 2, 2, 2]]))
+    attends = [BACKENDS[name].attend for name in order]
+    masks = dict(
+        zip(order, masks_of(Layout(8, layers), columns, mask, attends, (2, 4)), strict=True)
+    )
+    assert masks["sdpa"].bounds is None
+    assert masks["flash"].bounds.unique().tolist() == [0, 2, 4, 8]

@@ -137,12 +137,12 @@ def masks_of(
     rows, heads = shape
     keys = columns.positions.shape[-1]
     device = columns.positions.device
-    distinct: dict[tuple[int | None, tuple[bool, ...], int], Mask] = {}
+    distinct: dict[tuple[Attend, int | None, tuple[bool, ...], int], Mask] = {}
     masks = []
     for layer, positions, attend in zip(layout.layers, columns.queries, attends, strict=True):
         window = layer.window if layer.window and layer.window < keys else None
         queries = positions.shape[-1]
-        key = window, layer.biased, queries
+        key = attend, window, layer.biased, queries
         if key not in distinct:
             slopes = bias_slopes(heads, layer.biased, device)
             of_layer = replace(mask, window=window, slopes=slopes)
