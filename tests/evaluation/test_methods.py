@@ -31,7 +31,6 @@ from trainer.config import (
 from trainer.evaluation import dope
 from trainer.evaluation.method import METHODS, method
 from trainer.evaluation.methods import (
-    applicable,
     known_methods,
     layout_inputs,
     layouts_for,
@@ -43,6 +42,7 @@ from trainer.evaluation.store import fingerprint
 from trainer.evaluation.temperature import GRID, tempered
 from trainer.positional.config import PositionalConfig, TemperatureConfig, build_layout
 from trainer.positional.rescaling import RESCALINGS, TITLES
+from trainer.workflows.evaluate import applicable
 
 CONFIG = EvaluationConfig(
     lengths=[1, 2],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,39 @@ def around(value, answers=None):
     return inner
 
 
+def defaulting(value):
+    """Return functions that have a value as the default of an argument."""
+
+    def by_place(text, answers=None, limit=value):
+        return limit
+
+    def by_name(text, answers=None, *, limit=value):
+        return limit
+
+    return by_place, by_name
+
+
+def at_least(threshold):
+    """Return a decorator that hides what it adds behind the name of the decorated function."""
+
+    def decorate(score):
+        @wraps(score)
+        def is_enough(text, answers):
+            return float(score(text, answers) >= threshold)
+
+        return is_enough
+
+    return decorate
+
+
+class Scorer:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def score(self, text, answers):
+        return self.weight
+
+
 def recursive():
     def inner():
         return inner
@@ -51,7 +85,11 @@ DIFFERENT = [
     (Asked(inner={"x": Asked(2)}),), (Asked,), (held_out,), (partial(held_out, 1),),
     (partial(held_out, 2),), (partial(held_out, ids=2),), (around(1),), (around(2),),
     (around(held_out),), (recursive(),), (around(around(1)),), (around(around(2)),),
-    (torch.no_grad()(around(3)),), (torch.no_grad()(around(4)),),
+    (torch.no_grad()(around(3)),), (torch.no_grad()(around(4)),), (around(3),),
+    *((function,) for value in (1, 2) for function in defaulting(value)),
+    *((at_least(limit)(held_out),) for limit in (0.5, 0.9)),
+    (Scorer(1).score,), (Scorer(2).score,), (around({1, 2}),), (around({1, 3}),), (around({12}),),
+    (around(re.compile("a")),), (around(re.compile("b")),), (around(re.compile("a", re.DOTALL)),),
 ]  # fmt: skip
 
 
@@ -61,7 +99,7 @@ def test_only_equal_values_have_equal_fingerprints():
     assert prints == [fingerprint(*parts) for parts in DIFFERENT]
     assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1})
     assert fingerprint(A[::2]) == fingerprint(A[::2].copy())
-    with pytest.raises(TypeError, match="no key can be made of <object"):
+    with pytest.raises(TypeError, match="got <object"):
         fingerprint({"a": [object()]})
 
 

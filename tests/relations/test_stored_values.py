@@ -133,7 +133,8 @@ class Evaluated:
         """Of the layout of its method, and of its cell."""
         held_out = HeldOut(SimpleNamespace(fingerprint=self.text), None, self.bos, None)
         store = Store(Path("/nowhere"))
-        setup = Setup(self.config, FitText(held_out, self.windows), store, self.device)
+        text = FitText(held_out, self.windows)
+        setup = Setup(self.config, text, store, self.device, self.config.dtype)
         layout = replace(self.layout, training_length=self.training_length)
         model = SimpleNamespace(fingerprint=self.model, layout=layout)
         task = replace(TASK, length=self.length, fingerprint=self.fingerprint)

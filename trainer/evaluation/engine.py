@@ -10,19 +10,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from trainer.common.fields import adapter
 from trainer.common.processes import check_signals
 from trainer.common.progress import Progress
-from trainer.common.ranks import best_precision, tf32
+from trainer.common.ranks import tf32
 from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.methods import is_joint, layout_inputs, layouts_for, title_of, tokens_read
 from trainer.evaluation.results import TRIAL_COLUMNS
-from trainer.evaluation.saved_model import SavedModel, matmul_precision
+from trainer.evaluation.saved_model import Dtype, SavedModel, matmul_precision
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import Task
 from trainer.model.language_model import LanguageModel
@@ -43,18 +43,14 @@ class Setup(NamedTuple):
     """Settings shared by all cells.
 
     ``config``: settings of methods and computation. ``text``: text that methods are fitted on.
-    ``store``: holds layouts and values. ``device``: "cpu" or "cuda".
+    ``store``: holds layouts and values. ``device``: "cpu" or "cuda". ``dtype``: of the weights.
     """
 
     config: EvaluationConfig
     text: FitText
     store: Store
     device: str
-
-    @property
-    def dtype(self) -> Literal["fp32", "bf16"]:
-        """Data type of the weights."""
-        return self.config.dtype or best_precision(self.device)
+    dtype: Dtype
 
     def inputs(self, model: SavedModel) -> dict[str, Any]:
         """Return what all keys of a model have: its contents, and what changes digits of values."""
@@ -193,9 +189,10 @@ def _is_complete(stored: Sequence[dict[str, Any]]) -> bool:
 
 def _trials(cell: Cell, store: Store) -> pd.DataFrame:
     """Return the trials of a cell as soon as they are measured."""
-    stored = store.wait(cell.key, _is_complete)
-    seconds = sum(batch["seconds"] for batch in stored)
-    values = [value for batch in stored for value in batch["values"]]
+    # Two evaluations at the same time may both have read a batch.
+    batches = {batch["batch"]: batch for batch in store.wait(cell.key, _is_complete)}.values()
+    seconds = sum(batch["seconds"] for batch in batches)
+    values = [value for batch in batches for value in batch["values"]]
     trials = cell.task.trials
     defaults = {"text": trials.index, "depth": math.nan, "label": ""}
     trials = trials.assign(

@@ -44,8 +44,7 @@ class Encoder:
 
     def requests(self, pairs: Sequence[tuple[str, str]]) -> list[Request]:
         """Encode context and continuation together, and split the tokens where the context ends; a
-        space between them belongs to the continuation.
-        """
+        space between them belongs to the continuation."""
         stripped = [context.rstrip() for context, _ in pairs]
         texts = [context + continuation for context, continuation in pairs]
         tokens = zip(self.tokens(stripped), self.tokens(texts), strict=True)

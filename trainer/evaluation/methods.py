@@ -188,31 +188,6 @@ def layouts_for(
     return [*map(layout_at, factors)], [*dict.fromkeys(notes)]
 
 
-def applicable(
-    models: Sequence[SavedModel], config: EvaluationConfig
-) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the methods that change each model, by its name, and a sentence for each that changes
-    none.
-
-    Raises:
-        UserError: no method changes any model.
-        IndexError: a model has no such layer.
-    """
-    methods: dict[str, list[str]] = {model.name: [] for model in models}
-    notes = []
-    for name in config.methods:
-        reasons = {model.name: why_not(name, model, config) for model in models}
-        for model in models:
-            if not reasons[model.name]:
-                methods[model.name].append(name)
-        if all(reasons.values()):
-            why = "; ".join(f"{model} {reason}" for model, reason in reasons.items())
-            notes.append(f"{name}: {why}.")
-    if len(notes) == len(config.methods):
-        raise UserError(f"evaluation.methods: {' '.join(notes)}")
-    return methods, notes
-
-
 def why_not(name: str, model: SavedModel, config: EvaluationConfig) -> str:
     """Return why a method cannot change a model; empty if it can."""
     needs = [need for part in parts_of(name) for need in part.needs]

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import json
 import logging
+import re
 import time
 from array import array
 from collections.abc import Callable
@@ -29,36 +30,48 @@ NOTICEABLE = 600
 def fingerprint(*parts: Any) -> str:
     """Return a hash of plain values, dataclasses, arrays and code, sixteen hexadecimal digits.
 
-    A function or class counts with the text of its file, so that its helpers there count too, and
-    with the variables that it takes from a function around it.
+    A function or class counts with the text of its file, so that its helpers there count too. A
+    function counts with its defaults and the variables that it takes from a function around it.
 
     Raises:
         TypeError: a value has another type, whose text may not identify it.
     """
     text = json.dumps(parts, sort_keys=True, default=_as_json)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return _checksum(text)
 
 
 def _as_json(value: Any) -> Any:
-    """Return a dataclass, an array, a function or a class as values that ``json`` knows."""
+    """Return data of a type that ``json`` does not know, or code, as values that it knows."""
     if isinstance(value, array | np.ndarray):
         value = np.asarray(value)
         content = hashlib.sha256(value.tobytes()).hexdigest()
         return ["array", value.dtype.str, value.shape, content]
     if is_dataclass(value) and not isinstance(value, type):
         compared = [field.name for field in fields(value) if field.compare]  # not origins
-        items = {name: getattr(value, name) for name in compared}
-        return [type(value).__name__, items]
+        return [type(value).__name__, {name: getattr(value, name) for name in compared}]
+    if isinstance(value, set | frozenset):
+        return ["set", sorted(map(fingerprint, value))]
+    if isinstance(value, re.Pattern):
+        return ["pattern", value.pattern, value.flags]
+    return _code_as_json(value)
+
+
+def _code_as_json(value: Any) -> list[Any]:
+    """Return all that a function or class depends on."""
     if isinstance(value, partial):
         return ["partial", value.func, value.args, value.keywords]
-    if inspect.isfunction(value) or inspect.isclass(value):
-        value = inspect.unwrap(value)
-        code = Path(inspect.getfile(value)).read_text(encoding="utf-8")
-        nonlocals = inspect.getclosurevars(value).nonlocals if inspect.isfunction(value) else {}
+    if inspect.ismethod(value):
+        return ["method", value.__func__, type(value.__self__), vars(value.__self__)]
+    if inspect.isclass(value):
+        return ["class", value.__qualname__, Path(inspect.getfile(value)).read_text("utf-8")]
+    if inspect.isfunction(value):
+        code = Path(inspect.getfile(value)).read_text("utf-8")
+        nonlocals = inspect.getclosurevars(value).nonlocals
         # A recursive function is a variable of itself.
-        variables = {name: held for name, held in nonlocals.items() if name != value.__name__}
-        return ["code", value.__qualname__, code, variables]
-    raise TypeError(f"no key can be made of {value!r}")
+        variables = {name: x for name, x in nonlocals.items() if inspect.unwrap(x) is not value}
+        return [value.__qualname__, code, value.__defaults__, value.__kwdefaults__, variables]
+    expected = "plain values, dataclasses, arrays, functions or classes"
+    raise TypeError(f"a key of stored values: expected {expected}, got {value!r}")
 
 
 def _checksum(text: str) -> str:

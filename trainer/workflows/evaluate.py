@@ -20,7 +20,7 @@ from trainer.data.tokenizer import same_tokens, vocabulary_size
 from trainer.evaluation.engine import Setup, measure
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.methods import applicable, title_of
+from trainer.evaluation.methods import title_of, why_not
 from trainer.evaluation.perplexity import unigram_loss
 from trainer.evaluation.results import MEAN, TRIAL_COLUMNS, averaged, rows_of
 from trainer.evaluation.saved_model import SavedModel, matmul_precision
@@ -172,7 +172,7 @@ def measure_models(
     for note in task_notes:
         log.warning("%s", note)
     store = Store(directory, ranks.rank, ranks.world_size)
-    trials, fit_notes = measure(models, methods, tasks, Setup(config, fit, store, device))
+    trials, fit_notes = measure(models, methods, tasks, Setup(config, fit, store, device, dtype))
     if ranks.rank:
         return None
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
@@ -196,6 +196,31 @@ def measure_models(
         environment={**environment(corpus, device), "precision": matmul_precision(dtype, device)},
         training_share=text.training_share,
     )
+
+
+def applicable(
+    models: Sequence[SavedModel], config: EvaluationConfig
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the methods that change each model, by its name, and a sentence for each that changes
+    none.
+
+    Raises:
+        UserError: no method changes any model.
+        IndexError: a model has no such layer.
+    """
+    methods: dict[str, list[str]] = {model.name: [] for model in models}
+    notes = []
+    for name in config.methods:
+        reasons = {model.name: why_not(name, model, config) for model in models}
+        for model in models:
+            if not reasons[model.name]:
+                methods[model.name].append(name)
+        if all(reasons.values()):
+            why = "; ".join(f"{model} {reason}" for model, reason in reasons.items())
+            notes.append(f"{name}: {why}.")
+    if len(notes) == len(config.methods):
+        raise UserError(f"evaluation.methods: {' '.join(notes)}")
+    return methods, notes
 
 
 def seeds_of(models: Sequence[SavedModel]) -> dict[str, str]:
