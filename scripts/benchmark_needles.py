@@ -184,14 +184,14 @@ def of_statements(
     other: Executor,
 ) -> Answers:
     """Return how both answer the trials of the demo's task, ours as an evaluation does."""
-    vocabulary = NeedleVocabulary.from_tokenizer(haystack.tokenizer)
+    vocabulary = NeedleVocabulary.from_tokenizer(haystack.encoder.tokenizer)
     random = np.random.default_rng(settings.seed)
     count = settings.trials * len(settings.depths)
     begins = [haystack.begin(length, random) for _ in range(count)]
     text = np.array([haystack.tokens[begin : begin + length] for begin in begins])
     text[:, 0] = haystack.encoder.first_token
     trials = make_trials(text, vocabulary, settings)
-    numbers = haystack.tokenizer.decode_batch(trials.answers[:, None].tolist())
+    numbers = haystack.encoder.tokenizer.decode_batch(trials.answers[:, None].tolist())
     prompts = [Prompt(tokens, (), 1) for tokens in trials.prompts.tolist()]
 
     def ours() -> Timed:

@@ -62,7 +62,9 @@ def haystack():
 
 def texts(haystack, length, *, config=CONFIG, **choice):
     config = replace(config, choice=ChoiceSettings(**choice))
-    text = FitText(SimpleNamespace(haystack=haystack), count=1)
+    encoder = haystack.encoder
+    held_out = SimpleNamespace(haystack=haystack, encoder=encoder, bos=encoder.bos)
+    text = FitText(held_out, count=1)
     return text.choice(config, length)
 
 
@@ -72,7 +74,7 @@ def test_prompts_with_needles_end_with_their_question(haystack):
     assert rows[:, 0].tolist() == [BOS] * 3
     places = []
     for row in rows.tolist():
-        said = haystack.tokenizer.decode(row[1:])
+        said = haystack.encoder.tokenizer.decode(row[1:])
         key = re.search(r"One of the special magic numbers for (.+?) is: \d{7}\.", said)
         assert said.endswith(
             f"The special magic number for {key[1]} mentioned in the provided text is:"
@@ -106,8 +108,10 @@ def test_many_shots_are_others_than_those_that_are_evaluated(haystack, math_file
     shots = replace(CONFIG.many_shot, file=math_file, trials=3, new_tokens=16)
     _, task, _ = many_shot_tasks(shots, haystack.encoder)
     mine = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name, texts=3)
-    said = [haystack.tokenizer.decode(row[-200:]) for row in mine.tolist()]
-    asked = [haystack.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)]
+    said = [haystack.encoder.tokenizer.decode(row[-200:]) for row in mine.tolist()]
+    asked = [
+        haystack.encoder.tokenizer.decode(prompt.tokens[-200:]) for prompt in task.prompts(700)
+    ]
     assert len(said) == len(asked) == 3
     assert not {*said} & {*asked}
 
@@ -118,6 +122,6 @@ def test_prompts_of_many_shots_have_one_length(haystack, name, math_file):
     found = texts(haystack, 700, config=replace(CONFIG, many_shot=shots), text=name)
     assert 700 - 16 - 60 < found.shape[1] <= 700 - 16
     for row in found.tolist():
-        said = haystack.tokenizer.decode(row[1:])
+        said = haystack.encoder.tokenizer.decode(row[1:])
         assert said.endswith("Solution:")
         assert said.count("boxed") > 5

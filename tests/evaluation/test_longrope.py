@@ -247,7 +247,7 @@ def test_each_text_states_a_number_at_its_depth_and_ends_with_it(corpus):
     documents = corpus.documents(corpus.validation, 1 << 20)
     first = corpus.end_of_text
     haystack = Haystack(Encoder(corpus.tokenizer, (first,), first), documents)
-    decode = haystack.tokenizer.decode
+    decode = haystack.encoder.tokenizer.decode
     requests = needle_requests(haystack, 4, 400)
     assert len({request.continuation for request in requests}) == 4
     for number, request in enumerate(requests):

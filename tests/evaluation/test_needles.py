@@ -6,6 +6,7 @@ Excerpts of a haystack have the tokens asked for, and places between sentences w
 import re
 import string
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from trainer.common.errors import UserError
 from trainer.config import NeedleTaskSettings
 from trainer.data.needles import WORDS
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
-from trainer.evaluation.held_out import Places
+from trainer.evaluation.held_out import HeldOut, Places
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, plain_words
 
@@ -64,9 +65,9 @@ def folded(text):
 
 
 def test_the_stream_is_the_documents_with_blank_lines_between_them(haystack):
-    decoded = haystack.tokenizer.decode(haystack.tokens.tolist())
+    decoded = haystack.encoder.tokenizer.decode(haystack.tokens.tolist())
     assert folded(decoded) == folded("\n\n".join(TEXTS))
-    if "Ġ" in haystack.tokenizer.get_vocab():
+    if "Ġ" in haystack.encoder.tokenizer.get_vocab():
         assert decoded == "".join("\n\n" + text for text in TEXTS)
 
 
@@ -76,8 +77,8 @@ def test_an_excerpt_begins_at_a_sentence_or_line(haystack, length):
     for seed in range(20):
         begin = haystack.begin(length, np.random.default_rng(seed))
         assert 0 <= begin <= len(stream) - length
-        before = haystack.tokenizer.decode(stream[:begin]).rstrip(" ")
-        after = haystack.tokenizer.decode(stream[begin : begin + 9])
+        before = haystack.encoder.tokenizer.decode(stream[:begin]).rstrip(" ")
+        after = haystack.encoder.tokenizer.decode(stream[begin : begin + 9])
         assert before == "" or before[-1] in ".!?)\n" or after.startswith("\n")
 
 
@@ -90,7 +91,7 @@ def test_all_of_the_text_can_be_one_excerpt_and_no_more(haystack):
 
 def test_sentences_go_on_where_others_end(haystack):
     begin = haystack.begin(300, np.random.default_rng(3))
-    decode, text = haystack.tokenizer.decode, haystack.tokens[begin : begin + 300]
+    decode, text = haystack.encoder.tokenizer.decode, haystack.tokens[begin : begin + 300]
     put = haystack.encode(" Here it is.")
     for depth in np.linspace(0.05, 0.95, 40):
         place = haystack.place(begin, 300, depth)
@@ -100,10 +101,12 @@ def test_sentences_go_on_where_others_end(haystack):
         assert folded(before + after) == folded(decode(text.tolist()))
 
 
-def test_a_haystack_of_no_documents_is_refused():
-    tokenizer = next(iter(TOKENIZERS.values()))
+@pytest.mark.parametrize("documents", [[], [" ", "\n"]])
+def test_a_text_without_words_is_refused(documents):
+    """An essay of RULER would never end."""
+    text = HeldOut(SimpleNamespace(documents=lambda split, tokens: documents), None, (), None)
     with pytest.raises(UserError, match=r"text: expected a document"):
-        Haystack(Encoder(tokenizer, (0,), 0), []).begin(5, np.random.default_rng(0))
+        _ = text.documents
 
 
 def with_places(sentences, words):
@@ -135,7 +138,7 @@ def test_words_are_not_cut_where_no_sentence_is_near():
 
 
 def text_of(haystack, prompt):
-    return haystack.tokenizer.decode(list(prompt.tokens))
+    return haystack.encoder.tokenizer.decode(list(prompt.tokens))
 
 
 @pytest.mark.parametrize("length", [900, 1201])
@@ -147,7 +150,7 @@ def test_prompt_and_answer_have_exactly_the_length(haystack, name, length):
     for prompt in prompts:
         assert len(prompt.tokens) + prompt.new_tokens == length
         assert prompt.tokens[:1] == haystack.encoder.bos
-        answer = haystack.tokenizer.encode(" " + ", ".join(prompt.answers)).ids
+        answer = haystack.encoder.tokenizer.encode(" " + ", ".join(prompt.answers)).ids
         assert len(answer) <= prompt.new_tokens
 
 
@@ -220,7 +223,7 @@ def test_needles_are_where_their_depth_says(haystack):
         elif prompt.depth == 1:
             assert text[end:last].strip() == ""
         else:
-            tokens = len(haystack.tokenizer.encode(text[:begin]).ids)
+            tokens = len(haystack.encoder.tokenizer.encode(text[:begin]).ids)
             assert tokens / 1200 == pytest.approx(prompt.depth, abs=0.1)
             assert text[end].isspace()
             assert text[:begin].rstrip()[-1] in '.!?")' or text[end] == "\n"
@@ -253,7 +256,9 @@ def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystac
         assert b.tokens.count(sink) == 1 + 8
         place = b.tokens.index(sink, 1)
         assert b.tokens[place : place + 8] == (sink,) * 8
-        assert haystack.tokenizer.decode(list(b.tokens[:place])).endswith(f"is: {b.answers[0]}.")
+        assert haystack.encoder.tokenizer.decode(list(b.tokens[:place])).endswith(
+            f"is: {b.answers[0]}."
+        )
 
 
 @pytest.mark.parametrize("name", NEEDLE_TASKS)

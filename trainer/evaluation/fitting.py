@@ -53,17 +53,16 @@ class FitText:
         texts = config.choice.texts
         if name == VALIDATION:
             return torch.from_numpy(self.windows(length, texts))
-        haystack = self.held_out.haystack
         if name in NEEDLE_TASKS:
             needles = replace(config.needles, trials=texts, seed=config.needles.seed + 1)
-            task = NEEDLE_TASKS[name](haystack, needles)
+            task = NEEDLE_TASKS[name](self.held_out.haystack, needles)
         else:
             shots = replace(config.many_shot, trials=texts)
-            tasks = many_shot.many_shot_tasks(shots, haystack.encoder, many_shot.SEED + 1)
+            tasks = many_shot.many_shot_tasks(shots, self.held_out.encoder, many_shot.SEED + 1)
             task = next(task for task in tasks if task.name == name)
         prompts = task.prompts(length)
         rows = [prompts[place].tokens for place in evenly_spaced(len(prompts), texts)]
-        bos = len(haystack.encoder.bos)
+        bos = len(self.held_out.bos)
         behind = min(map(len, rows)) - bos
         return torch.tensor([[*row[:bos], *row[len(row) - behind :]] for row in rows])
 

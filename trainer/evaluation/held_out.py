@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
 from trainer.data.corpus import Corpus, HeldOutText
@@ -38,22 +37,11 @@ class Haystack:
     encoder: Encoder
     documents: Sequence[str]
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the encoder."""
-        return self.encoder.tokenizer
-
     @cached_property
     def tokens(self) -> Integers:
-        """The stream, computed on first use.
-
-        Raises:
-            UserError: there are no documents.
-        """
-        if not self.documents:
-            raise UserError("text: expected a document that ends in the held-out text, got none")
+        """The stream, computed on first use."""
         blank = self.encode("\n\n")
-        encodings = self.tokenizer.encode_batch(self.documents, add_special_tokens=False)
+        encodings = self.encoder.tokenizer.encode_batch(self.documents, add_special_tokens=False)
         return np.concatenate([np.array([*blank, *e.ids], dtype=np.int32) for e in encodings])
 
     @cached_property
@@ -64,10 +52,10 @@ class Haystack:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text that follows another one."""
         before = len(self._anchor)
-        ids = self.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
+        ids = self.encoder.tokenizer.encode(ANCHOR + text, add_special_tokens=False).ids
         if ids[:before] == self._anchor:
             return ids[before:]
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encoder.tokenizer.encode(text, add_special_tokens=False).ids
 
     def begin(self, length: int, random: np.random.Generator) -> int:
         """Return the index at which an excerpt of ``length`` tokens begins, random and if possible
@@ -98,8 +86,8 @@ class Haystack:
     def places(self) -> Places:
         """Indices at which a needle may be inserted; computed on first use."""
         ids, kinds = np.unique(self.tokens, return_inverse=True)
-        known = len(self.tokenizer.decode(self._anchor))
-        texts = self.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
+        known = len(self.encoder.tokenizer.decode(self._anchor))
+        texts = self.encoder.tokenizer.decode_batch([[*self._anchor, i] for i in ids.tolist()])
         texts = [text[known:] for text in texts]
         opens = np.array([text[:1].isspace() for text in texts])[kinds]
         breaks = np.array([text[:1] == "\n" for text in texts])[kinds]
@@ -110,7 +98,7 @@ class Haystack:
     @cached_property
     def _anchor(self) -> list[int]:
         """Tokens of :data:`ANCHOR`."""
-        return self.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
+        return self.encoder.tokenizer.encode(ANCHOR, add_special_tokens=False).ids
 
 
 @dataclass(frozen=True)
@@ -125,8 +113,12 @@ class HeldOut:
 
     @cached_property
     def documents(self) -> list[str]:
-        """Documents of the split, at most :data:`HAYSTACK` tokens of them."""
-        return self.corpus.documents(self.split, HAYSTACK)
+        """Documents of the split, at most :data:`HAYSTACK` tokens of them; a UserError if they have
+        no words."""
+        documents = self.corpus.documents(self.split, HAYSTACK)
+        if not any(map(str.strip, documents)):
+            raise UserError("text: expected a document that ends in the held-out text, got none")
+        return documents
 
     @cached_property
     def haystack(self) -> Haystack:

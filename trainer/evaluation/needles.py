@@ -203,7 +203,7 @@ def needle_task(score: Score, stop: Stop | None = None) -> Callable[[MakePrompts
 
         def prompt_task(haystack: Haystack, settings: NeedleTaskSettings) -> PromptTask:
             prompts = partial(make, haystack, settings)
-            return PromptTask(name, haystack.tokenizer, prompts, score, stop)
+            return PromptTask(name, haystack.encoder.tokenizer, prompts, score, stop)
 
         @task(name, settings="needles")
         @wraps(make)

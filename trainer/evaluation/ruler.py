@@ -366,8 +366,6 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
     are the haystacks' English, read from the beginning in every trial."""
     encoder = inputs.text.encoder
     documents = inputs.text.documents
-    if not any(map(str.strip, documents)):
-        raise UserError("text: expected a document that ends in the held-out text, got none")
     asks: dict[str, Ask] = {
         **{name: partial(x.ask, documents=documents) for name, x in SEARCHES.items()},
         "vt": partial(variable_tracking, example_lines=lines_of_example(encoder.tokenizer)),
