@@ -85,6 +85,7 @@ def test_jsonl_holds_any_text_whatever_its_other_columns(tmp_path, ascii_only):
     assert read(written(tmp_path, "c.jsonl", "\n\n \n".join(["", *lines, ""]))) == texts
     assert read(written(tmp_path, "d.json", json.dumps(rows, indent=1))) == texts
     assert read(written(tmp_path, "e.json", json.dumps(rows[0]))) == texts[:1]
+    assert read(written(tmp_path, "f.json", "\n \r\n " + json.dumps(rows, indent=1))) == texts
 
 
 def test_parquet_and_arrow_hold_any_text_of_any_type_of_text(tmp_path):
@@ -184,6 +185,8 @@ BROKEN = [
     ("a.json", "[" + ROW, 1),
     ("a.json", '[{"text": "first"},\n{"text": "second"},\n{"body": "third"}]', 3),
     ("a.json", '[{"body": "text"}]', 1),
+    ("a.json", '\n[{"text": "first"},\n{"body": "second"}]', 3),
+    ("a.jsonl", ROW + "[" + ROW + "]", 2),
     ("a.csv", "body,id\ntext,1\n", 1),
     ("a.csv", "text,text\nwhich,one\n", 1),
     ("a.csv", "text;id\ntext;1\n", 1),

@@ -139,6 +139,24 @@ def test_the_state_of_a_list_is_that_of_its_addresses(tmp_path):
     assert state_of(here) == state_of(files_of(tmp_path))
 
 
+def test_the_state_of_a_dataset_in_a_directory_is_its_files(tmp_path):
+    path = tmp_path / "train" / "a.jsonl"
+    path.parent.mkdir()
+    path.write_text('{"text": "a"}')
+    config = DataConfig(source="hub", hub_name=str(tmp_path))
+    assert not source_of(config).is_remote(config)
+    states = [state_of(config), state_of(config)]
+    path.write_text('{"text": "b"}')
+    states.append(state_of(config))
+    path.rename(tmp_path / "a.jsonl")  # of another split
+    states.append(state_of(config))
+    assert states[0] == states[1]
+    assert len({*states}) == 3
+    elsewhere = replace(config, hub_name="some/text")
+    assert source_of(elsewhere).is_remote(elsewhere)
+    assert state_of(elsewhere) is None
+
+
 @pytest.mark.slow
 def test_a_dataset_is_read_by_its_configuration_and_split(tmp_path):
     """``datasets`` reads the same card from a directory as from the hub."""

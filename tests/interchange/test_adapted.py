@@ -328,6 +328,11 @@ def test_a_model_whose_attention_cannot_be_watched_is_refused():
         AdaptedModel(hf)
 
 
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UserError, match="got LlamaModel"):
+        AdaptedModel(made("Llama").model)
+
+
 def wrapped(layer, change):
     """Let a layer's attention get tables that ``change`` makes of its own."""
     forward = layer.self_attn.forward
@@ -402,4 +407,4 @@ def test_models_that_need_code_or_elsewhere_are_refused(saved):
     refused("attn_implementation", text_config={"_attn_implementation": "someone/kernel"})
     refused("transformers_weights", transformers_weights="../x")
     (saved / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
-    refused("adapter_config")
+    refused("adapter of peft")

@@ -197,6 +197,32 @@ def test_a_cut_file_is_named(saved, name):
         read_pretrained(str(saved))
 
 
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"metadata": {}}', b'{"weight_map": []}'])
+def test_an_index_that_holds_something_else_is_named(saved, content):
+    (saved / "model.safetensors").unlink()
+    (saved / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: expected"):
+        read_pretrained(str(saved))
+
+
+def test_a_configuration_that_is_no_object_is_named(saved):
+    (saved / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json: expected"):
+        read_pretrained(str(saved))
+
+
+def test_weights_that_transformers_would_change_are_not_read_without_the_change(saved):
+    """It adds an adapter that lies beside a model."""
+    (saved / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"{saved}: merge the adapter"):
+        read_pretrained(str(saved))
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(UserError, match="gone' is no directory"):
+        read_pretrained(str(tmp_path / "gone"))
+
+
 @pytest.mark.parametrize(
     ("removed", "added"),
     [

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from trainer.model.backends import Mask
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
+from trainer.model.generate import read_prompts, read_rows
 from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
@@ -52,6 +53,19 @@ def test_rows_that_begin_later_have_the_logits_they_have_alone(tiny_decoder, pos
     for row, prompt in enumerate(prompts):
         alone = model(torch.cat([prompt, more[row]])[None])[0, -9:]
         torch.testing.assert_close(together[row], alone, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_rows_are_read_on_behind_prompts_of_other_lengths(tiny_decoder, at_once):
+    model = tiny_decoder(layers=["alibi", "rope"])
+    prompts, more = [IDS[0, :5], IDS[1, :12], IDS[0, 3:12]], IDS[[0, 1, 1], 20:29]
+    _, cache = read_prompts(model, [prompt.tolist() for prompt in prompts], 20)
+    read_rows(model, more[:, :4], cache, at_once=at_once)
+    states = torch.cat(read_rows(model, more[:, 4:], cache, at_once=at_once))
+    for row, prompt in enumerate(prompts):
+        alone = model.hidden_states(torch.cat([prompt, more[row]])[None], last=1)
+        torch.testing.assert_close(states[row : row + 1], alone, rtol=0, atol=1e-5)
 
 
 ONES, FACTORS = (1.0,) * 4, (1.0, 1.5, 3.0, 6.0)

@@ -69,7 +69,8 @@ def held_out_windows(
     for (_, ids), share in zip(text.parts, shares, strict=True):
         for end in (np.arange(1, share + 1) * len(ids) // max(share, 1)).tolist():
             windows.append(np.take(ids, np.arange(end - length, end), mode="wrap"))
-    return np.stack(windows).astype(np.int64)[_spread(shares)]
+    places = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in shares])
+    return np.stack(windows).astype(np.int64)[np.argsort(places, kind="stable")]
 
 
 def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[int]:
@@ -77,31 +78,23 @@ def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[i
 
     What an item cannot take is divided among the others.
     """
-    shares = [0] * len(weights)
-    open_items = list(range(len(weights)))
+    shares = [*most]
+    exact: dict[int, float] = {}
+    open_items = [*range(len(weights))]
+    full = open_items
     left = count
-    while open_items:
+    while full:
         total = sum(weights[i] for i in open_items)
         exact = {i: left * weights[i] / total for i in open_items}
         full = [i for i in open_items if exact[i] > most[i]]
-        if not full:
-            for i in open_items:
-                shares[i] = int(exact[i])
-            left -= sum(shares[i] for i in open_items)
-            for i in sorted(open_items, key=lambda i: shares[i] - exact[i])[:left]:
-                shares[i] += 1
-            break
-        for i in full:
-            shares[i] = most[i]
-            left -= most[i]
+        left -= sum(most[i] for i in full)
         open_items = [i for i in open_items if i not in full]
+    for i in open_items:
+        shares[i] = int(exact[i])
+    left -= sum(shares[i] for i in open_items)
+    for i in sorted(open_items, key=lambda i: shares[i] - exact[i])[:left]:
+        shares[i] += 1
     return shares
-
-
-def _spread(shares: Sequence[int]) -> Integers:
-    """Return the order in which items of groups of these sizes are spread evenly."""
-    places = np.concatenate([(np.arange(n) + 0.5) / max(n, 1) for n in shares])
-    return np.argsort(places, kind="stable")
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ class TrainingSamples:
         if not all(self.blocks):
             raise UserError(f"data: expected {C} tokens or more to train on in every text")
         self.quotas = quotas([part.weight for part in corpus.parts])
+        # The first text is read in the same order alone and in a mixture.
+        self.seeds = [seed, *(int(keys(seed, part)) for part in range(1, len(self.blocks)))]
         self.vocabulary: NeedleVocabulary | None = None
         if config.needles.share:
             self.vocabulary = NeedleVocabulary.from_tokenizer(corpus.tokenizer)
@@ -44,8 +46,7 @@ class TrainingSamples:
         blocks = np.empty_like(counters)
         for part in np.unique(parts):
             mine = parts == part
-            seed = self.seed if part == 0 else int(keys(self.seed, int(part)))
-            blocks[mine] = sample_indices(seed, numbers[mine], self.blocks[part])
+            blocks[mine] = sample_indices(self.seeds[part], numbers[mine], self.blocks[part])
         return parts, blocks
 
     def epochs(self, samples: int) -> dict[str, float]:

@@ -180,7 +180,8 @@ def make_trials(
     needles = settings.needles
     most = min(len(NAMES), (L - 2) // STATEMENT)
     if needles > most:
-        raise UserError(f"evaluation.needles: expected at most {most} in {L} tokens, got {needles}")
+        expected = f"expected at most {most} in {L} tokens"
+        raise UserError(f"evaluation.needles.needles: {expected}, got {needles}")
     if settings.changes >= needles:
         expected = f"expected fewer than the {needles} of evaluation.needles.needles"
         raise UserError(f"evaluation.needles.changes: {expected}, got {settings.changes}")

@@ -102,8 +102,7 @@ def assigned(seed: int, counters: Integers, counts: Sequence[int]) -> tuple[Inte
 def uniforms(seed: int, counters: Integers, draws: int) -> NDArray[np.float64]:
     """Return ``[counters, draws]`` numbers in [0, 1); a row depends on seed and counter alone."""
     with np.errstate(over="ignore"):
-        key = _mix(np.asarray(seed, np.uint64) * _GOLDEN + _GOLDEN)
-        rows = _mix(counters.astype(np.uint64) * _GOLDEN + key)
+        rows = _mix(counters.astype(np.uint64) * _GOLDEN + keys(seed))
         columns = np.arange(1, draws + 1, dtype=np.uint64) * _GOLDEN
         bits = _mix(rows[:, None] + columns)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53

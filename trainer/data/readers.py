@@ -9,7 +9,6 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TextIO
 
@@ -136,16 +135,16 @@ def _read_text(file: BinaryIO, _: str) -> Rows:
 def _read_json(file: BinaryIO, column: str) -> Rows:
     """Read an object a line, or one list of objects."""
     decoded = _decoded(file)
-    first = decoded.readline()
-    if first.lstrip().startswith("["):
-        for entry, row in enumerate(_parsed(first + decoded.read()), start=1):
-            yield entry, _field(row, column)
-        return
-    for number, line in enumerate(chain([first], decoded), start=1):
-        if line.strip():
-            yield number, _field(_parsed(line.rstrip()), column)
-        else:
+    is_first = True
+    for number, line in enumerate(decoded, start=1):
+        if not line.strip():
             yield number, None
+        elif is_first and line.lstrip().startswith("["):
+            for entry, row in enumerate(_parsed(line + decoded.read()), start=number):
+                yield entry, _field(row, column)
+        else:
+            is_first = False
+            yield number, _field(_parsed(line.rstrip()), column)
 
 
 def _parsed(text: str) -> Any:

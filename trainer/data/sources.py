@@ -95,6 +95,12 @@ def _imprint(path: str) -> list[str | int]:
     return imprint
 
 
+def _dataset_state(config: DataConfig) -> str | None:
+    """Return a digest of the files of a dataset on this machine; None for the hub's, a commit."""
+    files = sorted(path for path in Path(str(config.hub_name)).rglob("*") if path.is_file())
+    return digest([[str(path), _imprint(str(path))] for path in files]) if files else None
+
+
 def source_of(config: DataConfig) -> TextSource:
     """Return the configured source; raise a UserError if it takes no ``data.arguments``."""
     source = TEXT_SOURCES.find(config.source, "data.source")
@@ -117,8 +123,8 @@ def revision_of(config: DataConfig) -> str | None:
 
 def cache_directory(config: DataConfig) -> Path:
     """Return the directory of prepared data: configured, ``$UNROPE_CACHE`` or the user's cache."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(config.cache_dir or os.environ.get("UNROPE_CACHE") or Path(root) / "unrope")
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "unrope")
+    return Path(config.cache_dir or os.environ.get("UNROPE_CACHE") or default).expanduser()
 
 
 def documents(config: DataConfig, revision: str | None = None) -> Iterator[str]:
@@ -136,8 +142,8 @@ def documents(config: DataConfig, revision: str | None = None) -> Iterator[str]:
 
 @text_source(
     keys=("hub_name", "hub_config", "hub_split", "text_field"),
-    state=lambda _: None,
-    is_remote=lambda _: True,
+    state=_dataset_state,
+    is_remote=lambda config: not Path(str(config.hub_name)).is_dir(),
     title=lambda config: f"{config.hub_name} {config.hub_config or ''}".strip(),
 )
 def hub(config: DataConfig) -> Iterator[str | None]:
@@ -209,12 +215,12 @@ def _is_hidden(name: str, root: str) -> bool:
 
 def _without_descriptions(names: list[str]) -> list[str]:
     """Omit what `datasets` keeps beside its data: descriptions, and caches beside a saved one."""
-    files = [name.rpartition("/") for name in names]
-    described = {directory for directory, _, file in files if file == "dataset_info.json"}
-    saved = {directory for directory, _, file in files if file == "state.json"} & described
     text_files = []
-    for name, (directory, _, file) in zip(names, files, strict=True):
-        is_data = directory not in saved or fnmatchcase(file, "data*.arrow")
+    known = {*names}
+    for name in names:
+        directory, _, file = name.rpartition("/")
+        is_saved = {f"{directory}/dataset_info.json", f"{directory}/state.json"} <= known
+        is_data = not is_saved or fnmatchcase(file, "data*.arrow")
         if is_data and file not in ("dataset_info.json", "dataset_dict.json"):
             text_files.append(name)
     return text_files
@@ -259,18 +265,14 @@ def stdlib_docs() -> tuple[str, ...]:
     """
     from pydoc_data.topics import topics
 
-    root = Path(sysconfig.get_path("stdlib"))
-    texts = dict.fromkeys(_clean(text) for _, text in sorted(topics.items()))
-    for file in sorted(_modules(root)):
-        texts.update(dict.fromkeys(map(_clean, _docstrings(file))))
+    texts = {_clean(text) for text in topics.values()}
+    for directory, folders, names in os.walk(sysconfig.get_path("stdlib")):
+        folders[:] = set(folders) - SKIPPED  # os.walk visits only the folders that stay
+        for name in names:
+            if name.endswith(".py"):
+                texts.update(map(_clean, _docstrings(Path(directory, name))))
     long = (text for text in texts if len(text) > SHORTEST_DOCSTRING)
     return tuple(sorted(long, key=lambda text: hashlib.sha256(text.encode()).digest()))
-
-
-def _modules(root: Path) -> Iterator[Path]:
-    for directory, folders, files in os.walk(root):
-        folders[:] = set(folders) - SKIPPED  # os.walk visits only the folders that stay
-        yield from (Path(directory, name) for name in files if name.endswith(".py"))
 
 
 def _docstrings(file: Path) -> Iterator[str]:

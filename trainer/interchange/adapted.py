@@ -68,11 +68,6 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "Adapte
     unknown = [name for name in _implementations(values) if name not in OF_TRANSFORMERS]
     if unknown:
         raise UserError(f"{directory}: attn_implementation: {unknown} needs code of others")
-    has_adapter = (directory / "adapter_config.json").exists()
-    if has_adapter or values.get("transformers_weights") is not None:
-        raise UserError(
-            f"{directory}: adapter_config.json and transformers_weights are not supported"
-        )
     hf, info = load_quietly(
         directory,
         local_files_only=True,
@@ -256,7 +251,10 @@ class AdaptedModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf.eval()
-        self._base = next(m for m in hf.children() if isinstance(m, PreTrainedModel))
+        bases = [module for module in hf.children() if isinstance(module, PreTrainedModel)]
+        if not bases:
+            raise UserError(f"hf: expected a model below a head, got {type(hf).__name__} alone")
+        self._base = bases[0]
         hf.set_attn_implementation(f"unrope_{hf.config._attn_implementation}")
         self._observe: OnLayer | None = None
         text = hf.config.get_text_config()

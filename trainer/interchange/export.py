@@ -378,14 +378,11 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
     prompts = [cases[0][0, : max(1, C - DECODED)]]
     if not any(spectrum.long for spectrum in model.layout.spectra):
         prompts.append(cases[-1][0])
-    batch = pad_sequence(prompts, batch_first=True, padding_side="left")
-    mask = pad_sequence(
-        [torch.ones_like(x) for x in prompts], batch_first=True, padding_side="left"
-    )
+    batch = pad_sequence(prompts, batch_first=True, padding_side="left", padding_value=-1)
     for kind in ("dynamic", "static"):
         out = theirs.generate(
-            batch,
-            attention_mask=mask,
+            batch.clamp(min=0),
+            attention_mask=(batch >= 0).long(),
             cache_implementation=kind,
             do_sample=False,
             max_new_tokens=DECODED,

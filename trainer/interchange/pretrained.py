@@ -30,10 +30,11 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 def read_headers(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Return file and shape of every tensor in ``directory``, sharded or not, by its name there."""
     names = [SINGLE]
-    if not (directory / SINGLE).is_file() and (directory / INDEX).is_file():
-        index = json.loads((directory / INDEX).read_text("utf-8"))
-        # Files beside the index only.
-        names = sorted({Path(name).name for name in index["weight_map"].values()})
+    index = directory / INDEX
+    if not (directory / SINGLE).is_file() and index.is_file():
+        with expecting("the file of each tensor in JSON", index):
+            files = json.loads(index.read_text("utf-8"))["weight_map"].values()
+            names = sorted({Path(name).name for name in files})  # files beside the index only
     headers = {}
     for path in (directory / name for name in names):
         with expecting("tensors in safetensors", path), safe_open(path, framework="pt") as file:
@@ -118,16 +119,14 @@ def read_pretrained(location: str) -> Pretrained:
             for name, parameter in Decoder(config, layout).named_parameters()
             if not is_disabled_norm(name, layout)
         }
-    redundant = ["rotary_emb.inv_freq"]
-    if config.tie_word_embeddings:
-        redundant.append("lm_head.weight")
+    redundant = "rotary_emb.inv_freq", "lm_head.weight"  # a tied head is not in shapes
     for name, _ in sorted(shapes.items() ^ saved_shapes.items()):
-        if name in shapes or not name.endswith(tuple(redundant)):
+        if name in shapes or not name.endswith(redundant):
             raise UserError(
                 f"{location}: tensor {name}: expected the shape {shapes.get(name)}, got "
                 f"{saved_shapes.get(name)}"
             )
-    tied_head = tensors.get("lm_head.weight") if config.tie_word_embeddings else None
+    tied_head = None if "lm_head.weight" in shapes else tensors.get("lm_head.weight")
     if tied_head and not torch.equal(tied_head(), tensors["embed_tokens.weight"]()):
         raise UserError(
             f"{location}: tensor lm_head.weight: differs from the embeddings, which the model uses "

@@ -12,6 +12,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from trainer.common.errors import UserError
 from trainer.common.files import expecting
 
 FILES = "*.json", "model*.safetensors", "chat_template.jinja", "README.md"
@@ -52,16 +53,22 @@ def find_pretrained(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if name.count("/") > 1:
+        raise UserError(f"{name!r} is no directory, and no OWNER/NAME of the hub")
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(name, allow_patterns=[*FILES]))
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read ``config.json``."""
+    """Read ``config.json``; raise a UserError if transformers would read other weights too."""
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory}: merge the adapter of peft into its base (merge_and_unload)")
     path = directory / CONFIG
     with expecting("the configuration of a model in JSON", path):
-        values: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        values: dict[str, Any] = {**json.loads(path.read_text("utf-8"))}
+    if values.get("transformers_weights") is not None:
+        raise UserError(f"{path}: transformers_weights is not supported")
     return values
 
 

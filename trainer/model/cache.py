@@ -52,7 +52,9 @@ class KVCache:
     def part(self, first: int, rows: int, begin: int = 0) -> "KVCache":
         """Return neighbouring rows from column ``begin``, sharing memory, not filled yet."""
         place = slice(first, first + rows), slice(None), slice(begin, None)
-        return KVCache([LayerCache(x.keys[place], x.values[place]) for x in self.layers])
+        layers = [LayerCache(x.keys[place], x.values[place]) for x in self.layers]
+        begins = [max(column - begin, 0) for column in self.begins[first : first + rows]]
+        return KVCache(layers, tuple(begins) if any(begins) else ())
 
     def fill(self, begins: tuple[int, ...], length: int) -> None:
         """Mark all rows as filled (by :meth:`part`) from ``begins`` to ``length``."""

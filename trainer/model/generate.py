@@ -159,8 +159,8 @@ def read_rows(
     states = []
     for first in range(0, len(ids), size):
         rows = cache.part(first, size)
-        rows.fill((), cache.length)
+        rows.fill(rows.begins, cache.length)
         part = ids[first : first + size]
         states.append(model.prefilled(part, cache=rows, length=length, last=last))
-    cache.fill((), cache.length + ids.shape[1])
+    cache.fill(cache.begins, cache.length + ids.shape[1])
     return states
