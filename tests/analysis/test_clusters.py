@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations, product
 
 import numpy as np
@@ -87,6 +88,16 @@ def test_separation_is_that_of_scikit_learn(points, head):
         assert result["rotated.silhouette"][0, head, i] == pytest.approx(expected[0], abs=1e-5)
         score = result["rotated.davies_bouldin"][0, head, i]
         assert score == pytest.approx(expected[1], rel=1e-5)
+
+
+def test_clouds_far_from_the_origin_are_apart_as_near_it():
+    """Sink dimensions of published models are hundreds of times as large as all others."""
+    near = layer_of_heads(texts=1)
+    far = replace(near, q=near.q + 300, k=near.k + 300)
+    vectors = np.concatenate([x.double().numpy() for x in (far.q[0, 3], far.k[0, 1])])
+    expected = silhouette_score(vectors, [0] * 40 + [1] * 40)
+    measured = result_of(far)["plain.silhouette"][0, 3, -1]
+    assert measured == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_plane_is_that_of_keys_and_queries_together():

@@ -94,13 +94,12 @@ def _separation(q: Tensor, k: Tensor, lengths: list[int], points: int) -> dict[s
     scores = []
     for n in lengths:
         chosen = torch.as_tensor(sample_positions(n, points), device=q.device)
-        queries, keys = q[:, :, chosen], k[:, :, chosen]
+        # float32 would lose the distances within clouds that are far from the origin.
+        queries = q[:, :, chosen].double()
+        keys = k[:, :, chosen].double().repeat_interleave(group, dim=1)
         # A point's distance to itself is 0 and does not count.
-        within_queries, within_keys = (
-            torch.cdist(x, x).sum(dim=-1) / (len(chosen) - 1) for x in (queries, keys)
-        )
-        within = torch.cat([within_queries, within_keys.repeat_interleave(group, dim=1)], dim=-1)
-        keys = keys.repeat_interleave(group, dim=1)
+        sums = [torch.cdist(x, x).sum(dim=-1) for x in (queries, keys)]
+        within = torch.cat(sums, dim=-1) / (len(chosen) - 1)
         across = torch.cdist(queries, keys)
         other = torch.cat([across.mean(dim=-1), across.mean(dim=-2)], dim=-1)
         silhouette = ((other - within) / torch.maximum(within, other)).mean(dim=-1)
@@ -108,7 +107,7 @@ def _separation(q: Tensor, k: Tensor, lengths: list[int], points: int) -> dict[s
         scatter = (queries - centre_q).norm(dim=-1) + (keys - centre_k).norm(dim=-1)
         apart = (centre_q - centre_k).norm(dim=-1)[..., 0]
         scores.append(torch.stack([silhouette, scatter.mean(dim=-1) / apart]))
-    silhouette, davies_bouldin = torch.stack(scores, dim=-1).double()
+    silhouette, davies_bouldin = torch.stack(scores, dim=-1)
     return {"silhouette": silhouette, "davies_bouldin": davies_bouldin}
 
 
