@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from itertools import pairwise
 
 import matplotlib as mpl
@@ -148,12 +149,17 @@ def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
     [
         ({}, ([1.0, 2.0], [5.0, math.nan]), (1, 5)),
         ({"low": 0}, ([1.0, 2.0],), (0, 2)),
-        ({}, ([math.nan],), (0, 1)),
+        ({}, ([math.nan],), (0.1, 1)),
         ({"log": True}, ([0.0, 2.0, 2.0],), (2, 2.002)),
-        ({"log": True}, ([-1.0, math.inf],), (0.1, 1)),
+        ({"log": True}, ([-1.0, math.inf],), (0.1009, 1)),
         ({"low": 3, "high": 7, "log": True}, ([2.0, 9.0],), (3, 7)),
         # A thousandth lies below the darkest colour.
         ({"log": True}, (np.geomspace(1, 10, 1001),), (10**0.001, 10)),
+        # Zero has the middle colour.
+        ({"signed": True}, ([-0.5, 2.0], [-3.0, math.nan]), (-2.998, 2.998)),
+        ({"signed": True}, (np.linspace(-100, 20, 1001),), (-99.88, 99.88)),
+        ({"signed": True}, ([0.0],), (-1, 1)),
+        ({"signed": True, "high": 4}, ([0.0, 9.0],), (-4, 4)),
     ],
 )
 def test_the_colours_of_maps_hold_what_is_known_of_all_panels(options, values, limits):
@@ -164,15 +170,44 @@ def test_the_colours_of_maps_hold_what_is_known_of_all_panels(options, values, l
     assert ("Log" in type(norm).__name__) == ("log" in options)
 
 
+def test_only_the_first_group_of_points_has_its_colour():
+    """Keys, and then more groups of queries than there are colours."""
+    groups = {str(n): np.array([[0.0, n]]) for n in range(15)}
+    (axes,) = draw([Panel(points=groups)]).axes
+    keys, *queries = (tuple(cloud.get_facecolor()[0]) for cloud in axes.collections)
+    assert keys not in queries
+    assert queries[:6] == queries[6:12]
+    assert len({*queries}) == 6
+
+
+@pytest.mark.parametrize("name", ["_run", "run"])
+def test_every_name_is_in_the_legend(name):
+    figure = draw(
+        [Panel("", [Line(name, 0, [1, 2], [1, 2])], points={f"{name}s": np.ones((1, 2))})]
+    )
+    assert [label.strip() for label in labels(figure)] == [name, f"{name}s"]
+
+
+def test_a_narrow_figure_is_no_taller_than_a_page():
+    use_style("single")
+    try:
+        heights = [draw([Panel()] * n, Grid(2, 1.7)).get_size_inches()[1] for n in (2, 9)]
+    finally:
+        use_style()
+    assert heights == [pytest.approx(3.7), 9]
+    wide = draw([Panel()] * 14, Grid(2, 1.7))
+    assert wide.get_size_inches().tolist() == pytest.approx([6.75, 12.2])
+
+
 def test_maps_share_a_bar():
-    """A cell is two units wide and four high, and in the middle of its place."""
+    """A cell covers two positions along x, the first ones being 0 and 1, and four along y."""
     panels = {"one": np.array([[1.0, 2.0, 3.0], [4.0, math.nan, 6.0]]), "two": np.array([[9.0]])}
     figure = heat_maps(panels, ColourScale("entropy"), Grid(x="key", y="query"), cell=(2, 4))
     one, two, bar = figure.axes
     (image,), (other,) = one.images, two.images
     assert (one.get_title(), bar.get_ylabel()) == ("one", "entropy")
     assert image.get_array().tolist() == [[1, 2, 3], [4, None, 6]]
-    assert image.get_extent() == [-1, 5, 6, -2]
+    assert image.get_extent() == [-0.5, 5.5, 7.5, -0.5]
     assert (image.norm.vmin, other.norm.vmax) == (1, 9)
     assert (figure.get_supxlabel(), figure.get_supylabel()) == ("key", "query")
 
@@ -268,6 +303,15 @@ def test_dollars_in_a_name_begin_no_formula(tmp_path):
     shown = [text.get_text() for text in figure.findobj(Text)]
     assert NAME in shown
     assert (tmp_path / "figure.svg").is_file()
+
+
+def test_a_logarithmic_axis_of_a_plugin_has_numbers(tmp_path):
+    line = Line("a", 0, (1, 1000), (1, 1000))
+    figure = draw([Panel("", [line], prepare=lambda axes: axes.set_yscale("log"))])
+    for name in ("once", "twice"):
+        drawing = re.sub("<!--.*?-->", "", save(figure, tmp_path / name).read_text(), flags=re.S)
+        assert "mathdefault" not in drawing
+        assert "font-size: 4.9px" in drawing  # exponents
 
 
 def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():

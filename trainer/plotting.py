@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from io import BytesIO
-from itertools import count, cycle
+from itertools import chain, count, cycle
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +51,7 @@ SHEET = mpl.rc_params_from_file(
 )
 """Settings of matplotlib that all styles share."""
 _CLOUD_DPI = 200  # of the bitmaps in SVGs and PDFs
+_PAGE = 9.0  # height of a page in inches
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def use_style(width: str = "double", font: str = "sans", size: float = 8.0) -> N
 
 Array = np.ndarray
 GROUPS = (ORANGE, BLUE, SKY, GREEN, PINK, AMBER, BLACK)
-"""Colours of groups of points, in their order; keys come first and queries after them."""
+"""Colours of groups of points: the first one's, of keys, and those that the others repeat."""
 _MARKED = 16  # points of a line; longer lines have no markers
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1, 1.2)))
 _MARKERS = "osD^vPX<>*"
@@ -135,10 +136,11 @@ class Line:
 class Panel:
     """One pair of axes with lines and points; ``x``, ``y``: labels of the axes.
 
-    ``prepare``: sets scales, ticks and limits when all is drawn. ``vertical``: a reference line, as
-    x and name. ``horizontal``: others, as y and name. ``faint`` ``[n, x]``: thin lines over the
-    first line's x, from dark to light. ``points``: ``[n, 2]`` by the name of their group, empty for
-    no entry in the legend. ``index`` ``[n]``: number of every point of the only group, its colour.
+    ``prepare``: sets scales, ticks and limits, after points and lines and before references are
+    drawn. ``vertical``: a reference line, as x and name. ``horizontal``: others, as y and name.
+    ``faint`` ``[n, x]``: thin lines over the first line's x, from dark to light. ``points``: ``[n,
+    2]`` by the name of their group. ``index`` ``[n]``: number of every point of the only group, its
+    colour, which has a colour bar in place of a legend.
     """
 
     title: str = ""
@@ -173,7 +175,7 @@ class Grid:
 @dataclass(frozen=True)
 class ColourScale:
     """Colours of maps, from ``low`` to ``high`` (None: from the values of all maps); ``signed``:
-    colours for values around 0."""
+    colours for values around 0, from ``-high``."""
 
     label: str
     low: float | None = None
@@ -259,13 +261,13 @@ def heat_maps(
     colours: ColourScale,
     grid: Grid,
     *,
-    cell: tuple[float, float] = (1, 1),
+    cell: tuple[int, int] = (1, 1),
     names: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Figure:
     """Draw maps ``[rows, columns]`` by title, with row 0 at the top and NaN for no number.
 
-    ``cell``: width and height of a cell in units of x and y. ``names``: of the columns and of the
-    rows, in a grid that shares its axes.
+    ``cell``: numbers of positions that a cell covers along x and y, which count from 0. ``names``:
+    of the columns and of the rows, in a grid that shares its axes.
     """
     norm = _norm(list(panels.values()), colours)
     palette = mpl.colormaps["RdBu_r"] if colours.signed else mpl.colormaps["cividis"]
@@ -279,7 +281,7 @@ def heat_maps(
                 norm=norm,
                 aspect="auto",
                 interpolation="nearest",
-                extent=(-wide / 2, (columns - 0.5) * wide, (rows - 0.5) * tall, -tall / 2),
+                extent=(-0.5, columns * wide - 0.5, rows * tall - 0.5, -0.5),
                 rasterized=True,
             )
             axes.set_facecolor(UNKNOWN)
@@ -309,14 +311,16 @@ def _norm(maps: Sequence[Array], colours: ColourScale) -> Normalize:
     low, high = colours.low, colours.high
     if colours.log:
         known = known[known > 0]
-        # A thousandth of the cells may lie below the darkest colour.
-        least, most = np.quantile(known, [0.001, 1]) if len(known) else (0.1, 1)
+    if not len(known):
+        known = np.array([0.1, 1.0])
+    # A thousandth of the cells may lie beyond the colours that have no end of their own.
+    if colours.signed:
+        size = high or np.quantile(np.abs(known), 0.999) or 1.0
+        return Normalize(-size, size)
+    if colours.log:
+        least, most = np.quantile(known, [0.001, 1])
         return LogNorm(low or least, high or max(most, 1.001 * least))
-    if low is None:
-        low = known.min() if len(known) else 0
-    if high is None:
-        high = known.max() if len(known) else 1
-    return Normalize(low, high)
+    return Normalize(known.min() if low is None else low, known.max() if high is None else high)
 
 
 @contextmanager
@@ -332,7 +336,9 @@ def _figure(grid: Grid, panels: int) -> Iterator[tuple[Figure, list[Axes], Style
         settings["axes.titlesize"] = 6.5 * style.scale
         settings["xtick.labelsize"] = settings["ytick.labelsize"] = 6 * style.scale
     with mpl.rc_context(settings):
-        size = style.width, grid.height * rows + 0.3
+        # A narrow figure has more rows: smaller ones, so that it is no taller than a page.
+        tallest = max(_PAGE, grid.height * math.ceil(panels / grid.columns) + 0.3)
+        size = style.width, min(grid.height * rows + 0.3, tallest)
         figure = Figure(figsize=size, layout="constrained")
         share = grid.share
         cells = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
@@ -402,12 +408,11 @@ def _legend(figure: Figure, style: Style) -> None:
 def _draw_points(axes: Axes, panel: Panel, norm: Normalize, size: float) -> None:
     """Draw groups of points, each in a colour of its own, or in colours by ``panel.index``."""
     look: dict[str, Any] = {"s": size, "linewidths": 0, "rasterized": True}
-    if panel.points and all(_are_whole(group[:, 0]) for group in panel.points.values()):
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    for (name, group), colour in zip(panel.points.items(), cycle(GROUPS), strict=False):
+    colours = chain(GROUPS[:1], cycle(GROUPS[1:]))
+    for (name, group), colour in zip(panel.points.items(), colours, strict=False):
         if panel.index is None:
             look |= {"color": colour, "alpha": 0.5}
-            axes.plot([], [], "o", color=colour, markersize=4, label=name)
+            axes.plot([], [], "o", color=colour, markersize=4, label=_shown(name))
         else:
             look |= {"c": panel.index, "cmap": GRADED, "norm": norm}
         axes.scatter(group[:, 0], group[:, 1], **look)
@@ -424,7 +429,9 @@ def _draw_lines(axes: Axes, panel: Panel, trained: int | None) -> None:
         axes.add_collection(drawn)
     for line in panel.lines:
         _draw_line(axes, line)
-    if panel.lines and all(_are_whole(line.x) for line in panel.lines):
+    across = [np.asarray(line.x) for line in panel.lines]
+    across += [group[:, 0] for group in panel.points.values()]
+    if across and (np.mod(np.concatenate(across), 1) == 0).all():  # they count, such as layers
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if panel.prepare is not None:
         panel.prepare(axes)
@@ -457,12 +464,12 @@ def _draw_line(axes: Axes, line: Line) -> None:
     if len(line.x) <= _MARKED:
         marker = _MARKERS[line.style % len(_MARKERS)]
     look = {"color": colour, "linestyle": dashes, "marker": marker, "zorder": 3}
-    axes.plot(line.x, line.y, label=line.label, **look)
+    axes.plot(line.x, line.y, label=_shown(line.label), **look)
 
 
-def _are_whole(values: Sequence[float] | Array) -> bool:
-    """Whether values may count something, such as layers."""
-    return bool((np.mod(values, 1) == 0).all())
+def _shown(label: str) -> str:
+    """Return a label that a legend shows; matplotlib hides those that begin with an underscore."""
+    return f" {label}" if label.startswith("_") else label
 
 
 def log_if_wide(axes: Axes) -> None:
@@ -526,7 +533,9 @@ def save(figure: Figure, stem: Path) -> Path:
     """Write ``stem.png`` (300 dpi), ``stem.svg`` and ``stem.pdf``, all on white, with text as text
     and without dates; return the SVG's path."""
     for text in figure.findobj(Text):
-        text.set_parse_math(False)  # a dollar sign in a name must not start a formula
+        # A dollar sign in a name must not start a formula; a logarithmic axis has ticks that are.
+        if "$" in text.get_text() and r"\mathdefault" not in text.get_text():
+            text.set_parse_math(False)
     with mpl.rc_context(_style.get().settings()):
         png = _rendered(figure, "png", metadata={"Software": None})
         figure.set_layout_engine(None)  # keep the layout: the others then match the PNG

@@ -212,7 +212,7 @@ def test_a_temperature_of_long_texts_does_not_change_the_bias_within(rope):
 
 def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
     """Against autograd in a decoder that is built here, and a loop over prefixes."""
-    tokens, gradients, spreads = fresh_decoders(rope, LONG)
+    tokens, fresh = fresh_decoders(rope, LONG)
     assert tokens == 32
     words, text = torch.unique(LONG[:1, :32], return_inverse=True)
     for version, kind in (("encoded", "rope"), ("nope", "nope")):
@@ -221,28 +221,29 @@ def test_fresh_decoders_have_the_model_s_shape_and_normal_weights(rope):
         config = replace(config, initializer_by_depth=False)
         for seed in range(3):
             decoder = Decoder(config, layout, seed)
-            for shift in (0, 1):
+            for shift, name in enumerate(["gradient_diagonal", "gradient_previous"]):
                 query, key = dense_gradients(decoder, text, shift)
-                np.testing.assert_allclose(
-                    gradients[version][seed, shift],
-                    np.hypot(query, key).mean(axis=1),
-                    rtol=1e-3,
-                )
+                norms = np.hypot(query, key).mean(axis=1)
+                np.testing.assert_allclose(fresh[version][name][seed], norms, rtol=1e-3)
             x = decoder.embed_tokens(text)[0].detach().double()
             assert x.std() == pytest.approx(0.02, rel=0.1)
             x = x / (x.square().mean(-1, keepdim=True) + rope.config.rms_norm_eps).sqrt()
             widest = max(
                 (x[: i + 1].mean(0) - x[j]).norm().item() for i in range(32) for j in range(i + 1)
             )
-            assert spreads[version][seed, 0] == pytest.approx(widest, rel=1e-5)
+            assert fresh[version]["prefix_spread"][seed, 0] == pytest.approx(widest, rel=1e-5)
+
+
+def gradients(model):
+    """Norms towards the diagonal, ``[seeds, layers]`` by version."""
+    _, fresh = fresh_decoders(model, LONG)
+    return {version: measures["gradient_diagonal"] for version, measures in fresh.items()}
 
 
 def test_a_model_without_encoding_is_compared_with_rope(tiny_decoder):
-    (_, rope, _), (_, nope, _) = (
-        fresh_decoders(tiny_decoder(layers=[name]), LONG) for name in ("rope", "nope")
-    )
-    np.testing.assert_allclose(rope["encoded"], nope["encoded"])
-    np.testing.assert_allclose(rope["nope"], nope["nope"])
+    rope, nope = (gradients(tiny_decoder(layers=[name])) for name in ("rope", "nope"))
+    for version in ("encoded", "nope"):
+        np.testing.assert_allclose(rope[version], nope[version])
 
 
 @pytest.mark.parametrize(("when", "differ"), [("after_drop", False), ("always", True)])
@@ -252,7 +253,7 @@ def test_norms_are_on_as_they_are_when_a_run_begins(tiny_decoder, when, differ):
     config = replace(plain.config, qk_norm=QKNormConfig(when))
     layers = tuple(replace(layer, qk_norm=True) for layer in plain.layout.layers)
     normed = Decoder(config, replace(plain.layout, layers=layers))
-    (_, measured, _), (_, expected, _) = (fresh_decoders(m, LONG) for m in (normed, plain))
+    measured, expected = gradients(normed), gradients(plain)
     for version, values in expected.items():
         assert (not np.allclose(measured[version], values)) is differ
 
@@ -284,4 +285,4 @@ def test_yarn_goes_beyond_what_published_weights_reach(rope):
 
 def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):
     monkeypatch.setattr(positional_bias, "BUDGET", 1e6)
-    assert fresh_decoders(rope, LONG) == (0, {}, {})
+    assert fresh_decoders(rope, LONG) == (0, {})

@@ -249,8 +249,7 @@ def analyze_matrix_entropy(target: Target) -> Findings:
         "last_token_on_needle": last[..., where].sum(axis=-1),
     }
     tables.append(tidy(numbers, "layer", "head", variant="needle prompt"))
-    plots = needle_plots(model, prompt, shown, last)
-    return Findings(plots, tables)
+    return Findings(needle_plots(model, prompt, shown, last), tables)
 
 
 def extreme_heads(scores: Scores, heads: int, side: Side) -> dict[HeadIndex, str]:
@@ -295,7 +294,7 @@ def needle_plots(
             line = Line("", 1, starts.tolist(), values)
             panels.append(Panel(f"{title}\n{kind}", [line], prepare=from_zero, vertical=mark))
     x = "eigenvector of the head's queries, from the largest eigenvalue on"
-    cosines = ColourScale("cosine similarity", -1, 1, signed=True)
+    cosines = ColourScale("cosine similarity", high=1, signed=True)
     grid = Grid(2, 2.0, x=x, y=f"token, from {T - prompt.question:,} on")
     return [
         Plot(

@@ -71,8 +71,6 @@ CELLS = 256
 SHOWN = 3
 """Number of heads that figures show if none are chosen."""
 PAIR_INDEX = "pair index, from the fastest on"
-LOUDEST = 0.999
-"""Quantile of absolute activations that has the strongest colour."""
 
 
 def bounds(inv_freq: Array, context_length: int) -> tuple[Array, Array]:
@@ -204,10 +202,10 @@ PairEffect = dict[str, float]
 
 
 def mean_attention(
-    heads: Heads, head: int, queries: Tensor, keys: Tensor, without: int | None = None
+    heads: Heads, head: int, queries: Tensor, keys: Tensor | int, without: int | None = None
 ) -> float:
-    """Return the mean attention of queries at some positions on one key each, over all texts;
-    ``without``: a pair whose part of the scores is left out."""
+    """Return the mean attention of queries at some positions on one key each, or on the same one,
+    over all texts; ``without``: a pair whose part of the scores is left out."""
     weights = head_attention(heads, head, queries, without=without)
     return float(weights[:, torch.arange(len(queries)), keys].double().mean())
 
@@ -223,12 +221,11 @@ def sink_row(heads: Heads, head: int, pair: int, control: int | None = None) -> 
     """
     positions = sampled_queries(heads)
     kv = head // heads.queries_per_key
-    first = torch.zeros_like(positions)
-    attention = mean_attention(heads, head, positions, first)
-    without = mean_attention(heads, head, positions, first, pair)
+    attention = mean_attention(heads, head, positions, 0)
+    without = mean_attention(heads, head, positions, 0, pair)
     fast = math.nan
     if control is not None:
-        fast = mean_attention(heads, head, positions, first, control)
+        fast = mean_attention(heads, head, positions, 0, control)
     q = heads.rotated_q[:, head, positions]
     k = heads.rotated_k[:, kv, : int(positions[-1]) + 1]
     seen = positions.to(q.device)
@@ -273,14 +270,10 @@ def fastest_pairs(heads: Heads) -> list[PairEffect]:
         if spectrum.rotates:
             pair = int(np.argmax(spectrum.inv_freq))
             before = positions - 1
-            effect = {
-                "layer": heads.layer,
-                "head": head,
-                "pair": pair,
-                "attention": mean_attention(heads, head, positions, before),
-                "attention_without": mean_attention(heads, head, positions, before, pair),
-            }
-            effects.append(effect)
+            attention = mean_attention(heads, head, positions, before)
+            without = mean_attention(heads, head, positions, before, pair)
+            place = {"layer": heads.layer, "head": head, "pair": pair}
+            effects.append({**place, "attention": attention, "attention_without": without})
     return effects
 
 
@@ -306,30 +299,28 @@ def analyze_offset_features(target: Target) -> Findings:
     first_rows, previous_rows = zip(*capture(model, ids, effects), strict=True)
     on_first = pd.DataFrame([*chain.from_iterable(first_rows)])
     on_previous = pd.DataFrame([*chain.from_iterable(previous_rows)])
-    tables = [pair_rows(features.drop(columns="scale"))]
-    if len(on_first):
-        tables.append(pair_rows(on_first).assign(variant="first token"))
-    if len(on_previous):
-        on_previous = with_steps(on_previous, features)
-        steps = on_previous[[*PLACE, "attention", "attention_without", "steps"]]
-        tables.append(pair_rows(steps).assign(variant="token before"))
-    tables.append(tidy(summary(features), variant="all pairs", length=C))
+    tables = [
+        pair_rows(features.drop(columns="scale")),
+        tidy(summary(features), variant="all pairs", length=C),
+    ]
     plots = [all_pairs(features, C), stability_plot(features)]
     shown = shown_heads(features, chosen)
     if shown:
         views = view_heads(model, target.ids[:1], [*shown], head_vectors)
         by_head = dict(iter(features.groupby(["layer", "head"])))
-        plots.append(channels(views))
-        heads_with_points = [*shown]
-        if not chosen:
-            heads_with_points = heads_with_points[:1]  # the strongest
-        for place in heads_with_points:
+        plots.append(channels_plot(views))
+        with_points = len(chosen) or 1  # the strongest
+        for place in [*shown][:with_points]:
             turns = by_head[place].inv_freq.to_numpy() * C / TURN
             plots.append(points_of_head(place, views[place], turns, target.config.pairs))
-        plots.append(terms(by_head, shown, C))
+        plots.append(terms_plot(by_head, shown, C))
     if len(on_first):
+        tables.append(pair_rows(on_first).assign(variant="first token"))
         plots.append(sinks_plot(on_first))
     if len(on_previous):
+        on_previous = with_steps(on_previous, features)
+        steps = on_previous[[*PLACE, "attention", "attention_without", "steps"]]
+        tables.append(pair_rows(steps).assign(variant="token before"))
         plots.append(steps_plot(on_previous))
     return Findings(plots, tables)
 
@@ -375,7 +366,7 @@ def mark_upper_bound(axes: Axes, features: pd.DataFrame, label: str, linestyle: 
         axes.axvline(pair - 0.5, label=label, color=BLACK, linewidth=0.9, linestyle=linestyle)
 
 
-def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
+def all_pairs(features: pd.DataFrame, context_length: int) -> Plot:
     """Draw radius and angle of every pair with the bounds, by the pair's index (Fig. 8)."""
     # The longest means on top.
     moving = features[features.inv_freq > 0].sort_values("key_radius")
@@ -401,7 +392,8 @@ def all_pairs(features: pd.DataFrame, trained: int) -> Plot:
     return Plot(
         "offset_features",
         draw(panels, index=radius),
-        f"Radius and angle of every rotary pair, with their bounds; C = {trained:,} (Fig. 8, 11).",
+        f"Radius and angle of every rotary pair, with their bounds; C = {context_length:,} (Rotary "
+        "Offset Features, Fig. 8, 11).",
     )
 
 
@@ -414,20 +406,20 @@ def points_by(
 
 def stability_plot(features: pd.DataFrame) -> Plot:
     """Draw circular variance by radius (Fig. 2)."""
-    labels = {"x": "radius of the mean", "y": "circular variance of the angle", "index": "layer"}
+    x, y = "radius of the mean", "circular variance of the angle"
     panels = []
     for side, title in SIDES.items():
-        names = {"across": f"{side}_radius", "up": f"{side}_circular_variance"}
-        panels.append(points_by(features, **names, **labels, title=title))
+        names = f"{side}_radius", f"{side}_circular_variance", "layer"
+        panels.append(points_by(features, *names, title, x=x, y=y))
     return Plot(
         "offset_angle_stability",
         draw(panels, index="layer"),
         "Circular variance of a pair's angle over all positions, before the rotation, by the "
-        "radius of its mean (Fig. 2).",
+        "radius of its mean (Rotary Offset Features, Fig. 2).",
     )
 
 
-def channels(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
+def channels_plot(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
     """Draw queries and keys of the heads along the text, every channel (Fig. 1)."""
     any_view = next(iter(views.values()))
     cell = -(-len(any_view["query"]) // CELLS)
@@ -435,14 +427,12 @@ def channels(views: Mapping[HeadIndex, Mapping[Side, Tensor]]) -> Plot:
     for (layer, head), view in views.items():
         for side, name in SIDES.items():
             maps[f"L{layer}H{head}, {name}"] = cell_means(view[side].T, cell).numpy()
-    activations = np.concatenate([values.ravel() for values in maps.values()])
-    size = float(np.quantile(np.abs(activations), LOUDEST))
-    colours = ColourScale("activation", -size, size, signed=True)
+    colours = ColourScale("activation", signed=True)
     return Plot(
         "offset_channels",
         heat_maps(maps, colours, Grid(2, 2.0, x="token", y="channel"), cell=(cell, 1)),
         "Queries and keys before the rotation along the first text; channels m and m + M are pair "
-        "m of M (Fig. 1).",
+        "m of M (Rotary Offset Features, Fig. 1).",
     )
 
 
@@ -467,7 +457,7 @@ def points_of_head(
         draw(panels, Grid(columns, 6.6 / columns)),
         f"Queries and keys of the pairs of layer {layer} head {head} before rotation, by "
         "index and turns within C; lines: means, star: the first key, green: turn of the mean "
-        "query within C (Fig. 7, 12, 13).",
+        "query within C (Rotary Offset Features, Fig. 7, 12, 13).",
     )
 
 
@@ -492,11 +482,11 @@ def _cloud(title: str, query: Array, key: Array, turns: float) -> Panel:
     return Panel(title, prepare=prepare, points={"keys": key, "queries": query})
 
 
-def terms(
-    by_head: Mapping[HeadIndex, pd.DataFrame], shown: Mapping[HeadIndex, int], trained: int
+def terms_plot(
+    by_head: Mapping[HeadIndex, pd.DataFrame], shown: Mapping[HeadIndex, int], context_length: int
 ) -> Plot:
     """Draw the terms of pairs in the logit, and the sum without the strongest (Fig. 4 and 6)."""
-    distances = np.unique(np.geomspace(1, trained + 1, DISTANCES).astype(int)) - 1
+    distances = np.unique(np.geomspace(1, context_length + 1, DISTANCES).astype(int)) - 1
 
     def log_x(axes: Axes) -> None:
         axes.set_xscale("log")
@@ -515,7 +505,7 @@ def terms(
             Line("all but the feature", 4, x, (total - term).tolist()),
         ]
         title = f"L{layer}H{head}, pair {pair}"
-        look: dict[str, Any] = {"prepare": log_x, "vertical": (float(trained), "C")}
+        look: dict[str, Any] = {"prepare": log_x, "vertical": (context_length + 1, "C")}
         panels.append(Panel(title, [feature], y="part of the logit", faint=parts, **look))
         panels.append(Panel("", sums, y="part of the logit", **look))
     label = "distance between query and key + 1 (tokens)"
@@ -523,7 +513,7 @@ def terms(
         "offset_contributions",
         draw(panels, Grid(2, 1.9, x=label)),
         "Terms of the logit from the means of pairs, by distance; thin: every pair, from the "
-        "fastest (dark) on (Fig. 4, 6).",
+        "fastest (dark) on (Rotary Offset Features, Fig. 4, 6).",
     )
 
 
@@ -536,7 +526,8 @@ def sinks_plot(pairs: pd.DataFrame) -> Plot:
         "offset_sinks",
         draw([_without_pair("the first token", pairs), margin], index="layer"),
         "Attention on the first token with and without the strongest pair under the upper bound, "
-        "and the pair's part of the first key's score, a point a head (Sec. 4.2).",
+        "and the pair's part of the first key's score, a point a head (Rotary Offset Features, "
+        "Sec. 4.2).",
     )
 
 
@@ -549,7 +540,7 @@ def steps_plot(pairs: pd.DataFrame) -> Plot:
         "offset_steps",
         draw([steps, _without_pair("the token before", pairs)], index="layer"),
         "The fastest pair of every head: its angle by its radius, and attention on the token "
-        "before with and without it (Sec. 4.3.1).",
+        "before with and without it (Rotary Offset Features, Sec. 4.3.1).",
     )
 
 

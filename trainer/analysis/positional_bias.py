@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,7 @@ from trainer.analysis.attention import (
     NeedlePrompt,
     attention_blocks,
     attention_statistics,
+    by_name,
     capture,
     head_attention,
     last_attention,
@@ -63,12 +64,12 @@ from trainer.positional.rescaling import (
 from trainer.positional.spectrum import Spectrum
 
 KINDS = {"diagonal": "its own token", "previous": "the previous token"}
+"""Keys that A^c is towards, as :class:`AttentionStatistics` names the attention on them."""
 VERSIONS = {
     "encoded": ("fresh, with positions", STYLE_NUMBERS["RoPE"]),
     "nope": ("fresh, NoPE", STYLE_NUMBERS["NoPE"]),
-    "model": ("this model", 1),
 }
-"""Labels and style numbers of a model before training and as it is."""
+"""Labels and style numbers of a model before training."""
 COMPARED: dict[str, Rescaling] = {
     "pi": position_interpolation,
     "ntk": ntk_aware,
@@ -103,17 +104,21 @@ def analyze_positional_bias(target: Target) -> Findings:
     C = target.training_length
     ids = target.ids[:, :C]
     bias = head_biases(target)
-    fresh = fresh_decoders(model, target.ids)
-    spreads = fresh.spreads | {"model": prefix_spreads(model, ids[:1, :TOKENS])[None]}
-    tables = [tidy(bias, "layer", "head", length=ids.shape[1])]
-    for version, by_seed in spreads.items():
-        tables.append(_rows_of_seeds("prefix_spread", version, by_seed))
-    for version, by_seed in fresh.gradients.items():
-        for i, kind in enumerate(KINDS):
-            tables.append(_rows_of_seeds(f"gradient_{kind}", version, by_seed[:, i]))
+    tokens, fresh = fresh_decoders(model, target.ids)
+    spreads = {"prefix_spread": prefix_spreads(model, ids[:1, :TOKENS])}
+    tables = [
+        tidy(bias, "layer", "head", length=ids.shape[1]),
+        tidy(spreads, "layer", variant="this model"),
+    ]
+    for version, measures in fresh.items():
+        seeds = [f"{VERSIONS[version][0]}, seed {seed}" for seed in range(SEEDS)]
+        tables.append(tidy(measures, "variant", "layer", places={"variant": seeds}))
     plots = [biases_plot(bias, ids.shape[1])]
-    if fresh.gradients:
-        plots.append(gradients_plot(fresh.gradients, fresh.tokens))
+    notes = []
+    if fresh:
+        plots.append(gradients_plot(fresh, tokens))
+    else:
+        notes.append("No gradients before training: a model of this shape takes too long.")
     rotating = [spectrum for spectrum in model.layout.spectra if spectrum.rotates]
     if rotating:
         spectrum = rotating[0].at(C, C)
@@ -126,14 +131,7 @@ def analyze_positional_bias(target: Target) -> Findings:
             for name, gamma in by_method.items():
                 variant = f"{METHODS[name][0]}, s = {s:g}"
                 tables.append(tidy({"frequency_factor": gamma}, "pair", variant=variant))
-    return Findings(plots, tables)
-
-
-def _rows_of_seeds(metric: str, version: str, by_seed: Array) -> pd.DataFrame:
-    """Return the values ``[seeds, layers]`` of a version of the model as rows."""
-    label, _ = VERSIONS[version]
-    names = [f"{label}, seed {seed}" for seed in range(len(by_seed))]
-    return tidy({metric: by_seed}, "variant", "layer", places={"variant": names})
+    return Findings(plots, tables, notes)
 
 
 def head_biases(target: Target) -> dict[str, Array]:
@@ -150,8 +148,7 @@ def head_biases(target: Target) -> dict[str, Array]:
 def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
     """Draw Aᶜ of every head."""
     titled = {f"towards {KINDS[kind]}": values for kind, values in bias.items()}
-    largest = max(float(np.abs(values).max()) for values in bias.values())
-    colours = ColourScale("positional bias", -largest, largest, signed=True)
+    colours = ColourScale("positional bias", signed=True)
     return Plot(
         "positional_bias_heads",
         heat_maps(titled, colours, Grid(2, 2.0, x="query head", y="layer")),
@@ -160,21 +157,15 @@ def biases_plot(bias: Mapping[str, Array], tokens: int) -> Plot:
     )
 
 
-def _target_weights(visible: Tensor, shift: int) -> Tensor:
-    """Return 1 for queries that see the key ``shift`` tokens back and another one, 0 for others."""
-    return (visible > max(shift, 1)).to(torch.float64)
-
-
 def positional_biases(statistics: AttentionStatistics) -> dict[str, Tensor]:
     """Compute A^c ``[B, query heads]`` towards the ``diagonal`` and the ``previous`` token."""
     visible = statistics.visible
-
-    def bias(weight: Tensor, shift: int) -> Tensor:
-        excess = weight.double() * visible - 1 + statistics.learned
-        values = excess / (visible - 1).clamp(min=1)
-        return (values * _target_weights(visible, shift)).mean(dim=-1)
-
-    return {"diagonal": bias(statistics.diagonal, 0), "previous": bias(statistics.previous, 1)}
+    biases = {}
+    for kind in KINDS:
+        excess = getattr(statistics, kind).double() * visible - 1 + statistics.learned
+        by_query = excess / (visible - 1).clamp(min=1)
+        biases[kind] = by_query.where(visible > 1, 0).mean(dim=-1)
+    return biases
 
 
 def bias_gradients(model: Decoder, ids: Tensor) -> Array:
@@ -193,11 +184,11 @@ def bias_gradients(model: Decoder, ids: Tensor) -> Array:
         C = model.layout.training_length
         heads = Heads(layer, encoding, q, k, rotated_q, rotated_k, C)
         visible = visible_keys(q.shape[2], encoding.window, model.device)
+        share = (visible.double() / (visible - 1).clamp(min=1)).where(visible > 1, 0)
         norms = []
         for head in range(q.shape[1]):
             weights = head_attention(heads, head, slice(None))[0]
             for shift in (0, 1):
-                share = _target_weights(visible, shift) * visible / (visible - 1).clamp(min=1)
                 bias = (weights.diagonal(-shift) * share[shift:]).sum() / len(visible)
                 # This is A^c less a constant.
                 gradients = torch.autograd.grad(bias, projections, retain_graph=True)
@@ -247,23 +238,15 @@ def _prefix_spread(states: Tensor) -> Tensor:
     return torch.cdist(means, states).tril().amax()
 
 
-class FreshDecoders(NamedTuple):
-    """Measures of a model's shape before training, by version: with positions (``encoded``) and
-    without (``nope``).
-
-    ``tokens``: number of tokens that were read. ``gradients``: norms of the gradients of A^c by W_Q
-    and W_K together, means over heads, ``[seeds, 2, layers]`` for the diagonal and the previous
-    token. ``spreads``: prefix spreads ``[seeds, layers + 1]``.
-    """
-
-    tokens: int
-    gradients: dict[str, Array]
-    spreads: dict[str, Array]
+FreshMeasures = dict[str, dict[str, Array]]
+"""Numbers ``[seeds, layers]`` by version (:data:`VERSIONS`) and metric. ``gradient_diagonal``,
+``gradient_previous``: norms of the gradients of A^c by W_Q and W_K together, means over heads;
+``prefix_spread``: prefix spreads, also of the last norm."""
 
 
-def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshDecoders:
+def fresh_decoders(model: LanguageModel, ids: Tensor) -> tuple[int, FreshMeasures]:
     """Measure a model's shape before training, with an encoding and without (DroPE Sec. 3, Fig. 4,
-    Thm. 3.4).
+    Thm. 3.4); return the number of tokens that were read, and the measures.
 
     The decoders have the model's depth, width, heads, windows and encoding (RoPE of base 10,000 if
     it has none). All matrices are drawn with a standard deviation of 0.02, the paper's "fixed
@@ -281,7 +264,7 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshDecoders:
     cost = 4 * heads * 2.0 * config.hidden_size * projected
     tokens = min(wanted, int(BUDGET / cost))
     if tokens < min(FEWEST, wanted):
-        return FreshDecoders(0, {}, {})
+        return 0, {}
     words, text = torch.unique(ids[:1, :tokens], return_inverse=True)
     if not any(spectrum.rotates or spectrum.alibi for spectrum in layout.spectra):
         layout = drop(layout, to=rope(config.head_size))
@@ -289,7 +272,7 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshDecoders:
     layers = (replace(layer, qk_norm=normed, intervention=None) for layer in layout.layers)
     layout = replace(layout, layers=tuple(layers))
     versions = {"encoded": layout, "nope": drop(layout)}
-    fresh = replace(
+    fresh_config = replace(
         config,
         vocab_size=len(words),
         initializer="normal",
@@ -298,23 +281,22 @@ def fresh_decoders(model: LanguageModel, ids: Tensor) -> FreshDecoders:
         from_pretrained=None,
         from_run=None,
     )
-    gradients: dict[str, list[Array]] = {name: [] for name in versions}
-    spreads: dict[str, list[Array]] = {name: [] for name in versions}
+    by_seed: dict[str, list[dict[str, Array]]] = {name: [] for name in versions}
     for seed in range(max(1, min(SEEDS, int(BUDGET / (cost * tokens))))):
-        decoder = Decoder(fresh, versions["nope"], seed).to(model.device)
+        decoder = Decoder(fresh_config, versions["nope"], seed).to(model.device)
         for name, version in versions.items():
             decoder.layout = version
             by_query, by_key = bias_gradients(decoder, text).swapaxes(0, 1)
-            gradients[name].append(np.hypot(by_query, by_key).mean(axis=-1))
-            spreads[name].append(prefix_spreads(decoder, text))
-    return FreshDecoders(
-        tokens,
-        {version: np.stack(by_seed) for version, by_seed in gradients.items()},
-        {version: np.stack(by_seed) for version, by_seed in spreads.items()},
-    )
+            diagonal, previous = np.hypot(by_query, by_key).mean(axis=-1)
+            measures = {"gradient_diagonal": diagonal, "gradient_previous": previous}
+            by_seed[name].append(measures | {"prefix_spread": prefix_spreads(decoder, text)})
+    fresh = {}
+    for name, of_seeds in by_seed.items():
+        fresh[name] = {metric: np.stack(values) for metric, values in by_name(of_seeds).items()}
+    return tokens, fresh
 
 
-def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
+def gradients_plot(fresh: FreshMeasures, tokens: int) -> Plot:
     """Draw gradients before training: means over seeds, least and largest value (Fig. 4)."""
 
     def prepare(axes: Axes) -> None:
@@ -322,10 +304,10 @@ def gradients_plot(gradients: Mapping[str, Array], tokens: int) -> Plot:
         axes.locator_params(axis="x", integer=True)
 
     panels = []
-    for kind, towards in enumerate(KINDS.values()):
+    for kind, towards in KINDS.items():
         lines = []
-        for version, by_seed in gradients.items():
-            norms = by_seed[:, kind]
+        for version, measures in fresh.items():
+            norms = measures[f"gradient_{kind}"]
             mean = norms.mean(axis=0).tolist()
             low = norms.min(axis=0).tolist()
             high = norms.max(axis=0).tolist()
@@ -411,6 +393,7 @@ def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Pl
     title = "positional: layer {} head {}".format(*place)
     panels = [Panel(title, _lines(beside), "distance (tokens back)", "attention")]
     tables = [_curve_rows("attention_by_distance", place, by_distance)]
+    caption = "of the most positional head by distance (DroPE, Fig. 7)"
     if prompt is not None:
         needle = prompt.needle
         place = highest_rotating(maps["trained"][..., needle].sum(axis=-1), model.layout)
@@ -421,14 +404,12 @@ def under_yarn(target: Target, place: HeadIndex) -> tuple[list[pd.DataFrame], Pl
         x = "key, tokens from the needle's first"
         panels.append(Panel(title, _lines(near, first), x, "attention"))
         tables.append(_curve_rows("attention_near_needle", place, near, first))
-    plot = Plot(
-        "attention_under_yarn",
-        draw(panels),
-        "Attention as trained and under YaRN with s = 2: of the most positional head by distance, "
-        "and of a needle prompt's last token around the needle, in the head that attends to it "
-        "most (DroPE, Fig. 7, 8).",
-    )
-    return tables, plot
+        caption += (
+            ", and of a needle prompt's last token around the needle, in the head that attends to "
+            "it most (DroPE, Fig. 8)"
+        )
+    caption = f"Attention as trained and under YaRN with s = 2: {caption}."
+    return tables, Plot("attention_under_yarn", draw(panels), caption)
 
 
 def _curve_rows(
