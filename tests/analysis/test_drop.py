@@ -18,8 +18,7 @@ from trainer.analysis.drop import (
     compare_predictions,
     head_measures,
 )
-from trainer.analysis.target import Target
-from trainer.common.errors import UserError
+from trainer.analysis.target import NotApplicableError, Target
 
 IDS = torch.randint(50, (2, 72), generator=torch.Generator().manual_seed(0))
 TRAINED = 24
@@ -102,6 +101,7 @@ def test_models_of_another_shape_are_compared_but_for_their_heads(targets, tiny_
     other = tiny_decoder(training_length=TRAINED, model={"num_hidden_layers": 3})
     results = compare_drop(targets[0], Target("b", other, IDS))
     assert [plot.name for plot in results.plots] == ["drop_positions"]
+    assert results.notes
     words = tiny_decoder(model={"vocab_size": 60})
-    with pytest.raises(UserError, match=r"got \[50, 60\]"):
+    with pytest.raises(NotApplicableError, match=r"got \[50, 60\]"):
         compare_drop(targets[0], Target("b", words, IDS))

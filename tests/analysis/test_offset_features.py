@@ -328,5 +328,34 @@ def test_two_models_are_compared_pair_by_pair_and_by_the_bounds_of_both(tiny_dec
                 results.rows, "share_possible", model=name, variant=f"bounds of {bounds_of}"
             )
             assert share.item() == np.mean([theta * length < TURN for *_, theta, _, _ in means])
-    other = Target("other", loud(tiny_decoder, model={"num_hidden_layers": 3}), IDS)
-    assert offset_changes(targets[0], other).plots == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": {"num_hidden_layers": 3}},
+        {"model": {"head_dim": 16}},
+        {"layers": ["half_rope"]},
+    ],
+    ids=["layers", "channels", "pairs"],
+)
+def test_models_of_other_shapes_have_no_pair_in_common_and_are_told_so(tiny_decoder, other):
+    targets = [
+        Target("base", loud(tiny_decoder), IDS),
+        Target("b", loud(tiny_decoder, **other), IDS),
+    ]
+    results = offset_changes(*targets)
+    assert not results.plots
+    assert results.notes
+    assert {*results.rows.variant} == {"bounds of base", "bounds of b"}
+
+
+def test_heads_of_as_many_pairs_are_compared(tiny_decoder):
+    targets = [
+        Target(name, loud(tiny_decoder, layers=["rope", name]), IDS)
+        for name in ("rope", "half_rope")
+    ]
+    results = offset_changes(*targets)
+    assert len(results.plots) == 2
+    assert not results.notes
+    assert {*results.rows.layer[results.rows.metric == "key_radius"]} == {0}

@@ -11,8 +11,13 @@ from torch import Tensor
 from trainer.analysis.attention import Array, Heads, attention_statistics, capture
 from trainer.analysis.positional_bias import positional_biases
 from trainer.analysis.results import Findings, analysis, tidy
-from trainer.analysis.target import Target, bucket_means, position_edges, stacked
-from trainer.common.errors import UserError
+from trainer.analysis.target import (
+    NotApplicableError,
+    Target,
+    bucket_means,
+    position_edges,
+    stacked,
+)
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
 from trainer.plotting import Grid, Line, Panel, Plot, diagonal, draw, graded, style_numbers
@@ -80,11 +85,11 @@ def compare_drop(before: Target, after: Target) -> Findings:
     predictions also beyond it.
 
     Raises:
-        UserError: vocabularies differ, or the text has fewer than 2 tokens.
+        NotApplicableError: vocabularies differ, or the text has fewer than 2 tokens.
     """
     sizes = [target.model.vocab_size for target in (before, after)]
     if sizes[0] != sizes[1]:
-        raise UserError(f"compare: expected models of one vocabulary, got {sizes} tokens")
+        raise NotApplicableError(f"compare: expected models of one vocabulary, got {sizes} tokens")
     before.require(2)
     trained = min(before.training_length, after.training_length)
     within = min(trained, before.length)
@@ -103,9 +108,9 @@ def compare_drop(before: Target, after: Target) -> Findings:
         metric = "loss" if name in names else "kl"
         tables.append(tidy({metric: curve}, "length", places={"length": edges[1:]}, model=name))
     plots = [_positions(names, trained, edges, curves)]
-    if heads[0]["distance"].shape == heads[1]["distance"].shape:
-        plots.insert(0, _heads(names, *heads))
-    return Findings(plots, tables)
+    if heads[0]["distance"].shape != heads[1]["distance"].shape:
+        return Findings(plots, tables, ["No figure of heads: the models differ in their number."])
+    return Findings([_heads(names, *heads), *plots], tables)
 
 
 def _heads(names: tuple[str, str], before: dict[str, Array], after: dict[str, Array]) -> Plot:

@@ -61,6 +61,8 @@ _from_0_to_1 = partial(Axes.set_ylim, bottom=0, top=1.02)
 COLUMNS = 4
 """Largest number of layers or heads beside each other."""
 PAIR_INDEX = "pair index, from the fastest on"
+HEADS: dict[Side, str] = {"query": "head", "key": "key head"}
+"""Words in titles."""
 TAPERS: dict[str, Callable[..., Tensor]] = {
     "hann": torch.hann_window,
     "hamming": torch.hamming_window,
@@ -180,23 +182,27 @@ def analyze_frequency_entropy(target: Target) -> Findings:
     perplexity with extreme pairs attenuated."""
     target.require(6)  # with fewer than a frame, only SpectrumFE is left out
     frames = target.config.frequency_entropy
-    measures = [m for m in MEASURES if m != "spectrum" or target.length >= frames.frame]
-    layers = frequency_entropies(target.model, target.ids, measures, frames)
     by_length: dict[int, Entropies] = {}
-    for n in sorted({n for n in target.config.prefixes if n < target.length}):
-        of_prefix = [m for m in measures if m != "spectrum" or n >= frames.frame]
-        prefixes = target.ids[:, :n]
-        by_length[n] = _stacked(frequency_entropies(target.model, prefixes, of_prefix, frames))
-    values = by_length[target.length] = _stacked(layers)
+    # The whole text is the last one.
+    for n in sorted({n for n in target.config.prefixes if n < target.length} | {target.length}):
+        measures = [m for m in MEASURES if m != "spectrum" or n >= frames.frame]
+        layers = frequency_entropies(target.model, target.ids[:, :n], measures, frames)
+        by_length[n] = _stacked(layers)
+    values = by_length[target.length]
     # The head with the most concentrated pair of each layer.
     lowest = np.nan_to_num(values[measures[0], "query"], nan=1.0).min(axis=-1).argmin(axis=-1)
     chosen = target.config.chosen
     shown = chosen or [(layer, int(lowest[layer])) for layer in target.shown_layers]
     norms = view_heads(target.model, target.ids[:1], shown, norm_maps)
     plots = [_layers_plot(m, values[m, "query"], chosen) for m in measures]
-    for side in SIDES:
-        plots.append(_heads_plot(by_length, side, shown))
-        plots.append(_norms_plot(norms, side, target.length))
+    for side, kind in HEADS.items():
+        readers = values["sequence", "query"].shape[1] // values["sequence", side].shape[1]
+        # Query heads that read one key head share its title.
+        titled = {f"layer {i}, {kind} {j // readers}": (i, j) for i, j in shown}
+        places = {title: (i, j // readers) for title, (i, j) in titled.items()}
+        plots.append(_heads_plot(by_length, side, places))
+        maps = {title: norms[place][side] for title, place in titled.items()}
+        plots.append(_norms_plot(maps, side, target.length))
     attenuated = attenuated_perplexity(target, measures, layers)
     tables = []
     for n, entropies in by_length.items():
@@ -204,7 +210,12 @@ def analyze_frequency_entropy(target: Target) -> Findings:
             if side == "query" or n == target.length:  # prefixes have rows for queries alone
                 named = {NAMES[m]: of_pairs}
                 tables.append(tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n))
-    return Findings(plots + attenuated.plots, tables + attenuated.tables, attenuated.notes)
+    notes = [*attenuated.notes]
+    if "spectrum" not in measures:
+        notes.append(
+            f"No SpectrumFE: expected a text of {frames.frame} tokens, one frame, or more."
+        )
+    return Findings(plots + attenuated.plots, tables + attenuated.tables, notes)
 
 
 def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
@@ -234,50 +245,47 @@ def _layers_plot(measure: str, values: Array, chosen: Sequence[HeadIndex]) -> Pl
     return Plot(
         f"frequency_entropy_layers_{measure}",
         draw(panels, grid, index="head"),
-        f"{NAMES[measure]} of every pair of the queries of layers (Fig. 3, 6 and 7).",
+        f"{NAMES[measure]} of every pair of the queries of layers (Frequency Entropy, Fig. 3, 6 "
+        "and 7).",
     )
 
 
-def _heads_plot(by_length: Mapping[int, Entropies], side: Side, heads: Sequence[HeadIndex]) -> Plot:
-    """Draw single query heads, or the key heads that they read, by the length of the text."""
+def _heads_plot(
+    by_length: Mapping[int, Entropies], side: Side, places: Mapping[str, HeadIndex]
+) -> Plot:
+    """Draw single query or key heads, whose places have titles, by the length of the text."""
     whole = by_length[max(by_length)]
     lengths = [*by_length] if side == "query" else [max(by_length)]
     measures = [measure for measure, of_side in whole if of_side == side]
-    readers = 1
-    title = "layer {}, head {}"
-    if side == "key":
-        readers = whole[measures[0], "query"].shape[1] // whole[measures[0], side].shape[1]
-        title = "layer {}, key head {}"
+    titles = [*places]
     panels = []
-    for start in range(0, len(heads), COLUMNS):
-        for measure, (i, query_head) in product(measures, heads[start : start + COLUMNS]):
-            head = query_head // readers
+    for start in range(0, len(titles), COLUMNS):
+        for measure, title in product(measures, titles[start : start + COLUMNS]):
             points = {}
             for n in lengths:
                 if (measure, side) in by_length[n]:
-                    values = by_length[n][measure, side][i, head]
+                    values = by_length[n][measure, side][places[title]]
                     points[f"{n:,} tokens"] = np.column_stack([np.arange(len(values)), values])
             y = NAMES[measure]
-            panels.append(Panel(title.format(i, head), y=y, prepare=_from_0_to_1, points=points))
-    grid = Grid(min(COLUMNS, len(heads)), 1.75, x=PAIR_INDEX, share=True)
+            panels.append(Panel(title, y=y, prepare=_from_0_to_1, points=points))
+    grid = Grid(min(COLUMNS, len(titles)), 1.75, x=PAIR_INDEX, share=True)
     return Plot(
         f"frequency_entropy_heads_{SIDES[side]}",
         draw(panels, grid),
         f"Entropy of every pair of the {SIDES[side]} of single heads, by the length of the text "
-        "(Fig. 1, 2, 5, 8-10, 18-21, above; App. F, Fig. 15-17).",
+        "(Frequency Entropy, Fig. 1, 2, 5, 8-10, 18-21, above; App. F, Fig. 15-17).",
     )
 
 
-def _norms_plot(norms: Mapping[HeadIndex, Mapping[Side, Array]], side: Side, length: int) -> Plot:
-    """Draw the norms of pairs along the first text, see :func:`norm_maps`."""
-    titled = {f"layer {i}, head {j}": maps[side] for (i, j), maps in norms.items()}
+def _norms_plot(maps: Mapping[str, Array], side: Side, length: int) -> Plot:
+    """Draw the norms of pairs along the first text by title, see :func:`norm_maps`."""
     colours = ColourScale("l2 norm of the pair", log=True)
     grid = Grid(COLUMNS, 2.0, x="token", y=PAIR_INDEX)
     return Plot(
         f"frequency_entropy_norms_{SIDES[side]}",
-        heat_maps(titled, colours, grid, cell=(-(-length // CELLS), 1)),
-        f"Norms of the pairs of these {SIDES[side]} along the first text (Fig. 1, 2, 5, 8-10, "
-        "18-21, below).",
+        heat_maps(maps, colours, grid, cell=(-(-length // CELLS), 1)),
+        f"Norms of the pairs of these {SIDES[side]} along the first text (Frequency Entropy, Fig. "
+        "1, 2, 5, 8-10, 18-21, below).",
     )
 
 
@@ -332,16 +340,15 @@ def attenuated_perplexity(
         if lines:
             x = "factor α on the chosen pairs"
             panels.append(Panel(f"{n:,} tokens", lines, x, "perplexity", log_if_wide))
-    without_pairs = [rules for rules, n in zip(gates, chosen_pairs, strict=True) if n == 0]
-    idle = dict.fromkeys(map(in_words, without_pairs))
-    notes = [f"No pair has {gate}, so attenuation changes nothing." for gate in idle]
+    idle = {in_words(rules) for rules, n in zip(gates, chosen_pairs, strict=True) if n == 0}
+    notes = [f"No pair has {gate}, so attenuation changes nothing." for gate in sorted(idle)]
     if not panels:
         return Findings([], tables, notes)
     plot = Plot(
         "attenuation",
         draw(panels, Grid(columns=2)),
         "Perplexity by the factor on pairs of extreme entropy; in brackets the number of pairs "
-        "(Sec. 5.2, Fig. 4).",
+        "(Frequency Entropy, Sec. 5.2, Fig. 4).",
     )
     return Findings([plot], tables, notes)
 

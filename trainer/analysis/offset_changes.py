@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -23,6 +22,9 @@ from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.plotting import GREY, Grid, Panel, Plot, draw
 
+COMPARED = [*PLACE, "pairs"]
+"""What equal pairs share: among more pairs of a head, a pair has other channels."""
+
 
 @analysis(
     "offset_changes", "Rotary offset features of two models", models=2, kind="offset_features"
@@ -37,31 +39,34 @@ def offset_changes(before: Target, after: Target) -> Findings:
     def read(target: Target) -> pd.DataFrame:
         features = partial(offset_features, context_length=target.context_length)
         layers = capture(target.model, target.ids[:, :length], features)
-        return pd.concat(layers, ignore_index=True)
+        table = pd.concat(layers, ignore_index=True)
+        return table.assign(pairs=table.groupby(["layer", "head"]).pair.transform("size"))
 
     by_name = {target.name: read(target) for target in (before, after)}
     tables = [
         tidy(summary(features), variant=f"bounds of {name}", model=name)
         for name, features in by_name.items()
     ]
-    was, now = by_name.values()
-    of_both = was[PLACE].merge(now[PLACE])
-    was = of_both.merge(was)
-    now = of_both.merge(now)
     plots: list[Plot] = []
-    shapes = {
-        (len(target.model.layout.layers), target.model.config.num_attention_heads)
-        for target in (before, after)
-    }
-    if len(was) and len(shapes) == 1:
-        common = {before.name: was, after.name: now}
+    notes = []
+    was, now = by_name.values()
+    of_both = was[COMPARED].merge(now[COMPARED])
+    shapes = set()
+    for target in (before, after):
+        config = target.model.config
+        shapes.add((config.num_hidden_layers, config.num_attention_heads, config.head_size))
+    if len(of_both) and len(shapes) == 1:
+        common = {before.name: of_both.merge(was), after.name: of_both.merge(now)}
+        was, now = common.values()
         plots = [changes_by_pair(common), changes_of_pairs(common, after.config.pairs)]
         crossed = now.assign(possible=was.possible, lower_bound=was.lower_bound)
         tables.append(tidy(summary(crossed), variant=f"bounds of {before.name}", model=after.name))
         for name, features in common.items():
             tables.append(pair_rows(features[[*PLACE, "key_radius", "angle"]]).assign(model=name))
+    else:
+        notes.append("No figures: the models differ in their layers, heads or pairs.")
     tables = [table.assign(length=length) for table in tables]
-    return Findings(plots, tables)
+    return Findings(plots, tables, notes)
 
 
 def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
@@ -78,13 +83,13 @@ def changes_by_pair(by_name: Mapping[str, pd.DataFrame]) -> Plot:
         mark_upper_bound(axes, was, f"upper bound of {first}")
         mark_upper_bound(axes, now, f"upper bound of {second}", ":")
 
-    labels = {"x": PAIR_INDEX, "y": "change of the radius"}
-    panel = points_by(table, "x", "change", "layer", prepare=prepare, **labels)
+    y = "change of the radius"
+    panel = points_by(table, "x", "change", "layer", x=PAIR_INDEX, y=y, prepare=prepare)
     return Plot(
         "offset_changes_by_pair",
         draw([panel], Grid(height=2.0), index="layer"),
-        f"From {first} to {second}: change of the radius of every head's mean keys (App. C, "
-        "Fig. 16).",
+        f"From {first} to {second}: change of the radius of every head's mean keys (Rotary Offset "
+        "Features, Fig. 16).",
     )
 
 
@@ -115,11 +120,12 @@ def changes_of_pairs(by_name: Mapping[str, pd.DataFrame], chosen: Sequence[int])
             if table.possible.any():
                 bound = table.lower_bound[table.possible].iloc[0]
                 bounds.append((bound, f"lower bound of {name}"))
-        labels: dict[str, Any] = {"x": "radius of the mean key", "y": "angle φ (rad)"}
-        look: dict[str, Any] = {"prepare": prepare, "horizontal": tuple(bounds)}
-        panels.append(Panel(f"pair {pair}", points=points, **labels, **look))
+        x, y = "radius of the mean key", "angle φ (rad)"
+        lower = tuple(bounds)
+        panels.append(Panel(f"pair {pair}", (), x, y, prepare, horizontal=lower, points=points))
     return Plot(
         "offset_changes_of_pairs",
         draw(panels),
-        "Radius and angle of single pairs in every head of both models (App. C, Fig. 15).",
+        "Radius and angle of single pairs in every head of both models (Rotary Offset Features, "
+        "Fig. 15).",
     )

@@ -2,7 +2,6 @@
 long texts (RoPE-ID Sec. 3.2, App. A.2; Fig. 5, 6 and 9)."""
 
 from functools import partial
-from itertools import product
 
 import numpy as np
 import torch
@@ -64,9 +63,9 @@ def analyze_sinks(target: Target) -> Findings:
     axes = ("layer", "head", "length")
     places = {"length": edges[1:]}
     tables = []
-    for name, variant in product(MEASURES, looks):
-        values = {name: curves[f"{variant}.{name}"]}
-        tables.append(tidy(values, *axes, places=places, variant=variant))
+    for variant in looks:
+        measured = {name: curves[f"{variant}.{name}"] for name in MEASURES}
+        tables.append(tidy(measured, *axes, places=places, variant=variant))
     norms = {"key_norm": curves["key_norm"]}
     tables.append(tidy(norms, *axes, places=places, variant="plain"))
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
