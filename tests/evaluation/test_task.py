@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import statements
 from trainer.evaluation.perplexity import perplexity
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.task import PromptTask, TaskInputs
+from trainer.evaluation.task import TASKS, PromptTask, Task, TaskInputs, TaskKind
 from trainer.evaluation.tasks import make_tasks
 
 
@@ -186,6 +187,22 @@ def test_tasks_without_any_trial_are_refused(corpus, tmp_path):
     config = EvaluationConfig(tasks=["many_shot"], many_shot=ManyShotSettings(str(problems)))
     with pytest.raises(UserError, match=r"^evaluation\.tasks: none has a trial$"):
         make_tasks(text, config, [64], 32)
+
+
+def test_results_of_one_name_are_not_put_together(corpus, monkeypatch):
+    """Such as those of a benchmark's questions here and in lm-eval."""
+    text = HeldOut(corpus, corpus.test, (corpus.end_of_text,), None)
+
+    def losses(inputs):
+        trials = pd.DataFrame(index=range(2))
+        return [Task({"perplexity": "Mine"}, length, "", trials, None) for length in inputs.lengths]
+
+    monkeypatch.setitem(TASKS, "mine", TaskKind(losses, None))
+    config = EvaluationConfig(tasks=["perplexity", "mine"], windows=2)
+    with pytest.raises(UserError, match="two tasks have results of the name 'perplexity'"):
+        make_tasks(text, config, [32, 64], 32)
+    for name in config.tasks:
+        assert len(make_tasks(text, replace(config, tasks=[name]), [32, 64], 32)[0]) == 2
 
 
 def test_a_prompt_fits_its_length_together_with_its_answer():

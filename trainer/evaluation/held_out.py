@@ -113,8 +113,7 @@ class HeldOut:
 
     @cached_property
     def documents(self) -> list[str]:
-        """Documents of the split, at most :data:`HAYSTACK` tokens of them; a UserError if they have
-        no words."""
+        """At most :data:`HAYSTACK` tokens of the split's documents; a UserError without words."""
         documents = self.corpus.documents(self.split, HAYSTACK)
         if not any(map(str.strip, documents)):
             raise UserError("text: expected a document that ends in the held-out text, got none")

@@ -83,7 +83,6 @@ def many_shot_tasks(
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
     problems = read_problems(settings.file)
     tokenizer = encoder.tokenizer
-    bos = encoder.bos
     texts = [example for _, example, _ in problems]
     encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     examples = [encoding.ids for encoding in encodings]
@@ -99,7 +98,7 @@ def many_shot_tasks(
         for problem in Random(seed).sample(range(len(problems)), count):
             text, _, answer = problems[problem]
             question = tokenizer.encode(text, add_special_tokens=False).ids
-            room = length - len(bos) - len(question) - settings.new_tokens
+            room = length - len(encoder.bos) - len(question) - settings.new_tokens
             needle: list[int] = []
             depths: tuple[float | None, ...] = (None,)
             if has_needle:
@@ -112,7 +111,7 @@ def many_shot_tasks(
             for depth in depths:
                 place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
                 shown = chain(*others[:place], needle, *others[place:])
-                tokens = (*bos, *shown, *question)
+                tokens = (*encoder.bos, *shown, *question)
                 prompt = Prompt(tokens, (answer,), settings.new_tokens, depth)
                 if depth is not None:
                     prompt = replace(prompt, group=problem, label=f"{depth:.0%}")

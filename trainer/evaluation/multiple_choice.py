@@ -77,9 +77,8 @@ def multiple_choice_tasks(inputs: TaskInputs) -> list[Task]:
     directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")
     tasks = []
     for name in settings.tasks:
-        questions = read_questions(
-            directory / f"{name}.jsonl.gz", inputs.text.encoder, inputs.limit
-        )
+        path = directory / f"{name}.jsonl.gz"
+        questions = read_questions(path, inputs.text.encoder, inputs.limit)
         titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in ("acc", "acc_norm")}
         trials = pd.DataFrame(index=range(len(questions)))
         for length in inputs.lengths:

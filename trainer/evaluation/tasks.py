@@ -1,6 +1,7 @@
 """Tasks that a configuration names; importing this module registers those of the program."""
 
 import sys
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -66,8 +67,8 @@ def make_tasks(
     """Return each task at every length, and sentences about tasks that are impossible or smaller.
 
     Raises:
-        UserError: no task is possible, a length does not fit a task, or the text is shorter than
-            the longest length.
+        UserError: no task is possible, a length does not fit a task, the text is shorter than the
+            longest length, or two tasks have results of one name.
     """
     inputs = TaskInputs(text, lengths, training_length, config.limit or sys.maxsize)
     tasks: list[Task] = []
@@ -80,4 +81,8 @@ def make_tasks(
     if not any(len(task.trials) for task in tasks):
         reasons = " ".join(inputs.notes) or "none has a trial"
         raise UserError(f"evaluation.tasks: {reasons}")
+    results = Counter((key, task.length) for task in tasks for key in task.titles)
+    (key, _), count = results.most_common(1)[0]
+    if count > 1:
+        raise UserError(f"evaluation.tasks: two tasks have results of the name {key!r}")
     return tasks, inputs.notes
