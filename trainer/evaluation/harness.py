@@ -141,13 +141,13 @@ def harness_task(
     """
     of_tasks = [metrics_of(task) for task in tasks.values()]
     common = set.intersection(*map(set, of_tasks))
-    metrics = {source: label for source, label in of_tasks[0].items() if source in common}
+    metrics = {source: metric for source, metric in of_tasks[0].items() if source in common}
     if not metrics:
         raise UserError(f"evaluation.harness.tasks: {name} has no metric of {METRICS}")
     titles = {f"{name}_{metric}": f"{name} ({metric})" for metric in metrics.values()}
     labels: list[str] = []
-    for task, of_task in questions.items():
-        label = task if len(tasks) > 1 else ""
+    for subtask, of_task in questions.items():
+        label = subtask if len(tasks) > 1 else ""
         labels += [label] * len(of_task)
 
     def read(model: LanguageModel, batch_tokens: int) -> list[Value]:
@@ -158,7 +158,7 @@ def harness_task(
         results = evaluate(
             HarnessModel(model, encoder, longest, batch_tokens),
             dict(tasks),
-            samples={task: [*range(len(of_task))] for task, of_task in questions.items()},
+            samples={subtask: [*range(len(rows))] for subtask, rows in questions.items()},
             bootstrap_iters=0,
         )
         values: list[Value] = []
@@ -166,9 +166,9 @@ def harness_task(
         for subtask, of_task in questions.items():
             for row in results["samples"][subtask]:
                 number = begin + row["doc_id"]
-                for (metric, filter_name), label in metrics.items():
-                    if metric in row and filter_name == row["filter"]:
-                        values.append((number, f"{name}_{label}", float(row[metric])))
+                for (source, of_answers), metric in metrics.items():
+                    if source in row and of_answers == row["filter"]:
+                        values.append((number, f"{name}_{metric}", float(row[source])))
             begin += len(of_task)
         return values
 
