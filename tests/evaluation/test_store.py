@@ -141,9 +141,9 @@ def test_a_task_of_prompts_depends_on_every_field_of_them():
 
 
 def test_values_are_kept_by_key(tmp_path, monkeypatch):
-    store = Store(tmp_path)
+    store = Store(tmp_path, ranks=2)
     # Another process adds a value while this one waits.
-    other = Store(tmp_path, rank=1)
+    other = Store(tmp_path, rank=1, ranks=2)
     monkeypatch.setattr(
         "trainer.evaluation.store.time.sleep", lambda _: other.add("a", {"x": (1, 2.5)})
     )
@@ -151,6 +151,9 @@ def test_values_are_kept_by_key(tmp_path, monkeypatch):
     store.add("a", float("inf"))
     assert store.values("a") == [float("inf"), {"x": [1, 2.5]}]
     assert store.values("b") == []
+    # Nobody else could add what one process lacks.
+    with pytest.raises(RuntimeError, match="b: incomplete"):
+        Store(tmp_path).wait("b")
 
 
 @pytest.mark.parametrize("position", range(0, 90, 3))

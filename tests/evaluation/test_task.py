@@ -23,7 +23,7 @@ from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import statements
 from trainer.evaluation.perplexity import perplexity
 from trainer.evaluation.scoring import Prompt
-from trainer.evaluation.task import TASKS, PromptTask, Task, TaskInputs, TaskKind
+from trainer.evaluation.task import TASKS, PromptTask, Task, TaskInputs, TaskKind, evenly_spaced
 from trainer.evaluation.tasks import make_tasks
 
 
@@ -187,6 +187,14 @@ def test_tasks_without_any_trial_are_refused(corpus, tmp_path):
     config = EvaluationConfig(tasks=["many_shot"], many_shot=ManyShotSettings(str(problems)))
     with pytest.raises(UserError, match=r"^evaluation\.tasks: none has a trial$"):
         make_tasks(text, config, [64], 32)
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "numbers"),
+    [(6, 4, [0, 2, 3, 5]), (3, 9, [0, 1, 2]), (5, 1, [0]), (0, 3, [])],
+)
+def test_a_limit_takes_trials_from_the_first_to_the_last(total, count, numbers):
+    assert evenly_spaced(total, count) == numbers
 
 
 def test_results_of_one_name_are_not_put_together(corpus, monkeypatch):

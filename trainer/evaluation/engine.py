@@ -134,13 +134,12 @@ def _make_layouts(
     model: SavedModel, fit: Fit, load: Callable[[], LanguageModel], setup: Setup
 ) -> None:
     """Store the layouts of a fit unless they are; ``load`` reads the model, if text is needed."""
-    if not setup.store.values(fit.key):
-        factors = [length / model.training_length for length in fit.lengths]
-        layouts, notes = layouts_for(
-            fit.method, model.layout, factors, setup.config, load, setup.text
-        )
-        values = {"layouts": adapter(list[Layout]).dump_python(layouts), "notes": notes}
-        setup.store.add(fit.key, values)
+    if setup.store.values(fit.key):
+        return
+    factors = [length / model.training_length for length in fit.lengths]
+    layouts, notes = layouts_for(fit.method, model.layout, factors, setup.config, load, setup.text)
+    values = {"layouts": adapter(list[Layout]).dump_python(layouts), "notes": notes}
+    setup.store.add(fit.key, values)
 
 
 def _cells(

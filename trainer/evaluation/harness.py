@@ -172,10 +172,5 @@ def harness_task(
             begin += len(of_task)
         return values
 
-    return Task(
-        titles,
-        length,
-        key,
-        pd.DataFrame({"label": labels}),
-        lambda model, batch_tokens: [partial(read, model, batch_tokens)],
-    )
+    trials = pd.DataFrame({"label": labels})
+    return Task(titles, length, key, trials, lambda *args: [partial(read, *args)])

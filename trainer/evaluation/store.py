@@ -116,11 +116,16 @@ class Store:
         """Return the values of a key as soon as they are complete, by default any.
 
         There is no time limit: if another process ends, all of them do (`trainer.common.watch`).
+
+        Raises:
+            RuntimeError: no other process could complete them.
         """
         for attempt in count():
             values = self.values(key)
             if is_complete(values):
                 break
+            if self.ranks == 1:
+                raise RuntimeError(f"{self.directory / key}: incomplete, and nobody measures more")
             if attempt == NOTICEABLE:
                 log.warning("Waiting for another process to measure %s", self.directory / key)
             time.sleep(POLL)
