@@ -23,6 +23,7 @@ from trainer.checkpoint import (
     STATE,
     Writer,
     check_sound,
+    files_of,
     find_checkpoint,
     newest_checkpoint,
     optimizer_tensors,
@@ -120,6 +121,22 @@ def test_a_run_resumes_bitwise(saved):
     assert_equal(model, optimizer, resumed, other)
     train(model, optimizer)
     train(resumed, other)
+    assert_equal(model, optimizer, resumed, other)
+
+
+def test_a_rank_fills_files_one_after_the_other(saved, monkeypatch):
+    """A tensor that is larger than a file has one of its own."""
+    model, optimizer, directory = saved
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 100)
+    sizes = {"a": 15, "b": 10, "c": 20, "d": 50, "e": 1, "f": 1}
+    tensors = {name: torch.zeros(size) for name, size in sizes.items()}
+    assert files_of(tensors) == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4, "f": 4}
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 10_000)
+    write(directory, model, optimizer, "step-000004", 4)
+    assert len([*(directory / "step-000004").glob("*.safetensors")]) > 3
+    resumed = decoder(seed=1)
+    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    restore(resumed, other, directory / "step-000004")
     assert_equal(model, optimizer, resumed, other)
 
 
