@@ -23,7 +23,7 @@ from trainer.data.dataset import (
     as_batch,
 )
 from trainer.data.order import assigned
-from trainer.model.backends import bounds_of
+from trainer.model.backends import BACKENDS, Mask, prepared
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,10 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     and filled up with empty documents."""
     targets = np.array(tokens, dtype=np.int64).reshape(2, 6).repeat(40 if many else 1, axis=0)
     batch = as_batch(targets, 0, 0, np.ones(targets.shape, dtype=np.float32), document_mask=True)
-    expected = bounds_of(batch["documents"]).tolist()
+    documents = batch["documents"]
+    mask = Mask(documents=documents)
+    mask = prepared(BACKENDS["flash"].attend, mask, documents.shape, 0, documents.device)
+    expected = mask.bounds.tolist()
     bounds = batch["bounds"].tolist()
     assert bounds[: len(expected)] == expected
     assert set(bounds[len(expected) :]) <= {targets.size}

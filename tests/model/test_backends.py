@@ -207,6 +207,20 @@ def test_flash(fake_flash, mask):
     assert fake_flash == ["dense" if mask.documents is None else "packed"]
 
 
+@torch.no_grad()
+def test_flash_of_documents_in_chunks(fake_flash, tiny_decoder):
+    """The bounds that training gives are those of whole rows."""
+    model, ids = tiny_decoder(), torch.arange(2 * T).view(2, T)
+    mask = Mask(documents=DOCUMENTS)
+    expected = model(ids, mask=mask)
+    for attention in model.attentions:
+        attention.attend = BACKENDS["flash"].attend
+    mask = prepared(BACKENDS["flash"].attend, mask, (2, T), T, ids.device)
+    model.prefill_chunk = 7
+    torch.testing.assert_close(model(ids, mask=mask), expected)
+    assert fake_flash == ["packed"] * 2
+
+
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("new", [5, 1])
 @pytest.mark.parametrize("name", MASKS)
@@ -348,6 +362,33 @@ def test_sdpa_forbids_cudnns_kernel_and_cudnn_leaves_it_to_the_caller(
             BACKENDS[name].attend(q, k, k, Mask())
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
     assert seen == [False, allowed, False]
+
+
+def test_a_compiled_sdpa_forbids_cudnns_kernel_within_its_graph(monkeypatch):
+    """An operator in the place of SDPA sees which kernels are allowed while the graph is made."""
+    allowed = []
+
+    @torch.library.custom_op("tests_of_unrope::attention", mutates_args=())
+    def attention(q: torch.Tensor) -> torch.Tensor:
+        return q.clone()
+
+    @attention.register_fake
+    def _(q):
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: attention(q))
+    q, k, v = inputs()
+    with backends.cudnn_attention(True):
+        for name in ("sdpa", "cudnn"):
+            torch.compiler.reset()
+            allowed.clear()
+            torch.compile(BACKENDS[name].attend, backend="aot_eager", fullgraph=True)(
+                q, k, v, Mask()
+            )
+            assert set(allowed) == {name == "cudnn"}
+            assert torch.backends.cuda.cudnn_sdp_enabled()
+    torch.compiler.reset()
 
 
 @torch.no_grad()

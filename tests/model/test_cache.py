@@ -1,13 +1,17 @@
 """A cached continuation is the same as reading everything again."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 
-from trainer.model.backends import Mask
+from trainer.model import backends
+from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
 from trainer.model.generate import read_prompts, read_rows
@@ -194,8 +198,31 @@ def test_chunks_after_a_cache_know_the_whole_length(tiny_decoder):
     torch.testing.assert_close(model(IDS[:, 30:], cache=caches[1]), expected)
 
 
-def test_a_text_read_in_chunks_takes_no_options_that_it_would_ignore(tiny_decoder):
-    model = tiny_decoder().eval()
-    model.prefill_chunk = 7
-    with pytest.raises(TypeError, match="mask"):
-        model(IDS, mask=Mask(documents=IDS))
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", pytest.param("flex", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [1, 7, 39])
+@pytest.mark.parametrize("name", ["rope", "alibi", "windows"])
+def test_documents_read_in_chunks_do_not_see_each_other(
+    tiny_decoder, monkeypatch, name, chunk, backend
+):
+    monkeypatch.setattr(backends, "_compiled", lambda function: getattr(flex_attention, function))
+    model = tiny_decoder(**MODELS[name]).double().eval()
+    for attention in model.attentions:
+        attention.attend = BACKENDS[backend].attend
+    lengths = [[13, 1, 26], [20, 5, 15]]
+    rows = [torch.arange(3).repeat_interleave(torch.tensor(row)) for row in lengths]
+    documents = torch.stack(rows)
+    mask = Mask(documents=documents)
+    expected = torch.empty(2, 40, 50, dtype=torch.float64)
+    for row, ids in enumerate(IDS):
+        alone = [model(part[None])[0] for part in ids.split(lengths[row])]
+        expected[row] = torch.cat(alone)
+    targets = IDS.roll(-1, dims=1)
+    losses = F.cross_entropy(expected.mT, targets, reduction="none")
+    close = partial(torch.testing.assert_close, rtol=0, atol=1e-5)
+    model.prefill_chunk = chunk
+    close(model(IDS, mask=mask), expected)
+    close(model.token_losses(IDS, targets, mask=mask).double(), losses)
+    cache = model.empty_cache(2, 40)
+    model(IDS[:, :17], cache=cache, mask=mask)
+    close(model(IDS[:, 17:], cache=cache, mask=mask, last=9), expected[:, -9:])

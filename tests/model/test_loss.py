@@ -151,14 +151,14 @@ def test_the_gradient_over_the_logits_is_the_one_by_hand(compiled):
     torch.testing.assert_close(logits.double(), gradient, rtol=2**-8, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_products_are_added_in_float32(dtype):
     """Ones to a large number: sums in bfloat16 would stay as they are."""
-    total = torch.full((3, 2), float("nan"))
+    total = torch.zeros(3, 2)
     a, b = torch.ones(3, 5, dtype=dtype), torch.ones(5, 2, dtype=dtype)
-    loss.add_product(total, 1000 * a, b, 0)
+    loss.add_product(total, 1000 * a, b)
     for _ in range(4):
-        loss.add_product(total, a, b, 1)
+        loss.add_product(total, a, b)
     assert (total == 5020).all()
 
 
@@ -175,10 +175,53 @@ def test_the_logits_of_all_tokens_never_exist(monkeypatch):
     assert whole.elements >= 1000 * 500
 
 
-def test_a_second_backward_is_refused():
+@pytest.mark.parametrize(
+    ("keep", "message"), [(False, "backward through the graph a second time"), (True, "inplace")]
+)
+def test_a_second_backward_is_refused(keep, message):
     """Gradients are scaled in place, so a second pass would return wrong ones."""
     hidden, weight, targets, _ = problem(20)
     value = linear_cross_entropy(hidden.requires_grad_(), weight, targets)
-    value.backward(retain_graph=True)
-    with pytest.raises(TypeError):
+    value.backward(retain_graph=keep)
+    with pytest.raises(RuntimeError, match=message):
         value.backward()
+
+
+def test_a_second_derivative_is_refused():
+    """The gradients that forward has computed do not depend on the states any more."""
+    hidden, weight, targets, _ = problem(20)
+    hidden.requires_grad_()
+    value = linear_cross_entropy(hidden, weight, targets)
+    with pytest.raises(RuntimeError, match="second derivative"):
+        torch.autograd.grad(value, hidden, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.long, torch.bool], ids=str
+)
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_weights_have_any_dtype(dtype, states):
+    hidden, weight, targets, weights = problem(20)
+    hidden, weights = hidden.to(states), (4 * weights).round()
+    expected = ours(hidden, weight, targets, weights)
+    for a, b in zip(ours(hidden, weight, targets, weights.to(dtype)), expected, strict=True):
+        if dtype != torch.bool:
+            assert torch.equal(a, b)
+    with_bools = ours(hidden, weight, targets, weights > 2)
+    assert_same(with_bools, plain(hidden, weight, targets, weights > 2), 3e-2)
+
+
+def test_under_autocast_products_have_its_dtype(tiny_decoder):
+    """As those of the logits, whose cross-entropy torch computes in float32."""
+    model = tiny_decoder()
+    ids = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        value = model.loss(ids, ids.roll(-1))
+        expected = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1).flatten())
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert value.item() != pytest.approx(model.loss(ids, ids.roll(-1)).item(), rel=1e-6)
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(value, parameters)
+    for a, b in zip(gradients, torch.autograd.grad(expected, parameters), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02 * b.abs().max().item())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.common.errors import UserError
 from trainer.common.registry import Registry
@@ -27,9 +28,10 @@ MOST_BIASES = 2**28
 MOST_VARIANTS = 64
 """Limit on the variants of FlexAttention that one process compiles."""
 CUDNN_GPUS = (9, 0), (10, 0)
-"""GPUs on which torch's SDPA prefers cuDNN's kernel (``check_prefer_cudnn_attention`` in torch's
-sdp_utils.cpp), with a later version than this one."""
-CUDNN_VERSION = 91500
+CUDNN_VERSION = 91501
+"""GPUs on which torch's SDPA prefers cuDNN's kernel, from this version on, see
+``check_prefer_cudnn_attention`` in torch's sdp_utils.cpp."""
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @contextmanager
@@ -152,27 +154,18 @@ def bias(mask: Mask, queries: range, keys: range, q: Tensor) -> Tensor:
     return slope.masked_fill(~seen, -math.inf).to(dtype)
 
 
-def bounds_of(documents: Tensor) -> Tensor:
-    """Return the starts of the documents ``[B, T]`` within the batch's B T tokens, then B T; int32.
-
-    A document starts where its number changes and at every row. Causes a host sync.
-    """
-    begins = F.pad(documents.diff(dim=1).ne(0), (1, 0), value=True)
-    starts = begins.flatten().nonzero().flatten()
-    return F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
-
-
 @backend()
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Compute :func:`cudnn` without cuDNN's kernel.
+    """Call torch's scaled_dot_product_attention, but never cuDNN's kernel.
 
     torch prefers that kernel on Hopper. It is wrong with some masks and makes a plan for every new
-    length. What compiles this function must forbid it: a graph cannot switch a flag.
+    length.
     """
-    if q.device.type == "cpu" or torch.compiler.is_compiling():
-        return cudnn(q, k, v, mask)
-    with cudnn_attention(False):
-        return cudnn(q, k, v, mask)
+    # Graphs support torch's context alone. Outside them it takes as long as a small kernel.
+    compiling = torch.compiler.is_compiling()
+    without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if compiling else cudnn_attention(False)
+    with without_cudnn:
+        return _sdpa(q, k, v, mask)
 
 
 def _supports_cudnn(use: Use) -> bool:
@@ -185,7 +178,7 @@ def _supports_cudnn(use: Use) -> bool:
     is_plain = use.half and not use.masked and not torch.are_deterministic_algorithms_enabled()
     if use.device != "cuda" or not is_plain or use.length is None or use.length % 128:
         return False
-    is_new = (torch.backends.cudnn.version() or 0) > CUDNN_VERSION
+    is_new = (torch.backends.cudnn.version() or 0) >= CUDNN_VERSION
     fits = use.head_size <= 128 and use.head_size % 8 == 0
     return is_new and fits and torch.cuda.get_device_capability() in CUDNN_GPUS
 
@@ -196,10 +189,15 @@ def _supports_cudnn(use: Use) -> bool:
     suits=lambda use: True,
 )
 def cudnn(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-    """Compute torch's scaled_dot_product_attention, in blocks of queries if it needs a mask.
+    """Call torch's scaled_dot_product_attention: cuDNN's kernel, where torch allows it."""
+    return _sdpa(q, k, v, mask)
 
-    cuDNN's kernel is used where torch allows and prefers it. With a window, each block reads only
-    its window of the keys, so that time and memory are linear in the length.
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Call torch's scaled_dot_product_attention, in blocks of queries if it needs a mask.
+
+    With a window, each block reads only its window of the keys, so that time and memory are linear
+    in the length.
     """
     Tq, Tk = q.shape[2], k.shape[2]
     if Tq == 1:
@@ -277,10 +275,17 @@ def _supports_flash(use: Use) -> bool:
 
 
 def _with_bounds(mask: Mask, shape: tuple[int, int], keys: int, device: torch.device) -> Mask:
-    """Add the starts of the documents, if there are documents."""
-    if mask.documents is None or mask.bounds is not None:
+    """Add the starts of the documents within the batch's B T tokens, then B T, if there are any.
+
+    A document starts where its number changes and at every row. Causes a host sync.
+    """
+    documents = mask.documents
+    if documents is None or mask.bounds is not None:
         return mask
-    return replace(mask, bounds=bounds_of(mask.documents))
+    begins = F.pad(documents.diff(dim=1).ne(0), (1, 0), value=True)
+    starts = begins.flatten().nonzero().flatten()
+    bounds = F.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
+    return replace(mask, bounds=bounds)
 
 
 @backend(

@@ -74,13 +74,6 @@ class ModelConfig:
         """Channels per head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
-    @property
-    def block_weights(self) -> int:
-        """Number of weights in the matrices of all blocks."""
-        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_size
-        block = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return self.num_hidden_layers * block
-
 
 def check_shape(config: ModelConfig) -> None:
     """Check that heads divide the width and key-value heads the heads.

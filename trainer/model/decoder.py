@@ -149,9 +149,9 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Compute normalized states ``[B, T, hidden_size]`` before the head, for ids ``[B, T]``.
 
-        ``mask``: restrictions of all layers; without its ``bounds``, which some backends need for
-        ``documents``, computing them causes a host sync. See :class:`LanguageModel` for the other
-        arguments. Before ``last``, the last block computes only keys and values.
+        ``mask``: restrictions of all layers; its ``documents`` may be longer than what is read so
+        far. Without its ``bounds``, some backends cause a host sync. See :class:`LanguageModel` for
+        the other arguments. Before ``last``, the last block computes only keys and values.
         """
         x = self.embed_tokens(ids)
         if self.compute_dtype is not None:

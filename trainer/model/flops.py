@@ -30,7 +30,9 @@ def forward_flops(
     assert config.vocab_size is not None
     documents = [length] if documents is None else documents
     q_size = config.num_attention_heads * config.head_size
-    weights = config.block_weights + config.hidden_size * config.vocab_size
+    kv_size = config.num_key_value_heads * config.head_size
+    block = 2 * (q_size + kv_size) + 3 * config.intermediate_size
+    weights = config.hidden_size * (config.num_hidden_layers * block + config.vocab_size)
     pairs = sum(visible_pairs(n, layer.window) for layer in layout.layers for n in documents)
     # Each pair costs one product of query and key, and one of probability and value.
     return 2 * weights * length + 4 * q_size * pairs

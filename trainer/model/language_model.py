@@ -163,8 +163,6 @@ class LanguageModel(nn.Module, ABC):
         if self.prefill_chunk is None or ids.shape[1] <= self.prefill_chunk:
             yield self.hidden_states(ids, cache=cache, length=length, last=last, **options)
             return
-        if options:
-            raise TypeError(f"a text read in chunks takes no {', '.join(options)}")
         tokens = ids.shape[1]
         first_wanted = 0 if last is None else max(0, tokens - last)
         cache = self.empty_cache(*ids.shape) if cache is None else cache
@@ -174,6 +172,7 @@ class LanguageModel(nn.Module, ABC):
             end += chunk.shape[1]
             wanted = min(chunk.shape[1], end - first_wanted)
             # The last block needs at least one position, because it stores keys and values.
-            states = self.hidden_states(chunk, cache=cache, length=length, last=max(1, wanted))
+            computed = max(1, wanted)
+            states = self.hidden_states(chunk, cache=cache, length=length, last=computed, **options)
             if wanted > 0:
                 yield states

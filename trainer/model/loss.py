@@ -88,19 +88,16 @@ def replace_by_gradient(logits: Tensor, targets: Tensor, weights: Tensor) -> tup
     return log_z, picked
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
-    """Write ``beta * total + a @ b`` to ``total`` in float32; if ``beta`` is 0, ``total`` may hold
-    anything. On a GPU the product itself adds, without another pass."""
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add ``a @ b`` to ``total``, in float32; on a GPU without another pass, if torch can."""
     if total.dtype == a.dtype:
-        torch.addmm(total, a, b, beta=beta, out=total)
-    elif total.is_cuda and _adds_in_float32(total.device):
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-    elif total.is_cuda and beta == 0:
-        total.copy_(a @ b)
+        torch.addmm(total, a, b, out=total)
+    elif total.is_cuda and a.element_size() == 2 and _adds_in_float32(total.device):
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     elif total.is_cuda:
-        total.copy_(total * beta + a @ b)
+        total += a @ b
     else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)
 
 
 @cache
@@ -126,30 +123,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         head = weight.to(hidden.dtype)
         size = equal_chunk_size(len(hidden), chunk_size(len(weight), hidden.device))
         grad_hidden = torch.empty_like(hidden)
-        allocate = torch.empty_like if len(hidden) else torch.zeros_like
-        grad_weight = allocate(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         log_z, picked = torch.empty_like(weights), torch.empty_like(weights)
         for start in range(0, len(hidden), size):
             part = slice(start, start + size)
             logits = F.linear(hidden[part], head)
             log_z[part], picked[part] = replace_by_gradient(logits, targets[part], weights[part])
             torch.mm(logits, head, out=grad_hidden[part])
-            add_product(grad_weight, logits.T, hidden[part], beta=float(start > 0))
+            add_product(grad_weight, logits.T, hidden[part])
             del logits  # free them before the next chunk
-        ctx.gradients = grad_hidden, grad_weight
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         return (weights * (log_z - picked)).sum()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = grad_outputs
-        grad_hidden, grad_weight = ctx.gradients
-        ctx.gradients = None  # scaled in place: a second backward is impossible
-        # Scale and convert in one pass if the dtypes differ.
-        same = ctx.weight_dtype == grad_weight.dtype
-        scaled = grad_weight if same else torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
-        torch.mul(grad_weight, scale, out=scaled)
-        return grad_hidden.mul_(scale), scaled, None, None
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_cross_entropy has no second derivative: use the logits")
+        grad_hidden, grad_weight = ctx.saved_tensors
+        # In place: torch refuses a second backward.
+        grad_weight = grad_weight.mul_(scale).to(ctx.weight_dtype)
+        return grad_hidden.mul_(scale), grad_weight, None, None
 
 
 def linear_cross_entropy(
@@ -158,15 +152,19 @@ def linear_cross_entropy(
     """Return the weighted mean cross-entropy of ``softmax(hidden @ weight.T)`` in nats per token.
 
     Args:
-        hidden: ``[..., d]``; products are in its dtype, sums and logarithms in float32.
+        hidden: ``[..., d]``; products are in its dtype or autocast's, sums in float32.
         weight: ``[vocab, d]``, the head.
         targets: ``[...]`` token ids.
-        weights: ``[...]`` non-negative weights of the tokens, default 1; 0 excludes a token.
+        weights: ``[...]`` constants >= 0, weights of the tokens, default 1; 0 excludes a token.
 
     Returns:
         A float32 scalar: sum(w * loss) / sum(w), or 0 if all weights are 0.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    w = torch.ones_like(targets, dtype=torch.float32) if weights is None else weights.flatten()
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        hidden = hidden.to(torch.get_autocast_dtype(device))
+    weights = torch.ones_like(targets) if weights is None else weights.flatten()
+    w = weights.float()
     w = w / w.sum().clamp(min=torch.finfo(w.dtype).tiny)
     return _LinearCrossEntropy.apply(hidden, weight, targets, w)

@@ -136,6 +136,8 @@ def masks_of(
     """
     rows, heads = shape
     keys = columns.positions.shape[-1]
+    if mask.documents is not None and mask.documents.shape[1] > keys:
+        mask = replace(mask, documents=mask.documents[:, :keys], bounds=None)
     device = columns.positions.device
     distinct: dict[tuple[Attend, int | None, tuple[bool, ...], int], Mask] = {}
     masks = []
