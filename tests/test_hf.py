@@ -54,6 +54,7 @@ KINDS = [
     "granite",
 ]
 IDS = torch.arange(1, 33)[None]
+ARGUMENTS = SimpleNamespace(output_dir="unused")
 SWAPPED = IDS.clone()
 SWAPPED[:, [3, 9]] = SWAPPED[:, [9, 3]]
 
@@ -394,7 +395,7 @@ def test_only_checkpoints_behind_the_drop_are_the_best() -> None:
     best = {"best_metric": 1.0, "best_model_checkpoint": "a", "best_global_step": 1}
     state = TrainerState(global_step=2, max_steps=4, **best)
     drop, optimizer = DropPositions(2), torch.optim.SGD([torch.zeros(1)])
-    drop.on_train_begin(None, state, None, model=tiny("llama"))
+    drop.on_train_begin(ARGUMENTS, state, None, model=tiny("llama"))
     drop.on_step_begin(None, state, None, model=tiny("llama"), optimizer=optimizer)
     assert [getattr(state, name) for name in best] == [None] * 3
 
@@ -402,7 +403,7 @@ def test_only_checkpoints_behind_the_drop_are_the_best() -> None:
 def test_a_model_without_rotation_is_refused_before_the_first_update() -> None:
     with pytest.raises(ValueError, match="no rotary frequencies"):
         DropPositions(0.5).on_train_begin(
-            None, TrainerState(max_steps=4), None, model=nn.Linear(1, 1)
+            ARGUMENTS, TrainerState(max_steps=4), None, model=nn.Linear(1, 1)
         )
 
 
@@ -430,10 +431,10 @@ def test_what_is_no_number_of_updates_or_no_policy_is_refused(at: object, change
 @pytest.mark.parametrize(("at", "step"), [(0, 0), (1, 1), (7, 7), (0.5, 5), (0.04, 0), (0.96, 10)])
 def test_a_share_is_one_of_all_updates(at: float, step: int) -> None:
     drop = DropPositions(at)
-    drop.on_train_begin(None, TrainerState(max_steps=10), None, model=tiny("llama"))
+    drop.on_train_begin(ARGUMENTS, TrainerState(max_steps=10), None, model=tiny("llama"))
     assert drop.step == step
     rewarmed = DropPositions(2, rewarm=at)
-    rewarmed.on_train_begin(None, TrainerState(max_steps=10), None, model=tiny("llama"))
+    rewarmed.on_train_begin(ARGUMENTS, TrainerState(max_steps=10), None, model=tiny("llama"))
     assert rewarmed.rewarm_steps == step
 
 
@@ -450,7 +451,7 @@ def test_a_rate_is_lowered_in_single_updates_and_its_schedule_multiplies_the_who
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
     schedule = torch.optim.lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.5)
     drop, model, used = DropPositions(2, rewarm=3), tiny("llama"), []
-    drop.on_train_begin(None, state, None, model=model)
+    drop.on_train_begin(ARGUMENTS, state, None, model=model)
     for step in range(6):
         state.global_step = step
         drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
@@ -469,7 +470,7 @@ def test_a_rate_is_lowered_in_single_updates_and_its_schedule_multiplies_the_who
 def test_a_schedule_that_an_engine_steps_is_not_put_back() -> None:
     state, optimizer = TrainerState(max_steps=6), torch.optim.SGD([torch.zeros(1)], lr=0.5)
     drop, model = DropPositions(0, rewarm=4), tiny("llama")
-    drop.on_train_begin(None, state, None, model=model)
+    drop.on_train_begin(ARGUMENTS, state, None, model=model)
     drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
     optimizer.param_groups[0]["lr"] = 0.25
     drop.on_optimizer_step(None, state, None, model=model, optimizer=optimizer)
@@ -488,7 +489,7 @@ def test_moments_and_counts_are_forgotten_or_kept(policy: str) -> None:
         TrainerState(max_steps=2),
         tiny("llama"),
     )
-    drop.on_train_begin(None, state, None, model=model)
+    drop.on_train_begin(ARGUMENTS, state, None, model=model)
     drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
     assert bool(optimizer.state) == ("step" in optimizer.param_groups[0]) == (policy == "keep")
 
@@ -497,11 +498,14 @@ def test_moments_and_counts_are_forgotten_or_kept(policy: str) -> None:
 def test_a_trainer_that_copies_weights_into_a_model_that_rotates_is_refused(
     option: str, tmp_path: Path
 ) -> None:
-    args = SimpleNamespace(**{option: True})
+    args = SimpleNamespace(**vars(ARGUMENTS), **{option: True})
     state, model = TrainerState(max_steps=2), tiny("llama")
     with pytest.raises(ValueError, match=option):
         DropPositions(0).on_train_begin(args, state, None, model=model)
-    drop_rotation(model).save_pretrained(tmp_path)
+    drop_rotation(model)
+    with pytest.raises(ValueError, match=option):  # the other model is loaded from the same place
+        DropPositions(0).on_train_begin(args, state, None, model=model)
+    model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     DropPositions(0).on_train_begin(args, state, None, model=loaded)
 
@@ -510,7 +514,7 @@ def test_a_model_loaded_without_rotation_is_not_trained_with_it(tmp_path: Path) 
     drop_rotation(tiny("llama")).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match="loaded without rotation"):
-        DropPositions(1).on_train_begin(None, TrainerState(max_steps=2), None, model=model)
+        DropPositions(1).on_train_begin(ARGUMENTS, TrainerState(max_steps=2), None, model=model)
 
 
 @pytest.mark.slow

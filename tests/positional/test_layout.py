@@ -11,6 +11,7 @@ from trainer.positional.encodings import by_name
 from trainer.positional.intervention import Intervention
 from trainer.positional.layout import LayerEncoding, Layout
 from trainer.positional.rescaling import (
+    RESCALINGS,
     dynamic,
     longrope,
     ntk_aware,
@@ -60,6 +61,16 @@ TEMPERED = Spectrum(temperature=Temperature(0.3, 2.0, 1.5))
 @given(layouts)
 def test_a_layout_survives_json(layout):
     assert Layout.from_dict(json.loads(json.dumps(layout.to_dict()))) == layout
+
+
+@pytest.mark.parametrize("name", RESCALINGS)
+def test_a_layout_survives_json_after_every_rescaling(name):
+    layout = one_layer(C, by_name("rope", 16, C), by_name("half_rope", 16, C))
+    fixed = layout.rescaled(RESCALINGS[name], 4.0)
+    followed = layout.dynamically_rescaled(RESCALINGS[name])
+    for changed in (fixed, followed, followed.rescaled(yarn, 2.0)):
+        text = json.dumps(changed.to_dict(), allow_nan=False)
+        assert Layout.from_dict(json.loads(text)) == changed
 
 
 def test_neighbouring_heads_with_one_spectrum_are_one_group():

@@ -21,12 +21,14 @@ from trainer.config import ChangeConfig, DropConfig, PhaseConfig, RunConfig, Tra
 from trainer.evaluation.saved_model import distinct
 from trainer.model.config import ModelConfig
 from trainer.positional.config import PositionalConfig
-from trainer.positional.layout import Layout
+from trainer.positional.encodings import by_name
+from trainer.positional.layout import LayerEncoding, Layout
 from trainer.runs import models
 from trainer.runs.directory import plain
 from trainer.runs.models import (
     _files_fingerprint,
     encodings_of,
+    encodings_of_published,
     find_model,
     find_models,
     is_published,
@@ -244,6 +246,33 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
         parse(values)
     assert Path(before).name == "step-000006"
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("Llama, YaRN", ("RoPE", "rope"), ("DroPE", "drope")),
+        ("SmolLM3", ("rope + nope", "rope_nope"), ("rope + nope, dropped", None)),
+        ("Mistral", ("rope", "rope_window"), ("rope, dropped", None)),
+    ],
+)
+def test_published_weights_are_called_by_their_own_encodings(tmp_path, family, before, after):
+    made(family).save_pretrained(tmp_path)
+    tokenizer = Tokenizer(WordLevel({str(i): i for i in range(97)}, unk_token="0"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    values = {"run_dir": "x", "model": {"from_pretrained": str(tmp_path)}}
+    run = parse({**values, "trainer": {"max_steps": 20}, "drop": {"at": 10}})
+    assert [name_and_role(run.config, run.phases, step) for step in (10, 20)] == [before, after]
+    assert parse(plain(run.config)).config == run.config
+
+
+def test_published_weights_whose_heads_differ_have_no_role():
+    heads = (by_name("rope", 8, 32), by_name("rope", 8, 32), by_name("alibi", 8, 32))
+    layout = Layout(32, (LayerEncoding(heads, 16), LayerEncoding(heads[:1] * 3)))
+    positional = encodings_of_published(PositionalConfig(), layout)
+    assert (positional.layers, positional.windows) == (["rope", "rope"], [16, None])
+    assert positional.heads == {"alibi": 1 / 3}
+    assert named(RunConfig(positional=positional))[1] is None
 
 
 # Names

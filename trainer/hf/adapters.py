@@ -66,7 +66,7 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
     None: ``model`` has no adapter, or its base was loaded without rotation.
     """
     parts = find_parts(model)
-    if not adapters_in(model) or (parts.is_dropped() and not parts.can_be_restored()):
+    if not adapters_in(model) or parts.is_loaded_dropped():
         return None
     if dist.is_initialized() and dist.get_rank() > 0:
         return directory.resolve()
@@ -89,8 +89,7 @@ def write_dropped_base(model: nn.Module, directory: Path) -> Path | None:
             if file.name not in NOT_OF_THE_BASE:  # no link: others may write over it in place
                 write_atomically(directory / file.name, file.read_bytes())
     config = type(parts.top.config).from_pretrained(source)
-    text = config.get_text_config(decoder=True)
-    text.rope_parameters = rope_parameters_written(parts)
+    config.get_text_config(decoder=True).rope_parameters = rope_parameters_written(parts)
     config.save_pretrained(directory)
     return directory.resolve()
 
@@ -112,9 +111,8 @@ def _directory_of(name: str, revision: str | None) -> Path | None:
     return directory if has_weights else None
 
 
-def _without_adapters(model: nn.Module) -> Any:
+def _without_adapters(model: Any) -> Any:
     """Return a copy of the model that an adapter was put on."""
-    adapter: Any
     for adapter in model.modules():
         if hasattr(adapter, "peft_config") and hasattr(adapter, "unload"):
             return deepcopy(adapter).unload()

@@ -14,6 +14,7 @@ from trainer.hf.rotation import (
     adapters_in,
     check_droppable,
     drop_rotation,
+    find_parts,
     is_dropped,
     name_base,
     restore_rotation,
@@ -73,10 +74,8 @@ class DropPositions(TrainerCallback):
         model = kwargs["model"]
         self.step = _updates(self.at, state.max_steps)
         self.rewarm_steps = _updates(self.rewarm, state.max_steps)
-        self.dropped_at = None
-        for row in state.log_history:
-            if DROPPED in row:
-                self.dropped_at = int(row[DROPPED])
+        drops = [int(row[DROPPED]) for row in state.log_history if DROPPED in row]
+        self.dropped_at = drops[-1] if drops else None
         if self.dropped_at is None and self.step >= state.max_steps:
             logger.warning("Training ends at update %d, before the drop", state.max_steps)
 
@@ -84,9 +83,7 @@ class DropPositions(TrainerCallback):
             restore_rotation(model)
         check_droppable(model)
         _check_references(args, model)
-        self._base = None
-        if adapters_in(model):
-            self._base = write_dropped_base(model, Path(str(args.output_dir), BASE))
+        self._base = write_dropped_base(model, Path(str(args.output_dir), BASE))
         if self.dropped_at is not None:
             self._drop(model)
 
@@ -139,7 +136,8 @@ def _updates(number: int | float, max_steps: int) -> int:
 def _check_references(args: TrainingArguments, model: nn.Module) -> None:
     """Refuse TRL's trainers that run weights trained without rotation in a model that rotates; warn
     of a reference that loses its rotation."""
-    if is_dropped(model):
+    parts = find_parts(model)
+    if parts.is_loaded_dropped():
         return
     advice = "drop first: trainer.hf.drop_rotation(model).save_pretrained(directory), load that"
     if getattr(args, "sync_ref_model", False):
@@ -148,7 +146,8 @@ def _check_references(args: TrainingArguments, model: nn.Module) -> None:
         raise ValueError(f"use_vllm: the engine rotates, its new weights do not; {advice}")
     has_reference = hasattr(args, "sync_ref_model") and getattr(args, "beta", 0.0) != 0.0
     is_precomputed = getattr(args, "precompute_ref_log_probs", False)
-    if adapters_in(model) and has_reference and not is_precomputed:
+    loses_rotation = bool(adapters_in(model)) and not parts.is_dropped()
+    if loses_rotation and has_reference and not is_precomputed:
         logger.warning(
             "The reference is the model with its adapter off, so it loses its rotation, too. "
             "precompute_ref_log_probs=True keeps one that rotates; or %s",

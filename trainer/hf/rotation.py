@@ -76,23 +76,23 @@ def restore_rotation(model: Model) -> Model:
         ValueError: the model was loaded without rotation.
     """
     parts = find_parts(model)
-    if parts.is_dropped():
-        if not parts.can_be_restored():
-            name = type(parts.top).__name__
-            raise ValueError(
-                f"{name} was loaded without rotation: there is none to restore, or to drop later "
-                "(DropPositions(at=0) trains it as it is)"
-            )
-        original = parts.rotary[0].config
-        for config in parts.text_configs():
-            config.rope_parameters = deepcopy(original.rope_parameters)
-            vars(config).pop(ORIGINAL_LENGTH, None)  # PhiMoE's sets it when it is validated
-            if ORIGINAL_LENGTH in vars(original):
-                setattr(config, ORIGINAL_LENGTH, getattr(original, ORIGINAL_LENGTH))
-        for module in parts.rotary:
-            module.config = parts.decoder.config
-            module.__class__ = type(module).__bases__[1]
-        name_base(model, original.name_or_path)
+    if parts.is_loaded_dropped():
+        raise ValueError(
+            f"{type(parts.top).__name__} was loaded without rotation: there is none to restore, or "
+            "to drop later (DropPositions(at=0) trains it as it is)"
+        )
+    if not parts.is_dropped():
+        return model
+    original = parts.rotary[0].config
+    for config in parts.text_configs():
+        config.rope_parameters = deepcopy(original.rope_parameters)
+        vars(config).pop(ORIGINAL_LENGTH, None)  # PhiMoE's sets it when it is validated
+        if ORIGINAL_LENGTH in vars(original):
+            setattr(config, ORIGINAL_LENGTH, getattr(original, ORIGINAL_LENGTH))
+    for module in parts.rotary:
+        module.config = parts.decoder.config
+        module.__class__ = type(module).__bases__[1]
+    name_base(model, original.name_or_path)
     return model
 
 
@@ -114,9 +114,7 @@ def is_dropped(model: nn.Module) -> bool:
 
 def check_droppable(model: nn.Module) -> None:
     """Raise what :func:`drop_rotation` would raise; change nothing."""
-    parts = find_parts(model)
-    if not parts.is_dropped():
-        _written_configs(parts)
+    rope_parameters_written(find_parts(model))
 
 
 def without_rotation(angles: Any) -> Any:
@@ -164,6 +162,10 @@ class Parts:
         """Whether the rotary modules return no rotation."""
         return self.can_be_restored() or _describes_no_rotation(self.decoder.config)
 
+    def is_loaded_dropped(self) -> bool:
+        """Whether the model was dropped before it was loaded."""
+        return self.is_dropped() and not self.can_be_restored()
+
     def loaded_from(self) -> str:
         """Return the name of the model with rotation, or as it was loaded; empty if it has none."""
         if self.can_be_restored():
@@ -184,15 +186,11 @@ class Parts:
 
     def text_configs(self) -> list[Any]:
         """Return the configurations that have the text decoder's rotary parameters."""
-        configs = {id(self.decoder.config): self.decoder.config}
         inner = set(self.decoder.modules())
-        for module, config in self.configs():
-            if module in inner and getattr(config, "rope_parameters", None):
-                configs[id(config)] = config
-        text = self.top.config.get_text_config(decoder=True)
-        if getattr(text, "rope_parameters", None):
-            configs[id(text)] = text
-        return list(configs.values())
+        configs = [config for module, config in self.configs() if module in inner]
+        configs.append(self.top.config.get_text_config(decoder=True))
+        distinct = {id(config): config for config in configs}.values()
+        return [config for config in distinct if getattr(config, "rope_parameters", None)]
 
 
 def find_parts(model: nn.Module) -> Parts:
@@ -219,9 +217,7 @@ def find_parts(model: nn.Module) -> Parts:
     if len(models) > 1:
         models = [parts for parts in models if _is_trained(parts.top)]
     if len(models) != 1:
-        raise ValueError(
-            f"{name} holds several models of transformers: expected one that is trained"
-        )
+        raise ValueError(f"{name} holds several models: expected one that is trained")
     return models[0]
 
 

@@ -61,10 +61,9 @@ def spectrum_of(
     UserError if one of them is wrong, or the encoding has a temperature of its own."""
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
+    ENCODINGS.find(kind, "positional")
     try:
         spectrum = by_name(kind, head_dim, training_length, **parameters)
-    except UserError:  # there is no such encoding
-        raise
     except (TypeError, ValueError) as error:
         raise UserError(f"positional.encodings.{name}: {error}") from error
     values = asdict(config.temperature)

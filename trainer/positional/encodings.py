@@ -68,10 +68,7 @@ def rotated_pairs(head_dim: int, fraction: float) -> int:
         raise ValueError(f"expected a rotary_fraction from 0 to 1, got {fraction:g}")
     rotary_dim = round(head_dim * fraction, 6)  # 100 * 0.14 is 14.000000000000002
     if rotary_dim % 2:
-        raise ValueError(
-            f"rotary_fraction {fraction} of head_dim {head_dim} is {rotary_dim:g} channels; "
-            "expected an even number."
-        )
+        raise ValueError(f"expected an even number of rotating channels, got {rotary_dim:g}")
     return int(rotary_dim) // 2
 
 
@@ -85,10 +82,7 @@ def geometric(base: float, pairs: int) -> tuple[float, ...]:
 def between_wavelengths(fastest: float, slowest: float, pairs: int) -> tuple[float, ...]:
     """Return log-spaced frequencies, wavelengths ``fastest`` to ``slowest`` (tokens) included."""
     if not 2 <= fastest < slowest:
-        raise ValueError(
-            "expected a fastest wavelength of at least 2 tokens and below the slowest, got "
-            f"{fastest:g} and {slowest:g}"
-        )
+        raise ValueError(f"expected 2 <= fastest < slowest wavelength, got {fastest}, {slowest}")
     high, low = math.log(2 * math.pi / fastest), math.log(2 * math.pi / slowest)
     return tuple(math.exp(high + (low - high) * m / max(pairs - 1, 1)) for m in range(pairs))
 

@@ -146,13 +146,12 @@ class Layout:
     def chosen(self, layers: LayerChoice) -> list[int]:
         """Return the indices from 0 on of the layers that an extension changes; raise an IndexError
         if a layer does not exist."""
-        if isinstance(layers, list):
-            return _indices(layers, len(self.layers))
-        every = range(len(self.layers))
         if layers == "all":
-            return [*every]
+            return _indices(None, len(self.layers))
+        if layers is not None:
+            return _indices(layers, len(self.layers))
         windows = [layer.window or math.inf for layer in self.layers]
-        return [index for index in every if windows[index] > self.training_length]
+        return [index for index, window in enumerate(windows) if window > self.training_length]
 
     def of_layers(self, layers: LayerChoice) -> Self:
         """Return the layout of these layers alone."""

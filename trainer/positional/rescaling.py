@@ -6,6 +6,7 @@ It returns a :class:`Stretch`, which says how an extension by any factor s = len
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -113,12 +114,9 @@ def ntk_by_parts(
     if not _has_order(inv_freq):
         return _by_share(np.ones(len(inv_freq)))
     indices, step = _indices(inv_freq)
-
-    def index(turns: float) -> float:
-        """Return the fractional index at which a pair turns so often within C."""
-        return math.log(max(inv_freq) * training_length / (2 * math.pi * turns)) / step
-
-    low, high = index(beta_fast), index(beta_slow)
+    turns = max(inv_freq) * training_length / (2 * math.pi)
+    low = math.log(turns / beta_fast) / step
+    high = math.log(turns / beta_slow) / step
     if truncate and _geometric_step([f for f in inv_freq if f > 0]) is not None:
         low, high = math.floor(low), math.ceil(high)
     low = max(low, 0)
@@ -136,8 +134,7 @@ def yarn(inv_freq: Frequencies, training_length: int, **ramp: Any) -> Stretch:
     by its square, the paper's temperature. As in transformers, pairs with frequency zero have it
     too (p-RoPE), and channels that do not rotate have none (HalfRoPE).
     """
-    parts = ntk_by_parts(inv_freq, training_length, **ramp)
-    return replace(parts, attention=0.1) if _has_order(inv_freq) else parts
+    return replace(ntk_by_parts(inv_freq, training_length, **ramp), attention=0.1)
 
 
 @rescaling("llama3", "Llama 3")
@@ -187,8 +184,7 @@ def ntk_by_parts_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
 def yarn_turns(inv_freq: Frequencies, training_length: int) -> Stretch:
     """YaRN as published (Peng et al. 2023): :func:`ntk_by_parts_turns` and :func:`yarn`'s attention
     factor. DroPE's Eq. 11 has the frequencies alone."""
-    parts = ntk_by_parts_turns(inv_freq, training_length)
-    return replace(parts, attention=0.1) if any(inv_freq) else parts
+    return replace(ntk_by_parts_turns(inv_freq, training_length), attention=0.1)
 
 
 @rescaling("cope", "CoPE")
@@ -197,7 +193,8 @@ def cope(inv_freq: Frequencies, training_length: int, *, clipped: int = 20) -> S
 
     The paper clips 20 of 64 pairs; see :func:`~trainer.positional.spectrum.cope_shares`.
     """
-    return Stretch(cope_shares(len(inv_freq), clipped), (math.inf,) * len(inv_freq))
+    always = sys.float_info.max  # s to this power is infinite; a stored layout has finite numbers
+    return Stretch(cope_shares(len(inv_freq), clipped), (always,) * len(inv_freq))
 
 
 def long_frequencies(spectrum: Spectrum, training_length: int) -> LongFrequencies:
@@ -223,7 +220,7 @@ def rescaled(
     If long sequences have other frequencies, the method slows those by its own rule for them, and
     they no longer follow the length.
     """
-    if factor == 1:
+    if factor == 1 or not spectrum.rotates:
         return spectrum
     name, options = _named(method)
     stretch = method(spectrum.inv_freq, training_length)

@@ -19,8 +19,8 @@ def cope_shares(pairs: int, clipped: int) -> Frequencies:
     """Return the shares of their frequencies that CoPE's ``pairs`` keep (arXiv 2602.05258).
 
     The ``clipped`` last pairs, the slowest ones, keep (1 + cos t) / 2 with t evenly spaced from 0
-    to pi, so that the slowest does not rotate; the others keep everything. Raises a ValueError if
-    ``clipped`` is negative.
+    to pi, so that the slowest does not rotate, also if it is the only one, which the published code
+    would keep; the others keep everything. Raises a ValueError if ``clipped`` is negative.
     """
     if clipped < 0:
         raise ValueError(f"clipped: expected 0 or more pairs, got {clipped}")
@@ -61,9 +61,8 @@ class Temperature:
     def is_trained(self, training_length: int) -> bool:
         """Whether the factor depends on lengths within the training length too."""
         reference = self.reference or training_length
-        if self.steps:
-            return not self.is_constant and reference <= training_length
-        return not self.is_constant and reference < training_length
+        first = reference if self.steps else reference + 1
+        return not self.is_constant and first <= training_length
 
     def at(self, length: int, training_length: int) -> "Temperature":
         """Return the temperature for a sequence of ``length`` tokens.
@@ -160,6 +159,15 @@ class Spectrum:
     def rotates(self) -> bool:
         """Whether any pair has a nonzero frequency."""
         return any(self.inv_freq)
+
+    @property
+    def encoding(self) -> str:
+        """Name of the encoding; RoPE if the origin is unknown."""
+        if self.origin:
+            return self.origin[0].name
+        if self.rotates:
+            return "rope"
+        return "alibi" if self.alibi else "nope"
 
     @property
     def follows_length(self) -> bool:

@@ -232,15 +232,26 @@ def encodings_of(reference: str) -> PositionalConfig:
     state = read_state(find_checkpoint(reference))
     config = saved_config(state["config"])
     positional = config.positional
-    for phase in phases_of(config):
-        change = phase.drop
-        if change is None or phase.start >= state["step"]:
-            continue
+    done = [phase for phase in phases_of(config) if phase.start < state["step"]]
+    for change in (phase.drop for phase in done if phase.drop is not None):
         if change.windows is not None:
             positional = replace(positional, windows=change.windows)
         if not change.of_what:
             positional = replace(positional, layers=[change.to], heads={})
     return positional
+
+
+def encodings_of_published(positional: PositionalConfig, layout: Layout) -> PositionalConfig:
+    """Return ``positional`` with the encodings of a published layout, by name, and its windows."""
+    layers = layout.layers if len(layout.distinct) > 1 else layout.layers[:1]
+    names = []
+    heads: dict[str, float] = {}
+    for layer in layers:
+        (first, _), *others = layer.groups
+        names.append(first.encoding)
+        heads |= {spectrum.encoding: count / len(layer.spectra) for spectrum, count in others}
+    windows = [layer.window for layer in layers]
+    return replace(positional, layers=names, heads=heads, windows=windows)
 
 
 def _files_fingerprint(path: Path) -> str:

@@ -46,14 +46,13 @@ def parse(values: dict[str, Any]) -> Run:
     weights = None
     if config.model.is_trained:
         # Reading weights needs torch, which a wrong configuration must not wait for.
-        from trainer.runs.models import encodings_of, starting_weights
+        from trainer.runs.models import encodings_of, encodings_of_published, starting_weights
 
         weights = starting_weights(config.model)
-        config = replace(config, model=_trained_shape(config.model, weights))
+        positional = encodings_of_published(config.positional, weights.layout)
         if config.model.from_run is not None:
-            config = replace(config, positional=encodings_of(config.model.from_run))
-        elif not any(spectrum.rotates or spectrum.alibi for spectrum in weights.layout.spectra):
-            config = replace(config, positional=replace(config.positional, layers=["nope"]))
+            positional = encodings_of(config.model.from_run)
+        config = replace(config, model=_trained_shape(config.model, weights), positional=positional)
     check_shape(config.model)
     _check_run(config)
     first = configured_layout(config) if weights is None else weights.layout
