@@ -54,6 +54,36 @@ def test_every_command_that_reproduces_a_row_parses(line, tmp_path, monkeypatch)
         assert run_of(composed).config.name
 
 
+PATHS = [
+    (schema.DataConfig, "prepared"),
+    (schema.DataConfig, "cache_dir"),
+    (schema.RulerSettings, "squad_file"),
+    (schema.RulerSettings, "hotpotqa_file"),
+    (schema.LongBenchSettings, "directory"),
+    (schema.ManyShotSettings, "file"),
+    (schema.MultipleChoiceSettings, "directory"),
+    (schema.AnalysisConfig, "file"),
+    (schema.RunConfig, "run_dir"),
+    (schema.EvaluationRequest, "output"),
+    (schema.AnalysisRequest, "output"),
+    (schema.ExportRequest, "to"),
+    (schema.RecalibrateKeys, "to"),
+]
+
+
+@pytest.mark.parametrize(("group", "key"), PATHS)
+def test_a_path_may_begin_with_the_home_directory(group, key, monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert getattr(validated(group, {key: "~/a"}), key) == "/somewhere/a"
+    assert getattr(validated(group, {key: "a/~"}), key) == "a/~"
+
+
+def test_a_word_may_begin_with_the_home_directory(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    values = compose_words(["run_dir=~/a", "data.cache_dir=~/b"]).values
+    assert (values["run_dir"], values["data"]["cache_dir"]) == ("/somewhere/a", "/somewhere/b")
+
+
 def test_every_key_is_documented_and_there_are_not_many():
     files = [ROOT / "trainer" / name for name in ("", "model", "positional")]
     nodes = [n for file in files for n in ast.parse((file / "config.py").read_text()).body]

@@ -150,10 +150,13 @@ def split_prompts(words: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _as_hydra_reads(word: str) -> str:
-    """Return a word without the plus of a group, and with quotes around a name."""
+    """Return a word without the plus of a group, with the home directory for ``~``, and with quotes
+    around a name."""
     key, _, value = word.partition("=")
     if key in ("+evaluation", "+analysis"):
         return word[1:]
+    if value.startswith("~/"):
+        return f"{key}={Path(value).expanduser()}"
     if key in ("name", "run_dir") and re.fullmatch(r"[\w.+-]+", value):
         return f"{key}='{value}'"
     return word
@@ -460,7 +463,7 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
             values["run_dir"] = f"runs/{values['name']}"
     if keys.text:
         values["data"]["files"] = [keys.text] if isinstance(keys.text, str) else keys.text
-    record = Path(values["run_dir"], RECORD)
+    record = Path(values["run_dir"]).expanduser() / RECORD
     begun = record if record.is_file() and values["overwrite"] is not True else None
     if begun is None and values["data"]["source"] == "files":
         check_files(values["data"]["files"])  # before torch is imported
@@ -538,7 +541,7 @@ def compare(job: Job) -> None:
     shown = tables_of(runs)
     print_tables(shown)
     made = provenance(()) | {"Models": ", ".join(runs)}
-    place = place_of_comparison(Path(job.values["output"]), runs)
+    place = place_of_comparison(Path(job.values["output"]).expanduser(), runs)
     print(f"Report: {write_comparison(shown, place, made)}")
 
 

@@ -4,6 +4,7 @@ Keys that are null are not set. Rules between keys are in :mod:`trainer.runs.par
 """
 
 from dataclasses import field
+from os.path import expanduser
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -28,6 +29,8 @@ MISSING = "???"
 """Value of a key that has to be given, as Hydra writes it."""
 Name = Annotated[str, Field(pattern=r"^\w[\w.+-]*$")]
 """Name of a run, a phase or a control, and of a directory."""
+Place = Annotated[str, AfterValidator(expanduser)]
+"""Path on this machine, which may begin with ``~``."""
 Distinct = Annotated[list[str], AfterValidator(lambda names: [*dict.fromkeys(names)])]
 """Names, each once."""
 Names = Annotated[Distinct, Field(min_length=1)]
@@ -86,7 +89,7 @@ class DataConfig:
     """Share of the text for reported figures."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of a source that a plugin registers."""
-    prepared: str | None = None
+    prepared: Place | None = None
     """Directory that `prepare` wrote, used without its source; null: found below cache_dir."""
     weight: PositiveFloat = 1.0
     """Share of the tokens of a mixture, relative to the weights of its other texts."""
@@ -100,7 +103,7 @@ class DataConfig:
     needles: NeedlesConfig = field(default_factory=NeedlesConfig)
     num_workers: NonNegativeInt = 0
     """Processes that read; 0: none."""
-    cache_dir: str | None = None
+    cache_dir: Place | None = None
     """Where prepared text lies; null: $UNROPE_CACHE or the user's cache directory."""
 
     @property
@@ -420,9 +423,9 @@ class RulerSettings:
     """Tasks of RULER, such as niah_single_1, vt, qa_1; []: all 13."""
     trials: PositiveInt = 500
     """Prompts of a task and length."""
-    squad_file: str | None = None
+    squad_file: Place | None = None
     """SQuAD's dev-v2.0.json, for qa_1; null: leave it out."""
-    hotpotqa_file: str | None = None
+    hotpotqa_file: Place | None = None
     """HotpotQA's hotpot_dev_distractor_v1.json, for qa_2; null: leave it out."""
 
 
@@ -430,7 +433,7 @@ class RulerSettings:
 class LongBenchSettings:
     """Settings of longbench."""
 
-    directory: str | None = None
+    directory: Place | None = None
     """Directory of TASK.jsonl; null: the archive that the hub distributes."""
     tasks: Distinct = field(default_factory=list)
     """Tasks of LongBench, such as hotpotqa; []: the 14 that RoPE-ID averages (App. A.8)."""
@@ -440,7 +443,7 @@ class LongBenchSettings:
 class ManyShotSettings:
     """Settings of many_shot."""
 
-    file: str | None = None
+    file: Place | None = None
     """A .jsonl of MATH (problem, solution, perhaps answer); needed."""
     trials: PositiveInt = 100
     """Problems of a task, length and depth."""
@@ -452,7 +455,7 @@ class ManyShotSettings:
 class MultipleChoiceSettings:
     """Settings of multiple_choice."""
 
-    directory: str | None = None
+    directory: Place | None = None
     """Directory of TASK.jsonl.gz; null: where scripts/fetch_benchmarks.py puts them."""
     tasks: Distinct = field(
         default_factory=lambda: [
@@ -577,7 +580,7 @@ class RunConfig:
 
     name: Name = "run"
     """Name of the run and its directory."""
-    run_dir: str = "runs/run"
+    run_dir: Place = "runs/run"
     """Directory of the run; the same command resumes what is there."""
     seed: NonNegativeInt = 0
     """Seed of the weights and of the order of samples."""
@@ -697,7 +700,7 @@ class AnalysisConfig:
     method: str | None = None
     """Method applied to the model's layout first, named as in evaluation.methods and needing no
     text: pi, yarn, dynamic_ntk_alpha, ...; null: none."""
-    file: str | None = None
+    file: Place | None = None
     """Text to read as a whole in place of held-out text; null: held-out text."""
 
 
@@ -717,7 +720,7 @@ class ModelsRequest:
     checkpoint: str = MISSING
     """A run directory, a checkpoint, a published model's directory, or
     hf:DIRECTORY of a model that transformers is to compute."""
-    output: str | None = None
+    output: Place | None = None
     """Directory of the results; null: evaluation, lengths/NAME or analysis/NAME in the run, or in
     runs/ITS_NAME for a published model."""
     text: Annotated[DataConfig | None, BeforeValidator(_text_of)] = None
@@ -776,7 +779,7 @@ class ExportRequest:
 
     checkpoint: str = MISSING
     """A run directory or a checkpoint."""
-    to: str = MISSING
+    to: Place = MISSING
     """Directory to write, new or empty."""
     context: Length | None = None
     """Tokens that engines may read (``max_position_embeddings``), also beyond the training length
@@ -808,5 +811,5 @@ class RecalibrateKeys:
     text: str | list[str] | None = None
     """Text files, directories or globs to recalibrate on, as data.files; null: another data group,
     such as data=stdlib_docs."""
-    to: str | None = None
+    to: Place | None = None
     """Directory of the export, new or empty; null: export in the run directory."""

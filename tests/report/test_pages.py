@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.report.examples import EXPERIMENT, cell, change, example, report
+from tests.report.examples import EXPERIMENT, METHODS, TRAINED, cell, change, example, report
 from trainer.analysis.results import COLUMNS, Results, tidy
 from trainer.plotting import Grid, Panel, Plot, draw, over_heads
 from trainer.report.pages import write_analysis, write_comparison, write_renderings
@@ -122,6 +122,23 @@ def test_a_run_without_an_evaluation_leaves_no_hole(tmp_path):
     assert "<dd></dd>" not in page
     assert "How the numbers are made" not in page
     assert ">Loss<" not in page  # a column of nothing
+    assert re.findall(r"Figure \d+\.", page) == ["Figure 1."]  # of its training
+
+
+@pytest.mark.parametrize(("models", "rows_of_each", "expected"), [(1, 1, 1), (3, 5, 2)])
+def test_figures_stand_beside_a_long_table_and_each_once(models, rows_of_each, expected, tmp_path):
+    cells = [
+        cell([1.0, 0.0], f"m{model}", method, length=length)
+        for model in range(models)
+        for method in [*METHODS][:rows_of_each]
+        for length in (TRAINED, 2 * TRAINED)
+    ]
+    run = RunSummary("m0", "rope", 1000, 20, 1280, ((10, 7.1), (20, 7.0)))
+    page = page_of(report(*cells, runs=(run,)), tmp_path)
+    numbers = [int(number) for number in re.findall(r"Figure (\d+)\.", page)]
+    assert numbers == [1, 2, 3]
+    beside = page[: page.index('<table id="table-1"')].count("<figure>")
+    assert beside == expected
 
 
 def test_changes_of_phases_and_troubles_are_on_the_page(tmp_path):

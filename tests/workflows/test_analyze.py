@@ -57,6 +57,18 @@ def test_another_checkpoint_or_other_settings_leave_an_analysis_as_it_is(finishe
         analyze.analyze(replace(longer, name="mine"))
 
 
+@pytest.mark.parametrize(("key", "most"), [("pairs", 3), ("prefixes", 40)])
+def test_a_pair_or_a_prefix_that_does_not_exist_is_refused(tiny_decoder, key, most):
+    model = tiny_decoder(layers=["rope"]).eval()
+    assert model.config.head_size == 8  # which has 4 pairs
+    ids = torch.zeros(1, 40, dtype=torch.long)
+    config = AnalysisConfig("synthetic", **{key: [1, most]})
+    analyze.check_choices(Target("tiny", model, ids, config))
+    config = AnalysisConfig("synthetic", **{key: [most + 1, 1]})
+    with pytest.raises(UserError, match=rf"^analysis\.{key}: "):
+        analyze.analyses_of(Target("tiny", model, ids, config))
+
+
 @pytest.mark.parametrize("place", [(2, 0), (0, 4)])
 def test_a_head_that_the_model_has_not_is_refused(tiny_decoder, place):
     config = AnalysisConfig("synthetic", chosen=[(1, 3), place])

@@ -118,7 +118,7 @@ def test_a_report_has_the_numbers_of_its_evaluation(tiny_decoder, monkeypatch, t
     made = evaluate.measure_models("n", models, config, text, tmp_path)
     assert (made.name, made.training_length, made.trained) == ("n", 32, 96)
     assert made.methods == {"none": "as is", "yarn": "YaRN"}
-    assert made.tasks == {"x": "X", "y": "Y", "mean": "Mean over X, Y"}
+    assert made.tasks == {"x": "X", "y": "Y", "mean": "Mean over 2 tasks (X, Y)"}
     assert made.rows.groupby("model").reach.unique().map(list).to_dict() == {"a": [64], "b": [32]}
     assert made.environment["precision"] == "bf16"
     assert made.training_share == 0.25

@@ -76,11 +76,8 @@ class ModelConfig:
 
 
 def check_shape(config: ModelConfig) -> None:
-    """Check that heads divide the width and key-value heads the heads.
-
-    Raises:
-        UserError: they do not.
-    """
+    """Raise a UserError unless heads divide the width, if they have no size of their own, this size
+    is even, and key-value heads divide the heads."""
     heads, kv, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
     if config.head_dim is None and width % heads:
         raise UserError(f"model.num_attention_heads: {heads} do not divide hidden_size {width}")

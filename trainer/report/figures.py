@@ -68,16 +68,18 @@ def _answer(report: Report) -> Iterator[Plot]:
     lines.sort(key=lambda line: line.is_context)
     grey = f" Grey: the other {len(lines) - len(shown)}." if len(lines) > len(shown) else ""
     bands = "" if answer.task == PERPLEXITY else f" {_BANDS}"
+    guesses = panel.horizontal[-1:]  # among the values in the text
+    dotted = "".join(f" Dotted: {name}." for _, name in guesses)
     yield Plot(
         "answer",
         draw(
-            [replace(panel, lines=lines, horizontal=())],
+            [replace(panel, lines=lines, horizontal=guesses)],
             Grid(height=2.1, x=_LENGTHS, narrow=True),
             trained=report.trained,
             label_ends=True,
         ),
         f"{report.tasks[answer.task]} over the length of the sequence.{grey} Dashed: the training "
-        f"length, {report.trained:,} tokens.{bands}",
+        f"length, {report.trained:,} tokens.{dotted}{bands}",
     )
 
 

@@ -83,7 +83,8 @@ def compare(runs: Sequence[str]) -> list[Table]:
 def _results(run: str) -> pd.DataFrame:
     """Return the rows of a run or an evaluation, with titles of tasks and methods, and what text a
     loss is measured on."""
-    for path in (Path(run, TABLE), Path(run, "evaluation", TABLE)):
+    place = Path(run).expanduser()
+    for path in (place / TABLE, place / "evaluation" / TABLE):
         rows = read_csv(path) if path.is_file() else pd.DataFrame()
         if len(rows):
             with expecting("the facts of a report", path.with_name(FACTS)):

@@ -152,17 +152,10 @@ def analyses_of(*targets: Target) -> list[Results]:
     those that apply to them.
 
     Raises:
-        UserError: none applies, it reads another number of models, or the model has no such head as
-            ``analysis.chosen`` names.
+        UserError: none applies, it reads another number of models, or see :func:`check_choices`.
     """
+    check_choices(targets[-1])
     config = targets[-1].config
-    model = targets[-1].model.config
-    layers = model.num_hidden_layers
-    heads = model.num_attention_heads
-    for layer, head in config.chosen:
-        if layer >= layers or head >= heads:
-            text = f"the model has {layers} layers of {heads} heads, got {(layer, head)}"
-            raise UserError(f"analysis.chosen: {text}")
     named = [topic for topic in TOPICS.values() if config.kind in ("all", topic.kind)]
     topics = [topic for topic in named if topic.models <= len(targets)]
     wanted = max((topic.models for topic in topics), default=2)
@@ -171,7 +164,7 @@ def analyses_of(*targets: Target) -> list[Results]:
         raise UserError(f"compare: {text}")
     topics.sort(key=lambda topic: (topic.models, topic.name))
     results = []
-    with Progress("Analysing", max(1, len(topics)), targets[-1].ids.numel()) as progress:
+    with Progress("Analysing", len(topics), targets[-1].ids.numel()) as progress:
         for done, topic in enumerate(topics, 1):
             try:
                 results.append(topic(*targets[-topic.models :], **config.arguments))
@@ -183,6 +176,24 @@ def analyses_of(*targets: Target) -> list[Results]:
     if not results:
         raise NotApplicableError(f"none applies to {targets[-1].name}")
     return results
+
+
+def check_choices(target: Target) -> None:
+    """Raise a UserError if the model has no such head or rotary pair as ``analysis.chosen`` and
+    ``analysis.pairs`` name, or a text is shorter than one of ``analysis.prefixes``."""
+    config = target.config
+    layers = target.model.config.num_hidden_layers
+    heads = target.model.config.num_attention_heads
+    for layer, head in config.chosen:
+        if layer >= layers or head >= heads:
+            text = f"the model has {layers} layers of {heads} heads, got {(layer, head)}"
+            raise UserError(f"analysis.chosen: {text}")
+    pairs = max(len(spectrum.inv_freq) for spectrum in target.model.layout.spectra)
+    if config.pairs and max(config.pairs) >= pairs:
+        raise UserError(f"analysis.pairs: heads have up to {pairs} pairs, got {config.pairs}")
+    if max(config.prefixes, default=0) > target.length:
+        text = f"expected at most {target.length} tokens, as a text has, got {config.prefixes}"
+        raise UserError(f"analysis.prefixes: {text}")
 
 
 PAGE_TOKENS = 4096
@@ -204,7 +215,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
         text = running_text(corpus, corpus.test)
         most = max(2 * C, min(8 * C, PAGE_TOKENS))
     else:
-        written = Path(config.file).expanduser().read_text(encoding="utf-8")
+        written = Path(config.file).read_text(encoding="utf-8")
         ids = saved.tokens.tokenizer.encode(written, add_special_tokens=False).ids
         text = HeldOutText(((1.0, np.array(ids, np.int64)),))
         most = len(ids) + 1

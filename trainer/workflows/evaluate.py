@@ -178,7 +178,8 @@ def measure_models(
     task_titles = {key: title for task in tasks for key, title in task.titles.items()}
     mean_of = averaged(trials)
     if mean_of:
-        task_titles[MEAN] = f"Mean over {', '.join(task_titles[key] for key in mean_of)}"
+        titles = ", ".join(task_titles[key] for key in mean_of)
+        task_titles[MEAN] = f"Mean over {len(mean_of)} tasks ({titles})"
     reach = {model.name: model.layout.longest for model in models}
     rows = rows_of(trials, name, config.needles.seed)
     vocabulary = vocabulary_size(corpus.tokenizer)
