@@ -42,9 +42,6 @@ TRAINING_CORRELATION = 0.005
 divided by p (1 - p). docs/results/README.md measures both over seeds and threads."""
 
 Lengths = Literal["trained", "longest", "far"]
-TRAINED: Lengths = "trained"
-LONGEST: Lengths = "longest"
-FAR: Lengths = "far"
 """The training length, the longest length beyond it, and all from 4 times it on."""
 
 
@@ -88,8 +85,7 @@ class Evidence:
     def windows(self, row: Any) -> list[float]:
         """Return the losses of a row, as :meth:`rows` returns it, by window of text."""
         losses = values_by_text(self.report, PERPLEXITY)[row.model, row.method]
-        windows: list[float] = losses.loc[row.length].dropna().tolist()
-        return windows
+        return [*losses.loc[row.length].dropna()]
 
     def name(self, row: Any) -> str:
         """Return the name of a row in tables."""
@@ -105,9 +101,9 @@ class Evidence:
 
 def at(rows: pd.DataFrame, lengths: Lengths) -> pd.DataFrame:
     """Return the rows at some of the lengths."""
-    if lengths == TRAINED:
+    if lengths == "trained":
         return rows[rows.factor == 1]
-    if lengths == FAR:
+    if lengths == "far":
         return rows[rows.factor >= 4]
     return rows[rows.factor > 1][-1:]
 
@@ -198,7 +194,7 @@ def _score(evidence: Evidence, row: Any) -> str:
 
 def _unlearned(evidence: Evidence, key: str) -> str:
     """Return why a model counts as one that has not learned the task; else empty."""
-    trained = [*at(evidence.rows(key), TRAINED).itertuples()]
+    trained = [*at(evidence.rows(key), "trained").itertuples()]
     if not trained:
         return f"{key} was not measured at its training length."
     if trained[0].low > LEARNED:
@@ -220,7 +216,7 @@ class LossRises:
     def __call__(self, evidence: Evidence) -> Verdict | None:
         """Judge the evidence."""
         rows = evidence.rows(self.a, PERPLEXITY), evidence.rows(self.b, PERPLEXITY)
-        both = pairs(*rows, self.lengths, TRAINED)
+        both = pairs(*rows, self.lengths, "trained")
         if not both:
             return None
         p, q = both[0]
@@ -305,8 +301,8 @@ def is_won_back(evidence: Evidence) -> Verdict | None:
 
 def ends_behind(evidence: Evidence) -> Verdict | None:
     """Judge whether NoPE is behind RoPE in retrieval or in text loss."""
-    retrieval = Retrieves("rope", TRAINED, 1, "nope", TRAINED, learned=())(evidence)
-    losses = LossRises("nope", TRAINED, SAME, "rope")(evidence)
+    retrieval = Retrieves("rope", "trained", 1, "nope", "trained", learned=())(evidence)
+    losses = LossRises("nope", "trained", SAME, "rope")(evidence)
     known = [verdict for verdict in (retrieval, losses) if verdict is not None]
     if not known:
         return None
@@ -316,8 +312,8 @@ def ends_behind(evidence: Evidence) -> Verdict | None:
 
 def keeps_only_loss(evidence: Evidence) -> Verdict | None:
     """Judge whether YaRN keeps its text loss at the longest length and not its retrieval."""
-    retrieval = Retrieves("rope+yarn", TRAINED, 2, "rope+yarn", LONGEST)(evidence)
-    losses = LossStays("rope+yarn", LONGEST, RISEN, "rope+yarn")(evidence)
+    retrieval = Retrieves("rope+yarn", "trained", 2, "rope+yarn", "longest")(evidence)
+    losses = LossStays("rope+yarn", "longest", RISEN, "rope+yarn")(evidence)
     if retrieval is None or losses is None:
         return None
     shown = all_of([retrieval.shown, losses.shown])
@@ -325,8 +321,10 @@ def keeps_only_loss(evidence: Evidence) -> Verdict | None:
 
 
 class Claim(NamedTuple):
-    """A claim, its place in a paper, and its predicate."""
+    """A claim about a model that ``kept`` its encoding or never had one, or whose encoding was
+    ``dropped``; its place in a paper, and its predicate."""
 
+    about: str
     text: str
     source: str
     test: Callable[[Evidence], Verdict | None]
@@ -344,18 +342,16 @@ TESTS: Mapping[str, Callable[..., Any]] = {
 """Predicates by the names in ``claims.yaml``; those with ``fields`` are classes."""
 
 
-def read_claims() -> dict[str, list[Claim]]:
-    """Return the claims of ``claims.yaml`` about models that ``kept`` their encoding or never had
-    one, and about a model whose encoding was ``dropped``."""
+def read_claims() -> list[Claim]:
+    """Return the claims of ``claims.yaml``."""
     table = yaml.safe_load(resources.files(__package__).joinpath("claims.yaml").read_text("utf-8"))
-    claims: dict[str, list[Claim]] = {}
+    claims = []
     for about, rows in table.items():
-        claims[about] = []
         for row in rows:
             test = TESTS[row["test"]]
             if "fields" in row:
                 test = test(**row["fields"])
-            claims[about].append(Claim(row["claim"], row["source"], test))
+            claims.append(Claim(about, row["claim"], row["source"], test))
     return claims
 
 
@@ -365,27 +361,21 @@ CLAIMS = read_claims()
 def observe(evidence: Evidence) -> tuple[Observation, ...]:
     """Return the verdicts of all claims that the evidence has numbers for."""
     untrained = _untrained(evidence)
-    undropped = untrained or _undropped(evidence.report.drop)
-    judged = [_judged(claim, evidence, untrained) for claim in CLAIMS["kept"]]
-    judged += [_judged(claim, evidence, undropped) for claim in CLAIMS["dropped"]]
-    return tuple(observation for observation in judged if observation is not None)
-
-
-def _judged(claim: Claim, evidence: Evidence, problem: str) -> Observation | None:
-    """Return the verdict on a claim; None without the numbers. ``problem``: why nothing of its kind
-    can be judged, or empty."""
-    verdict = claim.test(evidence)
-    if verdict is None:
-        return None
-    if problem:
-        verdict = Verdict(None, problem)
-    return Observation(claim.text, claim.source, verdict.shown, verdict.numbers)
+    problems = {"kept": untrained, "dropped": untrained or _undropped(evidence.report.drop)}
+    observations = []
+    for claim in CLAIMS:
+        verdict = claim.test(evidence)
+        if verdict is not None:
+            problem = problems[claim.about]
+            shown, numbers = (None, problem) if problem else verdict
+            observations.append(Observation(claim.text, claim.source, shown, numbers))
+    return tuple(observations)
 
 
 def _untrained(evidence: Evidence) -> str:
     """Return why nothing can be judged if no model has learned its text; else empty."""
     unigram = evidence.report.unigram_loss
-    trained = [at(evidence.rows(role, PERPLEXITY), TRAINED) for role in evidence.models]
+    trained = [at(evidence.rows(role, PERPLEXITY), "trained") for role in evidence.models]
     losses = chain.from_iterable(rows.value for rows in trained)
     least = min(losses, default=0.0)
     if unigram is None or least <= LEARNED_TEXT * unigram:

@@ -19,7 +19,7 @@ from trainer import plotting
 from trainer.analysis.results import Results, summary
 from trainer.common.files import write_atomically
 from trainer.plotting import Plot, save
-from trainer.report.answer import answer_of, sentence
+from trainer.report.answer import sentence
 from trainer.report.figures import plots
 from trainer.report.report import VERDICTS, Report, troubles
 from trainer.report.tables import TABLE, Table, legend, percent, tables, write_tables
@@ -57,7 +57,6 @@ def write_renderings(report: Report, directory: Path) -> None:
         directory,
         report=report,
         lead=sentence(means),
-        answer=answer_of(means),
         tally=", ".join(f"{counts[word]} {word}" for word in VERDICTS.values() if counts[word]),
         troubles=troubles(report.runs),
         tables=shown,

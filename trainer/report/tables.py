@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,10 +123,8 @@ def factor_label(factor: float) -> str:
 
 def legend(shown: Sequence[Table]) -> str:
     """Return the meaning of the marks in tables of a report."""
-    cells: list[Cell | None] = []
-    for table in shown:
-        for _, row in table.rows:
-            cells += row
+    rows = chain.from_iterable(table.rows for table in shown)
+    cells = [*chain.from_iterable(cells for _, cells in rows)]
     known = [cell for cell in cells if cell is not None]
     parts = []
     if any(cell.interval for cell in known):

@@ -137,11 +137,7 @@ def memory(run: Run, state: float, token_bytes: int, gpus: int) -> dict[str, str
     ``state``: bytes of weights, gradients and optimizer state on a GPU. ``token_bytes``: bytes of a
     token's activations.
     """
-
-    def micro_batch(phase: Phase) -> tuple[int, int]:
-        return phase.rows(gpus), phase.length
-
-    rows, length = max(map(micro_batch, run.phases), key=math.prod)
+    rows, length = max([(p.rows(gpus), p.length) for p in run.phases], key=math.prod)
     activations = rows * length * token_bytes
     return {
         "micro-batch": f"{rows:,} x {length:,} tokens, strategy {run.config.strategy.name}",
