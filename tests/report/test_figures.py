@@ -60,7 +60,7 @@ def test_the_answer_shows_the_score_of_guesses(plots):
     (axes,) = plots["answer"].figure.axes
     levels = [line.get_ydata()[0] for line in axes.lines if line.get_linestyle() == ":"]
     assert levels == [25.0]  # one of the four values in a text
-    assert "Dotted: any listed value (25.0%)." in plots["answer"].caption
+    assert "Dotted: guesses, any listed value (25.0%)." in plots["answer"].caption
 
 
 def drawn(axes):

@@ -69,7 +69,7 @@ def _answer(report: Report) -> Iterator[Plot]:
     grey = f" Grey: the other {len(lines) - len(shown)}." if len(lines) > len(shown) else ""
     bands = "" if answer.task == PERPLEXITY else f" {_BANDS}"
     guesses = panel.horizontal[-1:]  # among the values in the text
-    dotted = "".join(f" Dotted: {name}." for _, name in guesses)
+    dotted = "".join(f" Dotted: guesses, {name}." for _, name in guesses)
     yield Plot(
         "answer",
         draw(
