@@ -220,3 +220,19 @@ def test_every_model_reads_the_same_examples(models, task, monkeypatch):
         values(found, models[0].model)
     assert len(read) == 2
     assert read[0] == read[1]
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(None, MAX_LENGTH), (7, 7), (99, MAX_LENGTH)])
+def test_a_model_reads_no_more_than_the_length_and_its_context(
+    models, task, monkeypatch, context, tokens
+):
+    (found,) = harness_tasks(HarnessSettings(["sums"]), models[0].encoder, [MAX_LENGTH], 4)
+    read = []
+    monkeypatch.setattr(
+        HarnessModel,
+        "loglikelihood",
+        lambda model, requests: read.append(model.max_length) or [(0.0, True)] * 8,
+    )
+    models[0].model.context = context
+    values(found, models[0].model)
+    assert read == [tokens]

@@ -87,3 +87,21 @@ def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
     with gzip.open(path, "wt") as file:
         file.writelines([*lines[half - 1 :: -1], *lines[half:]])
     assert sorted(read_questions(path, KnownEncoder())) == sorted(questions)
+
+
+@pytest.mark.parametrize(("context", "tokens"), [(None, 100), (7, 7), (200, 100)])
+def test_a_model_reads_no_more_than_the_length_and_its_context(
+    tmp_path, monkeypatch, context, tokens
+):
+    write(tmp_path / "t.jsonl.gz", [0, 0])
+    settings = MultipleChoiceSettings(str(tmp_path), ["t"])
+    (task,) = multiple_choice_tasks(task_inputs(settings, KnownEncoder(), lengths=[100]))
+    read = []
+
+    def likelihoods(model, requests, batch_tokens, max_length):
+        read.append(max_length)
+        return [(0.0, False)] * len(requests)
+
+    monkeypatch.setattr(multiple_choice, "log_likelihoods", likelihoods)
+    values_of(task, SimpleNamespace(context=context), 100)
+    assert read == [tokens]
