@@ -33,6 +33,7 @@ from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import Layout
 from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.spectrum import Spectrum
 
 LENGTH, EXTENSION = 512, 4.0
 NAMES = ("rope", "half_rope", "nope", "rope_id", "p_rope")
@@ -82,6 +83,12 @@ def test_the_critical_pair_is_that_of_longrope2(head_dim, base):
     pairs = head_dim / 2
     expected = math.ceil(pairs * math.log(LENGTH / (2 * math.pi), base))
     assert critical_pair(spectrum, LENGTH) == min(max(expected, 1), head_dim // 2)
+
+
+@pytest.mark.parametrize(("turns", "critical"), [(1.0, 2), (0.999, 1), (1.001, 2)])
+def test_a_pair_of_exactly_one_turn_completes_it(turns, critical):
+    spectrum = Spectrum((1.0, turns * 2 * math.pi / 32, 0.01))
+    assert critical_pair(spectrum, 32) == critical
 
 
 def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():

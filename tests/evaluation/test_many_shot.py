@@ -10,6 +10,7 @@ from trainer.config import ManyShotSettings
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.many_shot import (
+    filling,
     final_answer,
     many_shot_tasks,
     normalised,
@@ -65,6 +66,12 @@ def test_prompt_and_answer_fill_the_length(tasks, name, length):
         assert prompt.tokens[0] == 7
         assert length - SHORTEST < len(prompt.tokens) + prompt.new_tokens <= length
     assert tasks[name].prompts(length) == prompts
+
+
+@pytest.mark.parametrize(("room", "chosen"), [(4, 2), (3, 1), (2, 1)])
+def test_an_example_may_fill_the_room_to_its_last_token(room, chosen):
+    examples = [[0] * 9, [1, 1], [2, 2]]
+    assert len(filling(examples, 0, room, seed=0)) == chosen
 
 
 def test_the_needle_is_the_solved_question_at_its_depth(tasks, tokenizer):
