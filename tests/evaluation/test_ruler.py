@@ -414,3 +414,15 @@ def test_a_file_without_questions_is_named(tmp_path, key, content):
     settings = RulerSettings(tasks=["qa_1", "qa_2"], **{key: str(file)})
     with pytest.raises(UserError, match=rf"^evaluation\.ruler\.{key}: .*questions\.json"):
         ruler_tasks(task_inputs(settings, Encoder(words_and_marks(), (), 0), [FILE["essay"]]))
+
+
+def test_each_question_of_a_file_is_asked_once_however_many_are_wanted(tmp_path, tokenizer):
+    file = tmp_path / "questions.json"
+    rows = [
+        {"question": f"Which is {n}?", "answer": f"{n}", "context": [["A", [f"It is {n}."]]]}
+        for n in range(2)
+    ]
+    file.write_text(json.dumps(rows))
+    settings = RulerSettings(["qa_2"], 5, hotpotqa_file=str(file))
+    (made,) = ruler_tasks(task_inputs(settings, Encoder(tokenizer, (), 0), DOCUMENTS))
+    assert [prompt.answers for prompt in made.prompts(512)] == [("0",), ("1",)]
