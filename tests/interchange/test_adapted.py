@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from tests.interchange.families import FAMILIES, SHAPE, YARN, made
+from tests.interchange.families import FAMILIES, MLA, SHAPE, YARN, made
 from tests.reference import turned
 from trainer.analysis.attention import attention_statistics, capture, head_attention
 from trainer.common.errors import UserError
@@ -143,6 +143,50 @@ def test_prompts_of_several_lengths_go_on_as_if_alone(family):
         for _ in range(4):
             alone.append(theirs(hf, torch.tensor([alone]))[1][0, -1].argmax().item())
         assert tokens == alone[-4:]
+
+
+def test_states_are_those_that_the_head_reads():
+    """OPT's head reads its decoder's states, past the model between them."""
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(**SHAPE, ffn_dim=48, word_embed_proj_dim=32)
+    hf = transformers.OPTForCausalLM(config).eval()
+    for parameter in hf.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    torch.testing.assert_close(AdaptedModel(hf)(IDS), hf(IDS).logits, rtol=0, atol=5e-5)
+
+
+def test_a_model_that_sees_later_tokens_is_refused():
+    hf = made("Gemma")
+    hf.config.use_bidirectional_attention = True
+    for layer in hf.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(UserError, match="depend on later tokens"):
+        AdaptedModel(hf)
+
+
+def test_layers_that_cache_more_than_keys_and_values_are_refused():
+    """DeepSeek-V3.2 chooses keys by others, unless its attention has another name."""
+    indexer = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4}
+    config = transformers.DeepseekV32Config(**SHAPE | MLA | indexer)
+    with pytest.raises(UserError, match="nothing but keys and values"):
+        AdaptedModel(transformers.DeepseekV32ForCausalLM(config))
+
+
+def test_a_layer_that_is_used_twice_is_refused():
+    hf = made("Llama")
+    hf.model.layers[2] = hf.model.layers[1]
+    with pytest.raises(UserError, match="expected all, each once"):
+        AdaptedModel(hf)
+
+
+def test_attention_may_get_its_mask_by_name():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.AfmoeConfig(**SHAPE, head_dim=8, **experts)
+    hf = transformers.AfmoeForCausalLM(config).eval()
+    expected = hf(IDS).logits
+    model = AdaptedModel(hf)
+    with model.observed(lambda *_, **__: None):
+        torch.testing.assert_close(model(IDS), expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "OPT"])
@@ -309,8 +353,16 @@ def test_frequencies_that_follow_the_length_are_refused_beyond_the_first():
     plain = model.hidden_states(IDS[:, :16])
     model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=1e-9))
     torch.testing.assert_close(model.hidden_states(IDS[:, :16]), plain, rtol=0, atol=1e-4)
-    with pytest.raises(UserError, match="follows the length of texts beyond 16 tokens"):
+    with pytest.raises(UserError, match="follows lengths beyond 16 tokens"):
         model.hidden_states(IDS)
+    model.layout = model.own_layout
+    model.hidden_states(IDS)
+    for begins in ((), (4, 0)):  # keys of the first frequencies, of the shorter row
+        cache = model.empty_cache(2, T)
+        model.hidden_states(IDS[:, : 17 if begins else 16], cache=cache)
+        cache.fill(begins, cache.length)
+        with pytest.raises(UserError, match="follows lengths beyond 16 tokens"):
+            model.hidden_states(IDS[:, 17:], cache=cache)
     with pytest.raises(UserError, match="'dynamic' depends on the texts read before"):
         AdaptedModel(
             made(

@@ -79,7 +79,6 @@ def divided(count: int, weights: Sequence[float], most: Sequence[int]) -> list[i
     What an item cannot take is divided among the others.
     """
     shares = [*most]
-    exact: dict[int, float] = {}
     open_items = [*range(len(weights))]
     full = open_items
     left = count

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -251,20 +251,20 @@ class AdaptedModel(LanguageModel):
     def __init__(self, hf: PreTrainedModel) -> None:
         super().__init__()
         self.hf = hf.eval()
-        bases = [module for module in hf.children() if isinstance(module, PreTrainedModel)]
-        if not bases:
+        models = [module for module in hf.children() if isinstance(module, PreTrainedModel)]
+        if not models:
             raise UserError(f"hf: expected a model below a head, got {type(hf).__name__} alone")
-        self._base = bases[0]
+        self._base: Any = models[0].get_decoder()
         hf.set_attn_implementation(f"unrope_{hf.config._attn_implementation}")
         self._observe: OnLayer | None = None
         text = hf.config.get_text_config()
-        ids = torch.arange(PROBE_TOKENS, device=self.device)[None]
+        ids = torch.arange(PROBE_TOKENS, 0, -1, device=self.device)[None]
         self._note_layers(ids, text.num_hidden_layers)
         layers, orders, shapes = self._try_layers(ids)
         if len(orders) > 1 or len(shapes) > 1:
             raise UserError("expected layers with heads of one kind")
         ((_, heads, _, size), (_, kv_heads, _, _)) = shapes.pop()
-        order = list(next(iter(orders), range(size)))
+        order = [*next(iter(orders), range(size))]
         self._order = order if order != sorted(order) else None
         self.own_layout = self.layout = self._with_lengths(text, tuple(layers))
         self.config = ModelConfig(
@@ -275,23 +275,28 @@ class AdaptedModel(LanguageModel):
             num_key_value_heads=kv_heads,
             head_dim=size,
             vocab_size=text.vocab_size,
-            tie_word_embeddings=bool(text.tie_word_embeddings),
+            tie_word_embeddings=bool(getattr(hf.config, "tie_word_embeddings", False)),
         )
+        first = hf(ids, use_cache=False).logits[:, :1]
+        if (self(ids[:, :1]) - first).abs().max() > TOLERANCE * first.abs().max():
+            raise UserError("hf: the first logits depend on later tokens, or not on the last layer")
 
     def _note_layers(self, ids: Tensor, depth: int) -> None:
         """Note the attention layers, the type of the outputs and the shapes in the cache."""
         calls, outputs = _calls(lambda: self._base(ids, use_cache=True))
         self.attentions = [call.module for call in calls]
-        if len(calls) != depth:
+        if not len(calls) == len({*self.attentions}) == depth:
             raise UserError(
                 f"{len(calls)} of its {depth} layers call attention through transformers' "
-                "AttentionInterface; expected all"
+                "AttentionInterface; expected all, each once"
             )
+        layers = getattr(outputs.cache, "layers", [])
+        kinds = {type(layer) for layer in layers}
+        if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
+            raise UserError("hf: expected layers that keep nothing but keys and values of tokens")
         self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
-        self._cached = [
-            (layer.keys.shape[1::2], layer.values.shape[1::2]) for layer in outputs.cache.layers
-        ]
+        self._cached = [(x.keys.shape[1::2], x.values.shape[1::2]) for x in layers]
 
     def _try_layers(
         self, ids: Tensor
@@ -367,10 +372,12 @@ class AdaptedModel(LanguageModel):
         if columns.begins is not None:
             options["attention_mask"] = (columns.positions >= 0).long()
             options["position_ids"] = columns.new
-        encoding: Any = nullcontext()
-        if self._observe is not None or self.layout.layers != self.own_layout.layers:
-            encoding = self._encoding(columns)
-        with encoding:
+        is_changed = self._observe is not None or self.layout.layers != self.own_layout.layers
+        if self._short is not None and columns.positions.shape[-1] > self._short:
+            shortest = 0 if cache is None else cache.length - max(cache.begins, default=0)
+            if is_changed or 0 < shortest <= self._short:
+                raise UserError(f"hf: its rotation follows lengths beyond {self._short} tokens")
+        with self._encoding(columns) if is_changed else nullcontext():
             outputs = self._base(ids, use_cache=cache is not None, **options)
         states = outputs.last_hidden_state
         return states if last is None else states[:, -last:]
@@ -378,16 +385,12 @@ class AdaptedModel(LanguageModel):
     @contextmanager
     def _encoding(self, columns: Columns) -> Iterator[None]:
         """Encode queries and keys by the layout within the block, and show them to an observer."""
-        if self._short is not None and columns.positions.shape[-1] > self._short:
-            raise UserError(
-                f"hf: the rotation follows the length of texts beyond {self._short} tokens"
-            )
         plain = [True] * len(self.attentions)  # the model caches keys without rotation
         queries, keys = tables_of(self.layout, columns, plain, self.hf.dtype)
         changes = interventions_of(self.layout, columns, plain)
 
         def encode_and_show(
-            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, **options: Any
         ) -> Encoded:
             index = self.attentions.index(module)
             if self._order is not None:  # which leaves dot products unchanged
@@ -398,7 +401,7 @@ class AdaptedModel(LanguageModel):
             if change is not None:
                 rotated_q, rotated_k = change(rotated_q, rotated_k)
             if self._observe is not None:
-                check_mask(mask, q.shape[2], self.layout.layers[index].window)
+                check_mask(attention_mask, q.shape[2], self.layout.layers[index].window)
                 scores = {name: options.get(name) for name in ("scaling", "softcap")}
                 sinks = options.get("s_aux")
                 self._observe(index, q, k, rotated_q, rotated_k, sinks=sinks, **scores)
