@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.golden.files import GOLDEN
 from trainer.analysis.attention import NeedlePrompt, capture
-from trainer.analysis.results import COLUMNS, TOPICS, summary, tidy
+from trainer.analysis.results import COLUMNS, TOPICS, Findings, Topic, summary, tidy
 from trainer.analysis.target import Target, bucket_means, position_edges, read
 from trainer.config import (
     AnalysisConfig,
@@ -92,6 +93,15 @@ def test_a_model_without_rotation_has_all_figures_that_need_none(tiny_decoder):
     assert list(results) == [name for name in of_one if name != "offset_features"]
     assert results["positional_bias"] == ["positional_bias_heads", "positional_bias_gradients"]
     assert "attenuation" not in results["frequency_entropy"]
+
+
+def test_rows_that_name_no_model_are_of_the_later_one():
+    tables = [tidy({"m": 1.0}), tidy({"m": 2.0}, model="other")]
+    topic = Topic("topic", "Title", lambda *_: Findings([], tables), models=2, kind="topic")
+    with warnings.catch_warnings(action="error"):
+        rows = topic(*(Target(name, None, IDS) for name in ("before", "after"))).rows
+        assert len(summary(rows, C)) == 2
+    assert rows["model"].tolist() == ["after", "other"]
 
 
 def test_a_summary_has_the_training_length_and_the_longest():

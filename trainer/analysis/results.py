@@ -54,7 +54,7 @@ class Topic:
         """Make the analysis; rows that name no model are of the last one."""
         plots, tables, notes = Findings(*self.function(*targets, **arguments))
         rows = pd.concat(tables) if tables else pd.DataFrame()  # figures alone
-        rows = rows.reindex(columns=COLUMNS)
+        rows = rows.reindex(columns=COLUMNS).astype({"model": object, "variant": object})
         rows["topic"] = self.name
         rows["model"] = rows["model"].fillna(targets[-1].name)
         return Results(self.name, self.title, plots, rows, notes)
