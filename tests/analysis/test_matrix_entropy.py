@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import attention_of, captured
+from tests.analysis.attention_examples import attention_of, captured, cells
 from tests.reference import turned
+from trainer.analysis import matrix_entropy as module
 from trainer.analysis.attention import NeedlePrompt
 from trainer.analysis.matrix_entropy import (
+    analyze_matrix_entropy,
     average_attention,
     copy_prompt,
     gram,
@@ -24,6 +26,7 @@ from trainer.analysis.matrix_entropy import (
     query_directions,
     question_attention,
 )
+from trainer.analysis.target import Target
 from trainer.positional.rescaling import position_interpolation
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(6))
@@ -155,3 +158,15 @@ def test_attention_and_directions_of_the_last_queries(tiny_decoder):
     cosines *= np.sign((queries @ vectors).mean(axis=0))
     np.testing.assert_allclose(similarity, cosines, atol=1e-5)
     np.testing.assert_allclose((similarity**2).sum(axis=1), 1)
+
+
+def test_the_heads_that_are_shown_have_extreme_entropies_as_they_attend(tiny_decoder, monkeypatch):
+    shown = {}
+    monkeypatch.setattr(module, "needle_plots", lambda _, __, places, ___: shown.update(places))
+    rows = analyze_matrix_entropy(Target("tiny", tiny_decoder(), IDS)).rows
+    highest = {}
+    for stage in ("as they attend", "before the rotation"):
+        values = cells(rows, "band entropy", 2, 4, variant=f"queries, {stage}")
+        highest[stage] = divmod(int(values.argmax()), 4)
+    assert highest["as they attend"] != highest["before the rotation"]
+    assert shown[highest["as they attend"]].endswith("highest band entropy")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads
+from trainer.analysis import sinks as module
 from trainer.analysis.attention import attention_map
 from trainer.analysis.sinks import analyze_sinks, over_largest
 from trainer.analysis.target import Target, position_edges
@@ -43,6 +44,22 @@ def test_curves_are_means_of_attention_in_buckets_of_positions(tiny_decoder):
         check("peak", np.nanmax(dots, axis=1), variant=version, head=3)
         check("sink_weight", attention[:, 0], variant=version, head=3)
     check("key_norm", np.linalg.norm(heads.k[0, 1].double().numpy(), axis=-1), head=1)
+
+
+def test_the_heads_that_are_shown_have_most_and_least_attention_on_the_first_at_the_end(
+    tiny_decoder, monkeypatch
+):
+    shown = {}
+    monkeypatch.setattr(module, "heat_maps", lambda titled, *_, **__: shown.update(titled))
+    target = target_of(tiny_decoder())
+    rows = analyze_sinks(target).rows
+    at_end = rows[(rows["metric"] == "sink_weight") & (rows["length"] == T)]
+    shares = cells(at_end, "sink_weight", variant="rotated")
+    titles = []
+    for index in (shares.argmax(), shares.argsort()[4], shares.argmin()):
+        layer, head = divmod(int(index), 4)
+        titles.append(f"L{layer}H{head}: {100 * shares[index]:.0f}% on the first")
+    assert [*shown] == titles
 
 
 LONG_IDS = torch.randint(0, 50, (1, 96), generator=torch.Generator().manual_seed(1))
