@@ -32,6 +32,7 @@ from transformers.models.llama import modeling_llama
 from scripts import write_architectures
 from trainer.config import DropConfig
 from trainer.hf import (
+    NO_ROTATION,
     DropPositions,
     check_droppable,
     drop_rotation,
@@ -192,6 +193,23 @@ def test_a_restored_model_is_called_by_the_place_that_it_was_loaded_from(tmp_pat
     drop_rotation(loaded)
     assert loaded.name_or_path != str(tmp_path)
     assert restore_rotation(loaded).name_or_path == str(tmp_path)
+
+
+def test_a_restored_model_has_the_name_and_the_length_of_before() -> None:
+    """Some classes of configurations set an original length when they are validated."""
+    model = drop_rotation(tiny("llama"))
+    model.config.original_max_position_embeddings = 16
+    assert "original_max_position_embeddings" not in restore_rotation(model).config.to_dict()
+    model.name_or_path = "elsewhere"
+    assert restore_rotation(drop_rotation(model)).name_or_path == "elsewhere"
+
+
+def test_no_scale_or_frequency_of_before_is_written() -> None:
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "attention_factor": 2.0}
+    scaling |= {"original_max_position_embeddings": 16, "beta_fast": 8.0, "truncate": False}
+    written = drop_rotation(tiny("llama", rope_parameters=scaling)).config.rope_parameters
+    length = {"original_max_position_embeddings": 16}
+    assert written == {"rope_theta": 1e4, **NO_ROTATION, **length}
 
 
 def test_the_drop_of_a_copy_and_of_models_that_share_a_configuration_is_its_own() -> None:

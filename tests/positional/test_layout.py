@@ -128,6 +128,18 @@ def test_by_default_layers_are_rescaled_as_olmo_core_does(pattern):
     assert followed.at(8192) == layout
 
 
+def test_a_model_that_reaches_further_is_extended_from_there():
+    """A published model with a reach of 4 C: at 8 C its frequencies, trained at 4 C, halve."""
+    layout = Layout(C, (LayerEncoding((FAST,)),), reach=4 * C)
+    halved = Layout(C, (LayerEncoding((Spectrum((0.5, 0.05)),)),), reach=4 * C)
+    pi = RESCALINGS["pi"]
+    assert layout.rescaled(pi, 8.0) == halved
+    assert layout.rescaled(pi, 2.0) == layout.rescaled(pi, 4.0) == layout
+    followed = layout.dynamically_rescaled(pi)
+    assert followed.at(2 * C) == followed.at(4 * C) == layout
+    assert followed.at(8 * C) == halved
+
+
 @pytest.mark.parametrize(
     ("choice", "layers"),
     [

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from transformers import LlamaConfig, modeling_rope_utils
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.positional.examples import slowed
+from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.positional.encodings import by_name
 from trainer.positional.rescaling import (
     RESCALINGS,
@@ -37,8 +38,17 @@ def rope(head_dim=64, base=1e4, length=C):
     return by_name("rope", head_dim, length, base=base)
 
 
+class Float64:
+    """torch, but for transformers' float32."""
+
+    float = float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
 def theirs(kind, head_dim, base, factor, seq_len=None, **more):
-    """Frequencies and attention factor of transformers."""
+    """Frequencies and attention factor of transformers, computed in float64."""
     config = LlamaConfig(
         hidden_size=4 * head_dim,
         num_attention_heads=4,
@@ -46,11 +56,14 @@ def theirs(kind, head_dim, base, factor, seq_len=None, **more):
         max_position_embeddings=C,
         rope_parameters={"rope_type": kind, "rope_theta": base, "factor": factor, **more},
     )
-    return ROPE_INIT_FUNCTIONS[kind](config, seq_len=seq_len)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(modeling_rope_utils, "torch", Float64())
+        return ROPE_INIT_FUNCTIONS[kind](config, seq_len=seq_len)
 
 
-def assert_frequencies(spectrum, expected):
-    torch.testing.assert_close(torch.tensor(spectrum.inv_freq), expected, rtol=1e-6, atol=0)
+def assert_frequencies(spectrum, expected, rtol=1e-12):
+    inv_freq = torch.tensor(spectrum.inv_freq, dtype=torch.float64)
+    torch.testing.assert_close(inv_freq, expected.double(), rtol=rtol, atol=0)
 
 
 @cases
@@ -74,7 +87,7 @@ def test_methods_are_those_of_transformers(rescaling, kind, more, head_dim, base
     expected, attention = theirs(kind, head_dim, base, factor, **more)
     ours = slowed(rescaling, rope(head_dim, base), factor, C)
     assert_frequencies(ours, expected)
-    assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
+    assert ours.rotary_scale == pytest.approx(attention, rel=1e-12)
     assert ours.temperature == rope().temperature
 
 
@@ -123,7 +136,7 @@ def test_yarn_scales_only_the_rotated_part_of_a_head(fraction):
     expected, attention = theirs("yarn", 64, 1e4, 4.0, **more)
     ours = slowed(yarn, by_name("rope", 64, C, rotary_fraction=fraction), 4.0, C)
     assert_frequencies(ours, expected)
-    assert ours.rotary_scale == pytest.approx(attention, rel=1e-6)
+    assert ours.rotary_scale == pytest.approx(attention, rel=1e-12)
 
 
 @cases
@@ -147,7 +160,41 @@ def test_longrope_is_longrope_of_transformers(length):
         long_factor=long,
         original_max_position_embeddings=C,
     )
-    assert_frequencies(longrope(rope(), short, long, C).at(length, C), expected)
+    # LongRoPE's exponents are float32 in any case.
+    assert_frequencies(longrope(rope(), short, long, C).at(length, C), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [1, C - 1, C, C + 1, 5 * C])
+@pytest.mark.parametrize(("head_dim", "fraction"), [(64, 0.5), (80, 0.4), (32, 0.25)])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("linear", {}),
+        ("dynamic", {}),
+        ("yarn", {"original_max_position_embeddings": C // 4}),
+        (
+            "yarn",
+            {"original_max_position_embeddings": C // 4, "truncate": False, "beta_fast": 16.0},
+        ),
+        (
+            "llama3",
+            {
+                "original_max_position_embeddings": C // 4,
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 8.0,
+            },
+        ),
+    ],
+)
+def test_a_part_of_a_head_is_rescaled_as_by_transformers_at_every_length(
+    kind, more, head_dim, fraction, length
+):
+    more = more | {"partial_rotary_factor": fraction}
+    expected, attention = theirs(kind, head_dim, 5e5, 3.0, seq_len=length, **more)
+    parameters = {"rope_type": kind, "rope_theta": 5e5, "factor": 3.0, **more}
+    ours = spectrum_from_rope_parameters(parameters, head_dim, C).at(length, C)
+    assert_frequencies(ours, expected)
+    assert ours.rotary_scale == pytest.approx(attention, rel=1e-12)
 
 
 @given(
