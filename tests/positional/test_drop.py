@@ -45,6 +45,7 @@ def test_chosen_layers_and_only_those(chosen, changed):
 def test_qk_norm_comes_on_only_where_the_encoding_went():
     after = drop(MIXED, layers=[0, 1], qk_norm=True)
     assert [layer.qk_norm for layer in after.layers] == [True, True, True, False]
+    assert [layer.qk_norm for layer in drop(MIXED).layers] == [False, False, True, False]
 
 
 PAIRS = Spectrum((0.8, 0.4, 0.2))

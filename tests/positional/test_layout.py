@@ -176,6 +176,12 @@ def test_inside_the_training_length_the_temperature_is_its_scale(temperature, le
     assert at == temperature or at.is_constant
 
 
+def test_frequencies_switch_where_longrope_changes_them_at_once():
+    spectra = (longrope(FAST, (1.0, 1.0), (1.0, x), 3 * C) for x in (2.0, 1.0))
+    assert one_layer(C, *spectra).switches == {3 * C}
+    assert one_layer(C, FAST, dynamic(FAST, ntk_aware, C)).switches == set()
+
+
 def test_interventions_of_shared_keys_go_to_each_of_their_queries():
     rope = by_name("rope", 16, 32)
     changed = Intervention(key=((1.0,), (0.5,)), key_noise=(0.0, 1.0))
