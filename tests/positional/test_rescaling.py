@@ -250,6 +250,12 @@ def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():
             rebased(uneven, 2e6)
 
 
+def test_a_second_schedule_starts_from_the_long_frequencies_of_the_first():
+    followed = dynamic(longrope(Spectrum((1.0, 0.1)), (1.0, 1.0), (2.0, 4.0), C), ntk_aware, C)
+    assert followed.at(C + 1, C).inv_freq != followed.at(C, C).inv_freq
+    assert dynamic(followed, ntk_aware, C) == followed
+
+
 def test_long_frequencies_are_stretched_by_their_own_wavelengths():
     factors = [float(2**i) for i in range(8)]
     spectrum = longrope(by_name("rope", 16, 32), [1.0] * 8, factors, 32)
