@@ -1,6 +1,7 @@
 """Rescalings against transformers and the formulas of the papers, with a factor and with length."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from trainer.positional.rescaling import (
     rescaled,
     yarn,
 )
-from trainer.positional.spectrum import Spectrum
+from trainer.positional.spectrum import Spectrum, Step
 
 C = 2048
 cases = pytest.mark.parametrize(
@@ -254,6 +255,29 @@ def test_a_second_schedule_starts_from_the_long_frequencies_of_the_first():
     followed = dynamic(longrope(Spectrum((1.0, 0.1)), (1.0, 1.0), (2.0, 4.0), C), ntk_aware, C)
     assert followed.at(C + 1, C).inv_freq != followed.at(C, C).inv_freq
     assert dynamic(followed, ntk_aware, C) == followed
+
+
+def test_a_schedule_on_longrope_begins_at_its_own_length():
+    """LongRoPE changes frequencies at C; a model that trained on 4 C is extended from there."""
+    plain = Spectrum((1.0, 0.1))
+    long = longrope(plain, (1.0, 1.0), (2.0, 4.0), C)
+    followed = dynamic(long, position_interpolation, 4 * C)
+    assert followed.at(C, 4 * C) == plain
+    assert followed.at(4 * C, 4 * C).inv_freq == (0.5, 0.025)
+    assert followed.at(8 * C, 4 * C).inv_freq == (0.25, 0.0125)
+    again = longrope(long, (1.0, 1.0), (2.0, 2.0), 4 * C)
+    assert again.at(C + 1, 4 * C).inv_freq == (0.25, 0.0125)
+
+
+def test_an_origin_has_the_options_of_a_method():
+    method = partial(yarn, beta_fast=16.0)
+    fixed, followed = rescaled(rope(), method, C, 4.0), dynamic(rope(), method, C, 2.0)
+    assert fixed.origin[1:] == (
+        Step("yarn", {"factor": 4.0, "training_length": C, "beta_fast": 16.0}),
+    )
+    assert followed.origin[1:] == (
+        Step("dynamic", {"method": "yarn", "growth": 2.0, "beta_fast": 16.0}),
+    )
 
 
 def test_long_frequencies_are_stretched_by_their_own_wavelengths():
