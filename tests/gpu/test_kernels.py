@@ -6,11 +6,21 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.conftest import ON_A_GPU
 from trainer.lightning.optimizers import newton_schulz
-from trainer.model.backends import BACKENDS, Mask, Use, _has_flash_attn, choose_backend, prepared
+from trainer.model.backends import (
+    BACKENDS,
+    Mask,
+    Use,
+    _has_flash_attn,
+    choose_backend,
+    prepared,
+    sdpa,
+)
 from trainer.model.loss import CHUNKS, linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("exact_products")
@@ -24,7 +34,7 @@ MASKS = {
     "all": {"window": 50, "documents": True, "slopes": True},
 }
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of outputs and gradients, relative to their largest value."""
+"""Of outputs and gradients, relative to their largest value; sums of losses are float32."""
 
 
 def mask_of(kind: str, length: int, device: str) -> Mask:
@@ -56,7 +66,7 @@ def defined(q, k, v, mask):
 
 def assert_close(found, expected, kind):
     error = (found.cpu().double() - expected).abs().max() / expected.abs().max()
-    assert error < TOLERANCE[kind]
+    assert error < TOLERANCE.get(kind, 1e-5)
 
 
 def inputs(length):
@@ -157,7 +167,27 @@ def test_cudnns_kernel_runs_where_it_is_asked_for_alone(device, name):
     assert ("cudnn" in kernel) == (name == "cudnn"), kernel
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["plain", "documents"])
+def test_a_graph_of_sdpa_has_no_kernel_of_cudnn(device, kind):
+    """Whatever it is compiled in: torch allows that kernel by default."""
+    names = []
+
+    def noted(graph, _):
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    q, k, v, _ = (x.to(device, torch.bfloat16).requires_grad_() for x in inputs(256))
+    mask = mask_of(kind, 256, device)
+    compiled = torch.compile(sdpa, backend=aot_autograd(fw_compiler=noted), fullgraph=True)
+    found = compiled(q, k, v, mask)
+    torch.testing.assert_close(found, sdpa(q, k, v, mask), rtol=0, atol=2e-2)
+    kernels = [name for name in names if "attention" in name]
+    assert kernels
+    assert not any("cudnn" in kernel for kernel in kernels), kernels
+
+
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.float64], ids=str)
 def test_loss_and_its_gradients(device, dtype, monkeypatch):
     """In three chunks, the last one smaller."""
     monkeypatch.setitem(CHUNKS, device, (0, 1024))
@@ -179,6 +209,20 @@ def test_loss_and_its_gradients(device, dtype, monkeypatch):
         torch.autograd.grad(found, found_inputs), expected_gradients, strict=True
     ):
         assert_close(gradient, wanted, dtype)
+
+
+def test_the_loss_under_autocast_is_that_of_the_logits(device, tiny_decoder):
+    model = tiny_decoder(model={"hidden_size": 128, "vocab_size": 5003}).to(device)
+    ids = torch.arange(3, 1003, device=device).view(2, 500)
+    with torch.autocast(device, torch.bfloat16):
+        found = model.loss(ids, ids)
+        expected = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    gradients, expected_gradients = (
+        torch.autograd.grad(value, list(model.parameters())) for value in (found, expected)
+    )
+    assert found.item() == pytest.approx(expected.item(), rel=1e-3)
+    for gradient, wanted in zip(gradients, expected_gradients, strict=True):
+        assert_close(gradient, wanted.cpu().double(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 96), (3, 96, 64)], ids=str)

@@ -61,6 +61,60 @@ def test_llama(tiny_decoder, tied, kv_heads):
     assert_same_logits(model, published("Llama", model))
 
 
+EXACT = {
+    "Llama, tied": ("Llama", {}),
+    "Llama, one key-value head": (
+        "Llama",
+        {"num_key_value_heads": 1, "tie_word_embeddings": False},
+    ),
+    "Qwen3": ("Qwen3", {"qk_norm": QKNormConfig("always"), "head_dim": 16}),
+}
+
+
+def relative_error(found, expected):
+    return ((found.double() - expected).abs().max() / expected.abs().max()).item()
+
+
+@pytest.mark.parametrize(("kind", "shape"), EXACT.values(), ids=EXACT)
+def test_loss_and_gradients_are_those_of_transformers_in_float64(tiny_decoder, kind, shape):
+    """Up to cosines and the loss, which are float32 in both; tokens have weights."""
+    model = tiny_decoder(model=shape).double()
+    hf = published(kind, model).double()
+    weights = torch.rand(2, 39, generator=torch.Generator().manual_seed(2))
+    losses = F.cross_entropy(hf(IDS).logits[:, :-1].mT, IDS[:, 1:], reduction="none")
+    expected = (losses * weights).sum() / weights.sum()
+    expected.backward()
+    loss = model.loss(IDS[:, :-1], IDS[:, 1:], weights)
+    loss.backward()
+    assert relative_error(loss, expected) < 1e-6
+    for name, parameter in model.named_parameters():
+        theirs = hf.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
+        assert relative_error(parameter.grad, theirs.grad) < 5e-6, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize(("kind", "shape"), EXACT.values(), ids=EXACT)
+def test_documents_and_padding_are_those_of_transformers(tiny_decoder, kind, shape, chunk):
+    """A mask of blocks with positions from 0 in each, and padding on the left."""
+    model = tiny_decoder(model=shape).double().eval()
+    hf = published(kind, model).double()
+    documents = (torch.arange(40) >= torch.tensor([[13], [1]])).long()
+    seen = (documents[:, :, None] == documents[:, None]) & torch.ones(40, 40).tril().bool()
+    within = seen.sum(-1) - 1
+    expected = hf(IDS, attention_mask=seen[:, None], position_ids=within).logits
+    model.prefill_chunk = chunk
+    assert relative_error(model(IDS, mask=Mask(documents=documents)), expected) < 1e-6
+    begins, cache = (0, 7), model.empty_cache(2, 40)
+    for row, begin in enumerate(begins):
+        model(IDS[row : row + 1, begin:20], cache=cache.part(row, 1, begin))
+    cache.fill(begins, 20)
+    positions = torch.arange(40) - torch.tensor(begins)[:, None]
+    options = {"attention_mask": (positions >= 0).long(), "position_ids": positions.clamp(min=0)}
+    expected = hf(IDS, **options).logits[:, 20:]
+    assert relative_error(model(IDS[:, 20:], cache=cache), expected) < 1e-6
+
+
 def test_llama_with_heads_wider_than_the_model(tiny_decoder):
     model = tiny_decoder(model={"head_dim": 16})
     assert_same_logits(model, published("Llama", model))
