@@ -114,6 +114,37 @@ def test_outputs_and_gradients(device, name, kind, dtype, length):
         assert_close(gradient, wanted, dtype)
 
 
+CONTINUED = [("sdpa", mask, kind) for mask in MASKS for kind in TOLERANCE]
+ON_GPUS = [
+    *CONTINUED,
+    *(("flex", mask, torch.bfloat16) for mask in ("plain", "all")),
+    *(("flash", mask, torch.bfloat16) for mask in MASKS),
+]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 150])
+@pytest.mark.parametrize(
+    ("device", "name", "kind", "dtype"),
+    [
+        *(("cpu", *case) for case in CONTINUED),
+        *(pytest.param("cuda", *case, marks=ON_A_GPU) for case in ON_GPUS),
+    ],
+    ids=lambda value: str(value).split(".")[-1],
+)
+def test_queries_after_cached_keys(device, name, kind, dtype, new):
+    """As chunks of a long text, and tokens of an answer, in an evaluation."""
+    backend, length = BACKENDS[name], 350
+    if not backend.supports(Use(device, kind != "plain", dtype.itemsize == 2, None, CHANNELS)):
+        pytest.skip(f"needs {backend.needs}")
+    q, k, v, _ = (x.to(dtype) for x in inputs(length))
+    mask = mask_of(kind, length, device)
+    expected = defined(q.double(), k.double(), v.double(), mask)[:, :, -new:]
+    ready = prepared(backend.attend, mask, (ROWS, new), length, torch.device(device))
+    found = backend.attend(*(x.to(device) for x in (q[:, :, -new:], k, v)), ready)
+    assert_close(found, expected, dtype)
+
+
 HOPPER, AMPERE = (9, 0), (8, 0)
 
 

@@ -109,6 +109,37 @@ def test_sdpa_with_a_window_reads_its_window_of_the_keys_only(monkeypatch):
     assert max(widths) == 3 + 4 - 1
 
 
+ENDS = torch.tensor([[9], [33]])
+
+
+@pytest.mark.parametrize(
+    ("mask", "blocks"),
+    [
+        (Mask(slopes=SLOPES), 2),
+        (Mask(slopes=SLOPES, documents=(torch.arange(64) >= ENDS).long()), 4),
+        (Mask(slopes=SLOPES, begins=torch.tensor([0, 5])), 4),
+    ],
+    ids=["rows share biases", "documents", "padding"],
+)
+def test_biases_of_a_block_have_a_limit(monkeypatch, mask, blocks):
+    limit, sizes, kernel = 2 * HEADS * 64 * 16, [], F.scaled_dot_product_attention
+    monkeypatch.setattr(backends, "MOST_BIASES", limit)
+
+    def recorded(*qkv, attn_mask, **options):
+        sizes.append(attn_mask.numel())
+        return kernel(*qkv, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    q, k = torch.randn(B, HEADS, 64, D), torch.randn(B, KV_HEADS, 64, D)
+    BACKENDS["sdpa"].attend(q, k, k, mask)
+    assert len(sizes) == blocks
+    assert max(sizes) == limit
+    sizes.clear()
+    monkeypatch.setattr(backends, "MOST_BIASES", 1)
+    BACKENDS["sdpa"].attend(q, k, k, mask)
+    assert len(sizes) == 64 // 16  # smaller blocks would be slow
+
+
 @pytest.fixture
 def slow_flex(monkeypatch):
     """Without compiling, which takes long; torch then runs the same definition slowly."""
@@ -170,6 +201,7 @@ def packed_rows(q, k, v, starts, key_starts, longest, longest_keys, **options):
     assert starts.dtype == torch.int32
     assert torch.equal(starts, key_starts)
     assert (starts[0], starts[-1]) == (0, len(q))
+    assert longest <= T  # the kernel allocates as much for every document
     assert longest == longest_keys >= starts.diff().max() >= starts.diff().min() >= 0
     parts = zip(starts.tolist(), starts.tolist()[1:], strict=False)
     return torch.cat([documented(q[a:b], k[a:b], v[a:b], **options) for a, b in parts])
@@ -205,6 +237,12 @@ def fake_flash(monkeypatch):
 def test_flash(fake_flash, mask):
     assert_is_attention(BACKENDS["flash"].attend, mask)
     assert fake_flash == ["dense" if mask.documents is None else "packed"]
+
+
+@pytest.mark.usefixtures("fake_flash")
+@pytest.mark.parametrize("longest", [7, 1000])
+def test_flash_of_documents_whose_lengths_have_a_bound(longest):
+    assert_is_attention(BACKENDS["flash"].attend, replace(MASKS["documents"], longest=longest))
 
 
 @torch.no_grad()
@@ -422,18 +460,19 @@ def test_a_function_registers_itself_as_a_backend(monkeypatch, tiny_decoder):
         choose_backend("counted", Use("cpu", False, True, None, 64))
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize(
     ("positional", "masked"),
     [({}, False), ({"windows": [None, 8]}, True), ({"layers": ["rope", "alibi"]}, True)],
 )
 def test_a_backend_is_chosen_for_what_the_layout_masks(
-    tiny_decoder, monkeypatch, positional, masked, documents
+    tiny_decoder, monkeypatch, positional, masked, documents, device
 ):
     asked = []
     monkeypatch.setattr(
         decoder_module, "choose_backend", lambda *given: asked.append(given) or "sdpa"
     )
     model = tiny_decoder(**positional)
-    assert model.use_backend("auto", "cuda", documents=documents, half=True, length=64) == "sdpa"
+    assert model.use_backend("auto", device, documents=documents, half=True, length=64) == "sdpa"
     assert asked == [("auto", Use("cuda", masked or documents, True, 64, 8))]

@@ -127,11 +127,12 @@ class Decoder(LanguageModel):
         half: bool = True,
         length: int | None = None,
     ) -> str:
-        """Choose the attention backend for a device ("cpu", "cuda"); see :func:`choose_backend`."""
+        """Set the backend that :func:`choose_backend` takes for a :class:`Use`; return its name."""
         windows = any(layer.window for layer in self.layout.layers)
         biased = any(spectrum.alibi for spectrum in self.layout.spectra)
         masked = documents or windows or biased
-        name = choose_backend(name, Use(device, masked, half, length, self.config.head_size))
+        use = Use(torch.device(device).type, masked, half, length, self.config.head_size)
+        name = choose_backend(name, use)
         attend = BACKENDS[name].attend
         for attention in self.attentions:
             if attention.attend is not attend:  # compiled guards stay quick

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, from its shape alone (PaLM, App. B, but causal); of GPUs.
+"""Floating-point operations of a model by its shape (PaLM, App. B, but causal), peaks of GPUs.
 
 Counts matrix products, with two operations per multiply-add, and neither norms, rotations, softmax,
 biases, embedding look-ups nor recomputation. Attention counts visible pairs of a query and a key;

@@ -37,7 +37,7 @@ class LanguageModel(nn.Module, ABC):
     """Tokens that :meth:`forward` and :meth:`token_losses` read in one pass; None: all.
 
     A longer sequence is read in chunks, each with the keys and values of the chunks before it.
-    Activations then take memory for one chunk.
+    Activations then take memory for one chunk. Chunks have no backward pass.
     """
 
     context: int | None = None
