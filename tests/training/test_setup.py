@@ -8,9 +8,15 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.common.processes import Ranks
-from trainer.config import TrainerConfig
+from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.training import setup
-from trainer.training.setup import compiles, precision_of, set_environment, set_threads
+from trainer.training.setup import (
+    compiles,
+    optimizer_settings,
+    precision_of,
+    set_environment,
+    set_threads,
+)
 
 SRUN = {"SLURM_CPUS_PER_TASK": "16", "SLURM_LOCALID": "0"}
 
@@ -80,3 +86,9 @@ def test_what_the_user_has_set_in_the_environment_stays(monkeypatch, device, bef
     monkeypatch.setattr(setup, "device_type", lambda accelerator: device)
     set_environment("auto")
     assert environment == after
+
+
+def test_arguments_of_an_optimizer_take_the_place_of_its_keys():
+    settings = optimizer_settings(OptimizerConfig(lr=0.5, arguments={"betas": (0.5, 0.6)}))
+    assert (settings["lr"], settings["betas"]) == (0.5, (0.5, 0.6))
+    assert "muon_lr" not in settings
