@@ -93,6 +93,22 @@ def test_a_mixture_is_another_with_other_texts_or_weights():
     assert key(a=1) == key(a=3) == "a"  # a weight of one text mixes nothing
 
 
+def test_a_phase_mixes_some_of_the_texts_with_weights_of_its_own(config, tmp_path):
+    write_texts(tmp_path / "more", start=1000)
+    more = {"files": [str(tmp_path / "more")]}
+    corpus = prepare_corpus(replace(config, mixture={"a": {}, "b": more, "c": more}), BPE)
+    mixed = corpus.mixed(replace(config, mixture={"c": {"weight": 3.0} | more, "a": {}}))
+    assert [(part.name, part.weight) for part in mixed.parts] == [("a", 1.0), ("c", 3.0)]
+
+
+def test_a_probe_is_held_out_windows_behind_the_first_token(config):
+    corpus = prepare_corpus(config, BPE)
+    probe = corpus.probe(3, 16)
+    windows = held_out_windows(corpus.validation, 3, 16)
+    assert probe[:, 0].tolist() == [corpus.first_token] * 3
+    np.testing.assert_array_equal(probe[:, 1:], windows)
+
+
 def test_text_shorter_than_a_sequence_is_an_error(config):
     with pytest.raises(UserError, match="expected 100000 tokens or more in the train split"):
         prepare_corpus(replace(config, sequence_length=100_000), BPE)

@@ -84,6 +84,19 @@ def test_inputs_are_targets_moved_by_one_behind_an_end_token(corpus_and_config):
     assert (batch["input_ids"][:, 0] == corpus.end_of_text).all()
 
 
+def test_questions_count_within_documents_alone_if_attention_stays_there(corpus_and_config):
+    corpus, config = corpus_and_config
+    whole, within = (
+        TrainingSamples(corpus, replace(config, document_mask=masked), seed=3).targets(
+            np.arange(300)
+        )[1]
+        for masked in (False, True)
+    )
+    assert (within <= whole).all()
+    assert (within < whole).any()
+    assert (within > 1).any()
+
+
 def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_config, tmp_path):
     _, config = corpus_and_config
     path = tmp_path / "b.jsonl"

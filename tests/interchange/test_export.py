@@ -319,6 +319,7 @@ def test_the_first_token_that_a_tokenizer_puts_before_texts_is_named(decoder, tm
     for name in ("config.json", "generation_config.json"):
         values = json.loads((tmp_path / "export" / name).read_text())
         assert (values["bos_token_id"], values["eos_token_id"]) == (8, 7)
+    assert values["pad_token_id"] == 7  # of generation, which pads prompts
     loaded = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert (loaded.bos_token_id, loaded.eos_token_id) == (8, 7)
     assert loaded("some")["input_ids"] == [8, *TOKENIZER.encode("some").ids]
