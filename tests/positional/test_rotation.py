@@ -17,6 +17,7 @@ from trainer.interchange.hf_rope import spectrum_from_rope_parameters
 from trainer.positional import rotation
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding, uniform
+from trainer.positional.rescaling import dynamic, yarn
 from trainer.positional.rotation import head_groups, rotary_table, rotate
 from trainer.positional.spectrum import Spectrum, Temperature
 
@@ -203,3 +204,30 @@ def test_heads_that_differ_in_their_scale_alone_have_tables_of_their_own():
     layout = replace(uniform(rope, layers=1, heads=2, training_length=32), layers=(heads,))
     ((plain, scaled),) = head_groups(layout, torch.arange(4), 4)
     torch.testing.assert_close(scaled.cos, 2 * plain.cos)
+
+
+def test_temperature_in_steps_grows_where_a_query_sees_another_reference():
+    """As in Llama 4, floor((position + 1) / R) + 1, and no further than a window reaches."""
+    tempered = Temperature(0.5, per="query", reference=4, steps=True)
+    layout = one_layer(C, Spectrum(temperature=tempered))
+    ((group,),) = head_groups(layout, torch.arange(12), 12)
+    expected = [1 + 0.5 * math.log((i + 1) // 4 + 1) for i in range(12)]
+    assert group.temperature[:, 0].tolist() == pytest.approx(expected)
+    windowed = one_layer(C, Spectrum(temperature=tempered), window=5)
+    ((group,),) = head_groups(windowed, torch.arange(12), 12)
+    expected = [1 + 0.5 * math.log(min(i + 1, 5) // 4 + 1) for i in range(12)]
+    assert group.temperature[:, 0].tolist() == pytest.approx(expected)
+    of_sequence = replace(tempered, per="sequence")
+    scales = [of_sequence.at(n, C).scale for n in (3, 4, 7, 8)]
+    assert scales == pytest.approx([1 + 0.5 * math.log(x) for x in (1, 2, 2, 3)])
+
+
+def test_rows_of_other_lengths_have_frequencies_scales_and_temperatures_of_their_own():
+    tempered = replace(dynamic(ROPE, yarn, C), temperature=Temperature(0.5))
+    layout = one_layer(C, tempered)
+    ((together,),) = head_groups(layout, torch.arange(8), (C, 4 * C))
+    for row, length in enumerate((C, 4 * C)):
+        ((alone,),) = head_groups(layout, torch.arange(8), length)
+        torch.testing.assert_close(together.cos[row, 0], alone.cos)
+        torch.testing.assert_close(together.sin[row, 0], alone.sin)
+        assert together.temperature[row].item() == pytest.approx(alone.temperature or 1.0)
