@@ -18,7 +18,7 @@ from tests.program import ROOT
 from trainer.common import spinning
 from trainer.common.errors import PreemptedError
 from trainer.common.files import partial_directory
-from trainer.common.processes import default_threads, stop_on_signals, use_cores
+from trainer.common.processes import default_threads, requeue, stop_on_signals, use_cores
 
 
 @pytest.mark.parametrize(
@@ -106,3 +106,13 @@ def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, name)
         work()
     assert stop.value.reason == name
     assert not list(tmp_path.iterdir())
+
+
+def test_a_task_of_an_array_requeues_itself_alone(monkeypatch):
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+    for name, value in (("JOB_ID", "9"), ("ARRAY_JOB_ID", "7"), ("ARRAY_TASK_ID", "2")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    requeue("time limit")
+    requeue("SIGTERM")
+    assert commands == [["scontrol", "requeue", "7_2"]]
