@@ -83,12 +83,22 @@ def test_leading_dimensions_are_tokens():
     )
 
 
-def test_gradients_scale_with_what_comes_from_above():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_scale_with_what_comes_from_above(dtype):
     hidden, weight, targets, _ = problem(20)
+    weight = weight.to(dtype).requires_grad_()
     hidden.requires_grad_()
     (3 * linear_cross_entropy(hidden, weight, targets)).backward()
-    _, expected, _ = plain(hidden, weight, targets, torch.ones(20))
-    torch.testing.assert_close(hidden.grad.double(), 3 * expected, rtol=1e-5, atol=1e-6)
+    _, *expected = plain(hidden, weight, targets, torch.ones(20))
+    assert weight.grad.dtype == dtype
+    for found, gradient in zip((hidden.grad, weight.grad), expected, strict=True):
+        rtol = 2**-8 if found.dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found.double(), 3 * gradient, rtol=rtol, atol=1e-6)
+
+
+def test_without_any_weight_loss_and_gradients_are_0():
+    hidden, weight, targets, _ = problem(20)
+    assert not any(x.any() for x in ours(hidden, weight, targets, torch.zeros(20)))
 
 
 def test_bfloat16_states_have_bfloat16_products_and_float32_sums():
