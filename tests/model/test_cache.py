@@ -226,3 +226,15 @@ def test_documents_read_in_chunks_do_not_see_each_other(
     cache = model.empty_cache(2, 40)
     model(IDS[:, :17], cache=cache, mask=mask)
     close(model(IDS[:, 17:], cache=cache, mask=mask, last=9), expected[:, -9:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_a_cache_has_the_dtype_of_activations(tiny_decoder, weights):
+    model = tiny_decoder().to(weights)
+    assert model.empty_cache(2, 8).layers[0].keys.dtype == weights
+    model.compute_dtype = torch.bfloat16
+    cache, seen = model.empty_cache(2, 40), []
+    with model.observed(lambda index, q, k, *_: seen.append(k.dtype)):
+        model(IDS, cache=cache)
+    assert {layer.values.dtype for layer in cache.layers} == set(seen) == {torch.bfloat16}
