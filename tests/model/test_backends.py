@@ -475,5 +475,8 @@ def test_a_backend_is_chosen_for_what_the_layout_masks(
         decoder_module, "choose_backend", lambda *given: asked.append(given) or "sdpa"
     )
     model = tiny_decoder(**positional)
-    assert model.use_backend("auto", device, documents=documents, half=True, length=64) == "sdpa"
-    assert asked == [("auto", Use("cuda", masked or documents, True, 64, 8))]
+    assert model.use_backend("auto", device, documents=documents, length=64) == "sdpa"
+    model.use_backend("flex", device, documents=documents, half=False)
+    is_masked = masked or documents
+    uses = Use("cuda", is_masked, True, 64, 8), Use("cuda", is_masked, False, None, 8)
+    assert asked == [("auto", uses[0]), ("flex", uses[1])]

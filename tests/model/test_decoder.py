@@ -67,7 +67,10 @@ EXACT = {
         "Llama",
         {"num_key_value_heads": 1, "tie_word_embeddings": False},
     ),
-    "Qwen3": ("Qwen3", {"qk_norm": QKNormConfig("always"), "head_dim": 16}),
+    "Qwen3": (
+        "Qwen3",
+        {"qk_norm": QKNormConfig("always"), "head_dim": 16, "rms_norm_eps": 0.01},
+    ),
 }
 
 
