@@ -185,11 +185,13 @@ def test_losses_on_different_texts_stand_in_different_tables(tmp_path):
     assert scores.note.startswith("With")
 
 
-def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path):
+def test_a_run_that_was_evaluated_later_has_the_rows_of_its_evaluation(tmp_path, monkeypatch):
     place = run(tmp_path / "a", {}, evaluation=True)
     (tmp_path / "a" / "results.csv").write_text("model\n")
-    (scores,) = compare([place])
-    assert scores.rows[0][0] == "a: RoPE"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (place, "~/a"):
+        (scores,) = compare([name])
+        assert scores.rows[0][0] == "a: RoPE"
 
 
 def test_a_directory_without_results_is_refused(tmp_path):

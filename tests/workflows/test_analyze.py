@@ -57,6 +57,27 @@ def test_another_checkpoint_or_other_settings_leave_an_analysis_as_it_is(finishe
         analyze.analyze(replace(longer, name="mine"))
 
 
+def test_the_model_before_the_drop_is_first_and_the_page_is_of_the_other(
+    finished, tmp_path, monkeypatch
+):
+    named = {}
+
+    def analyses_of(*targets):
+        named["targets"] = [target.name for target in targets]
+        return []
+
+    def write_analysis(output, results, training_length, **texts):
+        named["page"] = texts["name"]
+        return output
+
+    monkeypatch.setattr(analyze, "analyses_of", analyses_of)
+    monkeypatch.setattr(analyze, "write_analysis", write_analysis)
+    config = AnalysisConfig("drop", length=16, texts=1)
+    asked = AnalysisRequest(finished[0].run_dir, str(tmp_path / "page"), analysis=config)
+    analyze.analyze(asked)
+    assert named == {"targets": ["RoPE (before its drop)", "DroPE"], "page": "DroPE"}
+
+
 @pytest.mark.parametrize(("key", "most"), [("pairs", 3), ("prefixes", 40)])
 def test_a_pair_or_a_prefix_that_does_not_exist_is_refused(tiny_decoder, key, most):
     model = tiny_decoder(layers=["rope"]).eval()
