@@ -287,6 +287,12 @@ def test_the_first_panel_may_have_no_points():
     assert bar.get_ylim() == (0, 5)
 
 
+def test_only_short_lines_have_markers():
+    lines = [Line(str(n), 1, range(n), range(n)) for n in (16, 17)]
+    short, long = draw([Panel("", lines)]).axes[0].lines
+    assert (short.get_marker(), long.get_marker()) == ("s", "")
+
+
 def test_counts_have_integer_ticks():
     figure = draw([Panel("", [Line("a", 0, range(3), [0.1, 0.2, 0.3])], "layer")])
     assert all(tick == round(tick) for tick in figure.axes[0].get_xticks())
