@@ -115,6 +115,9 @@ def test_the_state_of_files_is_their_names_and_contents_wherever_they_lie(tmp_pa
     assert state_of(here) == state_of(there)
     (tmp_path / "there" / "a.txt").write_text("some_text")
     assert state_of(here) != state_of(there)
+    by_address = files_of(f"file://{tmp_path}/there")
+    assert state_of(by_address) == state_of(there)
+    assert not source_of(there).is_remote(by_address)
     monkeypatch.setattr(sources, "READ_WHOLE", 4)
     monkeypatch.setattr(sources, "END", 3)
     assert state_of(here) == state_of(there)  # of a large file both ends count

@@ -234,13 +234,13 @@ def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
     wanted = config.allow_patterns or ["*"]
     for pattern in config.files:
         if not pattern.startswith("@") or (offline and "://" in pattern):
-            yield pattern
+            yield pattern.removeprefix("file://")
             continue
         with fsspec.open(pattern[1:], "rt", encoding="utf-8") as file:
             lines = [line.strip() for line in file if line.strip()]
         for line in lines:
             if any(fnmatchcase(line, glob) for glob in wanted):
-                yield line
+                yield line.removeprefix("file://")
 
 
 SHORTEST_DOCSTRING = 80
