@@ -50,7 +50,7 @@ def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
 
 
 def test_a_temperature_beside_one_of_an_encoding_is_refused():
-    with pytest.raises(UserError, match="an encoding has a temperature of its own"):
+    with pytest.raises(UserError, match="encoding rope_id has one of its own"):
         layout(layers=["rope_id"], temperature=TemperatureConfig(coefficient=0.1))
 
 

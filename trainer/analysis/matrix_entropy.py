@@ -213,7 +213,7 @@ def analyze_matrix_entropy(target: Target) -> Findings:
     """Compute band entropies, truncated effective ranks and attention on a needle of heads."""
     target.require(16)  # room for a needle
     model = target.model
-    # Without a rotation all stages are equal.
+    # Without a rotation the stages differ at most by a temperature.
     stages: list[Stage] = ["pre_ntk", "post_ntk"] if model.layout.rotates else ["post_ntk"]
     needle = target.config.needle
 

@@ -119,7 +119,7 @@ def apply(layout: Layout, chosen: Chosen, settings: DopeSettings, model: Languag
             rows = torch.ones(len(every_head), size)
             for h, bands in lost.items():
                 pairs = len(encoding.spectra[h].inv_freq)
-                channels = [*range(size)]
+                channels = [*range(size)]  # Eq. 35 also zeroes what does not rotate
                 if settings.variant != "by_all":
                     channels = [*bands, *(m + pairs for m in bands)]
                 rows[h, channels] = 0

@@ -33,7 +33,7 @@ class TemperatureConfig:
     steps: bool = False
     """Use s = 1 + floor(n / R) instead, as Llama 4 does."""
     heads: Literal["all", "free"] = "all"
-    """Heads it applies to: all, or free (those without rotation, as in Llama 4)."""
+    """Heads it applies to: all, or free (those without rotation and ALiBi, as in Llama 4)."""
 
 
 @configuration
@@ -51,7 +51,7 @@ class PositionalConfig:
     """Parameters by encoding. A name of your own with a type is a variant: {local: {type: rope,
     base: 1e4}}."""
     temperature: TemperatureConfig = field(default_factory=TemperatureConfig)
-    """Softmax temperature by length, for encodings that have none of their own."""
+    """Softmax temperature by length; an error beside an encoding that has one of its own."""
 
 
 def spectrum_of(
@@ -73,7 +73,7 @@ def spectrum_of(
     if temperature.is_none or skips:
         return spectrum
     if not spectrum.temperature.is_none:
-        raise UserError("positional.temperature: an encoding has a temperature of its own")
+        raise UserError(f"positional.temperature: encoding {name} has one of its own")
     return replace(spectrum, temperature=temperature)
 
 

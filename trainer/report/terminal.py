@@ -81,4 +81,4 @@ def print_report(report: Report, run_dir: str) -> None:
     for note in report.notes:
         out.print(f"Note: {note}")
     out.print(sentence(means))
-    out.print(f"Report: {Path(run_dir) / 'report.html'}")
+    out.print(f"Report: {Path(run_dir) / 'report.html'}", soft_wrap=True)

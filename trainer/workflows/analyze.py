@@ -165,6 +165,7 @@ def analyses_of(*targets: Target) -> list[Results]:
     topics.sort(key=lambda topic: (topic.models, topic.name))
     results = []
     with Progress("Analysing", len(topics), targets[-1].ids.numel()) as progress:
+        progress.advance_to(0)
         for done, topic in enumerate(topics, 1):
             try:
                 results.append(topic(*targets[-topic.models :], **config.arguments))

@@ -41,7 +41,7 @@ from trainer.workflows.text import open_corpus
 
 log = logging.getLogger(__name__)
 
-TRAINING = 0.8
+TRAINING = 0.7
 """Share for training of the time that checkpoints and the export leave."""
 SHORTEST = 512
 """Tokens of the shortest sequence."""
@@ -182,7 +182,7 @@ def choose(
         norm = pick("model.qk_norm.when", "after_drop" if needs_norm else "never")
         if norm != "never":
             pick("drop.qk_norm_gain", "matched")
-    # 5. An evaluation in 0.18 of the time, beside training's 0.8.
+    # 5. An evaluation in 0.18 of the time, beside training's 0.7.
     rest = left * 0.18 * speed.operations
     for key, value in evaluated(config, layout, rest, length).items():
         pick(key, value)
