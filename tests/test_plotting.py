@@ -324,6 +324,8 @@ def test_what_many_pages_show_has_one_look_and_a_checkpoint_that_of_its_run():
     assert style_numbers(["DroPE", "RoPE"]) == {"DroPE": 4, "RoPE": 0}
     names = ["mine", "RoPE (before-drop)", "DroPE"]
     assert style_numbers(names) == {"mine": 1, "RoPE (before-drop)": 0, "DroPE": 4}
+    before = style_numbers(["RoPE (before its drop)", "RoPE (before its drop) + YaRN"])
+    assert before == {"RoPE (before its drop)": 0, "RoPE (before its drop) + YaRN": 3}
     assert style_numbers(["RoPE (a)", "RoPE (b)", "RoPE"]) == {
         "RoPE": 0,
         "RoPE (a)": 1,

@@ -7,7 +7,7 @@
   rank's shard of a tensor is a slice of its first dimension. Names depend on neither strategy nor
   world size, so that any of them reads what another wrote, and any tool reads the weights;
 - ``state.json``: what training resumes from, and what describes the model (configuration, layout,
-  tokenizer); under ``lightning`` what Lightning keeps of callbacks;
+  tokenizer); under ``lightning`` what Lightning and callbacks keep;
 - ``manifest.json``: sizes and SHA-256 of the other files.
 
 Nothing is pickled. A checkpoint is renamed when it is complete.

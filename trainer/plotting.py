@@ -4,6 +4,7 @@ Drawn over matplotlib; knows no results.
 """
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -515,11 +516,10 @@ def plane(axes: Axes) -> None:
 def style_numbers(names: Iterable[str]) -> dict[str, int]:
     """Return a distinct style number for every name.
 
-    A name in :data:`STYLE_NUMBERS` gets its fixed number, also with "from scratch", or with a
-    checkpoint or directory in brackets after it. Other names, and names whose number is taken, get
-    the lowest free one.
+    A name in :data:`STYLE_NUMBERS` gets its fixed number, also with "from scratch" or brackets.
+    Other names, and names whose number is taken, get the lowest free one.
     """
-    common = {name: name.split(" (")[0].removesuffix(" from scratch") for name in names}
+    common = {name: re.sub(r" \([^)]*\)| from scratch", "", name) for name in names}
     numbers: dict[str, int] = {}
     for name in sorted(common, key=lambda n: (common[n] not in STYLE_NUMBERS, common[n] != n)):
         number = STYLE_NUMBERS.get(common[name])

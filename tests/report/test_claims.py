@@ -170,6 +170,21 @@ def test_the_reach_of_a_model_that_did_not_learn_the_task_is_not_judged(claim, r
     assert "30.1% (22.4–39.1)" in evidence  # 77 of 256, which count as 113
 
 
+def test_a_model_that_was_not_measured_at_its_training_length_is_named():
+    far = [
+        [
+            (about, x)
+            for about, x in statements(NAMES[role], GOOD, (4.0,) * 4)
+            if about["length"] > 64
+        ]
+        for role in ("rope", "drope")
+    ]
+    claim = Retrieves("drope*", "longest", 2, "rope", "longest")
+    shown, numbers = claim(evidence(*far[0], *far[1]))
+    assert shown is None
+    assert numbers == "DroPE was not measured at its training length."
+
+
 @pytest.mark.parametrize(("near", "shown"), [(45, None), (55, None), (58, None), (65, True)])
 def test_a_model_has_learned_the_task_if_its_whole_interval_says_so(near, shown):
     """Half of the numbers, give or take a tenth: 256 trials count as 113."""

@@ -1,6 +1,6 @@
 """Queries and keys of every layer from one forward pass, and the attention that they make.
 
-No function holds a whole attention matrix: scores are computed and reduced in blocks.
+Scores are computed and reduced in blocks: no function holds more rows than it is asked for.
 """
 
 import math

@@ -358,8 +358,8 @@ def highest_rotating(values: Array, layout: Layout) -> HeadIndex:
 def yarn_attention(
     model: LanguageModel, ids: Tensor, place: HeadIndex, prompt: NeedlePrompt | None
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Measure attention as ``trained`` and under ``yarn`` with s = 2, beyond the longest length
-    that an extension of published weights reaches.
+    """Measure attention as ``trained``, and under ``yarn`` with s = 2 from the longest length on
+    that the layout reaches as trained (beyond C in published weights that extend it).
 
     Returns:
         :func:`attention_by_distance` ``[T]`` of one head in texts ``[B, T]`` (Fig. 7), and

@@ -2,8 +2,8 @@
 
 All models and methods are measured on the same trials. The layouts of a model come first: what is
 fitted on text is fitted before the model is measured. Layouts and the values of each batch are
-stored, so that an interrupted evaluation resumes. With several processes, each makes the layouts of
-every n-th method and reads every n-th batch.
+stored, so that an interrupted evaluation resumes. With several processes, each makes every n-th fit
+and reads every n-th batch.
 """
 
 import math

@@ -21,10 +21,10 @@ from trainer.common.errors import UserError
 class Prompt:
     """One trial.
 
-    ``tokens``: the prompt, including the beginning-of-text token. ``answers``: right answers.
-    ``new_tokens``: largest length of an answer. ``depth``: position of the (first) needle, 0 at the
-    beginning of the text and 1 at its end. ``group``: a number that trials with a common prefix
-    share; None: no prefix. ``label``: key to average results by, a category or a length bucket.
+    ``tokens``: the prompt, beginning of text included. ``answers``: right ones, or what else score
+    and stop are given. ``new_tokens``: most tokens of an answer. ``depth``: place of the (first)
+    needle, 0 at the beginning of the text, 1 at its end. ``group``: a number that trials with a
+    common prefix share. ``label``: key to average results by, a category or a length bucket.
     """
 
     tokens: Sequence[int]

@@ -196,7 +196,8 @@ def _unlearned(evidence: Evidence, key: str) -> str:
     """Return why a model counts as one that has not learned the task; else empty."""
     trained = [*at(evidence.rows(key), "trained").itertuples()]
     if not trained:
-        return f"{key} was not measured at its training length."
+        role = key.rstrip("*").partition("+")[0]
+        return f"{evidence.models[role]} was not measured at its training length."
     if trained[0].low > LEARNED:
         return ""
     return f"{_score(evidence, trained[0])} may not have learned the task ({LEARNED:.0%})."

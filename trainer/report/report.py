@@ -2,8 +2,8 @@
 
 A directory of results holds ``results.csv`` (a row for each model, method, task, length and
 metric), ``trials.parquet`` (single scores and losses, for paired tests) and ``facts.json``. A
-number that was not measured or is not finite is empty or ``null``. Everything but seconds and
-``tokens_per_second`` depends only on what was trained and evaluated.
+number that was not measured or is not finite is empty or ``null``. Rows (but for seconds) and
+trials depend only on what was trained and evaluated.
 """
 
 import json

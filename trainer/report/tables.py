@@ -131,8 +131,8 @@ def legend(shown: Sequence[Table]) -> str:
         parts.append("Scores are in %, with their 95% intervals.")
     if any(cell.mark for cell in known):
         parts.append(
-            "↑ ↓ better or worse than the same model as it is, or as it is than the first model, "
-            "on the same trials (exact sign test, p < 0.05, not corrected for the number of tests)."
+            "↑ ↓ better or worse than the model without a method (a model without one: than the "
+            "first model) on the same trials (exact sign test, p < 0.05, not corrected)."
         )
     if any(cell.best for cell in known):
         parts.append("Bold: the best of a column.")

@@ -34,7 +34,7 @@ class RunStrategy(Strategy):
     """Saves what Lightning and its callbacks put into a checkpoint as the directory of a run.
 
     Weights and optimizer state are read in place, each rank its shards, after the model has been
-    distributed. Lightning's counters are not stored: they follow from the step.
+    distributed. The progress of Lightning's loops is not stored: it follows from the step.
 
     ``writer``, ``describe`` (see :class:`~trainer.training.run.RunCallback`): set before a fit.
     """
