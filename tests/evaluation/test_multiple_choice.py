@@ -42,11 +42,11 @@ def known(monkeypatch):
     )
 
 
-def write(path, labels):
+def write(path, labels, choices=CHOICES):
     """The questions as request files have them, rows without a question at the end."""
     rows = []
     for first, context in [(0, None), (UNCONDITIONAL, "A")]:
-        for number, (question, answers) in enumerate(CHOICES):
+        for number, (question, answers) in enumerate(choices):
             rows += [
                 {
                     "doc_id": first + number,
@@ -87,6 +87,21 @@ def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
     with gzip.open(path, "wt") as file:
         file.writelines([*lines[half - 1 :: -1], *lines[half:]])
     assert sorted(read_questions(path, KnownEncoder())) == sorted(questions)
+
+
+def test_a_task_is_known_by_its_questions_and_right_choices(tmp_path):
+    """Values are kept under it: after a label is mended, they are measured again."""
+    settings = MultipleChoiceSettings(str(tmp_path), ["t"])
+
+    def key(labels, question="Q2", answer=" no!"):
+        choices = [CHOICES[0], [question, [" yes", answer]]]
+        write(tmp_path / "t.jsonl.gz", labels, choices)
+        (task,) = multiple_choice_tasks(task_inputs(settings, KnownEncoder(), lengths=[100]))
+        return task.fingerprint
+
+    keys = [key([0, 0]), key([1, 0]), key([0, 1]), key([0, 0], "Q3"), key([0, 0], answer=" no")]
+    assert len({*keys}) == len(keys)
+    assert key([0, 0]) == keys[0]
 
 
 @pytest.mark.parametrize(("context", "tokens"), [(None, 100), (7, 7), (200, 100)])
