@@ -19,7 +19,7 @@ from trainer.config import (
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.many_shot import many_shot_tasks
+from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
 
 BOS = 0
@@ -114,6 +114,23 @@ def test_many_shots_are_others_than_those_that_are_evaluated(haystack, math_file
     ]
     assert len(said) == len(asked) == 3
     assert not {*said} & {*asked}
+
+
+def test_many_shots_are_drawn_by_another_seed(haystack, tmp_path):
+    """Those of one seed are the same problems, in the same order."""
+    file = tmp_path / "math.jsonl"
+    rows = [{"problem": f"{i} + 1?", "solution": f"\\boxed{{{i + 1}}}"} for i in range(12)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shots = replace(CONFIG.many_shot, file=str(file), trials=3, new_tokens=16)
+    config = replace(CONFIG, many_shot=shots)
+    mine = texts(haystack, 200, config=config, text="many_shot_skip", texts=3)
+    length = mine.shape[1] - 1
+    of_seed = {}
+    for seed in (SEED, SEED + 1):
+        _, task, _ = many_shot_tasks(shots, haystack.encoder, seed)
+        of_seed[seed] = [[*prompt.tokens[-length:]] for prompt in task.prompts(200)]
+    assert mine[:, 1:].tolist() == of_seed[SEED + 1]
+    assert not any(row in of_seed[SEED] for row in mine[:, 1:].tolist())
 
 
 @pytest.mark.parametrize("name", ["many_shot_needle", "many_shot_skip"])
