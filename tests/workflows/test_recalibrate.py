@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from functools import reduce
+from operator import getitem
 from types import SimpleNamespace
 
 import pytest
@@ -15,11 +17,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.program import ROOT
 from trainer.__main__ import main
 from trainer.common.errors import PreemptedError, UserError
+from trainer.config import RunConfig
 from trainer.model.config import ModelConfig
 from trainer.model.decoder import Decoder
 from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.config import PositionalConfig, build_layout
-from trainer.runs.directory import read_record
+from trainer.runs.directory import RECORD, plain, read_record
 from trainer.runs.parsing import merged, parse
 from trainer.workflows import recalibrate
 from trainer.workflows.recalibrate import Speed, choose, evaluated, shape_of
@@ -193,6 +196,20 @@ def test_cublas_can_be_deterministic_from_the_speed_test_on(monkeypatch):
     monkeypatch.setattr(recalibrate, "measure_speed", measured)
     recalibrate.chosen_keys("llama", 20, {}, time.time(), None)
     assert seen == [":4096:8"]
+
+
+@pytest.mark.parametrize("given", [{}, {"optimizer.lr": 1e-3}], ids=["usual", "high rate"])
+def test_a_run_that_has_begun_keeps_all_that_was_chosen(given, tmp_path):
+    """However many minutes are left, and whatever the keys are by default."""
+    chosen = choose(*shape("135M", 2048), GPU, 20, given)
+    record = plain(RunConfig())
+    for key, value in chosen.items():
+        *groups, last = key.split(".")
+        reduce(getitem, groups, record)[last] = value
+    (tmp_path / RECORD).write_text(yaml.safe_dump(record))
+    kept = recalibrate.chosen_keys("absent", 1, given, time.time(), tmp_path / RECORD)
+    assert {key: kept.get(key) for key in chosen} == chosen
+    assert not kept.keys() & given.keys()
 
 
 WORDS = (
