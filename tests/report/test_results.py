@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from statistics import fmean
 
@@ -27,7 +28,8 @@ def values(made, task, metric="score"):
 
 def test_a_report_survives_writing_and_reading(tmp_path):
     made = example(trials=5)
-    made = Report(**{**vars(made), **EXPERIMENT, "notes": ("one",), "unigram_loss": 6.5})
+    others = {"notes": ("one",), "unigram_loss": 6.5, "trained": 4 * made.training_length}
+    made = Report(**{**vars(made), **EXPERIMENT, **others})
     made.write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"results.csv", "trials.parquet", FACTS}
     back = Report.read(tmp_path)
@@ -39,6 +41,17 @@ def test_a_report_survives_writing_and_reading(tmp_path):
     pd.testing.assert_frame_equal(back.trials, made.trials, check_dtype=False)
     report().write(tmp_path)
     assert Report.read(tmp_path).rows.empty
+
+
+@pytest.mark.parametrize(("longest", "trained"), [(None, 1024), (4096, 4096)])
+def test_the_longest_context_of_a_report_of_0_3_0_is_found_under_its_name_of_then(
+    tmp_path, longest, trained
+):
+    report(training_length=1024).write(tmp_path)
+    facts = json.loads((tmp_path / FACTS).read_bytes())
+    del facts["trained"]
+    (tmp_path / FACTS).write_text(json.dumps({**facts, "longest_context": longest}))
+    assert Report.read(tmp_path).trained == trained
 
 
 def test_a_report_that_cannot_be_written_leaves_no_facts(tmp_path):
