@@ -7,6 +7,7 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
+import torch
 from sklearn.decomposition import PCA
 from sklearn.metrics import davies_bouldin_score, silhouette_score
 
@@ -14,6 +15,7 @@ from tests.analysis.attention_examples import layer_of_heads
 from trainer.analysis import clusters as module
 from trainer.analysis.attention import Heads
 from trainer.analysis.clusters import (
+    analyze_clusters,
     cloud,
     cluster_measures,
     prefix_lengths,
@@ -21,7 +23,8 @@ from trainer.analysis.clusters import (
     project,
     sample_positions,
 )
-from trainer.analysis.target import stacked
+from trainer.analysis.target import Target, stacked
+from trainer.config import AnalysisConfig
 
 
 def result_of(heads, **options):
@@ -117,6 +120,17 @@ def test_the_plane_is_that_of_keys_and_queries_together():
     values = np.linalg.svd(heads.rotated_k[0, 1].double().numpy(), compute_uv=False)
     assert rank == pytest.approx((values**2).sum() / values[0] ** 2)
     assert points.shape == (3, 10, 2)
+
+
+def test_the_key_heads_that_chosen_heads_read_are_shown(tiny_decoder, monkeypatch):
+    """Of four query heads, the first two read the first of two key heads."""
+    seen = []
+    monkeypatch.setattr(module, "snapshots_plot", lambda target, shown, looks: seen.append(shown))
+    ids = torch.randint(0, 50, (1, 8), generator=torch.Generator().manual_seed(0))
+    for chosen in ([(1, 1)], [(0, 2), (0, 3), (1, 0)]):
+        target = Target("tiny", tiny_decoder().eval(), ids, AnalysisConfig(chosen=chosen))
+        analyze_clusters(target)
+    assert seen == [[(1, 0)], [(0, 1), (1, 0)]]
 
 
 def test_prefixes_double_and_end_with_the_text():
