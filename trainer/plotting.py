@@ -42,7 +42,7 @@ GRADED = ListedColormap(mpl.colormaps["viridis"](np.linspace(0, 0.88, 256)))
 _FIXED = (
     *("RoPE", "RoPE + PI", "RoPE + NTK-aware", "RoPE + YaRN", "DroPE", "DroPE + temperature"),
     *("NoPE", "NoPE + temperature", "HalfRoPE", "High-frequency RoPE", "RoPE-ID", "p-RoPE"),
-    *("HoPE", "ALiBi", "RoPE + cropped", "RoPE + temperature"),
+    *("RoPE + temperature", "ALiBi", "RoPE + cropped", "HoPE"),
 )
 STYLE_NUMBERS = {name: number for number, name in enumerate(_FIXED)}
 """Fixed style numbers of common names, so that a method looks alike on all pages."""
