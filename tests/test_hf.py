@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import huggingface_hub
 import lightning as L
 import pytest
 import torch
@@ -39,6 +40,7 @@ from trainer.hf import (
     is_dropped,
     restore_rotation,
     rotation,
+    save_dropped_base,
 )
 
 KINDS = [
@@ -202,6 +204,29 @@ def test_a_restored_model_has_the_name_and_the_length_of_before() -> None:
     assert "original_max_position_embeddings" not in restore_rotation(model).config.to_dict()
     model.name_or_path = "elsewhere"
     assert restore_rotation(drop_rotation(model)).name_or_path == "elsewhere"
+
+
+@pytest.mark.parametrize("newest", ["loaded", "later"])
+def test_the_base_of_an_adapter_has_the_weights_of_the_commit_that_was_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, newest: str
+) -> None:
+    """Whichever commit of the hub is the newest in its cache."""
+    repository = tmp_path / "models--me--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(newest)
+    model = tiny("llama")
+    for commit in ("later", "loaded"):
+        directory = repository / "snapshots" / commit
+        model.config.save_pretrained(directory)
+        (directory / "model.safetensors").write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    model.config._commit_hash = "loaded"
+    model.name_or_path = "me/tiny"
+    adapted = nn.Sequential(model)
+    adapted.peft_config = {"default": SimpleNamespace()}
+    written = save_dropped_base(drop_rotation(adapted), tmp_path / "dropped")
+    assert (written / "model.safetensors").read_text() == "loaded"
+    assert adapted.peft_config["default"].base_model_name_or_path == str(written)
 
 
 def test_no_scale_or_frequency_of_before_is_written() -> None:
