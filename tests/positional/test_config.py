@@ -37,6 +37,12 @@ def test_rnope_swa_has_windows_on_its_rope_layers_only():
     assert [layer.spectra[0] == NOPE for layer in built.layers] == [False, False, False, True] * 2
 
 
+def test_windows_repeat_by_themselves_whatever_the_number_of_encodings():
+    built = layout(depth=5, layers=["rope", "nope"], windows=[4, 8, None])
+    assert [layer.window for layer in built.layers] == [4, 8, None, 4, 8]
+    assert [layer.spectra[0] for layer in built.layers] == [ROPE, NOPE, ROPE, NOPE, ROPE]
+
+
 def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
     tempered = {"coefficient": 0.1, "reference": 64, "steps": True}
     expected = Temperature(0.1, 1.0, 1.0, "query", 64, True)
