@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from trainer.common.errors import UserError
-from trainer.interchange.hf_config import ARCHITECTURES, from_hf_config
+from trainer.interchange.hf_config import ARCHITECTURES, from_drope_config, from_hf_config
 from trainer.positional.rescaling import rescaled, yarn
 
 LLAMA = {
@@ -46,6 +46,14 @@ def test_shape_and_training_length():
     assert len(layout.layers) == 8
     assert len(layout.spectra) == 1
     assert layout.spectra[0].inv_freq[1] == pytest.approx(1e5 ** (-1 / 16))
+
+
+def test_a_softmax_scale_is_in_place_of_the_root_of_the_head_s_own_size():
+    """Which need not be the width divided by the heads."""
+    names = {"architectures": ["DroPELlamaForCausalLM"], "head_dim": 36, "softmax_scale": 0.25}
+    _, layout = from_drope_config(LLAMA | names)
+    factors = {spectrum.temperature.scale / math.sqrt(36) for spectrum in layout.spectra}
+    assert factors == {0.25}
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
