@@ -408,6 +408,15 @@ def test_one_trainer_drops_in_another_module_too():
     assert module.rotates == [False] * 3
 
 
+def test_one_trainer_goes_on_behind_the_drop_in_the_same_module():
+    module = Own()
+    trainer = trainer_of(DropPositions(2), max_epochs=1)
+    trainer.fit(module, batches(3))
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, batches(3))
+    assert dropped_layers(module) == ["11"] * 2 + ["00"] * 4
+
+
 class Own(L.LightningModule):
     """Somebody's module with a Decoder: nothing but the callback knows of its layout."""
 
@@ -481,6 +490,15 @@ def test_two_callbacks_drop_in_steps_and_resume_between(tmp_path, at, is_reused)
     module.layouts = []
     trainer(6).fit(module, batches(), ckpt_path=tmp_path / "a.ckpt")
     assert dropped_layers(first) + dropped_layers(module) == ["11"] * 2 + ["01"] * 2 + ["00"] * 2
+
+
+def test_two_callbacks_drop_heads_in_steps():
+    module = Own()
+    trainer_of(DropPositions(1, heads=[0]), DropPositions(2, heads=[1]), max_steps=3).fit(
+        module, batches()
+    )
+    heads = [[s.rotates for s in layout.layers[1].spectra] for layout in module.layouts]
+    assert heads == [[True, True], [False, True], [False, False]]
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
@@ -656,6 +674,18 @@ def test_gains_of_several_batches_are_those_of_one():
         match_gains(model, drop(model.layout, qk_norm=True), probe.split(rows))
         gains.append(model.layers[0].self_attn.q_norm.weight)
     torch.testing.assert_close(*gains)
+
+
+def test_a_gain_is_the_size_of_the_queries_whose_next_tokens_are_in_the_probe():
+    """Computed from the weights of the first layer."""
+    model, probe = decoder(), torch.arange(12).view(3, 4)
+    match_gains(model, drop(model.layout, qk_norm=True), [probe])
+    block = model.layers[0]
+    with torch.no_grad():
+        x = block.input_layernorm(model.embed_tokens(probe[:, :-1]))
+        expected = block.self_attn.q_proj(x).square().mean().sqrt()
+    gain = block.self_attn.q_norm.weight
+    torch.testing.assert_close(gain, expected.expand_as(gain))
 
 
 def test_samples_without_a_corpus_are_trained_on_and_not_validated():
