@@ -21,7 +21,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.hf import drop_rotation, is_dropped
 from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
-from trainer.lightning.datamodule import Batches
+from trainer.lightning.datamodule import Batches, repeat_interrupted_step
 from trainer.lightning.drop import match_gains
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
@@ -674,6 +674,21 @@ def test_gains_of_several_batches_are_those_of_one():
         match_gains(model, drop(model.layout, qk_norm=True), probe.split(rows))
         gains.append(model.layers[0].self_attn.q_norm.weight)
     torch.testing.assert_close(*gains)
+
+
+@pytest.mark.parametrize(("is_last", "done"), [(False, 2), (True, 3)])
+def test_of_three_micro_batches_the_last_ends_a_step_of_two_where_the_epoch_ends(is_last, done):
+    """A resumed run reads the third again, unless its step was finished."""
+    trainer = trainer_of(accumulate_grad_batches=2)
+    trainer.fit_loop.epoch_progress.current.ready = 1
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    progress.is_last_batch = is_last
+    for part in (progress.current, progress.total):
+        part.load_state_dict(dict.fromkeys(part.state_dict(), 3))
+    repeat_interrupted_step(trainer)
+    assert {*progress.current.state_dict().values(), *progress.total.state_dict().values()} == {
+        done
+    }
 
 
 def test_a_gain_is_the_size_of_the_queries_whose_next_tokens_are_in_the_probe():
