@@ -317,6 +317,19 @@ def test_the_newest_and_permanent_checkpoints_stay(tmp_path):
     assert find_checkpoint(str(tmp_path)) == directory / "step-000009"
 
 
+def test_beyond_a_million_steps_the_newest_checkpoint_stays(tmp_path):
+    """Its name has a digit more, and comes before the others in an alphabet."""
+    model = decoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps = [x for step in (999_998, 999_999, 1_000_000) for x in (f"step-{step}", step)]
+    directory = tmp_path / "checkpoints"
+    write(directory, model, optimizer, *steps, keep=2)
+    names = [path.name for path in regular_checkpoints(directory)]
+    assert names == ["step-999999", "step-1000000"]
+    for found in (find_checkpoint(str(tmp_path)), newest_checkpoint(directory)):
+        assert found == directory / "step-1000000"
+
+
 def test_a_checkpoint_holds_what_was_when_it_was_asked_for(tmp_path, monkeypatch):
     """Training goes on while the files are written."""
     model, go_on = decoder(), Event()
