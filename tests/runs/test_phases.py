@@ -73,6 +73,18 @@ def test_without_phases_a_drop_makes_two():
     assert run.kept_steps == frozenset()
 
 
+@pytest.mark.parametrize(
+    ("share", "steps", "expected"),
+    [(0.5, 50, 25), (0.85, 1000, 850), (0.29, 100, 29), (0.57, 100, 57), (0.58, 50, 29)],
+)
+def test_a_drop_after_a_share_of_the_run_is_at_the_nearest_step(share, steps, expected):
+    """In binary, 0.29 * 100 is a little less than 29."""
+    values = merged(SMALL, {"drop": {"at": share}, "trainer": {"max_steps": steps}})
+    phases = parse(values).phases
+    assert phases.drop_step == expected
+    assert [phase.end for phase in phases] == [expected, steps]
+
+
 def test_checkpoints_stay_at_ends_of_phases_and_where_controls_branch_off():
     run = configured({"a": {"steps": 4}, "b": {"steps": 3}}, controls={"early": {"branch": 2}})
     assert run.kept_steps == {2, 4, 7}
