@@ -58,9 +58,13 @@ def asked(key, length, *batches, metric="score", more=()):
     return task, read
 
 
+@pytest.mark.parametrize(
+    ("step", "tokens"), [(2, 2 * 4 * 32), (5, 3 * 4 * 32 + 2 * 2 * 64)], ids=["short", "long"]
+)
 def test_scores_are_named_by_task_and_length_in_those_of_the_last_phase(
-    of_run, corpus, tiny_decoder
+    of_run, corpus, tiny_decoder, step, tokens
 ):
+    """Whatever the length of the present one."""
     tasks = [
         asked("a", 32, [1.0, 0.0], [1.0], more=[("a_norm", 0.5)]),
         asked("perplexity", 128, [2.0], [3.0], metric="loss"),
@@ -68,13 +72,13 @@ def test_scores_are_named_by_task_and_length_in_those_of_the_last_phase(
     ]
     measured = Measurements(of_run, corpus, {"benchmarks": [{"step": 0}]})
     measured.tasks = [task for task, _ in tasks]
-    measured.measure_benchmarks(tiny_decoder(), 5)
+    measured.measure_benchmarks(tiny_decoder(), step)
     before, milestone = measured.milestones
     assert before == {"step": 0}
     assert math.isnan(milestone["scores"].pop("none/1x"))
     assert milestone == {
-        "step": 5,
-        "tokens": 3 * 4 * 32 + 2 * 2 * 64,
+        "step": step,
+        "tokens": tokens,
         "dropped": False,
         "scores": {
             "a/0.5x": pytest.approx(2 / 3),
