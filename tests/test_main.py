@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
 from tests.program import ROOT
 from trainer import commands
@@ -21,9 +22,11 @@ from trainer.commands import (
     explain,
     overrides_of,
     run_of,
+    take_keys,
 )
 from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import requeue
+from trainer.config import RecalibrateKeys
 from trainer.runs.parsing import merged
 
 
@@ -69,6 +72,11 @@ def test_help_names_the_command_and_its_options(capsys, name):
             "[KEY=VALUE ...]",
         ),
         (["evaluate", "a", "b"], "expected one model, got 'a' and 'b'"),
+        (["evaluate", "a", "checkpoint=b"], "expected one model, got 'a' and 'b'"),
+        (
+            ["model=smollm_360m", "model.from_run=runs/t"],
+            "model: the trained weights bring their shape",
+        ),
         (["runs/a"], "expected KEY=VALUE, got 'runs/a'"),
         (
             ["data=files", "data.files=[no.txt]"],
@@ -115,10 +123,13 @@ def test_paths_get_the_key_of_the_command(tmp_path):
 def test_recalibrate_shows_the_chosen_keys(capsys, monkeypatch, words):
     def choose(job, began):
         job.values["name"] = "chosen"
+        return take_keys(job, RecalibrateKeys), {}
 
     monkeypatch.setattr(commands, "choose_keys", choose)
-    main(["recalibrate", "llama", *words])
-    assert "name: chosen" in capsys.readouterr().out
+    main(["recalibrate", "llama", "minutes=3", *words])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    keys = [shown[key] for key in ("name", "checkpoint", "minutes", "text", "to")]
+    assert keys == ["chosen", "llama", 3, None, None]
 
 
 def test_recalibrate_shows_the_keys_of_hydra(capsys):
@@ -131,6 +142,14 @@ def test_a_prompt_is_text_with_any_characters(monkeypatch):
     monkeypatch.setitem(COMMANDS, "generate", lambda job: prompts.extend(job.values["prompts"]))
     main(["generate", "x", "prompt=It's {1}, x=${2}", "prompt=3", "seed=1", "Of x = {1}"])
     assert prompts == ["Of x = {1}", "It's {1}, x=${2}", "3"]
+
+
+def test_a_model_with_its_key_takes_no_text_for_its_path(monkeypatch):
+    jobs = []
+    monkeypatch.setitem(COMMANDS, "generate", lambda job: jobs.append(job.values))
+    main(["generate", "checkpoint=runs/t", "Hello there", "World of"])
+    ((path, prompts),) = [(values["checkpoint"], values["prompts"]) for values in jobs]
+    assert (path, prompts) == ("runs/t", ["Hello there", "World of"])
 
 
 @pytest.fixture

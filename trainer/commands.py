@@ -72,6 +72,7 @@ NOT_OF_WEIGHTS = "model.attention_backend", "model.qk_norm.", "model.from_"
 WITH_VALUE = "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--info", "-i"
 """Options of Hydra whose value is the next word."""
 SHOW_KEYS = "--cfg", "-c", "job", "--cfg=job"
+MODEL = "checkpoint="
 OPTIONS = {"train": "experiment", "evaluate": "evaluation", "analyze": "analysis"}
 """The group whose options a command's help lists."""
 
@@ -118,8 +119,9 @@ def overrides_of(name: str, words: Iterable[str]) -> list[str]:
         return [f"runs={quoted}", *keys]
     if name in ("train", "prepare", "plan"):
         raise UserError(f"expected KEY=VALUE, got {paths[0]!r}")
-    if len(paths) > 1:
-        raise UserError(f"expected one model, got {' and '.join(map(repr, paths))}")
+    models = paths + [word.partition("=")[2] for word in keys if word.startswith(MODEL)]
+    if len(models) > 1:
+        raise UserError(f"expected one model, got {' and '.join(map(repr, models))}")
     return [f"checkpoint={quoted[1:-1]}", *keys]
 
 
@@ -145,8 +147,9 @@ def split_prompts(words: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the words of ``generate`` without its texts, and the texts."""
     bare, others = split_words(words)
     keyed = [word for word in others if word.startswith("prompt=")]
-    texts = [*bare[1:], *(word.removeprefix("prompt=") for word in keyed)]
-    return [*bare[:1], *(word for word in others if word not in keyed)], texts
+    paths = 0 if any(word.startswith(MODEL) for word in others) else 1
+    texts = [*bare[paths:], *(word.removeprefix("prompt=") for word in keyed)]
+    return [*bare[:paths], *(word for word in others if word not in keyed)], texts
 
 
 def _as_hydra_reads(word: str) -> str:
@@ -196,8 +199,8 @@ def run_command(name: str, words: Sequence[str]) -> None:
     """Run a command with what Hydra composes of its words: once, or for each job of ``-m``."""
     if name == "recalibrate" and re.search(r"(^| )(--cfg[= ]|-c )job( |$)", " ".join(words)):
         job = compose_words([word for word in words if word not in SHOW_KEYS], name)
-        choose_keys(job, time.time())  # Hydra would show none of them
-        print(OmegaConf.to_yaml(job.values), end="")
+        keys, _ = choose_keys(job, time.time())  # Hydra would show none of the chosen ones
+        print(OmegaConf.to_yaml(asdict(keys) | job.values), end="")
         return
     register_schema()
     prompts: list[str] = []
@@ -367,7 +370,7 @@ def run_of(job: Job) -> Run:
     if model["from_pretrained"] or model["from_run"]:
         for word in job.words:
             key = word.lstrip("+").partition("=")[0]
-            if key.startswith("model.") and not key.startswith(NOT_OF_WEIGHTS):
+            if re.match(r"model(\.|$)", key) and not key.startswith(NOT_OF_WEIGHTS):
                 raise UserError(f"{key}: the trained weights bring their shape")
             if key in ("positional", "positional.layers", "positional.heads", "positional.windows"):
                 raise UserError(f"{key}: the trained weights bring their encoding")
@@ -425,7 +428,6 @@ def recalibrate(job: Job) -> None:
     """
     began = time.time()
     keys, values = choose_keys(job, began)
-    from trainer.report.report import FACTS
     from trainer.report.terminal import print_report
     from trainer.workflows import recalibrate as workflow
     from trainer.workflows.export import export_checkpoint
@@ -434,11 +436,9 @@ def recalibrate(job: Job) -> None:
     run_dir = run.directory
     for key, value in values.items():
         print(f"{key}={json.dumps(value, separators=(',', ':'))}")
-    to = Path(keys.to) if keys.to else run_dir / "export"
-    is_finished = (run_dir / FACTS).is_file() and not run.config.overwrite
-    is_exported = is_finished and (to / "config.json").is_file()
-    if keys.to and not is_exported:
-        check_is_new(keys.to)
+    to = Path(keys.to or run_dir / "export")
+    if to != run_dir / "export":
+        check_is_new(to)
     report = workflow.recalibrate(run, values, keys.checkpoint, keys.minutes, began)
     print_report(report, str(run_dir))
     print(f"Recalibrated for {report.runs[0].tokens:,} tokens; {workflow.EXPECTED}.")
@@ -517,11 +517,10 @@ def evaluate(job: Job) -> None:
     request = validated(schema.EvaluationRequest, job.values)
     for reference in (request.checkpoint, *request.compare):
         check_model(reference)  # before torch is imported
-    name = job.choices["evaluation"]
     from trainer.report.terminal import print_report
     from trainer.workflows.evaluate import evaluate_lengths
 
-    outcome = evaluate_lengths(request, name)
+    outcome = evaluate_lengths(request, job.choices["evaluation"])
     if outcome is not None:
         report, directory = outcome
         print_report(report, str(directory))

@@ -188,7 +188,7 @@ class ChangeConfig:
 class DropConfig(ChangeConfig):
     """When the encoding is dropped, what replaces it, and how training resumes."""
 
-    at: int | float | None = None
+    at: int | Share | None = None
     """A step (0: before the first one), or a fraction of the run such as 0.85; null: never."""
     optimizer_state: Literal["keep", "reset", "reset_new"] = "reset"
     """State of the optimizer: keep, reset, or reset_new (of parameters that the drop adds)."""

@@ -39,7 +39,7 @@ from trainer.runs.models import (
     without_home,
 )
 from trainer.runs.parsing import parse
-from trainer.runs.phases import phases_of
+from trainer.runs.phases import layout_of_phase, phases_of
 
 
 def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
@@ -215,8 +215,9 @@ def test_without_a_model_there_is_none_and_two_are_too_many():
 
 def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(monkeypatch):
     def left(step=20, **changes):
-        values = {"run_dir": "x", "trainer": {"max_steps": 20}, **changes}
-        state = {"step": step, "config": plain(parse(values).config)}
+        run = parse({"run_dir": "x", "trainer": {"max_steps": 20}, **changes})
+        layout = layout_of_phase(run.config, run.phases.at(step - 1), run.layout)
+        state = {"step": step, "config": plain(run.config), "layout": layout.to_dict()}
         monkeypatch.setattr(models, "find_checkpoint", Path)
         monkeypatch.setattr(models, "read_state", lambda path: state)
         return encodings_of("x")
@@ -225,13 +226,16 @@ def test_the_encodings_of_a_run_are_those_that_full_drops_until_then_have_left(m
     assert left(drop={"at": 10}, step=11).layers == ["nope"]
     dropped = left(drop={"at": 10, "to": "alibi"}, positional={"heads": {"nope": 1 / 3}})
     assert (dropped.layers, dropped.heads) == (["alibi"], {})
-    assert left(drop={"at": 10, "layers": [0]}).layers == ["rope"]
+    partly = left(drop={"at": 10, "layers": [0]})
+    assert partly.layers == ["nope"] + ["rope"] * 29
+    assert named(RunConfig(positional=partly)) == ("nope + rope", "nope_rope")
+    assert left(drop={"at": 10, "layers": [0], "heads": [1]}).heads
     for layers in (None, [0]):  # windows are those of all layers, whichever drop
         changes = {"positional": {"windows": [8]}, "drop": {"at": 10, "layers": layers}}
-        assert left(**changes).windows == [8]
+        assert {*left(**changes).windows} == {8}
         changes["drop"]["windows"] = [16, None]
         assert left(**changes, step=10).windows == [8]
-        assert left(**changes).windows == [16, None]
+        assert left(**changes).windows[:2] == [16, None]
 
 
 def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
@@ -253,7 +257,11 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     [
         ("Llama, YaRN", ("RoPE", "rope"), ("DroPE", "drope")),
         ("SmolLM3", ("rope + nope", "rope_nope"), ("rope + nope, dropped", None)),
-        ("Mistral", ("rope", "rope_window"), ("rope, dropped", None)),
+        (
+            "Mistral",
+            ("RoPE with windows", "rope_window"),
+            ("RoPE with windows, dropped", None),
+        ),
     ],
 )
 def test_published_weights_are_called_by_their_own_encodings(tmp_path, family, before, after):
@@ -297,7 +305,8 @@ def test_the_checkpoint_of_the_step_of_a_drop_is_of_before():
         ({}, "rope", "RoPE"),
         ({"layers": ["rope", "nope", "rope"]}, "rope_nope", "rope + nope"),
         ({"heads": {"nope": 0.5}}, None, "rope"),
-        ({"windows": [16]}, "rope_window", "rope"),
+        ({"windows": [16]}, "rope_window", "RoPE with windows"),
+        ({"layers": ["cope"]}, "cope", "CoPE"),
         ({"windows": [None]}, "rope", "RoPE"),
         (
             {"layers": ["own"], "encodings": {"own": {"type": "p_rope", "base": 2.0}}},

@@ -83,6 +83,16 @@ def test_a_control_branches_off_where_its_run_has_saved():
     assert parse(for_drop).controls["other"].branch == "drop"
     with pytest.raises(UserError, match=r"controls\.other\.branch: expected"):
         parse(controlled(other={"branch": 0}))
+    with pytest.raises(UserError, match=r"controls\.other\.branch: 'drop', but"):
+        parse(controlled(other={"branch": "drop"}))
+
+
+def test_every_line_about_a_control_has_its_name():
+    with pytest.raises(UserError) as error:
+        parse(controlled(other={"trainer": {"max_steps": -1, "batch_size": -1}}))
+    keys = [line.partition(":")[0] for line in str(error.value).splitlines()]
+    names = ("max_steps", "batch_size")
+    assert sorted(keys) == sorted(f"controls.other.trainer.{name}" for name in names)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +108,30 @@ def test_batches_divide_among_ranks_or_are_refused(batch, micro, processes, fits
         return
     with pytest.raises(UserError, match=f"{batch} sequences do not divide .* on {processes} ranks"):
         phase.micro_batches(processes)
+
+
+@pytest.mark.parametrize(
+    ("phase", "key"),
+    [
+        ({"batch_size": 10, "micro_batch_size": 4}, "phases.a.batch_size"),
+        ({"micro_batch_size": 5}, "phases.a.batch_size"),
+        ({}, "trainer.batch_size"),
+        ({"weights": {"zz": 1.0}}, "phases.a.weights"),
+    ],
+)
+def test_what_a_phase_cannot_do_is_told_with_its_key(phase, key):
+    values = {"trainer": {"batch_size": 8, "micro_batch_size": 3}}
+    with pytest.raises(UserError) as error:
+        parse(values | {"phases": {"a": {"steps": 4, **phase}}})
+    assert str(error.value).startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("at", [5e2, 500, 0.5])
+def test_a_drop_is_at_a_whole_number_of_steps_or_a_share_of_them(at):
+    values = {"trainer": {"max_steps": 1000}, "drop": {"at": at}}
+    assert parse(values).phases.drop_step == 500
+    with pytest.raises(UserError, match=r"^drop\.at: .*got 1\.5"):
+        parse(values | {"drop": {"at": 1.5}})
 
 
 @pytest.mark.parametrize(

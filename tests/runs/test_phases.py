@@ -200,7 +200,8 @@ def test_frequencies_are_rescaled_as_far_as_a_phase_reaches(tiny_decoder, factor
          "frequencies rescaled for longer sequences (yarn); dropped the encoding (nope); "
          "windows 64, none"),
         ({"rescale": {"base": 5e5}}, "new base of the frequencies (500,000)"),
-        ({"optimizer_state": "reset"}, "phase 'b' with sequences of 32 tokens"),
+        ({"optimizer_state": "reset"},
+         "phase 'b' with sequences of 32 tokens, optimizer_state reset"),
     ],
 )  # fmt: skip
 def test_a_phase_describes_all_its_changes(changes, description):

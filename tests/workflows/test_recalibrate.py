@@ -221,6 +221,13 @@ WORDS = (
 )
 
 
+def test_a_task_that_has_no_room_is_refused_before_training(llama, monkeypatch):
+    monkeypatch.setattr(recalibrate, "run_experiment", None)
+    with pytest.raises(SystemExit):
+        main(["recalibrate", "llama", *WORDS, "evaluation.tasks=[standard]"])
+    assert not (llama.parent / "runs").exists()
+
+
 @pytest.mark.slow
 def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(llama, monkeypatch):
     from transformers import AutoModelForCausalLM
@@ -255,6 +262,8 @@ def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(ll
     (llama.parent / "empty").mkdir()
     main([*words, "to=empty"])
     assert (llama.parent / "empty/config.json").is_file()
+    with pytest.raises(SystemExit):
+        main([*words, "to=llama"])
 
 
 def test_the_speed_is_that_of_steps_of_a_model_of_this_shape():
@@ -297,6 +306,10 @@ def recalibrated(base, monkeypatch, tmp_path):
         longest = {name: SimpleNamespace(longest=n) for name, n in splits.items()}
         monkeypatch.setattr(recalibrate, "run_experiment", run_experiment)
         monkeypatch.setattr(recalibrate, "open_corpus", lambda run: SimpleNamespace(**longest))
+        start = SimpleNamespace(training_length=64)
+        monkeypatch.setattr(recalibrate, "find_model", lambda *_: start)
+        monkeypatch.setattr(recalibrate, "held_out_of", lambda *_: None)
+        monkeypatch.setattr(recalibrate, "make_tasks", lambda *_: None)
         monkeypatch.setattr(recalibrate, "find_checkpoint", lambda run_dir: run_dir)
         monkeypatch.setattr(recalibrate, "read_state", lambda path: {"step": 7})
         monkeypatch.setattr(recalibrate, "time", SimpleNamespace(time=lambda: 1000.0))

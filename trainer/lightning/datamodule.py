@@ -78,7 +78,7 @@ class TokenData(L.LightningDataModule):
         batch_size: sequences of a step, over all micro-batches and ranks.
         seed: of the order.
         workers: processes that read.
-        held_out: sequences of validation text.
+        held_out: sequences of validation text; 0: none.
         samples: what is read in place of the corpus's training text, see :class:`Batches`.
     """
 
@@ -136,7 +136,7 @@ class TokenData(L.LightningDataModule):
     def val_dataloader(self) -> Any:
         """Return the held-out sequences, if any; Lightning shares them among the ranks."""
         assert self.trainer is not None
-        if self.corpus == "":
+        if self.corpus == "" or not self.held_out:
             return []
         ids = self.probe(self.held_out)
         data: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]

@@ -225,19 +225,17 @@ def read_run(path: Path) -> Pretrained:
 
 
 def encodings_of(reference: str) -> PositionalConfig:
-    """Return the encodings of the checkpoint that ``model.from_run`` names.
-
-    Layers and heads left by a partial drop keep the names that they had before.
-    """
+    """Return the encodings of the checkpoint that ``model.from_run`` names, by the run's names, or
+    after a partial drop by those of the layout."""
     state = read_state(find_checkpoint(reference))
     config = saved_config(state["config"])
     positional = config.positional
     done = [phase for phase in phases_of(config) if phase.start < state["step"]]
     for change in (phase.drop for phase in done if phase.drop is not None):
-        if change.windows is not None:
-            positional = replace(positional, windows=change.windows)
-        if not change.of_what:
-            positional = replace(positional, layers=[change.to], heads={})
+        if change.of_what:
+            return encodings_of_published(positional, Layout.from_dict(state["layout"]))
+        windows = change.windows or positional.windows
+        positional = replace(positional, layers=[change.to], heads={}, windows=windows)
     return positional
 
 
@@ -270,6 +268,7 @@ ENCODING_TITLES = {
     "p_rope": "p-RoPE",
     "hope": "HoPE",
     "hope_published": "HoPE (published)",
+    "cope": "CoPE",
     "nope": "NoPE",
     "alibi": "ALiBi",
 }
@@ -288,18 +287,20 @@ def name_and_role(
     depth = config.model.num_hidden_layers
     types = {name: values.get("type", name) for name, values in positional.encodings.items()}
     until = phases[-1].end if step is None else step
-    drops = [phase.drop for phase in phases if phase.drop is not None and phase.start < until]
+    done = [phase for phase in phases if phase.start < until]
+    drops = [phase.drop for phase in done if phase.drop is not None]
     partial = [d for d in drops if types.get(d.to, d.to) != "nope" or d.of_what or d.windows]
-    variants = []
-    for phase in phases:
-        if phase.rescale is not None and phase.start < until:
-            variants.append(f"rescaled ({phase.rescale.base or phase.rescale.method})")
+    rescales = [phase.rescale for phase in done if phase.rescale is not None]
+    variants = [f"rescaled ({rescale.base or rescale.method})" for rescale in rescales]
     encoding = None
+    title = encodings(config)
     if not positional.heads:
         kinds = dict.fromkeys(str(types.get(name, name)) for name in positional.layers[:depth])
         encoding = "_".join(kinds)
+        title = ENCODING_TITLES.get(encoding, title)
         if any(positional.windows[:depth]):
             encoding += "_window"
+            title += " with windows"
     if drops and not partial:
         if encoding == "rope":
             return "DroPE", "drope"
@@ -312,9 +313,7 @@ def name_and_role(
         variants.append(f"drop{change.of_what} to {change.to}{windows}")
     if config.drop.to == SAME and config.drop.at is not None:
         variants.append("schedule of a drop")
-    title = ENCODING_TITLES.get(encoding or "", encodings(config))
-    role = None if variants else encoding
-    return ", ".join([title, *variants]), role
+    return ", ".join([title, *variants]), None if variants else encoding
 
 
 def origins(models: Sequence[SavedModel]) -> dict[str, str]:
@@ -337,11 +336,8 @@ def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
     """Whether a model is what a run began with, or has its shape and an encoding not dropped."""
     if model.run is None:
         return run.model.from_pretrained == model.reference
-    has_same_shape = (
-        model.run.model.hidden_size == run.model.hidden_size
-        and model.run.model.num_hidden_layers == run.model.num_hidden_layers
-    )
-    return has_same_shape and model.run.positional == run.positional and not model.is_dropped
+    shapes = {(r.model.hidden_size, r.model.num_hidden_layers) for r in (model.run, run)}
+    return len(shapes) == 1 and model.run.positional == run.positional and not model.is_dropped
 
 
 def encodings(config: RunConfig) -> str:

@@ -35,10 +35,7 @@ def parse(values: dict[str, Any]) -> Run:
         UserError: unknown keys, wrong types, or a broken rule.
         ValueError: an encoding does not fit the model, or a phase asks for an impossible change.
     """
-    values = dict(values)
-    for name in NAMED_BY_USERS:
-        if name in values and values[name] is None:
-            values[name] = {}
+    values = values | {name: {} for name in NAMED_BY_USERS if values.get(name, {}) is None}
     config = validated(RunConfig, values)
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
@@ -140,7 +137,8 @@ def _controls_of(run: Run) -> dict[str, Run]:
         try:
             control = parse(merged(base, changes))
         except UserError as error:
-            raise UserError(f"controls.{name}.{error}") from error
+            lines = str(error).splitlines()
+            raise UserError("\n".join(f"controls.{name}.{line}" for line in lines)) from error
         _check_control(run, control, f"controls.{name}", branch)
         controls[name] = replace(control, branch=branch, is_control=True)
     return controls
@@ -174,6 +172,8 @@ def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
     if branch is None:
         return
     step = run.phases.drop_step if branch == "drop" else branch
+    if step is None:
+        raise UserError(f"{key}.branch: 'drop', but the run has none")
     first = 0 if branch == "drop" else 1  # no other checkpoint is of step 0
     if not isinstance(step, int) or not first <= step <= run.steps or step >= control.steps:
         choices = "'drop' or a step of the run before the control's end"

@@ -36,7 +36,8 @@ class Phase:
     """A part of a run, from update ``start`` to before update ``end``.
 
     ``data``: its text, and the length of its sequences. ``batch_size``: sequences of an update.
-    ``micro_batch_size``: sequences of a rank's forward pass, or None for all that it has.
+    ``micro_batch_size``: sequences of a rank's forward pass, or None for all that it has. ``keys``:
+    group that configures them.
     ``seed``: seed of its sample order. ``samples``: samples of this order that were read before.
     ``tokens``: tokens that the run read before. ``factor``: factor on the learning rates, by the
     update of the run. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
@@ -48,6 +49,7 @@ class Phase:
     data: DataConfig
     batch_size: int
     micro_batch_size: int | None
+    keys: str
     seed: int
     samples: int
     tokens: int
@@ -64,8 +66,7 @@ class Phase:
     @property
     def has_change(self) -> bool:
         """Whether the model or the optimizer's state changes at its start."""
-        changes_model = self.drop is not None or self.rescale is not None
-        return changes_model or self.optimizer_state != "keep"
+        return (self.drop, self.rescale, self.optimizer_state) != (None, None, "keep")
 
     @property
     def description(self) -> str:
@@ -81,6 +82,8 @@ class Phase:
                 windows = ", ".join(str(window or "none") for window in self.drop.windows)
                 changes.append(f"windows {windows}")
         sequences = f"phase {self.name!r} with sequences of {self.length:,} tokens"
+        if self.optimizer_state != "keep":
+            sequences += f", optimizer_state {self.optimizer_state}"
         return "; ".join(changes) or sequences
 
     @property
@@ -109,9 +112,9 @@ class Phase:
         """Return the number of forward passes of a rank for an update."""
         size = self.rows(ranks)
         if self.batch_size % (ranks * size):
-            parts = f"micro-batches of {size} on {ranks} ranks"
+            parts = f"micro-batches of {size}" + (f" on {ranks} ranks" if ranks > 1 else "")
             text = f"{self.batch_size} sequences do not divide into {parts}"
-            raise UserError(f"trainer.batch_size: {text}")
+            raise UserError(f"{self.keys}.batch_size: {text}")
         return self.batch_size // (ranks * size)
 
 
@@ -149,13 +152,14 @@ def phases_of(config: RunConfig) -> Phases:
     of_run = config.schedule.over(config.trainer.max_steps)
     configured = config.phases or _default_phases(config)
     for name, settings in configured.items():
-        data = text_of_phase(config.data, settings)
+        data = text_of_phase(config.data, name, settings)
         if phases and phases[-1].data.texts != data.texts:
             order += 1
             samples = 0
         factor = of_run
         if settings.schedule is not None:
             factor = settings.schedule.over(settings.steps, start)
+        has_own = settings.batch_size is not None or settings.micro_batch_size is not None
         phase = Phase(
             name,
             start,
@@ -163,6 +167,7 @@ def phases_of(config: RunConfig) -> Phases:
             data,
             batch_size=settings.batch_size or config.trainer.batch_size,
             micro_batch_size=settings.micro_batch_size or config.trainer.micro_batch_size,
+            keys=f"phases.{name}" if has_own else "trainer",
             seed=config.seed + ORDERS * order,
             samples=samples,
             tokens=tokens,
@@ -194,14 +199,15 @@ def _default_phases(config: RunConfig) -> dict[str, PhaseConfig]:
     return {"pretrain": PhaseConfig(step), "recalibrate": recalibration}
 
 
-def text_of_phase(data: DataConfig, phase: PhaseConfig) -> DataConfig:
+def text_of_phase(data: DataConfig, name: str, phase: PhaseConfig) -> DataConfig:
     """Return the run's text with a phase's length and weights."""
     mixture = data.mixture
     if phase.weights:
         unknown = phase.weights.keys() - data.mixture.keys()
         if unknown:
-            raise UserError(f"phases: data.mixture has no {', '.join(sorted(unknown))}")
-        mixture = {name: data.mixture[name] | {"weight": w} for name, w in phase.weights.items()}
+            names = ", ".join(sorted(unknown))
+            raise UserError(f"phases.{name}.weights: data.mixture has no {names}")
+        mixture = {text: data.mixture[text] | {"weight": w} for text, w in phase.weights.items()}
     length = phase.sequence_length or data.sequence_length
     return replace(data, mixture=mixture, sequence_length=length)
 

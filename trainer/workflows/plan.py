@@ -71,7 +71,7 @@ def _in_words(phase: Phase) -> str:
     steps = phase.end - phase.start
     tokens = phase.tokens_at(phase.end) - phase.tokens
     text = f"{steps:,} steps of {phase.batch_size:,} x {phase.length:,}: {tokens:,} tokens"
-    if phase.drop is not None or phase.rescale is not None:
+    if phase.has_change:
         text += f", {phase.description}"
     return text
 

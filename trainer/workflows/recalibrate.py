@@ -22,6 +22,7 @@ from trainer.common.files import write_atomically
 from trainer.common.processes import use_cores
 from trainer.common.ranks import best_precision, device_type
 from trainer.config import RunConfig
+from trainer.evaluation.tasks import make_tasks
 from trainer.interchange.pretrained import read_pretrained
 from trainer.lightning.strategy import parallelize
 from trainer.model.backends import cudnn_attention
@@ -31,10 +32,11 @@ from trainer.model.flops import forward_flops, training_flops
 from trainer.positional.layout import Layout
 from trainer.report.report import Report
 from trainer.runs.directory import RECORD, is_published, open_run_directory, plain, read_record
-from trainer.runs.models import read_run
+from trainer.runs.models import find_model, read_run
 from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
 from trainer.training.setup import set_environment
+from trainer.workflows.evaluate import held_out_of
 from trainer.workflows.experiment import run_experiment
 from trainer.workflows.plan import STATE_BYTES, activation_bytes, parameters
 from trainer.workflows.text import open_corpus
@@ -175,11 +177,9 @@ def choose(
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
     # 4. The learning rate by size (DroPE, App. D), and QK-norm by the rate (Table 11).
-    is_small = parameters(config)["in all"] <= 2e9
-    rate = pick("optimizer.lr", 3e-4 if is_small else 1e-4)
+    rate = pick("optimizer.lr", 3e-4 if parameters(config)["in all"] <= 2e9 else 1e-4)
     if not any(layer.qk_norm for layer in layout.layers):
-        needs_norm = rate >= 1e-3
-        norm = pick("model.qk_norm.when", "after_drop" if needs_norm else "never")
+        norm = pick("model.qk_norm.when", "after_drop" if rate >= 1e-3 else "never")
         if norm != "never":
             pick("drop.qk_norm_gain", "matched")
     # 5. An evaluation in 0.18 of the time, beside training's 0.7.
@@ -203,14 +203,10 @@ def evaluated(
     def cost() -> float:
         """Return the operations of a small evaluation: of two models, and of three methods on one
         of them beyond C."""
-        tables = 5 if lengths[-1] > C else 2
-        total = 0.0
-        for n in lengths:
-            texts = tables * (WINDOWS + NEEDLES)
-            if n > C:
-                texts += 24  # windows that a fitted temperature reads at each length
-            total += texts * forward_flops(config, layout, n)
-        return total
+        texts = (5 if lengths[-1] > C else 2) * (WINDOWS + NEEDLES)
+        fit = 24  # windows that a fitted temperature reads at each length beyond C
+        total = sum(texts * forward_flops(config, layout, n) for n in lengths)
+        return total + sum(fit * forward_flops(config, layout, n) for n in lengths if n > C)
 
     while len(lengths) > 1 and cost() > operations:
         lengths.pop()
@@ -267,6 +263,9 @@ def recalibrate(
         tokens = config.evaluation.tokens or []
         fitting = [length for length in tokens if length <= longest]
         config = replace(config, evaluation=replace(config.evaluation, tokens=fitting))
+        before = find_model(model, config.evaluation.training_length)
+        text = held_out_of(corpus, before)
+        make_tasks(text, config.evaluation, fitting, before.training_length)  # or it raises
     open_run_directory(config)
     config = replace(config, overwrite=False)
 
