@@ -711,6 +711,12 @@ def test_samples_without_a_corpus_are_trained_on_and_not_validated():
     assert trainer.validate(ours(), data) == []
 
 
+def test_no_held_out_sequences_are_no_validation():
+    data = TokenData("text", 32, 8, held_out=0)
+    data.trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=1)
+    assert data.val_dataloader() == []
+
+
 def test_each_held_out_sequence_is_validated_by_one_rank(monkeypatch):
     """Lightning's sampler shares them among the ranks."""
     data, ids = TokenData("text", 32, 8, held_out=16), torch.arange(16 * 33).view(16, 33)

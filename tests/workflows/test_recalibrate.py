@@ -221,10 +221,11 @@ WORDS = (
 )
 
 
-def test_a_task_that_has_no_room_is_refused_before_training(llama, monkeypatch):
+def test_a_task_that_has_no_room_is_refused_before_training(llama, monkeypatch, capsys):
     monkeypatch.setattr(recalibrate, "run_experiment", None)
     with pytest.raises(SystemExit):
         main(["recalibrate", "llama", *WORDS, "evaluation.tasks=[standard]"])
+    assert "error: evaluation.lengths: expected at least" in capsys.readouterr().err
     assert not (llama.parent / "runs").exists()
 
 
