@@ -264,8 +264,7 @@ def recalibrate(
         fitting = [length for length in tokens if length <= longest]
         config = replace(config, evaluation=replace(config.evaluation, tokens=fitting))
         before = find_model(model, config.evaluation.training_length)
-        text = held_out_of(corpus, before)
-        make_tasks(text, config.evaluation, fitting, before.training_length)  # or it raises
+        make_tasks(held_out_of(corpus, before), config.evaluation, fitting, before.training_length)
     open_run_directory(config)
     config = replace(config, overwrite=False)
 
