@@ -8,6 +8,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from trainer.commands import compose_words
@@ -85,6 +86,17 @@ def test_files_are_named_by_paths_directories_globs_and_lists(tmp_path):
         find_files(files_of(tmp_path / "gone.txt"))
     with pytest.raises(UserError, match=r"data.files: .*list: expected .txt"):
         read(files_of(tmp_path / "list"), tmp_path)
+
+
+@pytest.mark.parametrize("nothing", ["memory://nothing/*.txt", "memory://shelf/empty"])
+def test_a_place_elsewhere_without_files_is_missed(nothing):
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/shelf/a.txt", b"some text")
+    memory.makedirs("/shelf/empty", exist_ok=True)
+    assert find_files(files_of("memory://shelf/*.txt")) == ["memory:///shelf/a.txt"]
+    with pytest.raises(FileNotFoundError, match=r"data.files: there is no file .*(empty|nothing)"):
+        find_files(files_of("memory://shelf/*.txt", nothing))
+    memory.rm("/shelf", recursive=True)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.likelihood import Encoder
@@ -66,6 +67,24 @@ def test_prompt_and_answer_fill_the_length(tasks, name, length):
         assert prompt.tokens[0] == 7
         assert length - SHORTEST < len(prompt.tokens) + prompt.new_tokens <= length
     assert tasks[name].prompts(length) == prompts
+
+
+@pytest.mark.parametrize(
+    "answer", [{"solution": r"\boxed{}"}, {"solution": "3", "answer": "$"}, {"solution": "3"}]
+)
+def test_a_problem_with_an_empty_answer_is_refused(math_file, answer):
+    """A text without a number would be right."""
+    rows = {"problem": "One?", "solution": r"\boxed 9$"}, {"problem": "Two?", **answer}
+    assert [answer for *_, answer in read_problems(math_file(rows[0]))] == ["9"]
+    with pytest.raises(UserError, match=r"math\.jsonl.*Two\?"):
+        read_problems(math_file(*rows))
+
+
+@pytest.mark.parametrize(("room", "left"), [(1, 1), (20, 16)])
+def test_a_prompt_that_is_not_filled_is_refused_with_its_room(room, left):
+    examples = [[0] * 9, [1, 1], [2, 2]]
+    with pytest.raises(UserError, match=rf"evaluation\.lengths: .*\b{left} tokens"):
+        filling(examples, 0, room, seed=0)
 
 
 @pytest.mark.parametrize(("room", "chosen"), [(4, 2), (3, 1), (2, 1)])
@@ -184,6 +203,10 @@ def test_a_separator_of_lines_within_a_problem_is_text(tmp_path):
         (r"\boxed{\{1, {2}\}} {", r"\{1, {2}\}"),
         (r"12 + 5 = 17, no: -1,234.5", "-1,234.5"),
         (r"\boxed{7", "7"),
+        (r"from 12 follows $x = \boxed 2$ of 3.", "2"),
+        (r"$\boxed\frac{1}{2}$, not 3", r"\frac{1}{2}"),
+        (r"\boxed {5}", "5"),
+        (r"of 5, $\boxed{}$", "5"),
         ("I do not know.", ""),
     ],
 )

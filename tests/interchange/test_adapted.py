@@ -380,6 +380,13 @@ def test_a_model_whose_attention_cannot_be_watched_is_refused():
         AdaptedModel(hf)
 
 
+def test_a_refusal_names_the_model(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    made("Llama", rope_parameters=rope).save_pretrained(tmp_path / "second")
+    with pytest.raises(UserError, match=r"second: .*'dynamic'"):
+        read_adapted(tmp_path / "second")
+
+
 def test_a_model_without_a_head_is_refused():
     with pytest.raises(UserError, match="got LlamaModel"):
         AdaptedModel(made("Llama").model)

@@ -190,8 +190,9 @@ def find_files(config: DataConfig) -> list[str]:
     files: list[str] = []
     for pattern in _addresses(config):
         system, path = url_to_fs(pattern)
+        is_local = "file" in system.protocol
         is_directory = "http" not in system.protocol and system.isdir(path)
-        is_glob = has_magic(path) and not ("file" in system.protocol and system.exists(path))
+        is_glob = has_magic(path) and not (is_local and system.exists(path))
         if is_directory or is_glob:
             named = system.find(path) if is_directory else system.glob(path)
             root = path if is_directory else re.split(r"[*?\[]", path)[0]
@@ -199,12 +200,9 @@ def find_files(config: DataConfig) -> list[str]:
             named = _without_descriptions(named)
         else:
             named = [path]
-        if "file" in system.protocol:
-            if not named or not all(map(system.exists, named)):
-                raise FileNotFoundError(f"data.files: there is no file {pattern!r}")
-            files += named
-        else:
-            files += map(system.unstrip_protocol, named)
+        if not named or (is_local and not all(map(system.exists, named))):
+            raise FileNotFoundError(f"data.files: there is no file {pattern!r}")
+        files += named if is_local else map(system.unstrip_protocol, named)
     return list(dict.fromkeys(files))
 
 

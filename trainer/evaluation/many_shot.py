@@ -46,7 +46,7 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
         answer = row.get("answer", "")
         if answer in (None, ""):  # 0 is an answer
             answer = boxed(row["solution"])
-        if answer is None:
+        if not normalised(str(answer)):  # a text without a number has that final answer
             raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")
         example = f"{question} {row['solution']}\n\n"
         problems.setdefault(question, (question, example, str(answer)))
@@ -60,8 +60,11 @@ def filling(examples: list[list[int]], problem: int, room: int, seed: int) -> li
         if index != problem and len(examples[index]) <= room:
             chosen.append(examples[index])
             room -= len(examples[index])
-    if room > max(map(len, examples)) or not chosen:
-        raise UserError("evaluation.lengths: solved problems do not fill a prompt, or none fits")
+    if room > max(map(len, examples)):
+        text = f"{len(chosen)} solved problems leave {room:,} tokens of a prompt empty"
+        raise UserError(f"evaluation.lengths: {text}; expected shorter prompts or more problems")
+    if not chosen:
+        raise UserError(f"evaluation.lengths: no solved problem fits {room:,} tokens of a prompt")
     return chosen
 
 
@@ -99,14 +102,10 @@ def many_shot_tasks(
             text, _, answer = problems[problem]
             question = tokenizer.encode(text, add_special_tokens=False).ids
             room = length - len(encoder.bos) - len(question) - settings.new_tokens
-            needle: list[int] = []
-            depths: tuple[float | None, ...] = (None,)
-            if has_needle:
-                needle = examples[problem]
-                depths = DEPTHS
-            others: list[list[int]] = []
-            if has_examples:
-                others = filling(examples, problem, room - len(needle), seed)
+            needle = examples[problem] if has_needle else []
+            depths = DEPTHS if has_needle else (None,)
+            room -= len(needle)
+            others = filling(examples, problem, room, seed) if has_examples else []
             begins = np.cumsum([0, *map(len, others)])
             for depth in depths:
                 place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
@@ -134,25 +133,25 @@ def many_shot(inputs: TaskInputs) -> list[PromptTask]:
     return many_shot_tasks(settings, inputs.text.encoder)
 
 
-def boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` with balanced braces, or None."""
-    _, mark, content = text.rpartition(r"\boxed{")
-    if not mark:
-        return None
-    depth = 1
-    for end, character in enumerate(content):
+def boxed(text: str) -> str:
+    r"""Return the argument of the last ``\boxed``, in balanced braces or up to a space or a ``$``;
+    "" if there is none."""
+    _, mark, argument = text.rpartition(r"\boxed")
+    argument = argument.lstrip() if mark else ""
+    if not argument.startswith("{"):
+        return re.split(r"[\s$]", argument)[0]
+    depth = 0
+    for end, character in enumerate(argument):
         depth += {"{": 1, "}": -1}.get(character, 0)
         if depth == 0:
-            return content[:end]
-    return None
+            return argument[1:end]
+    return ""
 
 
 def final_answer(text: str) -> str:
     """Return a solution's boxed answer, or else its last number, or ""."""
-    answer = boxed(text)
-    if answer is not None:
-        return answer
-    return next(reversed(re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)), "")
+    numbers = re.findall(r"-?\d+(?:,\d{3})*(?:\.\d+)?", text)
+    return boxed(text) or next(reversed(numbers), "")
 
 
 TYPOGRAPHY = [

@@ -78,7 +78,10 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "Adapte
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")
-    model = AdaptedModel(hf)
+    try:
+        model = AdaptedModel(hf)
+    except UserError as error:
+        raise UserError(f"{directory}: {error}") from None
     for parameter in model.parameters():  # rounded buffers would be wrong frequencies
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -253,7 +256,7 @@ class AdaptedModel(LanguageModel):
         self.hf = hf.eval()
         models = [module for module in hf.children() if isinstance(module, PreTrainedModel)]
         if not models:
-            raise UserError(f"hf: expected a model below a head, got {type(hf).__name__} alone")
+            raise UserError(f"expected a model below a head, got {type(hf).__name__} alone")
         self._base: Any = models[0].get_decoder()
         hf.set_attn_implementation(f"unrope_{hf.config._attn_implementation}")
         self._observe: OnLayer | None = None
@@ -279,7 +282,7 @@ class AdaptedModel(LanguageModel):
         )
         first = hf(ids, use_cache=False).logits[:, :1]
         if (self(ids[:, :1]) - first).abs().max() > TOLERANCE * first.abs().max():
-            raise UserError("hf: the first logits depend on later tokens, or not on the last layer")
+            raise UserError("the first logits depend on later tokens, or not on the last layer")
 
     def _note_layers(self, ids: Tensor, depth: int) -> None:
         """Note the attention layers, the type of the outputs and the shapes in the cache."""
@@ -293,7 +296,7 @@ class AdaptedModel(LanguageModel):
         layers = getattr(outputs.cache, "layers", [])
         kinds = {type(layer) for layer in layers}
         if not kinds or kinds - {DynamicLayer, DynamicSlidingWindowLayer}:
-            raise UserError("hf: expected layers that keep nothing but keys and values of tokens")
+            raise UserError("expected layers that keep nothing but keys and values of tokens")
         self._outputs = type(outputs)
         # Heads and channels of keys and of values, which differ where compressed ones are cached.
         self._cached = [(x.keys.shape[1::2], x.values.shape[1::2]) for x in layers]
