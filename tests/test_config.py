@@ -164,6 +164,8 @@ def test_wrong_values_are_a_line_each():
         ("controls.x.nokey", {"controls": {"x": {"nokey": 1}}}),
         ("controls.x.drop.at", {"controls": {"x": {"drop": {"at": "abc"}}}}),
         ("evaluation.lengths.1", {"evaluation": {"lengths": [1, "b"]}}),
+        ("evaluation.layers.0", {"evaluation": {"layers": ["x"]}}),
+        ("evaluation.layers", {"evaluation": {"layers": "x"}}),
         ("data.mixture.a.weight", {"data": {"mixture": {"a": {"weight": -3}}}}),
         ("data.mixture.a.validation", {"data": {"mixture": {"b": {}, "a": {"validation": 5}}}}),
         ("data.mixture.a.fiels", {"data": {"mixture": {"a": {"fiels": ["x"]}}}}),

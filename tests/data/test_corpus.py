@@ -183,6 +183,13 @@ def test_settings_on_the_hub_count_as_those_in_a_directory(config, tmp_path, mon
     assert load_tokenizer("owner/model").end == tokenizer.token_to_id("<eos>")
 
 
+@pytest.mark.parametrize("path", ["gpt2", "gone/a/tokenizer.json", "."])
+def test_a_path_without_a_tokenizer_is_named_with_its_key(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"^tokenizer\.path: .*{path!r}"):
+        load_tokenizer(path)
+
+
 def test_a_tokenizer_that_appends_its_end_puts_it_between_documents_only(config, tmp_path):
     plain = prepare_corpus(config, TokenizerConfig(vocab_size=280))
     tokenizer = Tokenizer.from_str(plain.tokenizer.to_str())

@@ -228,6 +228,27 @@ def test_a_source_of_the_users_own_has_its_code_as_its_state(monkeypatch, tmp_pa
         state_of(DataConfig(source="letters"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "documents_read"),
+    [({"least": 1}, 1), ({"least": 1, "key": 2}, 3), ({}, None), ({"least": 1, "upto": 3}, None)],
+)
+def test_a_source_of_the_users_own_gets_the_arguments_that_it_takes(
+    monkeypatch, tmp_path, arguments, documents_read
+):
+    monkeypatch.setattr(sources, "TEXT_SOURCES", Registry("text source"))
+
+    @text_source()
+    def numbers(*, least, key=0):
+        return ["some text"] * (least + key)
+
+    config = DataConfig(source="numbers", arguments=arguments)
+    if documents_read is None:
+        with pytest.raises(UserError, match=r"^data\.arguments: numbers: .*'(least|upto)'"):
+            read(config, tmp_path)
+    else:
+        assert len(read(config, tmp_path)) == documents_read
+
+
 @pytest.mark.parametrize("source", ["files", "hub", "stdlib_docs"])
 def test_arguments_are_for_the_sources_that_take_them(source):
     config = DataConfig(source=source, hub_name="some/text", arguments={"count": 3})

@@ -451,7 +451,7 @@ def test_a_method_that_changes_no_model_is_named_with_the_reasons(models):
 
 
 def test_layers_are_checked_before_anything_is_measured(models):
-    with pytest.raises(IndexError):
+    with pytest.raises(UserError, match=r"^evaluation\.layers: rope: .*-2 to 1, got \[1, 5\]"):
         applicable(models, EvaluationConfig(methods=["none", "yarn"], layers=[1, 5]))
 
 

@@ -77,11 +77,14 @@ def test_a_checkpoint_between_phases_counts_from_the_length_before(finished, mon
 def test_published_weights_are_a_directory_of_theirs_or_a_name_on_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not is_published("runs/b")
-    for place in ("runs/a", "llama"):
+    for place in ("runs/a", "llama", "lora"):
         Path(place).mkdir(parents=True)
     Path("llama/config.json").touch()
-    names = "llama", "owner/model", "runs/a", "runs/b", "a/b/c", "run"
-    assert [name for name in names if is_published(name)] == ["llama", "owner/model"]
+    Path("lora/adapter_config.json").touch()
+    names = "llama", "owner/model", "lora", "runs/a", "runs/b", "a/b/c", "run"
+    assert [name for name in names if is_published(name)] == ["llama", "owner/model", "lora"]
+    with pytest.raises(UserError, match="lora: merge the adapter of peft into its base"):
+        find_model("lora")
 
 
 def test_published_weights_are_told_apart_by_names_and_contents(tmp_path, monkeypatch):

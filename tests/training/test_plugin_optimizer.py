@@ -9,11 +9,13 @@ from tests.comparing import checkpoint_of, contents_of
 from tests.small_runs import SMALLEST
 from trainer.commands import compose_words, run_of
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.config import OptimizerConfig
 from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.lightning import optimizers
 from trainer.model.decoder import initial_value
+from trainer.training import setup
 from trainer.training.fit import train
 from trainer.training.setup import make_decoder, optimizer_settings
 
@@ -76,7 +78,23 @@ def test_two_steps_with_an_optimizer_of_a_plugin(words):
 
 
 def test_settings_that_an_optimizer_does_not_have_are_refused():
-    with pytest.raises(UserError, match=r"^optimizer\.arguments: muon has no size"):
+    with pytest.raises(UserError, match=r"^optimizer\.arguments: muon: .*'size'"):
         optimizer_settings(OptimizerConfig("muon", arguments={"size": 1}))
     with pytest.raises(UserError, match=r"^optimizer\.name: expected one of adamw, muon.*'lion'"):
         optimizer_settings(OptimizerConfig("lion"))
+
+
+def test_an_optimizer_may_take_any_setting_or_need_one(monkeypatch):
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", Registry("optimizer"))
+    monkeypatch.setattr(setup, "OPTIMIZERS", optimizers.OPTIMIZERS)
+
+    @optimizers.optimizer
+    def open_one(groups, *, lr, size, **others):
+        """Not called."""
+
+    arguments = {"size": 2, "power": 3}
+    settings = optimizer_settings(OptimizerConfig("open_one", lr=0.5, arguments=arguments))
+    kept = {"weight_decay": 0.1, "decay_embeddings": False}
+    assert settings == kept | {"lr": 0.5, "size": 2, "power": 3}
+    with pytest.raises(UserError, match=r"^optimizer\.arguments: open_one: .*'size'"):
+        optimizer_settings(OptimizerConfig("open_one", arguments={"power": 3}))

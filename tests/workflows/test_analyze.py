@@ -38,6 +38,14 @@ def test_what_cannot_be_made_is_left_out_of_all_and_refused_alone(tiny_decoder):
         analyze.analyses_of(target, target)
 
 
+@pytest.mark.parametrize("name", ["a", "target", "self"])
+def test_an_argument_that_an_analysis_does_not_take_is_refused(tiny_decoder, name):
+    config = AnalysisConfig("synthetic", arguments={name: 1})
+    target = Target("tiny", tiny_decoder().eval(), torch.zeros(1, 40, dtype=torch.long), config)
+    with pytest.raises(UserError, match=rf"^analysis\.arguments: synthetic: .*'{name}'"):
+        analyze.analyses_of(target)
+
+
 def test_another_checkpoint_or_other_settings_leave_an_analysis_as_it_is(finished, tmp_path):
     run = shutil.copytree(finished[0].run_dir, tmp_path / "run")
     config = AnalysisConfig("synthetic", length=16, texts=1)

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from trainer.analysis.target import Target
-from trainer.common.registry import Registry
+from trainer.common.registry import Registry, check_call
 from trainer.plotting import Plot
 
 COLUMNS = ("topic", "model", "variant", "layer", "head", "pair", "length", "metric", "value")
@@ -50,8 +50,9 @@ class Topic:
     models: int
     kind: str
 
-    def __call__(self, *targets: Target, **arguments: Any) -> Results:
+    def __call__(self, /, *targets: Target, **arguments: Any) -> Results:
         """Make the analysis; rows that name no model are of the last one."""
+        check_call(f"analysis.arguments: {self.name}", self.function, *targets, **arguments)
         plots, tables, notes = Findings(*self.function(*targets, **arguments))
         rows = pd.concat(tables) if tables else pd.DataFrame()  # figures alone
         rows = rows.reindex(columns=COLUMNS).astype({"model": object, "variant": object})

@@ -41,9 +41,10 @@ def validated(schema: type[T], values: dict[str, Any], prefix: str = "") -> T:
     try:
         return adapter(schema).validate_python(values)
     except ValidationError as error:
-        # A union gives an error for each of its types: keep the last.
+        # A union gives an error for each of its types: keep the last, or a list's entries.
         problems = {_key_of(e, values): f"{e['msg']}, got {e['input']!r}" for e in error.errors()}
-        lines = (f"{prefix}{key}: {problem}" for key, problem in problems.items())
+        outer = {key.rpartition(".")[0] for key in problems}
+        lines = (f"{prefix}{key}: {problems[key]}" for key in problems if key not in outer)
         raise UserError("\n".join(lines)) from None
 
 

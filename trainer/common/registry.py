@@ -10,6 +10,14 @@ from trainer.common.errors import UserError
 Row = TypeVar("Row")
 
 
+def check_call(key: str, function: Callable[..., Any], /, *values: Any, **named: Any) -> None:
+    """Raise a UserError about ``key`` unless a function takes these arguments."""
+    try:
+        inspect.signature(function).bind(*values, **named)
+    except TypeError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
 class Registry(dict[str, Row]):
     """Rows by name, each of one function; ``kind``: what they are, for messages."""
 

@@ -20,7 +20,7 @@ BOUNDS = 64
 class TrainingSamples:
     """Training samples by counter, each a pure function of (seed, counter), read a batch at a time.
 
-    A sample is an end-of-text token followed by one block: the training text of a part is cut
+    A sample is the token that begins sequences and one block: the training text of a part is cut
     every ``sequence_length`` tokens, and its incomplete last block omitted. Needles are mixed in if
     the configuration asks for them. Token t predicts token t + 1.
     """

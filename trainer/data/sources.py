@@ -21,7 +21,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from trainer.common.errors import UserError
-from trainer.common.registry import Registry
+from trainer.common.registry import Registry, check_call
 from trainer.config import DataConfig
 from trainer.data.readers import ROWS_AT_ONCE, as_text, format_of, read_column
 
@@ -102,9 +102,11 @@ def _dataset_state(config: DataConfig) -> str | None:
 
 
 def source_of(config: DataConfig) -> TextSource:
-    """Return the configured source; raise a UserError if it takes no ``data.arguments``."""
+    """Return the configured source; raise a UserError unless it takes ``data.arguments``."""
     source = TEXT_SOURCES.find(config.source, "data.source")
-    if config.arguments and "arguments" not in source.keys:
+    if {*source.keys} <= {"arguments"}:
+        check_call(f"data.arguments: {config.source}", source.documents, **config.arguments)
+    elif config.arguments and "arguments" not in source.keys:
         raise UserError(f"data.arguments: data.source={config.source} takes none")
     return source
 
@@ -197,7 +199,8 @@ def find_files(config: DataConfig) -> list[str]:
             named = system.find(path) if is_directory else system.glob(path)
             root = path if is_directory else re.split(r"[*?\[]", path)[0]
             named = [name for name in named if format_of(name) and not _is_hidden(name, root)]
-            named = _without_descriptions(named)
+            known = {*named}
+            named = [name for name in named if not _is_description(name, known)]
         else:
             named = [path]
         if not named or (is_local and not all(map(system.exists, named))):
@@ -211,17 +214,13 @@ def _is_hidden(name: str, root: str) -> bool:
     return any(part.startswith(".") for part in name.removeprefix(root).split("/"))
 
 
-def _without_descriptions(names: list[str]) -> list[str]:
-    """Omit what `datasets` keeps beside its data: descriptions, and caches beside a saved one."""
-    text_files = []
-    known = {*names}
-    for name in names:
-        directory, _, file = name.rpartition("/")
-        is_saved = {f"{directory}/dataset_info.json", f"{directory}/state.json"} <= known
-        is_data = not is_saved or fnmatchcase(file, "data*.arrow")
-        if is_data and file not in ("dataset_info.json", "dataset_dict.json"):
-            text_files.append(name)
-    return text_files
+def _is_description(name: str, known: set[str]) -> bool:
+    """Whether a file lies beside the data of `datasets`, as a description, or as a cache of a saved
+    dataset. ``known``: all files."""
+    directory, _, file = name.rpartition("/")
+    is_saved = {f"{directory}/dataset_info.json", f"{directory}/state.json"} <= known
+    is_beside = is_saved and not fnmatchcase(file, "data*.arrow")
+    return is_beside or file in ("dataset_info.json", "dataset_dict.json")
 
 
 def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:

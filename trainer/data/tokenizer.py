@@ -106,9 +106,7 @@ def special_tokens(
         if first is None:
             first = end
     if not ends:
-        raise UserError(
-            "tokenizer.path: expected an end-of-text token such as <|endoftext|>, got none"
-        )
+        raise UserError("tokenizer.path: expected an end-of-text token such as <|endoftext|>")
     bos = next(iter(_ids(tokenizer, config.get("bos_token_id"))), None)
     stops = of_generation or of_config or turns
     return SpecialTokens(tokenizer, first, bos, ends[0], frozenset([*stops, ends[0]]))
@@ -134,6 +132,8 @@ def load_tokenizer(path: str) -> SpecialTokens:
         from huggingface_hub import snapshot_download
 
         file = Path(snapshot_download(path, allow_patterns=[TOKENIZER, *TOKEN_FILES]), TOKENIZER)
+    if not file.is_file():
+        raise UserError(f"tokenizer.path: expected {TOKENIZER} or OWNER/NAME (hub), got {path!r}")
     files = read_token_files(file.parent) if file.name == TOKENIZER else {}
     return special_tokens(tokenizer_from_file(file), files)
 

@@ -38,7 +38,7 @@ class Encoder:
     first_token: int
 
     def tokens(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return token ids of texts, each from its first token on."""
+        """Return token ids of texts, each after ``bos``."""
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [(*self.bos, *encoding.ids) for encoding in encodings]
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from trainer.common.errors import UserError
 from trainer.config import ManyShotSettings
-from trainer.evaluation.likelihood import Encoder
+from trainer.evaluation.likelihood import Encoder, Tokens
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.task import PromptTask, TaskInputs, task
 
@@ -53,9 +53,9 @@ def read_problems(file: str) -> list[tuple[str, str, str]]:
     return list(problems.values())
 
 
-def filling(examples: list[list[int]], problem: int, room: int, seed: int) -> list[list[int]]:
+def filling(examples: list[Tokens], problem: int, room: int, seed: int) -> list[Tokens]:
     """Choose examples of other problems in random order, until none fits ``room`` tokens."""
-    chosen: list[list[int]] = []
+    chosen: list[Tokens] = []
     for index in np.random.default_rng((seed, problem)).permutation(len(examples)).tolist():
         if index != problem and len(examples[index]) <= room:
             chosen.append(examples[index])
@@ -86,9 +86,7 @@ def many_shot_tasks(
         raise UserError("evaluation.many_shot.file: expected a file of MATH, got null")
     problems = read_problems(settings.file)
     tokenizer = encoder.tokenizer
-    texts = [example for _, example, _ in problems]
-    encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    examples = [encoding.ids for encoding in encodings]
+    examples = replace(encoder, bos=()).tokens([example for _, example, _ in problems])
 
     def prompts(length: int, *, has_examples: bool, has_needle: bool) -> list[Prompt]:
         """Return the trials; prompt and answer together have ``length`` tokens, less the room that
@@ -102,7 +100,7 @@ def many_shot_tasks(
             text, _, answer = problems[problem]
             question = tokenizer.encode(text, add_special_tokens=False).ids
             room = length - len(encoder.bos) - len(question) - settings.new_tokens
-            needle = examples[problem] if has_needle else []
+            needle = examples[problem] if has_needle else ()
             depths = DEPTHS if has_needle else (None,)
             room -= len(needle)
             others = filling(examples, problem, room, seed) if has_examples else []

@@ -61,20 +61,12 @@ def read_adapted(directory: Path, dtype: torch.dtype = torch.float32) -> "Adapte
     values = read_config(directory)
     kind = values.get("model_type")
     if kind not in CONFIG_MAPPING_NAMES:
-        raise UserError(
-            f"{directory}: model_type: {kind!r} needs code, and code of a model is never run"
-        )
+        raise UserError(f"{directory}: model_type: {kind!r}: code of a model is never run")
     # For an implementation of another name, transformers may download a kernel and run it.
     unknown = [name for name in _implementations(values) if name not in OF_TRANSFORMERS]
     if unknown:
         raise UserError(f"{directory}: attn_implementation: {unknown} needs code of others")
-    hf, info = load_quietly(
-        directory,
-        local_files_only=True,
-        use_safetensors=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-    )
+    hf, info = load_quietly(directory, output_loading_info=True)
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(f"{directory}: tensors are missing: {', '.join(missing[:5])}")

@@ -35,14 +35,16 @@ of the published class and length."""
 
 
 def load_quietly(directory: Path, **options: Any) -> Any:
-    """Return what ``AutoModelForCausalLM`` loads from a directory in float32, without its bar."""
+    """Return what ``AutoModelForCausalLM`` loads from a directory in float32, without its bar; from
+    safetensors, and without running code of the model unless ``options`` trust it."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    safe = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False}
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", **options)
+        return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", **safe | options)
     finally:
         if had_bars:
             logging.enable_progress_bar()

@@ -12,6 +12,7 @@ from functools import cache, cached_property
 from itertools import groupby
 from typing import Any, Literal, Self
 
+from trainer.common.errors import UserError
 from trainer.common.fields import adapter
 from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rescaled
@@ -143,13 +144,11 @@ class Layout:
             new[index] = replace(new[index], spectra=tuple(map(changed, new[index].spectra)))
         return replace(self, layers=tuple(new))
 
-    def chosen(self, layers: LayerChoice) -> list[int]:
-        """Return the indices from 0 on of the layers that an extension changes; raise an IndexError
-        if a layer does not exist."""
-        if layers == "all":
-            return _indices(None, len(self.layers))
+    def chosen(self, layers: LayerChoice, key: str = "layers") -> list[int]:
+        """Return the indices from 0 on of the layers that an extension changes; raise a UserError
+        about ``key`` if a layer does not exist."""
         if layers is not None:
-            return _indices(layers, len(self.layers))
+            return _indices(key, None if layers == "all" else layers, len(self.layers))
         windows = [layer.window or math.inf for layer in self.layers]
         return [index for index, window in enumerate(windows) if window > self.training_length]
 
@@ -234,7 +233,7 @@ def drop(
     layers.
 
     Raises:
-        IndexError: an index is out of range.
+        UserError: an index is out of range.
     """
 
     def dropped(spectrum: Spectrum) -> Spectrum:
@@ -244,9 +243,9 @@ def drop(
         return replace(to, temperature=before) if keeps else to
 
     new = list(layout.layers)
-    for index in _indices(layers, len(new)):
+    for index in _indices("drop.layers", layers, len(new)):
         spectra = list(new[index].spectra)
-        for head in _indices(heads, len(spectra)):
+        for head in _indices("drop.heads", heads, len(spectra)):
             spectra[head] = dropped(spectra[head])
         norms = new[index].qk_norm or qk_norm
         new[index] = replace(new[index], spectra=tuple(spectra), qk_norm=norms)
@@ -256,11 +255,11 @@ def drop(
     return replace(layout, layers=tuple(new))
 
 
-def _indices(chosen: Collection[int] | None, count: int) -> list[int]:
-    """Return indices counted from 0, each once and in order; all of them for None."""
+def _indices(key: str, chosen: Collection[int] | None, count: int) -> list[int]:
+    """Return indices from 0 on, in order (None: all); raise a UserError if one is out of range."""
     every = range(count)
     if chosen is None:
         return [*every]
     if not {*chosen} <= {*range(-count, count)}:
-        raise IndexError(f"layers or heads: expected indices of {count}, got {[*chosen]}")
+        raise UserError(f"{key}: expected numbers from {-count} to {count - 1}, got {[*chosen]}")
     return sorted({every[index] for index in chosen})

@@ -80,7 +80,7 @@ def is_published(reference: str) -> bool:
     OWNER/NAME is looked for on the hub if there is no directory OWNER here; ``runs/NAME`` is a run.
     """
     path = Path(reference).expanduser()
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return True
     is_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", reference) is not None
     return is_id and not path.parent.exists() and str(path.parent) != "runs"

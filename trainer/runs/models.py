@@ -212,7 +212,6 @@ def read_run(path: Path) -> Pretrained:
     read = readers(path)
     with torch.device("meta"):
         names = [name for name, _ in Decoder(config, layout).named_parameters()]
-
     return Pretrained(
         str(path),
         config,

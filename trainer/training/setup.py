@@ -18,6 +18,7 @@ from torch import Tensor
 from trainer.common.errors import UserError
 from trainer.common.processes import cores, current_ranks, use_cores
 from trainer.common.ranks import best_precision, device_of, device_type, tf32
+from trainer.common.registry import check_call
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.lightning.module import LanguageModule
 from trainer.lightning.optimizers import OPTIMIZERS
@@ -177,13 +178,12 @@ def make_module(run: Run, model: Decoder) -> RunModule:
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
     """Return the settings of an optimizer: the keys of the group that it takes, and ``arguments``;
     raise a UserError if there is no such optimizer, or it has no such settings."""
-    takes = inspect.signature(OPTIMIZERS.find(config.name, "optimizer.name")).parameters
-    arguments = config.arguments or {}
-    unknown = arguments.keys() - takes.keys()
-    if unknown:
-        raise UserError(f"optimizer.arguments: {config.name} has no {', '.join(sorted(unknown))}")
-    shared = {*takes, "weight_decay", "decay_embeddings"}
-    return {key: x for key, x in asdict(config).items() if key in shared} | arguments
+    function = OPTIMIZERS.find(config.name, "optimizer.name")
+    takes = inspect.signature(function).parameters
+    values = asdict(config)
+    settings = {key: values[key] for key in values if key in takes} | (config.arguments or {})
+    check_call(f"optimizer.arguments: {config.name}", function, [], **settings)
+    return {key: values[key] for key in ("weight_decay", "decay_embeddings")} | settings
 
 
 def make_trainer(

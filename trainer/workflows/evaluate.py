@@ -206,9 +206,10 @@ def applicable(
     none.
 
     Raises:
-        UserError: no method changes any model.
-        IndexError: a model has no such layer.
+        UserError: no method changes any model, or a model has no such layer.
     """
+    for model in models:
+        model.layout.chosen(config.layers, f"evaluation.layers: {model.name}")
     methods: dict[str, list[str]] = {model.name: [] for model in models}
     notes = []
     for name in config.methods:
