@@ -339,7 +339,6 @@ def test_where_prepared_text_lies(monkeypatch, tmp_path):
     assert cache_directory(DataConfig(cache_dir="here")).name == "here"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_directory(DataConfig(cache_dir="~/here")) == tmp_path / "here"
-    assert directory_of(DataConfig(prepared="~/there"), BPE) == tmp_path / "there"
     monkeypatch.delenv("UNROPE_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory(DataConfig()) == tmp_path / ".cache" / "unrope"

@@ -27,8 +27,8 @@ from trainer.runs import models
 from trainer.runs.directory import plain
 from trainer.runs.models import (
     _files_fingerprint,
+    encodings_in,
     encodings_of,
-    encodings_of_published,
     find_model,
     find_models,
     is_published,
@@ -280,7 +280,7 @@ def test_published_weights_are_called_by_their_own_encodings(tmp_path, family, b
 def test_published_weights_whose_heads_differ_have_no_role():
     heads = (by_name("rope", 8, 32), by_name("rope", 8, 32), by_name("alibi", 8, 32))
     layout = Layout(32, (LayerEncoding(heads, 16), LayerEncoding(heads[:1] * 3)))
-    positional = encodings_of_published(PositionalConfig(), layout)
+    positional = encodings_in(layout, PositionalConfig())
     assert (positional.layers, positional.windows) == (["rope", "rope"], [16, None])
     assert positional.heads == {"alibi": 1 / 3}
     assert named(RunConfig(positional=positional))[1] is None

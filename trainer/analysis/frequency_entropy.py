@@ -87,9 +87,10 @@ def spectrum_fe(signal: Tensor, frames: ShortTime = DEFAULT_FRAMES) -> Tensor:
 
 
 def sequence_fe(signal: Tensor) -> Tensor:
-    """Compute SequenceFE ``[...]`` of a signal ``[..., T]`` (Eq. 8 to 10): the entropy of its power
-    at 1 <= k < floor(T / 2), float64, between 0 and 1. Raise a UserError if there are fewer than
-    two such frequencies."""
+    """Compute SequenceFE ``[...]`` of a signal ``[..., T]`` (Eq. 8 to 10).
+
+    It is the entropy of the power at 1 <= k < floor(T / 2), between 0 and 1, in float64. A signal
+    with fewer than two such frequencies raises a UserError."""
     length = signal.shape[-1]
     if length < 6:
         raise UserError(f"SequenceFE: expected a text of 6 tokens or more, got {length}")
@@ -212,9 +213,7 @@ def analyze_frequency_entropy(target: Target) -> Findings:
                 tables.append(tidy(named, "layer", "head", "pair", variant=SIDES[side], length=n))
     notes = [*attenuated.notes]
     if "spectrum" not in measures:
-        notes.append(
-            f"No SpectrumFE: expected a text of {frames.frame} tokens, one frame, or more."
-        )
+        notes.append(f"No SpectrumFE: the text is shorter than a frame of {frames.frame} tokens.")
     return Findings(plots + attenuated.plots, tables + attenuated.tables, notes)
 
 

@@ -212,7 +212,7 @@ def directory_of(config: DataConfig, tokenizer: TokenizerChoice, wanted: str | N
     ``wanted``: fingerprint of a prepared text that is used even if its source has changed.
     """
     if config.prepared:
-        return Path(config.prepared).expanduser()
+        return Path(config.prepared)
     root = cache_directory(config) / f"corpora-{FORMAT}"
     if wanted is not None:
         for path in sorted(root.glob("*/manifest.json")):

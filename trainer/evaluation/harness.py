@@ -173,4 +173,4 @@ def harness_task(
         return values
 
     trials = pd.DataFrame({"label": labels})
-    return Task(titles, length, key, trials, lambda *args: [partial(read, *args)])
+    return Task(titles, length, key, trials, lambda model, size: [partial(read, model, size)])

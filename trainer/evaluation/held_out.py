@@ -113,7 +113,7 @@ class HeldOut:
 
     @cached_property
     def documents(self) -> list[str]:
-        """At most :data:`HAYSTACK` tokens of the split's documents; a UserError without words."""
+        """Documents of at most :data:`HAYSTACK` tokens; raise a UserError if none has a word."""
         documents = self.corpus.documents(self.split, HAYSTACK)
         if not any(map(str.strip, documents)):
             raise UserError("text: expected a document that ends in the held-out text, got none")

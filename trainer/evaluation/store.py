@@ -36,8 +36,7 @@ def fingerprint(*parts: Any) -> str:
     Raises:
         TypeError: a value has another type, whose text may not identify it.
     """
-    text = json.dumps(parts, sort_keys=True, default=_as_json)
-    return _checksum(text)
+    return _checksum(json.dumps(parts, sort_keys=True, default=_as_json))
 
 
 def _as_json(value: Any) -> Any:

@@ -367,9 +367,9 @@ def observe(evidence: Evidence) -> tuple[Observation, ...]:
     for claim in CLAIMS:
         verdict = claim.test(evidence)
         if verdict is not None:
-            problem = problems[claim.about]
-            shown, numbers = (None, problem) if problem else verdict
-            observations.append(Observation(claim.text, claim.source, shown, numbers))
+            if problems[claim.about]:
+                verdict = Verdict(None, problems[claim.about])
+            observations.append(Observation(claim.text, claim.source, *verdict))
     return tuple(observations)
 
 

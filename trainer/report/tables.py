@@ -124,7 +124,7 @@ def factor_label(factor: float) -> str:
 def legend(shown: Sequence[Table]) -> str:
     """Return the meaning of the marks in tables of a report."""
     rows = chain.from_iterable(table.rows for table in shown)
-    cells = [*chain.from_iterable(cells for _, cells in rows)]
+    cells = [*chain.from_iterable(row for _, row in rows)]
     known = [cell for cell in cells if cell is not None]
     parts = []
     if any(cell.interval for cell in known):

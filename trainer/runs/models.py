@@ -232,14 +232,14 @@ def encodings_of(reference: str) -> PositionalConfig:
     done = [phase for phase in phases_of(config) if phase.start < state["step"]]
     for change in (phase.drop for phase in done if phase.drop is not None):
         if change.of_what:
-            return encodings_of_published(positional, Layout.from_dict(state["layout"]))
+            return encodings_in(Layout.from_dict(state["layout"]), positional)
         windows = change.windows or positional.windows
         positional = replace(positional, layers=[change.to], heads={}, windows=windows)
     return positional
 
 
-def encodings_of_published(positional: PositionalConfig, layout: Layout) -> PositionalConfig:
-    """Return ``positional`` with the encodings of a published layout, by name, and its windows."""
+def encodings_in(layout: Layout, positional: PositionalConfig) -> PositionalConfig:
+    """Return ``positional`` with the names of the encodings in a layout, and its windows."""
     layers = layout.layers if len(layout.distinct) > 1 else layout.layers[:1]
     names = []
     heads: dict[str, float] = {}
@@ -335,8 +335,10 @@ def _keeps_encoding(model: SavedModel, run: RunConfig) -> bool:
     """Whether a model is what a run began with, or has its shape and an encoding not dropped."""
     if model.run is None:
         return run.model.from_pretrained == model.reference
-    shapes = {(r.model.hidden_size, r.model.num_hidden_layers) for r in (model.run, run)}
-    return len(shapes) == 1 and model.run.positional == run.positional and not model.is_dropped
+    same_width = model.run.model.hidden_size == run.model.hidden_size
+    same_depth = model.run.model.num_hidden_layers == run.model.num_hidden_layers
+    same_encoding = model.run.positional == run.positional and not model.is_dropped
+    return same_width and same_depth and same_encoding
 
 
 def encodings(config: RunConfig) -> str:

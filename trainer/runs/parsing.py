@@ -35,7 +35,7 @@ def parse(values: dict[str, Any]) -> Run:
         UserError: unknown keys, wrong types, or a broken rule.
         ValueError: an encoding does not fit the model, or a phase asks for an impossible change.
     """
-    values = values | {name: {} for name in NAMED_BY_USERS if values.get(name, {}) is None}
+    values = {k: x for k, x in values.items() if x is not None or k not in NAMED_BY_USERS}
     config = validated(RunConfig, values)
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
@@ -43,10 +43,10 @@ def parse(values: dict[str, Any]) -> Run:
     weights = None
     if config.model.is_trained:
         # Reading weights needs torch, which a wrong configuration must not wait for.
-        from trainer.runs.models import encodings_of, encodings_of_published, starting_weights
+        from trainer.runs.models import encodings_in, encodings_of, starting_weights
 
         weights = starting_weights(config.model)
-        positional = encodings_of_published(config.positional, weights.layout)
+        positional = encodings_in(weights.layout, config.positional)
         if config.model.from_run is not None:
             positional = encodings_of(config.model.from_run)
         config = replace(config, model=_trained_shape(config.model, weights), positional=positional)

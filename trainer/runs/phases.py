@@ -36,11 +36,10 @@ class Phase:
     """A part of a run, from update ``start`` to before update ``end``.
 
     ``data``: its text, and the length of its sequences. ``batch_size``: sequences of an update.
-    ``micro_batch_size``: sequences of a rank's forward pass, or None for all that it has. ``keys``:
-    group that configures them.
-    ``seed``: seed of its sample order. ``samples``: samples of this order that were read before.
-    ``tokens``: tokens that the run read before. ``factor``: factor on the learning rates, by the
-    update of the run. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
+    ``micro_batch_size``: sequences of a rank's forward pass, None for all that it has. ``group``:
+    keys of both. ``seed``: of its sample order. ``samples``: samples of this order that were read
+    before. ``tokens``: tokens that the run read before. ``factor``: factor on the learning rates,
+    by the update of the run. ``drop``, ``rescale``, ``optimizer_state``: changes at its start.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Phase:
     data: DataConfig
     batch_size: int
     micro_batch_size: int | None
-    keys: str
+    group: str
     seed: int
     samples: int
     tokens: int
@@ -112,9 +111,9 @@ class Phase:
         """Return the number of forward passes of a rank for an update."""
         size = self.rows(ranks)
         if self.batch_size % (ranks * size):
-            parts = f"micro-batches of {size}" + (f" on {ranks} ranks" if ranks > 1 else "")
+            parts = f"micro-batches of {size} (ranks: {ranks})"
             text = f"{self.batch_size} sequences do not divide into {parts}"
-            raise UserError(f"{self.keys}.batch_size: {text}")
+            raise UserError(f"{self.group}.batch_size: {text}")
         return self.batch_size // (ranks * size)
 
 
@@ -167,7 +166,7 @@ def phases_of(config: RunConfig) -> Phases:
             data,
             batch_size=settings.batch_size or config.trainer.batch_size,
             micro_batch_size=settings.micro_batch_size or config.trainer.micro_batch_size,
-            keys=f"phases.{name}" if has_own else "trainer",
+            group=f"phases.{name}" if has_own else "trainer",
             seed=config.seed + ORDERS * order,
             samples=samples,
             tokens=tokens,
@@ -205,8 +204,7 @@ def text_of_phase(data: DataConfig, name: str, phase: PhaseConfig) -> DataConfig
     if phase.weights:
         unknown = phase.weights.keys() - data.mixture.keys()
         if unknown:
-            names = ", ".join(sorted(unknown))
-            raise UserError(f"phases.{name}.weights: data.mixture has no {names}")
+            raise UserError(f"phases.{name}.weights: data.mixture has no {sorted(unknown)}")
         mixture = {text: data.mixture[text] | {"weight": w} for text, w in phase.weights.items()}
     length = phase.sequence_length or data.sequence_length
     return replace(data, mixture=mixture, sequence_length=length)

@@ -177,7 +177,8 @@ def choose(
         raise UserError(f"minutes: expected {missing:.4g} more for this model")
     pick("drop.schedule.warmup_steps", min(max(steps // 10, LEAST_WARMUP), MOST_WARMUP, steps))
     # 4. The learning rate by size (DroPE, App. D), and QK-norm by the rate (Table 11).
-    rate = pick("optimizer.lr", 3e-4 if parameters(config)["in all"] <= 2e9 else 1e-4)
+    usual_rate = 3e-4 if parameters(config)["in all"] <= 2e9 else 1e-4
+    rate = pick("optimizer.lr", usual_rate)
     if not any(layer.qk_norm for layer in layout.layers):
         norm = pick("model.qk_norm.when", "after_drop" if rate >= 1e-3 else "never")
         if norm != "never":
@@ -203,7 +204,8 @@ def evaluated(
     def cost() -> float:
         """Return the operations of a small evaluation: of two models, and of three methods on one
         of them beyond C."""
-        texts = (5 if lengths[-1] > C else 2) * (WINDOWS + NEEDLES)
+        tables = 5 if lengths[-1] > C else 2
+        texts = tables * (WINDOWS + NEEDLES)
         fit = 24  # windows that a fitted temperature reads at each length beyond C
         total = sum(texts * forward_flops(config, layout, n) for n in lengths)
         return total + sum(fit * forward_flops(config, layout, n) for n in lengths if n > C)
