@@ -280,7 +280,7 @@ class AdaptedModel(LanguageModel):
         """Note the attention layers, the type of the outputs and the shapes in the cache."""
         calls, outputs = _calls(lambda: self._base(ids, use_cache=True))
         self.attentions = [call.module for call in calls]
-        if not len(calls) == len({*self.attentions}) == depth:
+        if len(calls) != depth or len({*self.attentions}) != depth:
             raise UserError(
                 f"{len(calls)} of its {depth} layers call attention through transformers' "
                 "AttentionInterface; expected all, each once"
