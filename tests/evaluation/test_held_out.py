@@ -129,15 +129,3 @@ def test_the_unigram_loss_is_the_cross_entropy_of_weighted_frequencies():
     q = 0.75 * np.array([3, 2, 2, 1]) / 8 + 0.25 * np.array([1, 1, 1, 3]) / 6
     p = 0.75 * np.array([0.5, 0.5, 0, 0]) + 0.25 * np.array([0, 0, 0, 1])
     assert unigram_loss(text(asked), text(known), 4) == pytest.approx(-(p * np.log(q)).sum())
-
-
-@pytest.mark.parametrize(
-    ("length", "batch_tokens", "expected"),
-    [(8, 64, 8), (8, 71, 8), (8, 4, 1), (8, 10**9, 16), (1000, 10**9, 1)],
-)
-def test_no_more_than_allowed_and_than_the_cache_holds(
-    tiny_decoder, monkeypatch, length, batch_tokens, expected
-):
-    model = tiny_decoder()
-    monkeypatch.setattr("trainer.model.language_model.IN_CACHE", 128 * model.config.hidden_size)
-    assert model.sequences_at_once(length, batch_tokens) == expected

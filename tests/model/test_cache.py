@@ -60,13 +60,16 @@ def test_rows_that_begin_later_have_the_logits_they_have_alone(tiny_decoder, pos
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_rows_are_read_on_behind_prompts_of_other_lengths(tiny_decoder, at_once):
+@pytest.mark.parametrize("in_cache", [4, 8, 99])
+def test_rows_are_read_on_behind_prompts_of_other_lengths(tiny_decoder, monkeypatch, in_cache):
+    """One row at a time, two, or all of them."""
     model = tiny_decoder(layers=["alibi", "rope"])
     prompts, more = [IDS[0, :5], IDS[1, :12], IDS[0, 3:12]], IDS[[0, 1, 1], 20:29]
     _, cache = read_prompts(model, [prompt.tolist() for prompt in prompts], 20)
-    read_rows(model, more[:, :4], cache, at_once=at_once)
-    states = torch.cat(read_rows(model, more[:, 4:], cache, at_once=at_once))
+    in_cache *= model.config.hidden_size
+    monkeypatch.setattr("trainer.model.language_model.IN_CACHE", in_cache)
+    read_rows(model, more[:, :4], cache)
+    states = read_rows(model, more[:, 4:], cache)
     for row, prompt in enumerate(prompts):
         alone = model.hidden_states(torch.cat([prompt, more[row]])[None], last=1)
         torch.testing.assert_close(states[row : row + 1], alone, rtol=0, atol=1e-5)

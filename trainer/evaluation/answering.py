@@ -111,7 +111,7 @@ def _read(
             part = cache.part(begin, len(rows))
             part.copy_from(trunk, cut, rows)
             states = read_rows(model, tokens(indices)[:, cut:], part, length)
-            logits += [model.logits(of_pass)[:, 0] for of_pass in states]
+            logits.append(model.logits(states)[:, 0])
         cache.fill((), length)
         yield [index for _, _, index in chunk], torch.cat(logits), cache
 

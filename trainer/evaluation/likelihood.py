@@ -111,11 +111,11 @@ def _read(model: LanguageModel, requests: Sequence[Request]) -> list[tuple[float
         begin = length - 1  # the state of the last token of the context predicts the first token
         before = torch.tensor([context[:-1] for context in contexts], device=model.device)
         trunk = model.empty_cache(len(contexts), begin)
-        read_rows(model, before, trunk, ids.shape[1], at_once=len(before))
+        read_rows(model, before, trunk, ids.shape[1])
         cache = model.empty_cache(*ids.shape)
         cache.copy_from(trunk, begin, [contexts[context] for context, _ in requests])
         new = ids[:, begin:]
-        (states,) = read_rows(model, new, cache, ids.shape[1], at_once=len(ids), last=last)
+        states = read_rows(model, new, cache, ids.shape[1], last=last)
     else:
         states = model.prefilled(ids, length=ids.shape[1], last=last)
     # Only states that predict a token of a continuation go through the head.

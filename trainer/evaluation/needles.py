@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 import wonderwords
+from torch import Tensor
 
 from trainer.config import NeedleTaskSettings
 from trainer.data.corpus import held_out_windows
@@ -312,12 +313,16 @@ def statement_batches(
     """Return batches of trials: 1 if the answer is the most likely next token, else 0."""
     prompts = trials.prompts[:, -(model.context or trials.prompts.shape[1]) :].copy()
     prompts[:, 0] = first_token
-    size = model.sequences_at_once(prompts.shape[1], batch_tokens)
+    size = max(1, batch_tokens // prompts.shape[1])
 
     @torch.no_grad()
     def read(first: int) -> list[Value]:
         ids = torch.from_numpy(prompts[first : first + size]).to(model.device)
-        predicted = model(ids, last=1)[:, -1].argmax(dim=-1).cpu().numpy()
+
+        def next_tokens(part: slice) -> Tensor:
+            return model(ids[part], last=1)[:, -1].argmax(dim=-1)
+
+        predicted = model.in_passes(next_tokens, ids, batch_tokens).cpu().numpy()
         hits = predicted == trials.answers[first : first + size]
         return [(number, STATEMENTS, float(hit)) for number, hit in enumerate(hits, first)]
 

@@ -95,13 +95,16 @@ def token_losses(
     stride = max(1, size // 2)
     starts = [*range(T - size, 0, -stride), 0]
     cut = sliding_window_view(windows, size, axis=1)[:, starts].reshape(-1, size)
-    read = []
-    together = model.sequences_at_once(size, batch_tokens)
-    for tokens in torch.from_numpy(cut.astype(np.int64)).split(together):
+    all_tokens = torch.from_numpy(cut.astype(np.int64))
+
+    def read(part: slice) -> Tensor:
+        tokens = all_tokens[part]
         ids = tokens.roll(1, dims=1)
         ids[:, 0] = first_token
-        read.append(model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu())
-    pieces = torch.cat(read).view(len(windows), len(starts), size)
+        return model.token_losses(ids.to(model.device), tokens.to(model.device)).cpu()
+
+    read_losses = model.in_passes(read, all_tokens, batch_tokens)
+    pieces = read_losses.view(len(windows), len(starts), size)
     losses = pieces.new_empty(windows.shape)
     for piece, start in reversed([*enumerate(starts)]):
         begin = size - stride if start else 0

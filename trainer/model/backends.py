@@ -161,8 +161,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     torch prefers that kernel on Hopper. It is wrong with some masks and makes a plan for every new
     length.
     """
-    # Graphs support torch's context alone. Outside them it takes as long as a small kernel.
     compiling = torch.compiler.is_compiling()
+    if q.device.type == "cpu" and not compiling:  # its threads would share cuDNN's switch
+        return _sdpa(q, k, v, mask)
+    # Graphs support torch's context alone. Outside them it takes as long as a small kernel.
     without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if compiling else cudnn_attention(False)
     with without_cudnn:
         return _sdpa(q, k, v, mask)

@@ -66,6 +66,7 @@ class Decoder(LanguageModel):
     ``config.vocab_size`` must be set. Weights are drawn from ``seed``, but not on the meta device.
     """
 
+    passes_are_independent = True
     compute_dtype: torch.dtype | None = None
     """Dtype of activations and products, residual stream included; None: the weights' dtype."""
 

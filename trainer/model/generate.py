@@ -134,7 +134,7 @@ def read_prompts(
     for length, alike in groupby(prompts, key=len):
         ids = torch.tensor(list(alike), device=model.device)
         states = read_rows(model, ids, cache.part(first, len(ids), longest - length))
-        logits += [model.logits(of_pass)[:, 0] for of_pass in states]
+        logits.append(model.logits(states)[:, 0])
         first += len(ids)
     cache.fill(tuple(longest - len(prompt) for prompt in prompts), longest)
     return torch.cat(logits), cache
@@ -146,21 +146,19 @@ def read_rows(
     cache: KVCache,
     length: int | None = None,
     *,
-    at_once: int | None = None,
     last: int = 1,
-) -> list[Tensor]:
-    """Read ``[B, T]`` tokens after what a cache holds, ``at_once`` rows in a pass (None: see
-    :meth:`~trainer.model.language_model.LanguageModel.sequences_at_once`).
+) -> Tensor:
+    """Read ``[B, T]`` tokens after what a cache holds.
 
     Returns:
-        States ``[rows, last, hidden_size]`` of the last tokens, of each pass.
+        States ``[B, last, hidden_size]`` of the last tokens.
     """
-    size = at_once or model.sequences_at_once(ids.shape[1], ids.numel())
-    states = []
-    for first in range(0, len(ids), size):
-        rows = cache.part(first, size)
+
+    def read(part: slice) -> Tensor:
+        rows = cache.part(part.start, part.stop - part.start)
         rows.fill(rows.begins, cache.length)
-        part = ids[first : first + size]
-        states.append(model.prefilled(part, cache=rows, length=length, last=last))
+        return model.prefilled(ids[part], cache=rows, length=length, last=last)
+
+    states = model.in_passes(read, ids, ids.numel())
     cache.fill(cache.begins, cache.length + ids.shape[1])
     return states

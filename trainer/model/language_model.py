@@ -1,5 +1,6 @@
 """Interface of a model for analyses, evaluations and generation, whoever implements it."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from trainer.model.cache import KVCache
 from trainer.model.config import ModelConfig
 from trainer.model.loss import chunk_size
+from trainer.model.threads import side_by_side
 from trainer.positional.layout import Layout
 
 OnLayer = Callable[..., None]
@@ -20,7 +22,7 @@ OnLayer = Callable[..., None]
 ``[B, H, T, D]`` each; models of transformers also give ``scaling``, ``softcap`` and ``sinks``."""
 
 IN_CACHE = 2**18
-"""Elements of a layer's input that fit in a processor's cache while the layer uses them."""
+"""Elements of a layer's input that fit in a core's cache while the layer uses them."""
 
 
 class LanguageModel(nn.Module, ABC):
@@ -42,6 +44,9 @@ class LanguageModel(nn.Module, ABC):
 
     context: int | None = None
     """Number of last tokens of a sequence that a task lets it read; None: all."""
+
+    passes_are_independent: bool = False
+    """Whether several threads may call :meth:`hidden_states` and :meth:`logits` at a time."""
 
     end_tokens: frozenset[int] = frozenset()
     """Ids of the tokens with which it ends an answer; empty: their names tell."""
@@ -109,15 +114,25 @@ class LanguageModel(nn.Module, ABC):
         finally:
             self.layout, self.context = previous
 
-    def sequences_at_once(self, length: int, batch_tokens: int) -> int:
-        """Return the number of sequences of ``length`` tokens in a forward pass.
+    def in_passes(self, read: Callable[[slice], Tensor], ids: Tensor, batch_tokens: int) -> Tensor:
+        """Concatenate ``read(part)`` of all parts of the rows of ids ``[B, T]``.
 
-        It is at least one, and otherwise at most ``batch_tokens`` tokens in all. On a CPU, the
-        batch must also fit in the caches: a larger one is bound by memory bandwidth.
+        ``read`` makes a forward pass of at least one row, and otherwise at most ``batch_tokens``
+        tokens. On a CPU it must also fit in a core's cache, since a larger one is bound by memory
+        bandwidth; passes that fit are computed side by side.
         """
+        rows, length = ids.shape
+        in_cache = IN_CACHE // self.config.hidden_size
         if self.device.type == "cpu":
-            batch_tokens = min(batch_tokens, IN_CACHE // self.config.hidden_size)
-        return max(1, batch_tokens // length)
+            batch_tokens = min(batch_tokens, in_cache)
+        size = max(1, batch_tokens // length)
+        workers = 1
+        if self.device.type == "cpu" and self.passes_are_independent and length <= in_cache:
+            passes = math.ceil(rows / size)
+            workers = min(torch.get_num_threads(), passes)
+            size = math.ceil(rows / (workers * math.ceil(passes / workers)))
+        parts = [slice(first, first + size) for first in range(0, rows, size)]
+        return torch.cat(side_by_side(read, parts, workers))
 
     def forward(self, ids: Tensor, **options: Any) -> Tensor:
         """Return logits ``[B, T, vocab]``, or of the ``last`` positions only; see
