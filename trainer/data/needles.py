@@ -63,20 +63,12 @@ def insert(text: Integers, statements: Integers, cuts: Integers) -> tuple[Intege
     Returns:
         Sequences ``[B, T]``, truncated to T, and the start positions ``[B, M]`` of the statements.
     """
-    B, T = text.shape
-    M = cuts.shape[1]
-    rows = np.arange(B)[:, None]
-    room = np.empty((B, T + STATEMENT * M), dtype=text.dtype)
-    before = np.zeros((B, T + 1), dtype=np.int64)
-    np.add.at(before, (rows, np.minimum(cuts, T)), 1)
-    shift = STATEMENT * before.cumsum(axis=1)[:, :T]
-    room[rows, np.arange(T) + shift] = text
-    begins = cuts + STATEMENT * np.arange(M)
-    inside = begins < T
-    places = np.where(inside, begins, T + STATEMENT * np.arange(M))
-    for offset in range(STATEMENT):
-        room[rows, places + offset] = statements[:, :, offset]
-    return room[:, :T], begins
+    T = text.shape[1]
+    places = np.repeat(np.minimum(cuts, T), STATEMENT, axis=1)
+    sequences = np.empty_like(text)
+    for row, tokens, where, stated in zip(sequences, text, places, statements, strict=True):
+        row[:] = np.insert(tokens, where, stated.ravel())[:T]
+    return sequences, cuts + STATEMENT * np.arange(cuts.shape[1])
 
 
 def mix_needles(

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 from filelock import FileLock
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 from tokenizers import Encoding, Tokenizer
@@ -188,10 +189,7 @@ def open_prepared(
 
 def windows_at(ids: Ids, starts: Integers, length: int) -> Integers:
     """Return ``[len(starts), length]`` ids."""
-    windows = np.empty((len(starts), length), np.int64)
-    for row, start in zip(windows, starts.tolist(), strict=True):
-        row[:] = ids[start : start + length]
-    return windows
+    return sliding_window_view(ids, length)[starts].astype(np.int64)
 
 
 def request_of(config: DataConfig, tokenizer: TokenizerChoice) -> dict[str, Any]:
