@@ -1,8 +1,8 @@
 """Shared by all tests: which of them run, one thread, the same hypothesis examples, a decoder.
 
 Quick tests run, with ``--all`` also those marked ``slow``, with ``--weekly`` also ``weekly``. A
-test named on the command line (``file::test``) always runs. ``-m gpu`` runs those of GPUs alone;
-all others see no GPU.
+test named on the command line (``file::test``) always runs. ``-m gpu`` and ``-m "gpu and not
+slow"`` run those of GPUs; all others see no GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from trainer.common import spinning  # noqa: F401 - before torch, which reads ho
 
 # isort: split
 import logging
+import re
 
 import pytest
 import torch
@@ -48,8 +49,13 @@ def pytest_xdist_auto_num_workers(config):
     return len(os.sched_getaffinity(0))
 
 
+def wants_gpu(markexpr):
+    """Whether ``-m`` asks for tests of GPUs."""
+    return re.search(r"(?<!not )\bgpu\b", markexpr) is not None
+
+
 def pytest_configure(config):
-    if config.option.markexpr != "gpu":
+    if not wants_gpu(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Commands switch TF32 on, and tests compare with the CPU. cuBLAS may read this when it loads:
     # the processes that tests start load it later.
@@ -66,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
 
     def runs(item):
         if item.get_closest_marker("gpu"):
-            return config.option.markexpr == "gpu"
+            return wants_gpu(config.option.markexpr)
         return not any(item.get_closest_marker(name) for name in left_out)
 
     config.hook.pytest_deselected(items=[item for item in items if not runs(item)])

@@ -10,7 +10,7 @@ import torch
 
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.parsing import merged, parse
-from trainer.training.fit import train
+from trainer.training.fit import train, user_callbacks
 
 SHAPE = {
     "hidden_size": 32,
@@ -69,7 +69,8 @@ def trained_in(directory, base, **changes):
     """The configuration and the last checkpoint of a run of ``base`` with changes."""
     run = parse(merged({**base, "run_dir": str(directory)}, changes))
     directory.mkdir(exist_ok=True)
-    return run.config, train(run, prepare_corpus(run.config.data, run.config.tokenizer))
+    corpus = prepare_corpus(run.config.data, run.config.tokenizer)
+    return run.config, train(run, corpus, callbacks=user_callbacks(run.config))
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 import shutil
 from contextlib import closing
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -25,6 +26,7 @@ from trainer.checkpoint import (
     check_sound,
     files_of,
     find_checkpoint,
+    join_tensors,
     newest_checkpoint,
     optimizer_tensors,
     read_state,
@@ -426,3 +428,12 @@ def test_another_shape_is_named(saved):
 def test_a_name_of_nothing_is_refused(tmp_path):
     with pytest.raises(UserError, match="neither a checkpoint nor a run"):
         find_checkpoint(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("mark", ["__tensor__", "__items__", "__tuple__"])
+def test_a_state_may_have_the_names_that_mark_tensors_and_tuples(mark):
+    tensors = {}
+    state = {"a": {mark: "state.b"}, "b": torch.ones(1), "c": {mark: [1, (2, 3)], "d": {mark: {}}}}
+    written = json.loads(json.dumps(split_tensors(state, "state", tensors)))
+    read = {name: partial(tensors.get, name) for name in tensors}
+    assert join_tensors(written, read) == state

@@ -66,7 +66,7 @@ def optimizer_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> Tenso
     return tensors
 
 
-TENSOR, ITEMS, TUPLE = "__tensor__", "__items__", "__tuple__"
+TENSOR, ITEMS, TUPLE = MARKS = "__tensor__", "__items__", "__tuple__"
 
 
 def split_tensors(value: Any, path: str, tensors: Tensors) -> Any:
@@ -88,7 +88,7 @@ def split_tensors(value: Any, path: str, tensors: Tensors) -> Any:
         return {TUPLE: parts} if isinstance(value, tuple) else parts
     if isinstance(value, Mapping) and all(isinstance(key, str | int | float) for key in value):
         items = [[key, split_tensors(x, f"{path}.{key}", tensors)] for key, x in value.items()]
-        if all(isinstance(key, str) for key in value):
+        if all(isinstance(key, str) and key not in MARKS for key in value):
             return dict(items)
         return {ITEMS: items}
     raise UserError(

@@ -434,8 +434,6 @@ def recalibrate(job: Job) -> None:
 
     run = run_of(job)
     run_dir = run.directory
-    for key, value in values.items():
-        print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     to = Path(keys.to or run_dir / "export")
     if to != run_dir / "export":
         check_is_new(to)

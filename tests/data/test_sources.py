@@ -14,8 +14,9 @@ import pytest
 from trainer.commands import compose_words
 from trainer.common.errors import UserError
 from trainer.common.registry import Registry
-from trainer.config import DataConfig
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data import sources
+from trainer.data.corpus import prepare_corpus
 from trainer.data.sources import (
     documents,
     find_files,
@@ -254,3 +255,9 @@ def test_arguments_are_for_the_sources_that_take_them(source):
     config = DataConfig(source=source, hub_name="some/text", arguments={"count": 3})
     with pytest.raises(UserError, match=r"data\.arguments"):
         source_of(config)
+
+
+def test_files_that_are_not_named_are_asked_for(tmp_path):
+    config = DataConfig(source="files", cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=r"^data\.files: "):
+        prepare_corpus(config, TokenizerConfig())

@@ -726,3 +726,20 @@ def test_each_held_out_sequence_is_validated_by_one_rank(monkeypatch):
         batches = [*data.val_dataloader()]
         assert [len(batch["input_ids"]) for batch in batches] == [rows] * (16 // rows)
         assert torch.equal(torch.cat([batch["labels"] for batch in batches]), ids[:, 1:])
+
+
+@pytest.mark.parametrize("at", [2, 3, 5])
+def test_two_callbacks_drop_heads_in_steps_and_resume_between(tmp_path, at):
+    def trainer(steps):
+        return trainer_of(DropPositions(2, heads=[0]), DropPositions(4, heads=[1]), max_steps=steps)
+
+    def rotating(module):
+        return [[s.rotates for s in layout.layers[1].spectra] for layout in module.layouts]
+
+    first, second = Own(), Own()
+    half = trainer(at)
+    half.fit(first, batches())
+    half.save_checkpoint(tmp_path / "a.ckpt")
+    trainer(6).fit(second, batches(), ckpt_path=tmp_path / "a.ckpt")
+    expected = [[True, True]] * 2 + [[False, True]] * 2 + [[False, False]] * 2
+    assert rotating(first) + rotating(second) == expected

@@ -436,3 +436,25 @@ def test_evaluating_leaves_the_kernel_as_it_was():
         with evaluating(decoder()):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_labels_of_minus_100_count_neither_in_training_nor_in_validation(weighted):
+    """As with torch's ``ignore_index``: like tokens of weight 0."""
+    ignored = torch.zeros(3, 7, dtype=torch.bool)
+    ignored[0, 2:5] = ignored[2] = True
+    plain, masked = ([micro_batch(n, 3, 7, weighted=weighted) for n in range(2)] for _ in range(2))
+    for batch in plain:
+        batch["weights"] = batch.get("weights", torch.ones(3, 7)) * ~ignored
+    for batch in masked:
+        batch["labels"] = batch["labels"].masked_fill(ignored, -100)
+    modules = [LanguageModule(decoder(), 1e-2) for _ in range(2)]
+    losses = []
+    for module, batches in zip(modules, (plain, masked), strict=True):
+        fit(module, batches)
+        trainer = L.Trainer(accelerator="cpu", logger=False)
+        loader = torch.utils.data.DataLoader(batches, batch_size=None)
+        losses += trainer.validate(module, loader, verbose=False)
+    assert_close(modules[1].model, modules[0].model, atol=0)
+    assert losses[0] == losses[1]
+    assert modules[1].tally.read()["skipped_steps"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -437,3 +438,16 @@ def test_only_whole_paths_of_the_home_directory_are_shortened(monkeypatch):
     assert without_home(values) == [*others, "~", "a='~' \"~\"", "[~,~/x]"]
     monkeypatch.setenv("HOME", "/")
     assert without_home(values) == values
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    path = tmp_path / "llama"
+    made("Llama").save_pretrained(path)
+    words = json.loads((path / "config.json").read_text())["vocab_size"]
+    for size in (words, words + 1):
+        vocabulary = {"</s>": 0, **{f"w{i}": i for i in range(1, size)}}
+        Tokenizer(WordLevel(vocabulary, "</s>")).save(str(path / "tokenizer.json"))
+        if size == words:
+            assert find_model(str(path)).name == path.name
+    with pytest.raises(UserError, match=rf"^model\.vocab_size: .* {words + 1}, got {words}"):
+        find_model(str(path))

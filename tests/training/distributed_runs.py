@@ -21,7 +21,7 @@ from trainer.common.ranks import process_group
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.parsing import parse
 from trainer.runs.phases import Run
-from trainer.training.fit import train
+from trainer.training.fit import train, user_callbacks
 from trainer.training.setup import set_environment
 
 
@@ -49,10 +49,10 @@ def train_as_told(run: Run, begin: str | None, stop: int | None) -> None:
         try:
             tell = {"_target_": "__main__.TellRank1", "rank": rank, "step": stop}
             told = replace(config, callbacks={"tell": tell})
-            train(replace(run, config=told), corpus)
+            train(replace(run, config=told), corpus, callbacks=user_callbacks(told))
         except PreemptedError as error:
             Path(run.directory, f"stopped-{rank}").write_text(str(error))
-    train(run, corpus)
+    train(run, corpus, callbacks=user_callbacks(config))
 
 
 torch.set_num_threads(1)

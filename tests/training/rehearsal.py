@@ -65,7 +65,6 @@ class Stage:
         self.weights = copies(module.model)
         self.optimizers = [module.configure_optimizers()]
         callback = self.callbacks[-1]
-        callback.setup(self, module, "fit")
         if ckpt_path:
             state = read_state(ckpt_path)
             self.global_step = state["step"]

@@ -17,7 +17,7 @@ from trainer.lightning import drop
 from trainer.lightning.module import Tally
 from trainer.runs.parsing import merged, parse
 from trainer.training import fit
-from trainer.training.fit import train
+from trainer.training.fit import train, user_callbacks
 from trainer.training.rows import Rows
 from trainer.training.run import RunCallback
 from trainer.training.strategies import SingleDevice
@@ -86,8 +86,9 @@ def steps(base, tmp_path, monkeypatch, changes):
     rare = {"run_dir": str(tmp_path), "trainer": {"log_every": 100, "checkpoint_every": 100}}
     stop = {"callbacks": {"stop": {"_target_": f"{__name__}.StopAfter", "step": 8}}}
     run = parse(merged(merged(merged(base, rare), stop), changes))
+    corpus = prepare_corpus(run.config.data, run.config.tokenizer)
     with pytest.raises(EnoughError):
-        train(run, prepare_corpus(run.config.data, run.config.tokenizer))
+        train(run, corpus, callbacks=user_callbacks(run.config))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -214,8 +214,7 @@ def test_what_a_checkpoint_holds_is_what_the_next_process_begins_with(
     state = json.loads(json.dumps(before.describe()))
     module.tally = Tally()
     given = {"writer": None, "progress": None, "stop_requested": None}
-    after = RunCallback(three.run, before.corpus, state, **given)
-    after.setup(three, module, "fit")
+    after = RunCallback(three.run, module, before.corpus, state, **given)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing"), False)
     trainer, checkpoint = L.Trainer(accelerator="cpu", devices=1, **quiet), {"global_step": step}
     after.on_load_checkpoint(trainer, module, checkpoint)

@@ -7,7 +7,9 @@ import math
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
+import lightning as L
 import pandas as pd
 import pytest
 
@@ -22,6 +24,7 @@ from trainer.report.report import FACTS, RunSummary, troubles
 from trainer.runs.directory import open_run_directory, plain, write_metrics
 from trainer.runs.models import name_and_role, without_home
 from trainer.runs.parsing import merged, parse
+from trainer.workflows import experiment
 from trainer.workflows.evaluate import evaluate_lengths
 from trainer.workflows.experiment import (
     check_machine,
@@ -95,9 +98,8 @@ def test_a_fault_of_a_later_phase_or_a_control_is_found_before_training(
         ({"strategy": {"name": "fsdp2"}, "optimizer": {"name": "muon"}}, "^optimizer: muon needs"),
         ({"logger": {"tensorboard": True}}, "tensorboard"),
         ({"logger": {"wandb": True}}, "wandb"),
-        ({"callbacks": {"mine": {"_target_": "lightning.pytorch.callbacks.Tmer"}}}, "Tmer"),
     ],
-    ids=["sharded muon", "tensorboard", "wandb", "callback"],
+    ids=["sharded muon", "tensorboard", "wandb"],
 )
 def test_what_a_run_lacks_is_said_before_its_text_is_prepared(base, monkeypatch, changes, error):
     for package in ("TENSORBOARD", "TENSORBOARDX"):
@@ -292,3 +294,29 @@ def test_what_a_run_is_to_be_measured_by_exists_before_it_trains(base, key):
     run = parse({**base, "evaluation": {key: ["none", "yarnn"]}})
     with pytest.raises(UserError, match=rf"evaluation\.{key}: .*, got "):
         check_machine(run)
+
+
+class Counted(L.Callback):
+    """Notes all that are made."""
+
+    made: ClassVar = []
+
+    def __init__(self):
+        self.made.append(self)
+
+
+def test_callbacks_are_made_once_before_the_text_is_read(base, monkeypatch, tmp_path):
+    trained, prepared = [], []
+
+    def train(run, corpus, begin, callbacks, *, start_time):
+        trained.extend(callbacks)
+
+    monkeypatch.setattr(experiment, "_open", lambda *_: prepared.append(len(Counted.made)) or [])
+    monkeypatch.setattr(experiment, "corpus_at", lambda *_: None)
+    monkeypatch.setattr(experiment, "make_report", lambda *_: None)
+    monkeypatch.setattr(experiment, "train", train)
+    own = {"callbacks": {"own": {"_target_": f"{__name__}.Counted"}}}
+    own |= {"run_dir": str(tmp_path / "x"), "controls": {"other": {"seed": 1}}}
+    run_experiment(parse(merged(base, own)))
+    assert prepared == [2]
+    assert trained == Counted.made

@@ -294,6 +294,11 @@ def recalibrated(base, monkeypatch, tmp_path):
     def go(reason, values=(), minutes=20.0, **changes):
         trained = []
 
+        def check(text, evaluation, lengths, training_length):
+            assert lengths == evaluation.tokens or not evaluation.tokens
+            if max(lengths) > 600:
+                raise UserError(f"no text for {lengths}")
+
         def run_experiment(run, beside):
             trained.append(run.config)
             assert beside == ["a/model"]
@@ -310,7 +315,7 @@ def recalibrated(base, monkeypatch, tmp_path):
         start = SimpleNamespace(training_length=64)
         monkeypatch.setattr(recalibrate, "find_model", lambda *_: start)
         monkeypatch.setattr(recalibrate, "held_out_of", lambda *_: None)
-        monkeypatch.setattr(recalibrate, "make_tasks", lambda *_: None)
+        monkeypatch.setattr(recalibrate, "make_tasks", check)
         monkeypatch.setattr(recalibrate, "find_checkpoint", lambda run_dir: run_dir)
         monkeypatch.setattr(recalibrate, "read_state", lambda path: {"step": 7})
         monkeypatch.setattr(recalibrate, "time", SimpleNamespace(time=lambda: 1000.0))
@@ -351,9 +356,17 @@ def test_other_stops_and_limits_are_those_of_the_user(recalibrated):
     assert only.trainer.max_time == "1:00:00"
 
 
-def test_chosen_lengths_are_those_that_the_text_has(recalibrated):
+def test_chosen_lengths_are_those_that_the_text_has(recalibrated, capsys):
     evaluation = {"tokens": [64, 80, 81]}
     (only,), _ = recalibrated(None, ["evaluation.tokens"], evaluation=evaluation)
     assert only.evaluation.tokens == [64, 80]
+    assert capsys.readouterr().out == "evaluation.tokens=[64,80]\n"
     (given,), _ = recalibrated(None, evaluation=evaluation)
     assert given.evaluation.tokens == [64, 80, 81]
+
+
+def test_given_lengths_are_checked_before_training(recalibrated):
+    with pytest.raises(UserError, match="no text"):
+        recalibrated(None, evaluation={"tokens": [64, 601]})
+    with pytest.raises(UserError, match="no text"):
+        recalibrated(None, evaluation={"tokens": None, "lengths": [1.0, 16.0]})

@@ -74,6 +74,8 @@ def digest(value: Any) -> str:
 
 def _files_state(config: DataConfig) -> str:
     """Return a digest of the addresses elsewhere, and of the files on this machine."""
+    if not config.files:
+        raise UserError("data.files: expected files, got none")
     names = list(_addresses(config, offline=True))
     paths = find_files(replace(config, files=[name for name in names if "://" not in name]))
     return digest([[name for name in names if "://" in name], [_imprint(path) for path in paths]])

@@ -88,7 +88,7 @@ def token_losses(
 
     ``reads``: largest number of tokens read to predict one, including the first token (None: all
     before it). A longer window is read in pieces of ``reads`` tokens that overlap by half and end
-    with the window. Only the second half of a piece counts, and both halves of the first piece.
+    with the window. Only the second half of a piece counts, and of the first piece all before.
     """
     T = windows.shape[1]
     size = min(reads or T, T)

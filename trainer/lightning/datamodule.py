@@ -126,7 +126,6 @@ class TokenData(L.LightningDataModule):
         batches = Batches(
             self.samples,
             self.batch_size,
-            start=updates_done(self.trainer),
             micro_batches=self.trainer.accumulate_grad_batches,
             rank=self.trainer.global_rank,
             ranks=self.trainer.world_size,

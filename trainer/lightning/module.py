@@ -30,6 +30,8 @@ from trainer.model.backends import Mask, cudnn_attention, flex, sdpa
 from trainer.model.decoder import Decoder
 from trainer.positional.layout import Layout
 
+IGNORED = -100
+"""Label of tokens that do not count, as ``ignore_index`` of torch's cross-entropy."""
 Batch = Mapping[str, Any]
 """``input_ids`` and ``labels`` ``[B, T]``, and optional ``weights`` of tokens ``[B, T]``,
 ``documents``, ``bounds`` and ``longest``, see :class:`~trainer.model.backends.Mask`."""
@@ -142,7 +144,8 @@ class LanguageModule(L.LightningModule):
         self._uses_cudnn = backend == "cudnn"
         weights = token_weights(batch)
         with self._numerics(self._uses_cudnn):
-            loss = self.model.loss(batch["input_ids"], batch["labels"], weights, **masking(batch))
+            labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, 0)
+            loss = self.model.loss(batch["input_ids"], labels, weights, **masking(batch))
         weight = weights.sum()
         self.micro_batches.append(torch.stack([loss.detach() * weight, weight]))
         if getattr(self.trainer, "log_every_n_steps", 0):
@@ -269,11 +272,11 @@ class LanguageModule(L.LightningModule):
 
 
 def token_weights(batch: Batch) -> Tensor:
-    """Return the weights of a batch's tokens in float32; without weights all count equally."""
-    weights = batch.get("weights")
-    if weights is None:
-        weights = torch.ones_like(batch["labels"])
-    return weights.float()  # Lightning's bf16-true rounds what a batch holds
+    """Return the weights of a batch's tokens in float32; without weights all count equally, and
+    labels that are :data:`IGNORED` never do."""
+    weights = batch.get("weights", torch.ones(()))
+    # Lightning's bf16-true rounds what a batch holds.
+    return weights.float() * (batch["labels"] != IGNORED)
 
 
 def masking(batch: Batch) -> dict[str, Mask]:

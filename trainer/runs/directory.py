@@ -150,12 +150,10 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_files(names: Sequence[str]) -> None:
-    """Raise a UserError if no file of text is named, or all are empty, and a FileNotFoundError if
+    """Raise a UserError if all files of text are empty, and a FileNotFoundError if
     one is missing; addresses, lists and patterns are not looked at."""
     if any(set(name) & {*"@*?[:"} for name in names):
         return
-    if not names:
-        raise UserError("data.files: expected files, got none")
     if not sum(Path(name).expanduser().stat().st_size for name in names):
         raise UserError(f"data.files: nothing in {[*names]}")
 

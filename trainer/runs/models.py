@@ -32,12 +32,12 @@ from trainer.config import SAME, DataConfig, RunConfig
 from trainer.data.checksums import checksums_once
 from trainer.data.corpus import Corpus
 from trainer.data.sources import cache_directory
-from trainer.data.tokenizer import same_tokens, special_tokens
+from trainer.data.tokenizer import same_tokens, special_tokens, vocabulary_size
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.evaluation.store import fingerprint
 from trainer.interchange.pretrained import Pretrained, is_disabled_norm, read_pretrained
 from trainer.interchange.published import find_pretrained, read_token_files, read_tokenizer
-from trainer.model.config import ModelConfig
+from trainer.model.config import ModelConfig, check_vocabulary
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig
 from trainer.positional.layout import Layout
@@ -126,6 +126,7 @@ def _saved_model(
     """Return a model with what follows from its weights; ``lengths``: training lengths that it
     gets, one after the other. ``key``: hash that changes with the weights."""
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
+    check_vocabulary(weights.config, vocabulary_size(tokens.tokenizer))
     layout = weights.layout
     longest = layout.longest
     for length in filter(None, lengths):

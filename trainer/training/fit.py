@@ -5,7 +5,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
@@ -59,11 +59,17 @@ SETS_SCHEDULES = (
 
 
 def train(
-    run: Run, corpus: Corpus, branch: Path | None = None, *, start_time: float | None = None
+    run: Run,
+    corpus: Corpus,
+    branch: Path | None = None,
+    callbacks: Sequence[L.Callback] = (),
+    *,
+    start_time: float | None = None,
 ) -> Path:
     """Train to the last step, from the run's newest checkpoint if any; return the last one.
 
     ``branch``: checkpoint of another run to continue, with its metrics, if this run has none.
+    ``callbacks``: those of the user, see :func:`user_callbacks`.
     ``start_time``: when the program began, in seconds since the epoch, from which
     ``trainer.max_time`` counts; None: now.
 
@@ -78,7 +84,6 @@ def train(
     config = run.config
     settings = config.trainer
     directory = run.directory / "checkpoints"
-    callbacks = user_callbacks(config)
     checkpoint, state = starting_point(run.directory, corpus, branch)
     if not run.is_control and "tally" in state:
         check_divergence(int(state["tally"]["skipped_in_a_row"]), state["step"], directory)
@@ -109,9 +114,7 @@ def train(
         if checkpoint is None:
             set_weights(run, model)
         module = make_module(run, model)
-        callback = RunCallback(
-            run, corpus, state, writer=writer, progress=progress, stop_requested=stop_requested
-        )
+        callback = RunCallback(run, module, corpus, state, writer, progress, stop_requested)
         strategy.writer = writer
         strategy.describe = callback.describe
         trainer = make_trainer(run, strategy, dashboards(run), [*callbacks, callback])

@@ -43,23 +43,22 @@ class RunCallback(Checkpoint):
     A phase is an epoch of Lightning's. As a ``Checkpoint`` this callback follows all others, so
     that rows and checkpoints have what the others did in a step.
 
-    ``module``: set when a fit begins. ``state``: ``state.json`` of the checkpoint that the run
-    begins with, or ``{"step": 0}``. ``stop_requested``: returns why this process must stop, if so.
+    ``state``: ``state.json`` of the checkpoint that the run begins with, or ``{"step": 0}``.
+    ``stop_requested``: returns why this process must stop, if so.
     """
-
-    module: LanguageModule
 
     def __init__(
         self,
         run: Run,
+        module: LanguageModule,
         corpus: Corpus,
         state: dict[str, Any],
-        *,
         writer: Writer,
         progress: Progress,
         stop_requested: Callable[[], str | None],
     ) -> None:
         self.run = run
+        self.module = module
         self.corpus = corpus
         self.writer = writer
         self.stop_requested = stop_requested
@@ -72,10 +71,6 @@ class RunCallback(Checkpoint):
         self.token_files: dict[str, str] = dict(state.get("token_files", {}))
         """Files of a published model about its tokens."""
         self.saved_at = time.monotonic()
-
-    def setup(self, trainer: L.Trainer, pl_module: Any, stage: str) -> None:
-        """Take the module."""
-        self.module = pl_module
 
     def on_load_checkpoint(
         self, trainer: L.Trainer, pl_module: Any, checkpoint: dict[str, Any]

@@ -66,6 +66,7 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
         return None if current_ranks().rank else finished_report(config)
     set_threads(config.trainer)
     check_machine(run)
+    callbacks = [user_callbacks(each.config) for each in run.runs.values()]
     with ExitStack() as lock:
         # Without a process group, whose operations have a time limit: a machine may read for hours.
         places = shared_value(lambda: _open(run, lock))
@@ -78,7 +79,8 @@ def run_experiment(run: Run, beside: Sequence[str] = ()) -> Report | None:
                 if each.branch is not None:
                     name = BEFORE_DROP if each.branch == "drop" else step_name(each.branch)
                     begin = run.directory / "checkpoints" / name
-                checkpoints.append(train(each, corpus, begin, start_time=start_time))
+                own = callbacks[number - 1]
+                checkpoints.append(train(each, corpus, begin, own, start_time=start_time))
             all_gather(None)  # all ranks have trained before one reads the checkpoints
     check_signals()  # of the last step
     gc.collect()  # a finished trainer is a reference cycle: free its memory for the evaluation
@@ -126,7 +128,6 @@ def check_machine(run: Run) -> None:
         check_device(each.config.trainer)
         check_dashboards(each.config.logger)
         optimizer_settings(each.config.optimizer)
-        user_callbacks(each.config)
         strategy = each.config.strategy
         size = strategy.shard_size
         if strategy.name == "single" and ranks > 1:

@@ -3,6 +3,7 @@
 docs/pretrained.md states the rules with their numbers, docs/guide.md where these come from.
 """
 
+import json
 import logging
 import math
 import time
@@ -247,7 +248,8 @@ def chosen_keys(
 def recalibrate(
     run: Run, values: Mapping[str, Any], model: str, minutes: float, began: float
 ) -> Report:
-    """Drop, recalibrate, and evaluate beside the model as it was; resume what is begun.
+    """Print the chosen keys, drop, recalibrate, and evaluate beside the model as it was; resume
+    what is begun.
 
     Training ends after 3/4 of the minutes: the rest is for evaluation and export. A run that is
     slower than its speed test then has the steps that it has taken, and one more.
@@ -259,14 +261,19 @@ def recalibrate(
     """
     config = run.config
     is_resumed = (run.directory / "checkpoints").is_dir() and not config.overwrite
-    if "evaluation.tokens" in values and not is_resumed:
+    if not is_resumed:
         corpus = open_corpus(run)
-        longest = min(corpus.validation.longest, corpus.test.longest)
-        tokens = config.evaluation.tokens or []
-        fitting = [length for length in tokens if length <= longest]
-        config = replace(config, evaluation=replace(config.evaluation, tokens=fitting))
         before = find_model(model, config.evaluation.training_length)
-        make_tasks(held_out_of(corpus, before), config.evaluation, fitting, before.training_length)
+        C = before.training_length
+        lengths = config.evaluation.tokens or [round(C * x) for x in config.evaluation.lengths]
+        if "evaluation.tokens" in values:
+            longest = min(corpus.validation.longest, corpus.test.longest)
+            lengths = [length for length in lengths if length <= longest]
+            config = replace(config, evaluation=replace(config.evaluation, tokens=lengths))
+            values = {**values, "evaluation.tokens": lengths}
+        make_tasks(held_out_of(corpus, before), config.evaluation, lengths, C)
+    for key, value in values.items():
+        print(f"{key}={json.dumps(value, separators=(',', ':'))}")
     open_run_directory(config)
     config = replace(config, overwrite=False)
 
