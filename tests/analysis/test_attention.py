@@ -15,8 +15,7 @@ from trainer.analysis.attention import attention_statistics, head_attention
 from trainer.analysis.clusters import stable_rank
 from trainer.model.config import QKNormConfig
 from trainer.positional.encodings import by_name
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding
+from trainer.positional.layout import Intervention, LayerEncoding
 
 
 def expected_rows(attention, dots):

@@ -27,7 +27,7 @@ from trainer.analysis.target import NotApplicableError, Target
 from trainer.analysis.weighted_rope import apply
 from trainer.common.errors import UserError
 from trainer.config import AnalysisConfig, AttenuationSettings, ShortTime, WeightedRopeSettings
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 
 IDS = torch.randint(50, (2, 1100), generator=torch.Generator().manual_seed(5))
 seeds = st.integers(0, 2**32 - 1)

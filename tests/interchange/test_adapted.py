@@ -21,8 +21,7 @@ from trainer.hf import NO_ROTATION
 from trainer.interchange.adapted import AdaptedModel, read_adapted
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.generate import generate
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding
+from trainer.positional.layout import Intervention, LayerEncoding
 from trainer.positional.rescaling import yarn
 from trainer.positional.spectrum import Spectrum
 

@@ -14,8 +14,7 @@ import torch
 from trainer.model.backends import Mask
 from trainer.model.config import QKNormConfig
 from trainer.positional.encodings import ENCODINGS
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import drop
+from trainer.positional.layout import Intervention, drop
 from trainer.positional.rescaling import RESCALINGS
 
 LENGTH, LATER = 24, 80

@@ -15,7 +15,7 @@ from trainer.model.backends import BACKENDS, Mask
 from trainer.model.cache import KVCache, LayerCache
 from trainer.model.config import QKNormConfig
 from trainer.model.generate import read_prompts, read_rows
-from trainer.positional.intervention import Intervention
+from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import RESCALINGS, dynamic, longrope
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(1))

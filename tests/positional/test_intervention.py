@@ -7,7 +7,8 @@ import torch
 
 from tests.positional.examples import encoded, one_layer
 from trainer.positional.encodings import by_name
-from trainer.positional.intervention import Intervention, intervene
+from trainer.positional.intervention import intervene
+from trainer.positional.layout import Intervention
 from trainer.positional.spectrum import Spectrum
 
 C, D = 64, 8

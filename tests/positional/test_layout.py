@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from tests.positional.examples import one_layer
 from trainer.positional.encodings import by_name
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.rescaling import (
     RESCALINGS,
     dynamic,

@@ -36,8 +36,7 @@ from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import Task
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Intervention, LayerEncoding, Layout
 from trainer.positional.spectrum import LongFrequencies, Spectrum, Step, Stretch, Temperature
 from trainer.runs import directory as runs
 from trainer.runs import models

@@ -52,8 +52,7 @@ from trainer.plotting import (
     heat_maps,
     log_if_wide,
 )
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 
 CELLS = 256
 """Largest number of cells of a map along the text."""
@@ -130,33 +129,27 @@ def frequency_entropies(
     Raises:
         UserError: the texts are too short for a measure.
     """
-    texts = [
-        capture(model, text[None], lambda heads: frequency_entropy_of(heads, measures, frames))
-        for text in ids
-    ]
+
+    def measure(heads: Heads) -> FrequencyEntropy:
+        entropies: FrequencyEntropy = {}
+        sides: dict[Side, Tensor] = {"query": heads.q, "key": heads.k}
+        for side, x in sides.items():
+            counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
+            rows: dict[str, list[Tensor]] = {name: [] for name in measures}
+            # Head by head: the frames of all heads would take several times their memory.
+            for head, pairs in zip(x.unbind(1), counts, strict=True):
+                signal = pair_norms(head, pairs)
+                for name in measures:
+                    rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
+            entropies |= {(name, side): stack_heads(values).cpu() for name, values in rows.items()}
+        return entropies
+
+    texts = [capture(model, text[None], measure) for text in ids]
     means = []
     for of_texts in zip(*texts, strict=True):  # layer by layer
         values = by_name(of_texts)
         means.append({key: torch.stack(x).mean(dim=0) for key, x in values.items()})
     return means
-
-
-def frequency_entropy_of(
-    heads: Heads, measures: Sequence[str] = tuple(MEASURES), frames: ShortTime = DEFAULT_FRAMES
-) -> FrequencyEntropy:
-    """Compute the entropies of one captured layer; raises as :func:`frequency_entropies` does."""
-    entropies: FrequencyEntropy = {}
-    sides: dict[Side, Tensor] = {"query": heads.q, "key": heads.k}
-    for side, x in sides.items():
-        counts = pair_counts(heads.encoding, x.shape[1], x.shape[-1])
-        rows: dict[str, list[Tensor]] = {name: [] for name in measures}
-        # Head by head: the frames of all heads would take several times their memory.
-        for head, pairs in zip(x.unbind(1), counts, strict=True):
-            signal = pair_norms(head, pairs)
-            for name in measures:
-                rows[name].append(MEASURES[name](signal, frames).mean(dim=0))
-        entropies |= {(name, side): stack_heads(values).cpu() for name, values in rows.items()}
-    return entropies
 
 
 def choose_factors(
@@ -188,7 +181,7 @@ def analyze_frequency_entropy(target: Target) -> Findings:
     for n in sorted({n for n in target.config.prefixes if n < target.length} | {target.length}):
         measures = [m for m in MEASURES if m != "spectrum" or n >= frames.frame]
         layers = frequency_entropies(target.model, target.ids[:, :n], measures, frames)
-        by_length[n] = _stacked(layers)
+        by_length[n] = {key: stack_layers(values) for key, values in by_name(layers).items()}
     values = by_length[target.length]
     # The head with the most concentrated pair of each layer.
     lowest = np.nan_to_num(values[measures[0], "query"], nan=1.0).min(axis=-1).argmin(axis=-1)
@@ -215,10 +208,6 @@ def analyze_frequency_entropy(target: Target) -> Findings:
     if "spectrum" not in measures:
         notes.append(f"No SpectrumFE: the text is shorter than a frame of {frames.frame} tokens.")
     return Findings(plots + attenuated.plots, tables + attenuated.tables, notes)
-
-
-def _stacked(layers: Sequence[FrequencyEntropy]) -> Entropies:
-    return {key: stack_layers(of_layers) for key, of_layers in by_name(layers).items()}
 
 
 def norm_maps(heads: Heads, head: int) -> dict[Side, Array]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from trainer.analysis.attention import SIDES, Side
 from trainer.config import WeightedRopeSettings
-from trainer.positional.intervention import Factors, Intervention
-from trainer.positional.layout import LayerEncoding, Layout
+from trainer.positional.layout import Factors, Intervention, LayerEncoding, Layout
 
 
 def factors_of(

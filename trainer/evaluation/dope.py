@@ -16,8 +16,7 @@ from trainer.analysis.attention import SIDES, HeadIndex, Heads, Side, capture, p
 from trainer.analysis.matrix_entropy import MatrixEntropy, at_stage, gram, matrix_entropy
 from trainer.config import DopeSettings
 from trainer.model.language_model import LanguageModel
-from trainer.positional.intervention import Intervention
-from trainer.positional.layout import Layout
+from trainer.positional.layout import Intervention, Layout
 from trainer.positional.spectrum import Frequencies, Spectrum
 
 Chosen = dict[HeadIndex, tuple[float, float]]

@@ -1,12 +1,6 @@
 """Prompts, scores of their continuations, and conditions that end an answer early.
 
 An answer ends when no further token can change its score.
-
-RULER (Hsieh et al. 2024) looks for the answers anywhere in the continuation, ignoring case. With
-several answers it scores the share found (``string_match_all``); if any answer suffices, whether
-one is found (``string_match_part``). If one number is asked for, the first number of the
-continuation must be it, as Mohtashami and Jaggi (2023) score pass keys. Sentences are scored by the
-recall of their words (``rouge_1_recall``).
 """
 
 import re
@@ -55,13 +49,15 @@ WORD = re.compile(r"[^\W_]+")
 
 
 def exact_number(text: str, answers: Sequence[str]) -> float:
-    """Return 1 if the first number is an answer, digit for digit, else 0."""
+    """Return 1 if the first number is an answer, digit for digit, else 0 (Mohtashami and Jaggi
+    2023)."""
     number = NUMBER.search(text)
     return float(number is not None and number[0] in answers)
 
 
 def string_match_all(text: str, answers: Sequence[str]) -> float:
-    """Return the share of answers in the text; DroPE's success rate with several needles."""
+    """Return the share of answers in the text, ignoring case (RULER, Hsieh et al. 2024); DroPE's
+    success rate with several needles."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,17 +24,12 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype), bias)
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """RMS norm (Zhang and Sennrich 2019) that computes in the dtype of its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``[..., size]``."""
-        # Match x's dtype; otherwise torch falls back from the fused kernel.
+        # torch falls back from the fused kernel if the dtypes differ.
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 

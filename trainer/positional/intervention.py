@@ -1,40 +1,14 @@
 """Interventions: changes of encoded queries and keys in an evaluation."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # torch is imported after the configuration is read
-    import torch
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-Factors = tuple[tuple[float, ...], ...]
+from trainer.positional.layout import Factors, Intervention
+
 BITS = 32
-
-
-@dataclass(frozen=True)
-class Intervention:
-    """Change of a layer's encoded queries and keys: factors on channels, and noise (DoPE; Weighted
-    RoPE).
-
-    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
-    ``[Hq][D]`` for both in a layer with a spectrum for every query head; empty: all 1.
-    ``query_noise``, ``key_noise``: standard deviation of the Gaussian noise added to every channel
-    of a head, one number per head; empty: no noise. The noise is a fixed function of ``seed``, head
-    and position.
-
-    A rotated pair shares one factor, so that the factor before the rotation equals one after it.
-    Evaluations set interventions; checkpoints never store them.
-    """
-
-    query: Factors = ()
-    key: Factors = ()
-    query_noise: tuple[float, ...] = ()
-    key_noise: tuple[float, ...] = ()
-    seed: int = 0
 
 
 def intervene(
@@ -89,15 +63,11 @@ def _mixed(x: Tensor) -> Tensor:
 @lru_cache
 def _factors(rows: Factors, device: torch.device) -> Tensor:
     """Return factors ``[H, 1, D]``, float32."""
-    import torch
-
     return torch.tensor(rows, dtype=torch.float32, device=device)[:, None]
 
 
 @lru_cache(maxsize=64)
 def _keys(heads: int, size: int, seed: int, device: torch.device) -> Tensor:
     """Return random 32-bit integers ``[2, heads, 1, size]``."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2**BITS, (2, heads, 1, size), generator=generator).to(device)

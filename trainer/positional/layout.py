@@ -14,7 +14,6 @@ from typing import Any, Literal, Self
 
 from trainer.common.errors import UserError
 from trainer.common.fields import adapter
-from trainer.positional.intervention import Intervention
 from trainer.positional.rescaling import Rescaling, dynamic, rescaled
 from trainer.positional.spectrum import Spectrum
 
@@ -23,6 +22,29 @@ LayerChoice = Literal["all"] | list[int] | None
 the layers that see more than C keys, since a window within C meets no distance that was not
 trained."""
 NOPE = Spectrum()
+Factors = tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Intervention:
+    """Change of a layer's encoded queries and keys: factors on channels, and noise (DoPE; Weighted
+    RoPE).
+
+    ``query``, ``key``: a factor for every channel of every head, ``[Hq][D]`` and ``[Hkv][D]``, or
+    ``[Hq][D]`` for both in a layer with a spectrum for every query head; empty: all 1.
+    ``query_noise``, ``key_noise``: standard deviation of the Gaussian noise added to every channel
+    of a head, one number per head; empty: no noise. The noise is a fixed function of ``seed``, head
+    and position.
+
+    A rotated pair shares one factor, so that the factor before the rotation equals one after it.
+    Evaluations set interventions; checkpoints never store them.
+    """
+
+    query: Factors = ()
+    key: Factors = ()
+    query_noise: tuple[float, ...] = ()
+    key_noise: tuple[float, ...] = ()
+    seed: int = 0
 
 
 @dataclass(frozen=True)

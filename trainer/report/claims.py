@@ -125,17 +125,13 @@ def exceeds(difference: Estimate, threshold: float = 0.0) -> bool | None:
 
 
 def all_of(answers: Sequence[bool | None]) -> bool | None:
-    """Return whether all are true; None if that is open."""
-    if False in answers:
-        return False
-    return None if None in answers else True
+    """Return whether all of several are true; None if that is open (Kleene's logic)."""
+    return min(answers, key=[False, None, True].index)
 
 
 def any_of(answers: Sequence[bool | None]) -> bool | None:
-    """Return whether one is true; None if that is open."""
-    if True in answers:
-        return True
-    return None if None in answers else False
+    """Return whether one of several is true; None if that is open."""
+    return max(answers, key=[False, None, True].index)
 
 
 def score_difference(p: Any, q: Any, times: float) -> Estimate:
