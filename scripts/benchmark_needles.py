@@ -51,8 +51,9 @@ from trainer.data.tokenizer import special_tokens, train_tokenizer
 from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import Haystack
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.needles import NEEDLE_TASKS, statement_batches
+from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.scoring import Prompt, Stop
+from trainer.evaluation.statements import statement_batches
 from trainer.evaluation.task import PromptTask
 from trainer.interchange.export import Tokens, export_model
 from trainer.interchange.pretrained import read_pretrained

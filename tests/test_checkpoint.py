@@ -426,7 +426,7 @@ def test_another_shape_is_named(saved):
 
 
 def test_a_name_of_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match="neither a checkpoint nor a run"):
+    with pytest.raises(UserError, match=r"expected a run .* model\.safetensors"):
         find_checkpoint(str(tmp_path / "none"))
 
 

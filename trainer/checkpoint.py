@@ -343,7 +343,8 @@ def find_checkpoint(name: str) -> Path:
     checkpoints = regular_checkpoints(directory)
     if checkpoints:
         return checkpoints[-1]
-    raise UserError(f"checkpoint: {name!r} is neither a checkpoint nor a run that has one")
+    expected = "a run that has a checkpoint, or a directory of config.json and model.safetensors"
+    raise UserError(f"checkpoint: expected {expected}, got {name!r}")
 
 
 def check_sound(path: Path) -> Path:

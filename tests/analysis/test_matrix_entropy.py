@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,7 +27,8 @@ from trainer.analysis.matrix_entropy import (
     query_directions,
     question_attention,
 )
-from trainer.analysis.target import Target
+from trainer.analysis.target import NotApplicableError, Target
+from trainer.config import AnalysisConfig, NeedleSettings
 from trainer.positional.rescaling import position_interpolation
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(6))
@@ -158,6 +160,15 @@ def test_attention_and_directions_of_the_last_queries(tiny_decoder):
     cosines *= np.sign((queries @ vectors).mean(axis=0))
     np.testing.assert_allclose(similarity, cosines, atol=1e-5)
     np.testing.assert_allclose((similarity**2).sum(axis=1), 1)
+
+
+def test_a_question_that_does_not_fit_is_refused(tiny_decoder):
+    config = AnalysisConfig("matrix_entropy", needle=NeedleSettings("question"))
+    target = Target("tiny", tiny_decoder().eval(), IDS, config)
+    with pytest.raises(NotApplicableError, match=r"^analysis\.needle\.kind: 40 tokens"):
+        analyze_matrix_entropy(target)
+    copied = copy_prompt(IDS)
+    assert analyze_matrix_entropy(replace(target, question=copied)).plots
 
 
 def test_the_heads_that_are_shown_have_extreme_entropies_as_they_attend(tiny_decoder, monkeypatch):

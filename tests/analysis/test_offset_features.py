@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import assume, given
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads, turned
 from tests.positional.examples import slowed
+from trainer.analysis import offset_changes as module
 from trainer.analysis.attention import Heads
-from trainer.analysis.offset_changes import offset_changes
+from trainer.analysis.offset_changes import changes_of_pairs, offset_changes
 from trainer.analysis.offset_features import (
     analyze_offset_features,
     bounds,
@@ -348,6 +350,32 @@ def test_models_of_other_shapes_have_no_pair_in_common_and_are_told_so(tiny_deco
     assert not results.plots
     assert results.notes
     assert {*results.rows.variant} == {"bounds of base", "bounds of b"}
+
+
+@pytest.mark.parametrize(
+    ("possible", "chosen", "shown"),
+    [
+        ([0, 0, 0, 0], [], [1, 2]),  # the one that shrank most, and the one that grew most
+        ([1, 0, 0, 1], [], [0, 3]),  # among those under the upper bound
+        ([0, 0, 1, 0], [], [2]),
+        ([1, 0, 0, 1], [2, 9, 1], [2, 1]),
+        ([1, 0, 0, 1], [9], [0, 3]),
+    ],
+)
+def test_the_pairs_that_changed_most_are_shown(monkeypatch, possible, chosen, shown):
+    changes = [0.5, -2.0, 3.0, 1.0]
+    was = pd.DataFrame({"pair": [0, 1, 2, 3] * 2, "key_radius": 4.0, "angle": 1.0})
+    was = was.assign(possible=np.array(possible * 2, bool), lower_bound=3.0)
+    now = was.assign(key_radius=was.key_radius + np.array(changes * 2))
+    drawn = []
+    monkeypatch.setattr(module, "draw", drawn.extend)
+    changes_of_pairs({"a": was, "b": now}, chosen)
+    assert [panel.title for panel in drawn] == [f"pair {pair}" for pair in shown]
+    for panel, pair in zip(drawn, shown, strict=True):
+        assert [points[:, 0].tolist() for points in panel.points.values()] == [
+            [4.0] * 2,
+            [4.0 + changes[pair]] * 2,
+        ]
 
 
 def test_heads_of_as_many_pairs_are_compared(tiny_decoder):

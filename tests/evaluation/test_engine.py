@@ -22,9 +22,9 @@ from trainer.evaluation import perplexity as losses
 from trainer.evaluation.engine import Setup, measure
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.needles import statements
 from trainer.evaluation.perplexity import perplexity, token_losses
 from trainer.evaluation.results import TRIAL_COLUMNS, rows_of
+from trainer.evaluation.statements import statements
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import Task, TaskInputs
 from trainer.evaluation.tasks import make_tasks

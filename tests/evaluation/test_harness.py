@@ -164,6 +164,11 @@ def test_a_task_that_samples_is_refused(models, task):
         fingerprint_of(models)
 
 
+def test_a_task_that_does_not_exist_is_told_with_the_nearest(models, task):
+    with pytest.raises(UserError, match=r"harness\.tasks: .*'sum'; the nearest is 'sums'"):
+        fingerprint_of(models, "sum")
+
+
 def fingerprint_of(models, name="sums"):
     return harness_tasks(HarnessSettings([name]), models[0].encoder, [MAX_LENGTH], 4)[0].fingerprint
 

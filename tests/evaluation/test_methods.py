@@ -29,7 +29,7 @@ from trainer.config import (
     WeightedRopeSettings,
 )
 from trainer.evaluation import dope
-from trainer.evaluation.method import METHODS, method
+from trainer.evaluation.method import METHODS, Method, method
 from trainer.evaluation.methods import (
     known_methods,
     layout_inputs,
@@ -358,12 +358,51 @@ NOT_OF_LAYOUTS = {
 """Keys that a fit does not read, or that its key holds in another form."""
 
 
-def test_the_key_of_fits_has_every_key_that_they_read():
+def changing(name, config):
+    """The keys of :data:`OF_LAYOUTS` that change the key of a method's layouts."""
+    before = fingerprint(layout_inputs(name, TEXT, config))
+    changed = {key: replace(config, **{key: value}) for key, value in OF_LAYOUTS.items()}
+    return {k for k, c in changed.items() if fingerprint(layout_inputs(name, TEXT, c)) != before}
+
+
+def test_the_key_of_fits_has_every_key_that_they_may_read(monkeypatch):
     assert {field.name for field in fields(EvaluationConfig)} == {*OF_LAYOUTS} | NOT_OF_LAYOUTS
+    monkeypatch.setitem(METHODS, "mine", Method("mine", lambda layout, *_: layout))
     config = replace(CONFIG, choice=ChoiceSettings(text="standard"))
-    changed = [replace(config, **{key: value}) for key, value in OF_LAYOUTS.items()]
-    keys = {fingerprint(layout_inputs("dope", TEXT, each)) for each in (config, *changed)}
-    assert len(keys) == 1 + len(changed)
+    assert changing("mine", config) == {*OF_LAYOUTS}
+
+
+OF_KEY = {"layers", "batch_tokens"}
+"""What the keys of all layouts have."""
+
+
+@pytest.mark.parametrize("name", sorted(known_methods()))
+def test_the_key_of_a_method_has_what_it_reads_and_no_settings_of_others(
+    fitting, monkeypatch, name
+):
+    config = replace(CONFIG, choice=ChoiceSettings(text="validation", texts=1))
+    have = fitting(model={"num_hidden_layers": 2})
+    names = {field.name for field in fields(EvaluationConfig)}
+    read = set()
+
+    def noting(self, key):
+        read.update(names & {key})
+        return object.__getattribute__(self, key)
+
+    # A layer's choice is resolved in a copy, which reads every field of the configuration.
+    monkeypatch.setattr("trainer.evaluation.methods.replace", lambda config, **_: config)
+    monkeypatch.setattr(EvaluationConfig, "__getattribute__", noting)
+    layouts_of(name, have, [2.0], config)
+    monkeypatch.undo()
+    assert changing(name, config) - {"layers"} == read - OF_KEY - {"lengths"}
+    assert known_methods()[name].is_fitted or "lengths" not in read
+
+
+def test_a_joint_fit_has_all_lengths_in_its_key_and_others_have_none():
+    other = replace(CONFIG, lengths=[1, 3])
+    for name, is_joint in (("temperature", True), ("yarn+temperature", True), ("dope", False)):
+        inputs = [fingerprint(layout_inputs(name, TEXT, each)) for each in (CONFIG, other)]
+        assert (inputs[0] != inputs[1]) is is_joint
 
 
 def test_the_key_of_fits_has_the_code_of_a_plugin_s_prompts(tmp_path, monkeypatch):

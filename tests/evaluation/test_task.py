@@ -20,9 +20,9 @@ from trainer.config import EvaluationConfig, ManyShotSettings, NeedleTaskSetting
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation.answering import answers
 from trainer.evaluation.held_out import HeldOut
-from trainer.evaluation.needles import statements
 from trainer.evaluation.perplexity import perplexity
 from trainer.evaluation.scoring import Prompt
+from trainer.evaluation.statements import statements
 from trainer.evaluation.task import TASKS, PromptTask, Task, TaskInputs, TaskKind, evenly_spaced
 from trainer.evaluation.tasks import make_tasks
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -262,6 +264,15 @@ def test_wrong_logits_leave_nothing(decoder, tmp_path, monkeypatch):
     model = decoder(layers=["half_rope"])
     with pytest.raises(UserError, match="logits as transformers computes them differ"):
         export_model(model, Tokens(TOKENIZER, 0), tmp_path / "export")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_tokenizer_that_transformers_reads_as_qwen2_s_is_named(tiny_decoder, tmp_path):
+    words = Tokenizer(WordLevel({"?": 0, "The": 1, "ships": 2}, "?"))
+    words.pre_tokenizer = Whitespace()
+    model = tiny_decoder(model={"qkv_bias": True, "vocab_size": 3})
+    with pytest.raises(UserError, match="Qwen2Tokenizer"):
+        export_model(model, Tokens(words, 0), tmp_path / "export")
     assert not [*tmp_path.iterdir()]
 
 

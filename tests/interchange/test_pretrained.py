@@ -229,6 +229,7 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
         ("model.norm.weight", {}),
         (None, {"b": torch.ones(1)}),
         (None, {"model.norm.weight": torch.ones(3)}),
+        (None, {"norm.weight": torch.ones(32)}),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(saved, removed, added):

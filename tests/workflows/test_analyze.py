@@ -76,14 +76,26 @@ def test_the_model_before_the_drop_is_first_and_the_page_is_of_the_other(
 
     def write_analysis(output, results, training_length, **texts):
         named["page"] = texts["name"]
+        named["C"] = training_length, texts["lead"].partition(" tokens")[0]
         return output
 
+    def find_model(reference):
+        model = find(reference)
+        if "before-drop" in reference:
+            return replace(model, layout=model.layout.with_training_length(1024))
+        return model
+
+    find = analyze.find_model
+    monkeypatch.setattr(analyze, "find_model", find_model)
     monkeypatch.setattr(analyze, "analyses_of", analyses_of)
     monkeypatch.setattr(analyze, "write_analysis", write_analysis)
     config = AnalysisConfig("drop", length=16, texts=1)
     asked = AnalysisRequest(finished[0].run_dir, str(tmp_path / "page"), analysis=config)
     analyze.analyze(asked)
-    assert named == {"targets": ["RoPE (before its drop)", "DroPE"], "page": "DroPE"}
+    C = finished[0].data.sequence_length
+    assert named["targets"] == ["RoPE (before its drop)", "DroPE"]
+    assert named["page"] == "DroPE"
+    assert named["C"] == (C, f"Trained at {C:,}")
 
 
 @pytest.mark.parametrize(("key", "most"), [("pairs", 3), ("prefixes", 40)])

@@ -39,7 +39,7 @@ from trainer.analysis.attention import (
     view_heads,
 )
 from trainer.analysis.results import Findings, analysis, tidy
-from trainer.analysis.target import Target
+from trainer.analysis.target import NotApplicableError, Target
 from trainer.model.language_model import LanguageModel
 from trainer.plotting import ColourScale, Grid, Line, Panel, Plot, draw, heat_maps
 from trainer.positional.layout import Layout
@@ -212,10 +212,14 @@ def scores_of(layers: Sequence[MatrixEntropy]) -> Scores:
 def analyze_matrix_entropy(target: Target) -> Findings:
     """Compute band entropies, truncated effective ranks and attention on a needle of heads."""
     target.require(16)  # room for a needle
+    needle = target.config.needle
+    if needle.kind == "question" and target.question is None:
+        raise NotApplicableError(
+            f"analysis.needle.kind: {target.length} tokens are too few for a question, not for copy"
+        )
     model = target.model
     # Without a rotation the stages differ at most by a temperature.
     stages: list[Stage] = ["pre_ntk", "post_ntk"] if model.layout.rotates else ["post_ntk"]
-    needle = target.config.needle
 
     def measure(heads: Heads) -> dict[tuple[Side, Stage], MatrixEntropy]:
         return {

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from pathlib import Path
 
 import lm_eval
 import pandas as pd
@@ -15,7 +16,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, nearest
 from trainer.config import HarnessSettings
 from trainer.evaluation.answering import answers
 from trainer.evaluation.likelihood import Encoder, log_likelihoods
@@ -95,12 +96,15 @@ def harness_tasks(
     and return each at every length.
 
     Raises:
-        UserError: a task, or all tasks of a group, have no metric of :data:`METRICS` in common, or
-            a task draws its answers at random.
+        UserError: there is no such task; a task, or all tasks of a group, have no metric of
+            :data:`METRICS` in common; or a task draws its answers at random.
     """
     of_lengths: list[Task] = []
     index = TaskManager()
     for name in settings.tasks:
+        if name not in index.all_tasks and not Path(name).is_file():
+            text = f"evaluation.harness.tasks: lm-eval has no task {name!r}"
+            raise UserError(text + nearest(name, index.all_tasks))
         tasks: dict[str, HarnessTask] = index.load([name])["tasks"]
         for task in tasks.values():
             task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)

@@ -15,6 +15,8 @@ from trainer.evaluation.saved_model import SavedModel
 Need = Callable[[SavedModel, EvaluationConfig], str]
 """Returns why a method cannot change a model; empty if it can."""
 F = TypeVar("F", bound=Callable[..., Any])
+SETTINGS = "dynamic_ntk_alpha", "temperature", "longrope", "choice", "dope", "weighted_rope"
+"""Keys of ``evaluation`` that a method may read unless it declares its own."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,15 @@ class Method:
 
     ``title``: in tables. ``apply``: maps a layout, s and the configuration to a layout; if it
     ``is_fitted``, see :func:`~trainer.evaluation.temperature.fit_temperature`. ``needs``: of the
-    model. ``is_joint``: whether one fit depends on all lengths of the evaluation.
+    model. ``reads``: keys of ``evaluation`` besides ``layers`` that the layout depends on; with
+    ``lengths``, one fit is for all lengths.
     """
 
     title: str
     apply: Callable[..., Any]
     needs: tuple[Need, ...] = ()
     is_fitted: bool = False
-    is_joint: bool = False
+    reads: tuple[str, ...] = SETTINGS
 
 
 METHODS = Registry[Method]("method")
@@ -38,12 +41,12 @@ METHODS = Registry[Method]("method")
 
 
 def method(
-    name: str, title: str, *needs: Need, is_fitted: bool = False, is_joint: bool = False
+    name: str, title: str, *needs: Need, is_fitted: bool = False, reads: tuple[str, ...] = SETTINGS
 ) -> Callable[[F], F]:
     """Register a function as :class:`Method` ``name``."""
 
     def register(function: F) -> F:
-        METHODS.add(name, Method(title, function, needs, is_fitted, is_joint), function)
+        METHODS.add(name, Method(title, function, needs, is_fitted, reads), function)
         return function
 
     return register

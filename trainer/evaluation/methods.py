@@ -31,14 +31,14 @@ CROP = "crop"
 """Method that shortens the text."""
 
 
-@method(AS_IS, "as is")
-@method(CROP, "cropped")
+@method(AS_IS, "as is", reads=())
+@method(CROP, "cropped", reads=())
 def unchanged(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Return the layout itself."""
     return layout
 
 
-@method("window", "sliding window", own_decoder)
+@method("window", "sliding window", own_decoder, reads=())
 def windowed(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Let queries see no more than C keys."""
     C = layout.training_length
@@ -46,7 +46,13 @@ def windowed(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     return replace(layout, layers=tuple(windows))
 
 
-@method("dynamic_ntk_alpha", "dynamic NTK (alpha)", own_decoder, far_rotation)
+@method(
+    "dynamic_ntk_alpha",
+    "dynamic NTK (alpha)",
+    own_decoder,
+    far_rotation,
+    reads=("dynamic_ntk_alpha",),
+)
 def dynamic_ntk_alpha(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Slow each sequence by s = alpha n / C - (alpha - 1) (DoPE, App. A.2)."""
     alpha = config.dynamic_ntk_alpha
@@ -55,7 +61,7 @@ def dynamic_ntk_alpha(layout: Layout, factor: float, config: EvaluationConfig) -
     return layout.dynamically_rescaled(ntk_aware, alpha, config.layers)
 
 
-@method("drop", "dropped")
+@method("drop", "dropped", reads=())
 def dropped(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Drop every encoding, without recalibration; a trained temperature stays."""
     return layout.map(lambda spectrum: Spectrum(temperature=spectrum.temperature))
@@ -75,7 +81,7 @@ def dynamically_rescaled(
     return layout.dynamically_rescaled(rescaling, layers=config.layers)
 
 
-@method("dope", "DoPE", own_decoder, rotation, is_fitted=True)
+@method("dope", "DoPE", own_decoder, rotation, is_fitted=True, reads=("choice", "dope"))
 def fit_dope(
     before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
 ) -> LayoutAt:
@@ -90,7 +96,9 @@ def fit_dope(
     return text.changed_by(choose, before, model.layout.training_length, config, notes)
 
 
-@method("weighted_rope", "Weighted RoPE", rotation, is_fitted=True)
+@method(
+    "weighted_rope", "Weighted RoPE", rotation, is_fitted=True, reads=("choice", "weighted_rope")
+)
 def fit_weighted_rope(
     before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
 ) -> LayoutAt:
@@ -112,10 +120,10 @@ def known_methods() -> dict[str, Method]:
         if not methods.keys().isdisjoint([name, f"dynamic_{name}"]):
             raise UserError(f"rescaling: a method has the name of {name!r}; expected another name")
         title = TITLES[name]
-        methods[name] = Method(title, partial(rescaled, function), (far_rotation,))
+        methods[name] = Method(title, partial(rescaled, function), (far_rotation,), reads=())
         needs = own_decoder, far_rotation
         dynamic = partial(dynamically_rescaled, function)
-        methods[f"dynamic_{name}"] = Method(f"dynamic {title}", dynamic, needs)
+        methods[f"dynamic_{name}"] = Method(f"dynamic {title}", dynamic, needs, reads=())
     return methods
 
 
@@ -144,18 +152,18 @@ def changed(name: str, layout: Layout, factor: float, config: EvaluationConfig) 
 
 def is_joint(name: str) -> bool:
     """Return whether one fit of a method depends on all lengths of the evaluation."""
-    return any(part.is_joint for part in parts_of(name))
+    return any("lengths" in part.reads for part in parts_of(name))
 
 
 def layout_inputs(name: str, text: FitText, config: EvaluationConfig) -> list[Any]:
     """Return all inputs of a method's layouts besides the model and the lengths, for their key."""
-    inputs: list[Any] = [name, [part.apply for part in parts_of(name)]]
-    if is_joint(name):
-        inputs += config.lengths
-    inputs += [text.held_out.corpus.fingerprint, text.held_out.bos, text.count]
-    inputs += [config.layers, config.dynamic_ntk_alpha, config.temperature]
-    inputs += [config.longrope, config.choice, config.dope, config.weighted_rope]
-    if config.choice.text != VALIDATION:  # a task's prompts
+    parts = parts_of(name)
+    reads = sorted({key for part in parts for key in part.reads})
+    inputs: list[Any] = [name, [part.apply for part in parts], config.layers]
+    inputs += [getattr(config, key) for key in reads]
+    if any(part.is_fitted for part in parts):
+        inputs += [text.held_out.corpus.fingerprint, text.held_out.bos, text.count]
+    if "choice" in reads and config.choice.text != VALIDATION:  # a task's prompts
         inputs += [config.needles, NEEDLE_TASKS.get(config.choice.text), config.many_shot]
         if config.many_shot.file:
             inputs.append(Path(config.many_shot.file).read_text(encoding="utf-8"))

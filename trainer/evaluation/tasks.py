@@ -15,6 +15,7 @@ from trainer.evaluation import (  # noqa: F401 - they register their tasks
     needles,
     perplexity,
     ruler,
+    statements,
 )
 from trainer.evaluation.fitting import VALIDATION
 from trainer.evaluation.held_out import HeldOut

@@ -31,7 +31,7 @@ def tempered(
     )
 
 
-@method("temperature_rope_id", "RoPE-ID temperature", far_layers)
+@method("temperature_rope_id", "RoPE-ID temperature", far_layers, reads=("temperature",))
 def rope_id_temperature(layout: Layout, factor: float, config: EvaluationConfig) -> Layout:
     """Multiply logits by (1 + 0.1 ln s)^2 (RoPE-ID, App. A.4), or another exponent."""
     return tempered(layout, 0.1, config.temperature.rope_id_exponent, config.layers)
@@ -45,7 +45,14 @@ def no_positions(model: SavedModel, config: EvaluationConfig) -> str:
     return ""
 
 
-@method("temperature", "temperature", far_layers, no_positions, is_fitted=True, is_joint=True)
+@method(
+    "temperature",
+    "temperature",
+    far_layers,
+    no_positions,
+    is_fitted=True,
+    reads=("temperature", "lengths"),
+)
 def fit_temperature(
     before: LayoutAt, model: LanguageModel, text: FitText, config: EvaluationConfig, notes: Notes
 ) -> LayoutAt:

@@ -359,10 +359,10 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
 
     is_ours = (directory / CODE).is_file()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": is_ours}
-    if AutoTokenizer.from_pretrained(directory, **options)(TEXT)["input_ids"] != (
-        tokenizer.encode(TEXT).ids
-    ):
-        raise UserError("export: transformers tokenizes text differently than the run did")
+    their_tokenizer = AutoTokenizer.from_pretrained(directory, **options)
+    if their_tokenizer(TEXT)["input_ids"] != tokenizer.encode(TEXT).ids:
+        kind = type(their_tokenizer).__name__  # Qwen2's for its architecture, whatever files say
+        raise UserError(f"export: transformers loads tokenizer.json as {kind}: tokens differ")
     theirs = published.load_quietly(directory, **options).eval()
     C = model.layout.training_length
     generator = torch.Generator().manual_seed(0)

@@ -111,6 +111,8 @@ def read_pretrained(location: str) -> Pretrained:
     for key, (file, size) in read_headers(path).items():
         if not is_unused(values, key):
             name = key.removeprefix("model.")
+            if name in tensors:
+                raise UserError(f"{location}: tensor {name}: expected one, got model.{name} too")
             tensors[name] = partial(read_tensor, file, key)
             saved_shapes[name] = size
     with torch.device("meta"):
