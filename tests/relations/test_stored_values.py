@@ -166,8 +166,18 @@ def key_without(evaluated, which):
     return without_effect(evaluated, lambda x: x.keys[which], other)
 
 
+OF_METHODS = {"dynamic_ntk_alpha", "temperature", "longrope", "choice", "dope", "weighted_rope"}
+READ = {
+    "yarn": set(),
+    "temperature": {"temperature"},
+    "dope": {"dope", "choice"},
+    "longrope+dope": {"longrope", "dope", "choice"},
+}
+"""Settings of methods that a method reads."""
+
+
 @pytest.mark.parametrize("text", ["validation", "standard"])
-@pytest.mark.parametrize("method", ["yarn", "temperature", "dope", "longrope+dope"])
+@pytest.mark.parametrize("method", READ)
 def test_a_fit_is_kept_under_all_that_it_reads(method, text):
     """The model's own layout is its fingerprint's."""
     config = EvaluationConfig(choice=ChoiceSettings(text=text))
@@ -175,7 +185,10 @@ def test_a_fit_is_kept_under_all_that_it_reads(method, text):
     expected = OF_TASKS | OF_CELLS | {"layout.", "training_length"}
     if method != "temperature":  # which is fitted at all lengths together
         expected |= {"config.lengths"}
-    if text == "validation":
+    expected |= {f"config.{key}" for key in OF_METHODS - READ[method]}
+    if method == "yarn":
+        expected |= {"text", "bos", "windows"}
+    if text == "validation" or "choice" not in READ[method]:
         expected |= PROMPTS
     assert {path for path in ignored if not path.startswith(tuple(expected))} == set()
     missing = {each for each in expected if not any(path.startswith(each) for path in ignored)}

@@ -8,8 +8,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from trainer.analysis.attention import capture
+from trainer.analysis.frequency_entropy import PAIR_INDEX
 from trainer.analysis.offset_features import (
-    PAIR_INDEX,
     PLACE,
     angle_axis,
     mark_upper_bound,

@@ -37,6 +37,7 @@ from trainer.analysis.attention import (
     head_vectors,
     view_heads,
 )
+from trainer.analysis.frequency_entropy import CELLS, PAIR_INDEX
 from trainer.analysis.results import Findings, analysis, tidy
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.plotting import (
@@ -66,11 +67,8 @@ DISTANCES = 400
 """Largest number of distances in a curve."""
 POINTS = 1000
 """Largest number of tokens with a point of their own."""
-CELLS = 256
-"""Largest number of cells of a map along the text."""
 SHOWN = 3
 """Number of heads that figures show if none are chosen."""
-PAIR_INDEX = "pair index, from the fastest on"
 
 
 def bounds(inv_freq: Array, context_length: int) -> tuple[Array, Array]:

@@ -80,14 +80,14 @@ def fit_longrope(
     return layout_at
 
 
-def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int) -> Candidate:
+def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int, seed: int = 0) -> Candidate:
     """Search factors from 1 to :data:`HIGHEST` s (LongRoPE).
 
     The search starts from the unchanged model, PI, NTK-aware and NTK-by-parts scaling, and
     NTK-aware scaling up to a critical pair with the factor s from there on.
     """
     C = layout.training_length
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     trained = [long_frequencies(spectrum, C).inv_freq for spectrum in layout.spectra]
     starts = [tuple((1.0,) * len(inv_freq) for inv_freq in trained)]
     for rescaling in (position_interpolation, ntk_aware, ntk_by_parts):
@@ -108,7 +108,9 @@ def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int) -> Candi
     return evolve(starts, child, loss, budget, generator)
 
 
-def longrope2_factors(layout: Layout, s: float, loss: Loss, budget: int) -> Candidate:
+def longrope2_factors(
+    layout: Layout, s: float, loss: Loss, budget: int, seed: int = 0
+) -> Candidate:
     """Search factors from s to :data:`HIGHEST` s for the pairs from a critical one on, which is
     searched from 0.7 of the theoretical one to that one (LongRoPE2).
 
@@ -116,7 +118,7 @@ def longrope2_factors(layout: Layout, s: float, loss: Loss, budget: int) -> Cand
     the middle of the range, from a critical pair on.
     """
     C = layout.training_length
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     levels = s, (1 + HIGHEST) / 2 * s
     # A candidate has the factors from its critical pairs on.
     starts = [_from_critical(layout, share, level) for level in levels for share in CRITICAL]
