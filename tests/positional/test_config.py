@@ -43,15 +43,15 @@ def test_windows_repeat_by_themselves_whatever_the_number_of_encodings():
     assert [layer.spectra[0] for layer in built.layers] == [ROPE, NOPE, ROPE, NOPE, ROPE]
 
 
-def test_a_temperature_is_of_all_heads_or_of_those_that_do_not_rotate():
+def test_a_temperature_is_of_all_heads_or_of_those_without_rotation_and_alibi():
     tempered = {"coefficient": 0.1, "reference": 64, "steps": True}
     expected = Temperature(0.1, 1.0, 1.0, "query", 64, True)
-    for heads, rotating in (("all", expected), ("free", Temperature())):
+    for heads, encoded in (("all", expected), ("free", Temperature())):
         built = layout(
-            layers=["rope", "nope"], temperature=TemperatureConfig(**tempered, heads=heads)
+            layers=["rope", "nope", "alibi"], temperature=TemperatureConfig(**tempered, heads=heads)
         )
         temperatures = [layer.spectra[0].temperature for layer in built.layers]
-        assert temperatures == [rotating, expected] * 2
+        assert temperatures == [encoded, expected, encoded, encoded]
     assert layout(temperature=TemperatureConfig()) == layout()
 
 
