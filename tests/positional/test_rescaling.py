@@ -263,7 +263,8 @@ def test_a_schedule_on_longrope_begins_at_its_own_length():
     long = longrope(plain, (1.0, 1.0), (2.0, 4.0), C)
     followed = dynamic(long, position_interpolation, 4 * C)
     assert followed.at(C, 4 * C) == plain
-    assert followed.at(4 * C, 4 * C).inv_freq == (0.5, 0.025)
+    for reached in (C + 1, 2 * C, 4 * C):
+        assert followed.at(reached, 4 * C).inv_freq == (0.5, 0.025)
     assert followed.at(8 * C, 4 * C).inv_freq == (0.25, 0.0125)
     again = longrope(long, (1.0, 1.0), (2.0, 2.0), 4 * C)
     assert again.at(C + 1, 4 * C).inv_freq == (0.25, 0.0125)
