@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -125,6 +126,25 @@ def test_a_task_of_prompts_is_scored_and_cropped(model, corpus, monkeypatch):
     }  # fmt: skip
     assert asked == [("0",), ("1",), ("2",)]
     assert [[*prompt.tokens] for prompt in read] == [[0, *range(33, 62)]] * 3
+
+
+@pytest.mark.parametrize(
+    ("context", "tokens"),
+    [(12, range(10)), (11, [0, *range(2, 10)]), (5, [0, 8, 9]), (4, [0, 9]), (3, [0]), (2, [0])],
+)
+def test_a_prompt_keeps_its_first_token_where_the_answer_takes_the_room(
+    monkeypatch, context, tokens
+):
+    read = []
+
+    def answered(model, tokenizer, prompts, *_):
+        read.extend([*prompt.tokens] for prompt in prompts)
+        return [""] * len(prompts)
+
+    monkeypatch.setattr("trainer.evaluation.task.answers", answered)
+    task = PromptTask("mine", None, lambda _: [Prompt(range(10), (), 2)], lambda *_: 0.0)
+    values_of(task.at(12), SimpleNamespace(context=context), 100)
+    assert read == [[*tokens]]
 
 
 def test_a_score_that_is_mended_is_another_task(corpus, tmp_path):
