@@ -147,10 +147,13 @@ def test_groups_are_read_together(build, tokenizer, read):
 
 
 @pytest.mark.parametrize("batch_tokens", [50, 4096])
-def test_answers_may_cross_the_length_at_which_longrope_switches(build, tokenizer, batch_tokens):
+@pytest.mark.parametrize("factors", [(1.0, 3.0, 9.0, 27.0), (20.0,) * 4], ids=["some", "all"])
+def test_answers_may_cross_the_length_at_which_longrope_switches(
+    build, tokenizer, batch_tokens, factors
+):
+    """What is then read again changes no other answer of the text."""
     model = build(training_length=42)
-    ones, factors = [1.0] * 4, [1.0, 3.0, 9.0, 27.0]
-    model.layout = model.layout.map(lambda s: longrope(s, ones, factors, 42))
+    model.layout = model.layout.map(lambda s: longrope(s, (1.0,) * 4, factors, 42))
     prompts = groups(2)
     assert answers(model, tokenizer, prompts, batch_tokens) == (
         one_at_a_time(model, tokenizer, prompts)
