@@ -195,6 +195,20 @@ def test_a_batch_that_two_processes_read_counts_once(evaluation, tmp_path):
     assert again.seconds.unique().tolist() == [1e6]  # each task has one batch
 
 
+def test_a_batch_that_was_read_twice_is_not_another_one(evaluation, tmp_path):
+    """Two evaluations of the same were stopped before the last batch."""
+    whole, _ = evaluation(["none"], tokens=64)
+    store = Store(tmp_path)
+    for key in keys_of(tmp_path):
+        first, *others = store.values(key)
+        assert others
+        shutil.rmtree(tmp_path / key)
+        for _ in range(1 + len(others)):
+            store.add(key, first)
+    again, _ = evaluation(["none"], tokens=64)
+    assert again.value.tolist() == whole.value.tolist()
+
+
 def test_a_key_has_all_that_changes_digits():
     def key(device="cpu", dtype="fp32", batch_tokens=64, model="a"):
         config = EvaluationConfig(batch_tokens=batch_tokens)
