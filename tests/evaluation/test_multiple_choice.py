@@ -78,6 +78,13 @@ def test_each_normalisation_prefers_another_choice(tmp_path, label, right):
     assert len(first.trials) == 1
 
 
+def test_the_size_of_an_answer_is_its_characters_behind_one_space(tmp_path):
+    answers = [" ab", " naïve", " 東京", "x ", "  y", " "]
+    path = write(tmp_path / "t.jsonl.gz", [0], [["Q", answers]])
+    (question,) = read_questions(path, KnownEncoder())
+    assert question.sizes == (2, 5, 2, 2, 2, 1)  # 1 at least, since it divides
+
+
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):
     path = write(tmp_path / "t.jsonl.gz", [2, 0])
     questions = read_questions(path, KnownEncoder())
