@@ -138,6 +138,17 @@ def test_all_tasks_ask_the_same_problems(tasks, tokenizer):
     assert len(questions["zero_shot"]) == 5
 
 
+def test_another_seed_asks_other_problems(math_file, tokenizer):
+    rows = ({"problem": f"{i} - {i}?", "solution": "", "answer": i} for i in range(1000))
+    settings = ManyShotSettings(file=math_file(*rows), trials=5)
+    asked = []
+    for seed in (1, 1, 2):
+        *_, zero_shot = many_shot_tasks(settings, Encoder(tokenizer, (7,), 7), seed)
+        asked.append([prompt.answers for prompt in zero_shot.prompts(1024)])
+    assert asked[0] == asked[1]
+    assert {*asked[0]}.isdisjoint(asked[2])
+
+
 def test_depths_of_one_problem_are_a_group_of_equal_length(tasks):
     prompts = tasks["many_shot_needle"].prompts(900)
     for start in range(0, len(prompts), 4):
