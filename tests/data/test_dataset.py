@@ -77,6 +77,19 @@ def test_another_seed_and_another_epoch_have_another_order(corpus_and_config):
     assert (weights[0] != weights[1]).any(axis=1).mean() > 0.3
 
 
+def test_a_block_has_other_statements_in_another_epoch(corpus_and_config):
+    """Half of the sequences carry some, so a quarter carries none in either."""
+    samples = TrainingSamples(*corpus_and_config, seed=3)
+    size = samples.blocks[0]
+    epochs = []
+    for epoch in range(2):
+        numbers = np.arange(epoch * size, (epoch + 1) * size)
+        in_order = samples.where(numbers)[1].argsort()
+        epochs.append(samples.targets(numbers[in_order])[0])
+    differs = (epochs[0] != epochs[1]).any(axis=1)
+    assert abs(differs.mean() - 0.75) < 0.1
+
+
 def test_inputs_are_targets_moved_by_one_behind_an_end_token(corpus_and_config):
     corpus, _ = corpus_and_config
     batch = TrainingSamples(*corpus_and_config, seed=3).__getitems__([0, 1, 2])
