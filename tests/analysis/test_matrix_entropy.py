@@ -21,6 +21,7 @@ from trainer.analysis.matrix_entropy import (
     analyze_matrix_entropy,
     average_attention,
     copy_prompt,
+    extreme_heads,
     gram,
     matrix_entropy,
     matrix_entropy_of,
@@ -181,3 +182,14 @@ def test_the_heads_that_are_shown_have_extreme_entropies_as_they_attend(tiny_dec
         highest[stage] = divmod(int(values.argmax()), 4)
     assert highest["as they attend"] != highest["before the rotation"]
     assert shown[highest["as they attend"]].endswith("highest band entropy")
+
+
+def test_an_extreme_key_head_is_shown_by_the_first_query_head_that_reads_it():
+    """Query heads 0 and 1 of four read key head 0 of two, 2 and 3 read the other one."""
+    entropy = np.array([[0.3, 0.1], [0.5, 0.2]])
+    ranks = np.array([[3.0, 2.0], [2.5, 4.0]])
+    assert extreme_heads({"band entropy": entropy, "effective rank": ranks}, 4, "key") == {
+        (0, 2): "L0H2: lowest band entropy of keys",
+        (1, 0): "L1H0: highest band entropy of keys",
+        (1, 2): "L1H2: highest effective rank of keys",
+    }
