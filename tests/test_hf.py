@@ -443,6 +443,19 @@ def test_only_checkpoints_behind_the_drop_are_the_best() -> None:
     assert [getattr(state, name) for name in best] == [None] * 3
 
 
+def test_another_training_begins_with_the_rotation_that_one_before_it_dropped() -> None:
+    drop, model = DropPositions(1), tiny("llama")
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    for _ in range(2):
+        state = TrainerState(max_steps=3)
+        drop.on_train_begin(ARGUMENTS, state, None, model=model)
+        assert not is_dropped(model)
+        for state.global_step in range(2):
+            drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
+            assert is_dropped(model) == (state.global_step == 1)
+        assert state.log_history == [{"positions_dropped": 1, "step": 1}]
+
+
 def test_a_model_without_rotation_is_refused_before_the_first_update() -> None:
     with pytest.raises(ValueError, match="no rotary frequencies"):
         DropPositions(0.5).on_train_begin(
