@@ -137,6 +137,30 @@ def test_recalibrate_shows_the_keys_of_hydra(capsys):
     assert capsys.readouterr().out.startswith("hydra:")
 
 
+@pytest.mark.parametrize(
+    ("to", "files", "exports"),
+    [(None, [], True), (None, ["a"], False), ("new", None, True), ("empty", [], True)],
+)
+def test_recalibrate_exports_unless_it_has(monkeypatch, tmp_path, to, files, exports):
+    run = SimpleNamespace(directory=tmp_path)
+    place = tmp_path / (to or "export")
+    if files is not None:
+        place.mkdir()
+        for name in files:
+            (place / name).touch()
+    report = SimpleNamespace(runs=[SimpleNamespace(tokens=1)])
+    keys = RecalibrateKeys("llama", to=None if to is None else str(place))
+    requests = []
+    monkeypatch.setattr(commands, "choose_keys", lambda *_: (keys, {}))
+    monkeypatch.setattr(commands, "run_of", lambda _: run)
+    monkeypatch.setattr("trainer.report.terminal.print_report", lambda *_: None)
+    monkeypatch.setattr("trainer.workflows.recalibrate.recalibrate", lambda *_: report)
+    monkeypatch.setattr("trainer.workflows.export.export_checkpoint", requests.append)
+    commands.recalibrate(None)
+    places = [(request.checkpoint, request.to) for request in requests]
+    assert places == ([(str(tmp_path), str(place))] if exports else [])
+
+
 def test_a_prompt_is_text_with_any_characters(monkeypatch):
     prompts = []
     monkeypatch.setitem(COMMANDS, "generate", lambda job: prompts.extend(job.values["prompts"]))
