@@ -16,7 +16,7 @@ from trainer.common.errors import DivergedError, PreemptedError
 from trainer.data.corpus import prepare_corpus
 from trainer.runs.directory import read_metrics
 from trainer.runs.parsing import parse
-from trainer.training import dashboards, fit, measurements, run, setup
+from trainer.training import dashboards, fit, measurements, rows, run, setup
 
 
 class Stage:
@@ -127,6 +127,9 @@ def rehearse(values, monkeypatch, branch=None, skipped=()):
     def monotonic():
         return 60.0 * kept.stage.global_step if kept.stage else 0.0
 
+    def perf_counter():
+        return 1000.0 + monotonic()
+
     apply = setup.parallelize
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -137,6 +140,7 @@ def rehearse(values, monkeypatch, branch=None, skipped=()):
         patch.setattr(setup, "parallelize", parallelize)
         patch.setattr(dashboards, "_wandb", Dashboard)
         patch.setattr(run, "time", SimpleNamespace(monotonic=monotonic))
+        patch.setattr(rows, "time", SimpleNamespace(perf_counter=perf_counter))
         patch.setattr(torch.distributed, "get_world_size", lambda: 1)
         patch.setattr(torch.compiler, "reset", lambda: kept.stage.note("compile anew"))
         patch.setattr(measurements.Measurements, "measure_benchmarks", benchmarks)

@@ -185,6 +185,16 @@ def test_a_run_that_begins_at_a_checkpoint_goes_on_as_the_whole_one(staged, fini
             assert row[name] == other[name], name
 
 
+@pytest.mark.parametrize("step", [3, 6, 9])
+def test_speed_counts_from_the_step_at_which_a_process_begins(staged, finished, step):
+    """Also in the middle of a phase: steps of 4 x 32 tokens, and of a minute."""
+    config, _ = finished
+    rows = staged(branch=checkpoint_of(config, step)).rows
+    speeds = [row["tokens_per_second"] for row in rows if row["step"] > step]
+    assert speeds == pytest.approx([4 * 32 / 60] * len(speeds), abs=0.05)
+    assert len(speeds) == (12 - step + 1) // 2  # a row every other step
+
+
 @pytest.mark.parametrize(
     ("step", "epochs", "batches"),
     [(3, (1, 0), (3, 3)), (5, (1, 1), (0, 5)), (7, (2, 1), (4, 9)), (11, (3, 2), (4, 17))],
