@@ -215,6 +215,26 @@ def test_an_interrupted_evaluation_resumes_with_its_next_cell(base, tmp_path, me
     assert same.observations == report.observations
 
 
+def test_a_time_limit_counts_from_the_start_of_the_command(base, tmp_path, monkeypatch):
+    """Also that of controls, which are trained after the run; each takes an hour."""
+    seconds, began = [1000.0], {}
+
+    def train(each, corpus, branch=None, *, start_time=None):
+        began[each.directory.name] = start_time
+        seconds[0] += 3600
+        return each.directory
+
+    monkeypatch.setattr(experiment, "time", SimpleNamespace(time=lambda: seconds[0]))
+    monkeypatch.setattr(experiment, "gc", SimpleNamespace(collect=lambda: None))  # takes long
+    monkeypatch.setattr(experiment, "_open", lambda run, lock: [])
+    monkeypatch.setattr(experiment, "corpus_at", lambda data, places: None)
+    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr(experiment, "make_report", lambda *_: None)
+    controls = {"rope": {"branch": "drop", "drop": {"at": None}}}
+    run_experiment(parse({**base, "run_dir": str(tmp_path / "run"), "controls": controls}))
+    assert began == {"run": 1000.0, "rope": 1000.0}
+
+
 @pytest.mark.slow
 def test_a_diverged_run_is_reported_as_one(base, tmp_path):
     rates = {"optimizer": {"lr": 1e3, "weight_decay": 1e3}, "schedule": {"peak": 1e3}}
