@@ -148,7 +148,8 @@ def rehearse(values, monkeypatch, branch=None, skipped=()):
         of_run.directory.mkdir(parents=True, exist_ok=True)
         corpus = prepare_corpus(of_run.config.data, of_run.config.tokenizer)
         try:
-            fit.train(of_run, corpus, branch, start_time=time.time() - 60)
+            callbacks = fit.user_callbacks(of_run.config)
+            fit.train(of_run, corpus, branch, callbacks, start_time=time.time() - 60)
         except (PreemptedError, DivergedError) as end:
             kept.stage.note(f"end {end}")
     kept.stage.writer, kept.stage.parallelize = kept.writer, kept.parallelize

@@ -7,11 +7,11 @@ in RULER (Hsieh et al. 2024), keys are ``adjective-noun`` of wonderwords' lists 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from importlib import resources
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 import wonderwords
@@ -145,6 +145,7 @@ def prompts_with_needles(
         new_tokens = settings.new_tokens or quiz.new_tokens
         (before,) = haystack.encoder.tokens([quiz.opening])
         needles = [[*haystack.encode(f" {text}"), *behind] for text in quiz.needles]
+        has_answer = [any(map(text.count, quiz.answers)) for text in quiz.needles]
         question = haystack.encode(quiz.question)
         room = length - len(before) - sum(map(len, needles)) - len(question) - new_tokens
         check_room(room - 1, "needles and a question", length)
@@ -161,19 +162,10 @@ def prompts_with_needles(
             with_needles = np.insert(text, at, list(chain.from_iterable(needles))).tolist()
             depth = depths[0]
             if len(needles) > 1:
-                depth = round(first_answer(quiz, places) / room, 4)
+                depth = round(min(compress(places, has_answer)) / room, 4)
             tokens = (*before, *with_needles, *question)
             prompts.append(Prompt(tokens, quiz.answers, new_tokens, depth, trial))
     return prompts
-
-
-def first_answer(quiz: Quiz, places: Sequence[int]) -> int:
-    """Return the first of the needles' places that has an answer."""
-    with_answer = []
-    for needle, place in zip(quiz.needles, places, strict=True):
-        if any(answer in needle for answer in quiz.answers):
-            with_answer.append(place)
-    return min(with_answer)
 
 
 MakePrompts = Callable[[Haystack, NeedleTaskSettings, int], list[Prompt]]

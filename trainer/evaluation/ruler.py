@@ -117,12 +117,10 @@ class Search:
         names = distinct(rng, DRAWS[self.key], self.keys + others)
         values = iter(distinct(rng, DRAWS[self.value], len(names) * self.values))
         stated = {name: [*islice(values, self.values)] for name in names}
-        needles = []
+        needle = partial(WORDING["needle"].format, values=f"{self.value}s")
+        needles: list[str] = []
         for name, of_name in stated.items():
-            for value in of_name:
-                needles.append(
-                    WORDING["needle"].format(values=f"{self.value}s", key=name, value=value)
-                )
+            needles += [needle(key=name, value=value) for value in of_name]
         first_other = self.keys * self.values
         hidden = needles[:first_other]
         lines = needles[first_other:]
@@ -136,8 +134,8 @@ class Search:
         else:
             lines = lines or [WORDING["noise"]] * units
             places = sorted(rng.sample(range(units), len(hidden)))
-        for place, needle in reversed(list(zip(places, hidden, strict=True))):
-            lines.insert(place, needle)
+        for place, line in reversed(list(zip(places, hidden, strict=True))):
+            lines.insert(place, line)
         queried = rng.sample(names[: self.keys], self.queries)
         answers = tuple(chain.from_iterable(stated[name] for name in queried))
         wording = "one" if len(answers) == 1 else "several"
