@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shlex
 
 import pandas as pd
 import pytest
+import torch
 
 from tests.program import ROOT, run
 from trainer.__main__ import main
@@ -20,6 +22,7 @@ from trainer.data.sources import TEXT_SOURCES
 from trainer.evaluation.method import METHODS
 from trainer.evaluation.needles import NEEDLE_TASKS
 from trainer.evaluation.task import TASKS
+from trainer.model.backends import BACKENDS, CAUSAL
 from trainer.positional.rescaling import RESCALINGS, TITLES
 
 PAGES = ("docs/encodings.md", "docs/evaluation.md", "CONTRIBUTING.md")
@@ -80,6 +83,16 @@ def test_an_encoding_trains_drops_and_evaluates(place):
     expected = [slowest * (16 - 15 * m / 15) for m in range(16)]
     assert all(math.isclose(a, b) for a, b in zip(spectrum["inv_freq"], expected, strict=True))
     assert json.loads((run / "facts.json").read_text())["drop"]["step"] == 10
+
+
+def test_an_attention_backend_computes_what_sdpa_does(tmp_path, monkeypatch):
+    """Also of grouped heads, after keys of a cache."""
+    (tmp_path / "my_backend.py").write_text(dict(FILES)["my_backend.py"])
+    monkeypatch.setitem(BACKENDS, "plain", None)
+    runpy.run_path(str(tmp_path / "my_backend.py"))
+    q, k, v = (torch.randn(2, heads, T, 8) for heads, T in ((4, 5), (2, 9), (2, 9)))
+    expected = BACKENDS["sdpa"].attend(q, k, v, CAUSAL)
+    torch.testing.assert_close(BACKENDS["plain"].attend(q, k, v, CAUSAL), expected)
 
 
 def test_a_callback_is_called_at_every_batch(place):
