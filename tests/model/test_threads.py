@@ -33,6 +33,18 @@ def test_parts_are_read_at_the_same_time_with_one_thread_each_and_without_gradie
     assert later == [2]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parts_are_read_in_the_modes_of_who_asks_but_without_gradients(two_threads, workers):
+    def read(_):
+        x = torch.ones(2, 2, requires_grad=True)
+        return (x @ x).dtype, x.is_inference(), torch.is_grad_enabled()
+
+    with torch.inference_mode():
+        assert side_by_side(read, range(3), workers) == [(torch.float32, True, False)] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        assert side_by_side(read, range(3), workers) == [(torch.bfloat16, False, False)] * 3
+
+
 def test_an_error_in_a_part_is_raised_and_threads_stay_as_they_were(two_threads):
     with pytest.raises(ZeroDivisionError):
         side_by_side(lambda part: 1 / part, [1, 0, 2], 2)

@@ -11,17 +11,19 @@ R = TypeVar("R")
 
 
 def side_by_side(read: Callable[[P], R], parts: Sequence[P], workers: int) -> list[R]:
-    """Return ``read(part)`` of all parts, with more than one worker in threads without gradients.
+    """Return ``read(part)`` of all parts without gradients, with more than one worker in threads.
 
     Each computes with one thread. Threads that share a forward pass wait for each other after every
     operation, which takes longer than small operations and far longer beside other programs.
     """
-    if workers == 1:
+    read = torch.no_grad()(read)
+    # Threads have modes of their own.
+    if workers == 1 or torch.is_inference_mode_enabled() or torch.is_autocast_enabled("cpu"):
         return [read(part) for part in parts]
     threads = torch.get_num_threads()
     alone = torch.set_num_threads, (1,)
-    with ThreadPoolExecutor(workers, "forward", *alone) as pool:
-        try:
-            return list(pool.map(torch.no_grad()(read), parts))
-        finally:
-            torch.set_num_threads(threads)  # the number of threads that start later
+    try:
+        with ThreadPoolExecutor(workers, "forward", *alone) as pool:
+            return list(pool.map(read, parts))
+    finally:  # of threads that start later; one of the pool may do so last
+        torch.set_num_threads(threads)
