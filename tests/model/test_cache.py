@@ -163,19 +163,21 @@ def test_a_sequence_read_in_chunks_gives_what_it_gives_at_once(tiny_decoder, nam
     model = tiny_decoder(**MODELS[name]).double().eval()
     targets = IDS.roll(-1, dims=1)
     losses, last = model.token_losses(IDS, targets), model(IDS, last=9)
+    torch.testing.assert_close(model.token_losses(IDS, targets, last=9), losses[:, -9:])
     states = model.hidden_states(IDS, length=99, last=3)
     seen = []
     handle = model.embed_tokens.register_forward_hook(lambda _, args, __: seen.append(args[0]))
     model.prefill_chunk = chunk
     torch.testing.assert_close(model.token_losses(IDS, targets), losses)
     assert max(ids.shape[1] for ids in seen) == chunk
+    torch.testing.assert_close(model.token_losses(IDS, targets, last=9), losses[:, -9:])
     torch.testing.assert_close(model(IDS, last=9), last)
     torch.testing.assert_close(model.prefilled(IDS, length=99, last=3), states)
     cache = model.empty_cache(2, 40)
     torch.testing.assert_close(model(IDS[:, :30], cache=cache), model(IDS[:, :30]))
     torch.testing.assert_close(model(IDS[:, 30:], cache=cache, last=9), last)
     handle.remove()
-    assert sum(ids.shape[1] for ids in seen) == 40 * 3 + 30 * 2 + 10
+    assert sum(ids.shape[1] for ids in seen) == 40 * 4 + 30 * 2 + 10
 
 
 @given(st.sets(st.integers(0, 6), min_size=1))

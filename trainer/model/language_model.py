@@ -154,11 +154,15 @@ class LanguageModel(nn.Module, ABC):
 
     @torch.no_grad()
     def token_losses(self, ids: Tensor, targets: Tensor, **options: Any) -> Tensor:
-        """Return each token's cross-entropy ``[B, T]``, without gradient; see :meth:`forward`."""
-        target_chunks = targets.split(self.prefill_chunk or targets.shape[1], dim=1)
+        """Return each token's cross-entropy ``[B, T]``, or of the ``last`` targets only, without
+        gradient; see :meth:`forward`."""
+        targets = targets[:, -(options.get("last") or 0) :]
+        losses = []
         # Chunk by chunk: storing all states would need memory again.
-        pairs = zip(self._by_chunk(ids, **options), target_chunks, strict=True)
-        return torch.cat([self.losses(states, chunk) for states, chunk in pairs], dim=1)
+        for states in self._by_chunk(ids, **options):
+            chunk, targets = targets.tensor_split([states.shape[1]], dim=1)
+            losses.append(self.losses(states, chunk))
+        return torch.cat(losses, dim=1)
 
     def prefilled(self, ids: Tensor, **options: Any) -> Tensor:
         """Return :meth:`hidden_states`, read a ``prefill_chunk`` at a time."""
@@ -179,13 +183,12 @@ class LanguageModel(nn.Module, ABC):
             yield self.hidden_states(ids, cache=cache, length=length, last=last, **options)
             return
         tokens = ids.shape[1]
-        first_wanted = 0 if last is None else max(0, tokens - last)
+        unwanted = 0 if last is None else tokens - last
         cache = self.empty_cache(*ids.shape) if cache is None else cache
         length = length or cache.length + tokens
-        end = 0
         for chunk in ids.split(self.prefill_chunk, dim=1):
-            end += chunk.shape[1]
-            wanted = min(chunk.shape[1], end - first_wanted)
+            wanted = chunk.shape[1] - max(0, unwanted)
+            unwanted -= chunk.shape[1]
             # The last block needs at least one position, because it stores keys and values.
             computed = max(1, wanted)
             states = self.hidden_states(chunk, cache=cache, length=length, last=computed, **options)
