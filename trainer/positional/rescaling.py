@@ -70,7 +70,7 @@ def _indices(inv_freq: Frequencies) -> tuple[np.ndarray, float]:
     """Return each pair's place among geometric frequencies of the same range, and their step in the
     logarithm.
 
-    The place of pair m is m if the frequencies are geometric, infinite if it does not turn.
+    The place of pair m is m if the frequencies are geometric; without a turn it is beyond all.
     """
     moving = [f for f in inv_freq if f > 0]
     step = math.log(max(moving) / min(moving)) / (len(moving) - 1)

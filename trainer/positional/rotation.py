@@ -165,10 +165,10 @@ def encode(x: Tensor, groups: Groups, *, tempered: bool = False) -> Tensor:
 
 @lru_cache
 def bias_slopes(heads: int, biased: tuple[bool, ...], device: torch.device) -> Tensor | None:
-    """Return ALiBi's slope of each query head ``[heads]``; None if no head is ``biased``.
+    """Return ALiBi's slope of each query head ``[heads]``, 0 without bias; None if all are.
 
-    It is 0 for query heads of a key-value head, or of a query head, without bias. Cached to avoid a
-    host sync.
+    ``biased``: whether each key-value head, or each query head, has a bias. Cached to avoid a host
+    sync.
     """
     if not any(biased):
         return None
