@@ -209,6 +209,12 @@ def test_unknown_policies_are_refused_with_those_there_are(name, value):
         DropPositions(3, **{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("to", "rppe"), ("layers", [9]), ("heads", [9])])
+def test_what_a_decoder_does_not_have_is_refused_by_its_argument(name, value):
+    with pytest.raises(UserError, match=f"^DropPositions.{name}: expected "):
+        DropPositions(3, **{name: value})._layout_behind(decoder())
+
+
 def test_defaults_are_those_of_the_program():
     assert DropPositions(3).optimizer_state == DropConfig().optimizer_state
     assert DropPositions(3).to == DropConfig().to

@@ -90,16 +90,18 @@ def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "key"),
     [
-        {"layers": ["rppe"]},
-        {"encodings": {"rppe": {}}},
-        {"encodings": {"rope": {"bsae": 1.0}}},
-        {"heads": {"nope": 0.3}},
-        {"heads": {"nope": 0.5, "alibi": 1.0}},
+        ({"layers": ["rppe"]}, "layers"),
+        ({"heads": {"rppe": 0.5}}, "heads"),
+        ({"encodings": {"rppe": {}}}, "encodings.rppe"),
+        ({"encodings": {"mine": {"type": "rppe"}}}, "encodings.mine"),
+        ({"encodings": {"rope": {"bsae": 1.0}}}, "encodings.rope"),
+        ({"heads": {"nope": 0.3}}, "heads.nope"),
+        ({"heads": {"nope": 0.5, "alibi": 1.0}}, "heads"),
     ],
     ids=str,
 )
-def test_a_wrong_entry_is_refused(config):
-    with pytest.raises(UserError, match="positional"):
+def test_a_wrong_entry_is_refused_by_its_key(config, key):
+    with pytest.raises(UserError, match=f"^positional.{key}: "):
         layout(**config)

@@ -74,7 +74,7 @@ def test_a_temperature_of_free_heads_lets_other_heads_get_an_encoding_that_rotat
     positional = PositionalConfig(
         layers=["nope", "rope"], temperature=TemperatureConfig(coefficient=0.1, heads="free")
     )
-    after = drop(LAYOUT, spectrum_of(positional, "half_rope", 8, C), layers=[1])
+    after = drop(LAYOUT, spectrum_of(positional, "drop.to", "half_rope", 8, C), layers=[1])
     assert after.layers[1].spectra[0].temperature.is_none
 
 

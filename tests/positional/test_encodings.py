@@ -116,7 +116,7 @@ def test_parameters_without_a_meaning_are_refused(name, parameters):
         spectrum(name, **parameters)
     config = PositionalConfig(encodings={"mine": {"type": name, **parameters}})
     with pytest.raises(UserError, match=r"positional.encodings.mine: expected a"):
-        spectrum_of(config, "mine", 64, 4096)
+        spectrum_of(config, "drop.to", "mine", 64, 4096)
 
 
 def test_rope_id_says_which_length_it_needs():

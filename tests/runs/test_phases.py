@@ -221,6 +221,25 @@ def test_a_phase_may_give_the_frequencies_a_new_base(tiny_decoder):
         lengthened(slowed, 256, RescaleConfig(base=2e6))
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"drop": {"to": "rppe"}}, "drop.to"),
+        ({"drop": {"layers": [99]}}, "drop.layers"),
+        ({"drop": {"heads": [99]}}, "drop.heads"),
+        ({"rescale": {"factor": 2, "layers": [99]}}, "rescale.layers"),
+        ({"rescale": {"factor": 2, "method": "yrn"}}, "rescale.method"),
+    ],
+    ids=str,
+)
+def test_a_change_that_the_model_does_not_have_is_refused_by_its_key(changes, key):
+    with pytest.raises(UserError, match=rf"^phases\.b\.{key}: "):
+        configured({"a": {"steps": 1}, "b": {"steps": 1} | changes})
+    if "drop" in changes:
+        with pytest.raises(UserError, match=f"^{key}: "):
+            parse({"drop": {"at": 1, **changes["drop"]}, "trainer": {"max_steps": 2}})
+
+
 @pytest.mark.parametrize("base", [None, 2e6])
 def test_a_phase_of_shorter_sequences_leaves_the_training_length(tiny_decoder, base):
     layout = tiny_decoder(training_length=64).layout

@@ -23,7 +23,7 @@ from trainer.lightning.rewarming import Rewarming
 from trainer.lightning.updates import in_updates, total_updates, updates_done
 from trainer.model.attention import RMSNorm
 from trainer.model.decoder import Decoder
-from trainer.positional.encodings import by_name
+from trainer.positional.encodings import ENCODINGS, by_name
 from trainer.positional.layout import Layout, drop
 from trainer.positional.spectrum import Spectrum
 
@@ -300,13 +300,14 @@ class DropPositions(L.Callback):
     def _layout_behind(self, decoder: Decoder) -> Layout:
         """Return the layout of a decoder behind this drop."""
         layout = decoder.layout
-        to = self.to
-        qk_norm = self.qk_norm
+        to, qk_norm = self.to, self.qk_norm
         if isinstance(to, str):
+            ENCODINGS.find(to, "DropPositions.to")
             to = by_name(to, decoder.config.head_size, layout.training_length)
         if qk_norm is None:
             qk_norm = decoder.config.qk_norm.when == "after_drop"
-        return drop(layout, to, layers=self.layers, heads=self.heads, qk_norm=qk_norm)
+        layers, heads = self.layers, self.heads
+        return drop(layout, to, "DropPositions", layers=layers, heads=heads, qk_norm=qk_norm)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer

@@ -19,11 +19,8 @@ class LayerCache:
     length: int = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``[B, Hkv, T, D]``; return all keys and values so far.
-
-        Raises:
-            ValueError: the capacity is exceeded.
-        """
+        """Append ``[B, Hkv, T, D]``; return all keys and values so far, or raise a ValueError if
+        the capacity is exceeded."""
         end = self.length + k.shape[2]
         if end > self.keys.shape[2]:
             raise ValueError(f"a cache for {self.keys.shape[2]} tokens cannot hold {end}")

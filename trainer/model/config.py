@@ -88,10 +88,6 @@ def check_shape(config: ModelConfig) -> None:
 
 
 def check_vocabulary(config: ModelConfig, tokens: int) -> None:
-    """Check that a model has an embedding for each of ``tokens`` tokens of a text.
-
-    Raises:
-        UserError: it has fewer.
-    """
+    """Raise a UserError unless a model has an embedding for each of ``tokens`` of a text."""
     if config.vocab_size is not None and config.vocab_size < tokens:
         raise UserError(f"model.vocab_size: expected at least {tokens}, got {config.vocab_size}")

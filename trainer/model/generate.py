@@ -100,10 +100,8 @@ def generate(
         growing = []
         for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             new[row].append(token)
-            is_ended = token in end_tokens
-            if on_token is not None and on_token(row, new[row]):
-                is_ended = True
-            if not is_ended:
+            stops = on_token is not None and on_token(row, new[row])
+            if not stops and token not in end_tokens:
                 growing.append(place)
         if step == max_new_tokens or not growing:
             break

@@ -55,20 +55,19 @@ class PositionalConfig:
 
 
 def spectrum_of(
-    config: PositionalConfig, name: str, head_dim: int, training_length: int
+    config: PositionalConfig, key: str, name: str, head_dim: int, training_length: int
 ) -> Spectrum:
-    """Return the spectrum of the encoding ``name``, with the configured temperature; raise a
-    UserError if one of them is wrong, or the encoding has a temperature of its own."""
+    """Return the spectrum of the encoding that ``key`` names, with the configured temperature;
+    raise a UserError if one of them is wrong, or the encoding has a temperature of its own."""
     parameters = dict(config.encodings.get(name, {}))
     kind = str(parameters.pop("type", name))
-    ENCODINGS.find(kind, "positional")
+    ENCODINGS.find(kind, key)
     try:
         spectrum = by_name(kind, head_dim, training_length, **parameters)
     except (TypeError, ValueError) as error:
         raise UserError(f"positional.encodings.{name}: {error}") from error
     values = asdict(config.temperature)
-    heads = values.pop("heads")
-    skips = heads == "free" and (spectrum.rotates or spectrum.alibi)
+    skips = values.pop("heads") == "free" and (spectrum.rotates or spectrum.alibi)
     temperature = Temperature(**values)
     if temperature.is_none or skips:
         return spectrum
@@ -89,11 +88,12 @@ def build_layout(
     """Build the layout that ``config`` describes for a model of this shape; raise a UserError if
     names, parameters or shares of heads are wrong."""
     for name, values in config.encodings.items():
-        if "type" not in values and name not in ENCODINGS:
-            raise UserError(f"positional.encodings.{name}: there is no such encoding")
+        ENCODINGS.find(str(values.get("type", name)), f"positional.encodings.{name}")
+    keys = dict.fromkeys(config.heads, "positional.heads")
+    keys |= dict.fromkeys(config.layers[:num_layers], "positional.layers")
     spectra = {
-        name: spectrum_of(config, name, head_dim, training_length)
-        for name in (*config.layers[:num_layers], *config.heads)
+        name: spectrum_of(config, key, name, head_dim, training_length)
+        for name, key in keys.items()
     }
     others: list[str] = []
     for name, share in config.heads.items():

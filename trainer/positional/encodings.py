@@ -52,9 +52,9 @@ def by_name(name: str, head_dim: int, training_length: int, **values: Any) -> Sp
         TypeError: a parameter is unknown.
         ValueError: a parameter has no meaning, or does not fit the model.
     """
-    function = ENCODINGS.find(name, "positional")
+    function = ENCODINGS.find(name, "encoding")
     model = {"head_dim": head_dim, "training_length": training_length}
-    wanted = {key: model[key] for key in model if key in inspect.signature(function).parameters}
+    wanted = {k: model[k] for k in inspect.signature(function).parameters if k in model}
     return function(**wanted, **values)
 
 

@@ -240,6 +240,7 @@ def uniform(
 def drop(
     layout: Layout,
     to: Spectrum = NOPE,
+    key: str = "drop",
     *,
     layers: Collection[int] | None = None,
     heads: Collection[int] | None = None,
@@ -252,10 +253,7 @@ def drop(
     the paper's method. If ``to`` has no temperature, a head keeps one that acts within the training
     length, since its weights were trained with it. ``windows``: new windows of all layers, repeated
     over the depth; None: those before. ``qk_norm``: also enable the query and key norms of these
-    layers.
-
-    Raises:
-        UserError: an index is out of range.
+    layers. Raises a UserError about ``key`` if an index is out of range.
     """
 
     def dropped(spectrum: Spectrum) -> Spectrum:
@@ -265,9 +263,9 @@ def drop(
         return replace(to, temperature=before) if keeps else to
 
     new = list(layout.layers)
-    for index in _indices("drop.layers", layers, len(new)):
+    for index in _indices(f"{key}.layers", layers, len(new)):
         spectra = list(new[index].spectra)
-        for head in _indices("drop.heads", heads, len(spectra)):
+        for head in _indices(f"{key}.heads", heads, len(spectra)):
             spectra[head] = dropped(spectra[head])
         norms = new[index].qk_norm or qk_norm
         new[index] = replace(new[index], spectra=tuple(spectra), qk_norm=norms)

@@ -72,8 +72,7 @@ class Temperature:
         if self.per == "query" or self.is_constant:
             return self
         reference = self.reference or training_length
-        grown = 1 + length // reference
-        stretch = grown if self.steps else max(length, reference) / reference
+        stretch = 1 + length // reference if self.steps else max(length, reference) / reference
         factor = self.scale * (1 + self.coefficient * math.log(stretch)) ** self.exponent
         return Temperature(scale=factor)
 

@@ -259,22 +259,27 @@ def layout_of_phase(config: RunConfig, phase: Phase, layout: Layout) -> Layout:
     """
     rescale = phase.rescale
     change = phase.drop
-    if rescale is not None and rescale.base is not None:
+    if rescale is not None:
         base = rescale.base
-        layout = layout.map(lambda s: rebased(s, base), rescale.layers)
-    elif rescale is not None:
         key = f"phases.{phase.name}.rescale"
+        layers = layout.chosen(rescale.layers, f"{key}.layers")
         method = RESCALINGS.find(rescale.method, f"{key}.method")
         factor = rescale.factor or phase.length / layout.training_length
-        if factor <= 1:
+        if base is not None:
+            layout = layout.map(lambda s: rebased(s, base), layers)
+        elif factor > 1:
+            layout = layout.rescaled(method, factor, layers)
+        else:
             raise UserError(f"{key}: its sequences are no longer than those before")
-        layout = layout.rescaled(method, factor, rescale.layers)
     layout = replace(layout, training_length=max(layout.training_length, phase.length))
     if change is None:
         return layout
+    C = layout.training_length
+    key = f"phases.{phase.name}.drop" if config.phases else "drop"
     return drop(
         layout,
-        spectrum_of(config.positional, change.to, config.model.head_size, layout.training_length),
+        spectrum_of(config.positional, f"{key}.to", change.to, config.model.head_size, C),
+        key,
         layers=change.layers,
         heads=change.heads,
         windows=change.windows,
