@@ -53,6 +53,8 @@ def test_a_temperature_is_of_all_heads_or_of_those_without_rotation_and_alibi():
         temperatures = [layer.spectra[0].temperature for layer in built.layers]
         assert temperatures == [encoded, expected, encoded, encoded]
     assert layout(temperature=TemperatureConfig()) == layout()
+    (scaled,) = layout(temperature=TemperatureConfig(scale=2.0)).spectra
+    assert scaled.temperature.scale == 2.0
 
 
 def test_a_temperature_beside_one_of_an_encoding_is_refused():
@@ -73,6 +75,12 @@ def test_a_share_of_heads_is_the_last_ones(kv_heads, share, count):
 def test_shares_of_heads_follow_the_configured_order():
     built = layout(heads={"nope": 0.25, "alibi": 0.25})
     assert built.layers[0].spectra == (ROPE, ROPE, NOPE, spectrum("alibi"))
+
+
+def test_an_encoding_beyond_the_depth_is_not_built():
+    """It would be refused."""
+    built = layout(depth=1, layers=["rope", "mine"], encodings={"mine": {"type": "rope", "p": 2}})
+    assert built.spectra == (ROPE,)
 
 
 def test_a_variant_has_separate_parameters():
@@ -98,6 +106,7 @@ def test_every_layer_starts_with_the_qk_norm_of_the_model(qk_norm):
         ({"encodings": {"mine": {"type": "rppe"}}}, "encodings.mine"),
         ({"encodings": {"rope": {"bsae": 1.0}}}, "encodings.rope"),
         ({"heads": {"nope": 0.3}}, "heads.nope"),
+        ({"heads": {"nope": 0.26}}, "heads.nope"),
         ({"heads": {"nope": 0.5, "alibi": 1.0}}, "heads"),
     ],
     ids=str,

@@ -18,7 +18,7 @@ from trainer.common.errors import UserError
 from trainer.positional.config import PositionalConfig, spectrum_of
 from trainer.positional.encodings import ENCODINGS, alibi_slopes, by_name, rope_id
 from trainer.positional.rescaling import cope
-from trainer.positional.spectrum import Spectrum, cope_shares
+from trainer.positional.spectrum import Spectrum, Temperature, cope_shares
 
 
 def spectrum(name, head_dim=64, training_length=4096, **parameters):
@@ -48,7 +48,10 @@ def test_rope_has_the_frequencies_of_transformers(head_dim, base):
     [
         ("rope", {"rotary_fraction": 0.25}, spectrum("rope", 16)),
         ("half_rope", {}, spectrum("rope", 32)),
+        ("half_rope", {"base": 100.0}, spectrum("rope", 32, base=100.0)),
         ("high_frequency", {"base": 100.0}, spectrum("rope", base=100.0)),
+        ("p_rope", {"base": 100.0, "p": 1}, spectrum("rope", base=100.0)),
+        ("cope", {"base": 100.0, "clipped": 0}, spectrum("rope", base=100.0)),
         ("nope", {}, Spectrum()),
         ("alibi", {}, Spectrum(alibi=True)),
     ],
@@ -77,6 +80,28 @@ def test_rope_id_is_the_code_of_appendix_a4():
     published = (pos * (logend - logstart) + logstart).exp()
     ours = torch.tensor(spectrum("rope_id").inv_freq, dtype=torch.float64)
     torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
+
+
+def test_defaults_are_those_of_the_papers():
+    """RoPE-ID, App. A.4; Barbero et al.'s 0.75-RoPE; CoPE's 20 pairs."""
+    assert spectrum("rope_id").temperature == Temperature(0.1, 2.0, reference=4096)
+    assert spectrum("p_rope") == spectrum("p_rope", p=0.75)
+    assert spectrum("cope") == spectrum("cope", clipped=20)
+
+
+def test_rope_id_has_the_wavelengths_and_channels_that_are_configured():
+    changed = spectrum("rope_id", fastest_wavelength=8.0, slowest_wavelength=512.0)
+    wavelengths = [2 * math.pi / f for f in changed.inv_freq]
+    assert wavelengths == pytest.approx([8 * 64 ** (m / 15) for m in range(16)])
+    for fraction, dim in ((0.25, 16), (1.0, 64)):
+        assert spectrum("rope_id", rotary_fraction=fraction).rotary_dim == dim
+        assert spectrum("hope", rotary_fraction=fraction).rotary_dim == dim
+
+
+def test_channels_that_rotate_are_a_whole_number_of_pairs():
+    assert spectrum("rope", 100, rotary_fraction=0.14).rotary_dim == 14  # 14.000000000000002
+    with pytest.raises(ValueError, match="even number of rotating channels, got 5"):
+        spectrum("rope", 20, rotary_fraction=0.25)
 
 
 @pytest.mark.slow

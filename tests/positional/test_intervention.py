@@ -132,6 +132,13 @@ def test_noise_does_not_repeat_between_positions_heads_and_channels():
     assert len(numbers.unique()) > 0.98 * numbers.numel()
 
 
+def test_noise_of_a_head_depends_on_no_other_and_on_no_factor():
+    positions = torch.arange(5)
+    every = Intervention(query=(ONES,) * 4, query_noise=(1.0,) * 4)
+    some = Intervention(query=(ONES, row(c1=0.5), ZEROS, ONES), query_noise=(0.0, 0.0, 1.0, 1.0))
+    assert torch.equal(noise_at(positions, every)[0][2:], noise_at(positions, some)[0][2:])
+
+
 def test_noise_is_gaussian_and_independent_between_heads_sides_and_seeds():
     positions = torch.arange(4096)
     intervention = Intervention((ONES,) * 4, (ONES,) * 2, (1.0, 0.5, 1.0, 0.0), (2.0, 0.0), seed=1)
