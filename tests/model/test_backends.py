@@ -239,6 +239,16 @@ def test_flash(fake_flash, mask):
     assert fake_flash == ["dense" if mask.documents is None else "packed"]
 
 
+@pytest.mark.parametrize("name", ["flash", "flex"])
+def test_rows_that_begin_later_go_to_sdpa(fake_flash, monkeypatch, name):
+    """Neither kernel knows where they begin."""
+    monkeypatch.setattr(backends, "_compiled", None)
+    mask, (q, k, v) = Mask(begins=torch.tensor([0, 3])), inputs(5)
+    expected = BACKENDS["sdpa"].attend(q, k, v, mask)
+    assert torch.equal(BACKENDS[name].attend(q, k, v, mask), expected)
+    assert fake_flash == []
+
+
 @pytest.mark.usefixtures("fake_flash")
 @pytest.mark.parametrize("longest", [7, 1000])
 def test_flash_of_documents_whose_lengths_have_a_bound(longest):
@@ -335,6 +345,7 @@ def chosen(monkeypatch, name="auto", capability=(8, 0), has_flash=False, cudnn=0
     [
         ("sdpa", {}),
         ("flash", {"has_flash": True}),
+        ("flash", {"has_flash": True, "head_size": 256}),
         ("flash", {"has_flash": True, "masked": True, "capability": (9, 0)}),
         ("sdpa", {"has_flash": True, "capability": (9, 0)}),
         ("flex", {"masked": True}),
@@ -360,6 +371,8 @@ def test_auto_suits_masks_type_and_gpu(monkeypatch, name, needs):
         (True, {"length": 128}),
         (False, {"length": None}),
         (False, {"head_size": 192}),
+        (True, {"head_size": 128}),
+        (False, {"head_size": 68}),
         (False, {"capability": (8, 0)}),
         (False, {"cudnn": 91400}),
     ],
@@ -368,6 +381,8 @@ def test_auto_suits_masks_type_and_gpu(monkeypatch, name, needs):
 def test_cudnn_is_for_plain_training_at_lengths_it_is_right_at(monkeypatch, cudnn, needs):
     known = {"capability": (9, 0), "cudnn": 91501, **needs}
     assert chosen(monkeypatch, "sdpa", **known) == ("cudnn" if cudnn else "sdpa")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen(monkeypatch, "sdpa", **known) == "sdpa"
 
 
 def test_a_backend_that_cannot_run_is_an_error(monkeypatch):

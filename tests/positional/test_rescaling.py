@@ -122,6 +122,7 @@ def test_a_second_stage_counts_the_turns_of_each_pair(rescaling):
         (4, 1e4, C, {}),  # two pairs are enough for a ramp
         # All pairs are so fast that one that turns once in C would lie far beyond the last.
         (16, 5.0, 246, {}),
+        (16, 1e4, 128, {}),  # the fastest pair turns fewer than 32 times in C
         (64, 1e4, C, {"beta_fast": 16, "beta_slow": 2}),
     ],
 )
@@ -244,6 +245,27 @@ def test_a_new_base_moves_no_pair_if_the_first_ones_stand_still():
     assert changed.inv_freq == pytest.approx((0.0,) * 5 + after[5:], rel=1e-12)
 
 
+def test_frequencies_read_from_float32_tables_are_geometric():
+    before, after = (by_name("rope", 64, 512, base=b).inv_freq for b in (5e4, 2e6))
+    rounded = Spectrum(tuple(torch.tensor(before).tolist()))
+    assert rebased(rounded, 2e6).inv_freq == pytest.approx(after, rel=1e-5)
+
+
+@pytest.mark.parametrize("inv_freq", [(0.5,), (0.5, 0.0)])
+def test_a_single_pair_that_turns_has_neither_a_ramp_nor_a_base(inv_freq):
+    single = Spectrum(inv_freq)
+    assert rebased(single, 2e6) == single
+    for name in ("ntk_by_parts", "yarn_full_range"):
+        assert slowed(RESCALINGS[name], single, 4.0, C) == single
+
+
+def test_the_full_range_ends_with_the_slowest_pair_that_turns():
+    before = by_name("p_rope", 16, C, p=0.5).inv_freq
+    after = slowed(RESCALINGS["yarn_full_range"], Spectrum(before), 4.0, C).inv_freq
+    assert (after[0], after[3]) == pytest.approx((before[0], before[3] / 4))
+    assert after[4:] == (0.0,) * 4
+
+
 def test_a_new_base_is_refused_where_some_pairs_were_slowed_more():
     rope = by_name("rope", 64, 512)
     for uneven in (rescaled(rope, yarn, 512, 4.0), dynamic(rope, ntk_aware, 512)):
@@ -266,6 +288,8 @@ def test_a_schedule_on_longrope_begins_at_its_own_length():
     for reached in (C + 1, 2 * C, 4 * C):
         assert followed.at(reached, 4 * C).inv_freq == (0.5, 0.025)
     assert followed.at(8 * C, 4 * C).inv_freq == (0.25, 0.0125)
+    fixed = rescaled(long, position_interpolation, 4 * C, 2.0)
+    assert [fixed.at(n, 4 * C).inv_freq for n in (C, C + 1)] == [(0.5, 0.05), (0.25, 0.0125)]
     again = longrope(long, (1.0, 1.0), (2.0, 2.0), 4 * C)
     assert again.at(C + 1, 4 * C).inv_freq == (0.25, 0.0125)
 
