@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import textwrap
 from dataclasses import replace
@@ -15,7 +17,7 @@ from trainer.commands import compose_words
 from trainer.common.errors import UserError
 from trainer.common.registry import Registry
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.data import sources
+from trainer.data import readers, sources
 from trainer.data.corpus import prepare_corpus
 from trainer.data.sources import (
     documents,
@@ -87,6 +89,18 @@ def test_files_are_named_by_paths_directories_globs_and_lists(tmp_path):
         find_files(files_of(tmp_path / "gone.txt"))
     with pytest.raises(UserError, match=r"data.files: .*list: expected .txt"):
         read(files_of(tmp_path / "list"), tmp_path)
+
+
+def test_an_address_of_the_web_may_end_in_a_query(tmp_path, monkeypatch):
+    address = "https://no.where/a.txt.gz?download=true&file=b.csv"
+    content = gzip.compress(b"some text")
+    for name in ("who.txt", "what?.txt"):
+        (tmp_path / name).write_text("some text")
+    assert len(find_files(files_of(tmp_path / "w??.txt"))) == 1  # here, it is any character
+    assert read(files_of(tmp_path / "what?.txt"), tmp_path) == ["some text"]
+    monkeypatch.setattr(readers, "_raw", lambda path: io.BytesIO(content))
+    assert find_files(files_of(address)) == [address]
+    assert read(files_of(address), tmp_path) == ["some text"]
 
 
 @pytest.mark.parametrize("nothing", ["memory://nothing/*.txt", "memory://shelf/empty"])

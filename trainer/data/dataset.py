@@ -105,9 +105,8 @@ def as_batch(
         begins = inputs == end
         begins[:, 0] = True
         starts = np.flatnonzero(begins)
-        padded = -(-(len(starts) + 1) // BOUNDS) * BOUNDS
-        bounds = np.full(padded, begins.size, dtype=np.int32)
-        bounds[: len(starts)] = starts
+        fill = BOUNDS - len(starts) % BOUNDS
+        bounds = np.pad(starts.astype(np.int32), (0, fill), constant_values=begins.size)
         batch["documents"] = torch.from_numpy(begins.cumsum(axis=1))
         batch["bounds"] = torch.from_numpy(bounds)
         batch["longest"] = 1 << int(np.diff(bounds).max() - 1).bit_length()

@@ -59,11 +59,11 @@ FORMAT = 4
 MEASURED_CHARACTERS = 256 << 20
 """Characters up to which a text is read once more, to hold out exact shares of it."""
 FEWEST_PIECES = 100
-"""Documents that a text of fewer is cut into, about."""
+"""A text of fewer documents than this is cut into about as many parts."""
 FEW_DOCUMENTS = 10
 """Documents below which a held-out split is said to be small."""
 COUNTED_TOKENS = 1 << 24
-"""Tokens in which these are counted: more tokens are more documents than that."""
+"""Tokens of a held-out split after which its documents are counted no further: they are enough."""
 BATCH_CHARACTERS = 1 << 20
 """Characters of the documents that are tokenized together."""
 TOKENS_PER_SAVE = 1 << 26
@@ -294,9 +294,8 @@ def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> N
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
         tokens = special_tokens(train_tokenizer(sample, tokenizer.vocab_size, WORDS))
-    dtype: Literal["<u2", "<u4"] = "<u4"
-    if vocabulary_size(tokens.tokenizer) <= 1 << 16:
-        dtype = "<u2"
+    is_small = vocabulary_size(tokens.tokenizer) <= 1 << 16
+    dtype: Literal["<u2", "<u4"] = "<u2" if is_small else "<u4"
     write_atomically(directory / "tokenizer.json", tokens.tokenizer.to_str())
     Manifest(request, revision, tokens.end, dtype, bounds, longest).save(directory)
 

@@ -55,8 +55,14 @@ def read_column(path: str, column: str) -> Iterator[str | None]:
 
 def format_of(path: str) -> str | None:
     """Return the suffix that names the format of a file, or None if no reader has it."""
-    suffixes = [s for s in PurePosixPath(path.lower()).suffixes if s not in DECOMPRESSORS]
+    file = PurePosixPath(without_query(path).lower())
+    suffixes = [s for s in file.suffixes if s not in DECOMPRESSORS]
     return suffixes[-1] if suffixes and suffixes[-1] in READERS else None
+
+
+def without_query(path: str) -> str:
+    """Return a path as it is, or an address of the web without what follows its ``?``."""
+    return path.partition("?")[0] if path.startswith(("http://", "https://")) else path
 
 
 def as_text(value: Any, column: str) -> str | None:
@@ -95,7 +101,7 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO], Any]] = {
 @contextmanager
 def _opened(path: str) -> Iterator[BinaryIO]:
     """Open the decompressed bytes of a file."""
-    decompress = DECOMPRESSORS.get(PurePosixPath(path.lower()).suffix)
+    decompress = DECOMPRESSORS.get(PurePosixPath(without_query(path).lower()).suffix)
     with _raw(path) as raw:
         if decompress is None:
             yield raw
@@ -121,7 +127,7 @@ def _decoded(file: BinaryIO, newline: str | None = "\n") -> TextIO:
 
 
 def _read_text(file: BinaryIO, _: str) -> Rows:
-    """Read a file of text as a whole; a long one is cut at line ends."""
+    """Read a file of text as a whole; a long one is cut, at line ends if lines are short."""
     decoded = _decoded(file, newline=None)
     lines = 0
     while True:

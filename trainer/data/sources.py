@@ -23,7 +23,7 @@ from fsspec.core import url_to_fs
 from trainer.common.errors import UserError
 from trainer.common.registry import Registry, check_call
 from trainer.config import DataConfig
-from trainer.data.readers import ROWS_AT_ONCE, as_text, format_of, read_column
+from trainer.data.readers import ROWS_AT_ONCE, as_text, format_of, read_column, without_query
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[str | None]])
 
@@ -196,7 +196,7 @@ def find_files(config: DataConfig) -> list[str]:
         system, path = url_to_fs(pattern)
         is_local = "file" in system.protocol
         is_directory = "http" not in system.protocol and system.isdir(path)
-        is_glob = has_magic(path) and not (is_local and system.exists(path))
+        is_glob = has_magic(without_query(path)) and not (is_local and system.exists(path))
         if is_directory or is_glob:
             named = system.find(path) if is_directory else system.glob(path)
             root = path if is_directory else re.split(r"[*?\[]", path)[0]

@@ -124,10 +124,8 @@ def read_pretrained(location: str) -> Pretrained:
     redundant = "rotary_emb.inv_freq", "lm_head.weight"  # a tied head is not in shapes
     for name, _ in sorted(shapes.items() ^ saved_shapes.items()):
         if name in shapes or not name.endswith(redundant):
-            raise UserError(
-                f"{location}: tensor {name}: expected the shape {shapes.get(name)}, got "
-                f"{saved_shapes.get(name)}"
-            )
+            expected, got = (sizes.get(name, "none") for sizes in (shapes, saved_shapes))
+            raise UserError(f"{location}: tensor {name}: shape: expected {expected}, got {got}")
     tied_head = None if "lm_head.weight" in shapes else tensors.get("lm_head.weight")
     if tied_head and not torch.equal(tied_head(), tensors["embed_tokens.weight"]()):
         raise UserError(
