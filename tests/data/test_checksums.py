@@ -106,6 +106,14 @@ def test_a_text_at_another_place_is_another(tmp_path, reads):
     assert len(reads) == 1 + 2
 
 
+def test_other_files_of_the_same_directory_are_read_of_their_own(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(f"text {name}")
+        os.utime(tmp_path / name, ns=(1, 1))
+    sums = [checksums_once(tmp_path, [name], tmp_path / "cache") for name in "ab"]
+    assert sums == [checksums.checksums([tmp_path / name]) for name in "ab"]
+
+
 def test_of_several_processes_one_reads_and_the_others_wait(tmp_path, reads, monkeypatch):
     (tmp_path / "a.bin").write_bytes(b"some bytes")
     read = checksums.checksums

@@ -132,13 +132,14 @@ def test_a_mixture_reads_every_block_of_each_text_once_an_epoch(corpus_and_confi
 def test_parts_of_a_mixture_with_equal_text_are_read_in_orders_of_their_own(corpus_and_config):
     corpus, config = corpus_and_config
     twice = replace(corpus, parts=tuple(replace(corpus.parts[0], name=name) for name in "ab"))
-    samples = TrainingSamples(twice, config, seed=3)
+    samples, alone = (TrainingSamples(texts, config, seed=3) for texts in (twice, corpus))
     counters = np.arange(PERIOD)  # which has each number of both
     parts, numbers = assigned(3, counters, samples.quotas)
     _, blocks = samples.where(counters)
     first, second = (blocks[parts == part][numbers[parts == part].argsort()] for part in range(2))
     assert len(first) == len(second) == PERIOD // 2
     assert (first == second).mean() < 0.1
+    np.testing.assert_array_equal(first, alone.where(np.arange(PERIOD // 2))[1])
 
 
 @given(st.lists(st.integers(0, 3), min_size=12, max_size=12), st.booleans())
@@ -158,6 +159,12 @@ def test_bounds_are_where_documents_begin_in_all_rows(tokens, many):
     longest = max(np.diff(expected))
     assert longest <= batch["longest"] < 2 * longest
     assert batch["longest"].bit_count() == 1
+
+
+def test_as_many_documents_as_bounds_end_with_the_last_token():
+    targets = np.zeros((1, BOUNDS), dtype=np.int64)
+    batch = as_batch(targets, 0, 0, np.ones(targets.shape, dtype=np.float32), document_mask=True)
+    assert batch["bounds"].tolist() == [*range(BOUNDS), *[BOUNDS] * BOUNDS]
 
 
 @pytest.fixture(scope="module")

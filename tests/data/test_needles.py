@@ -53,7 +53,7 @@ def test_insert_is_list_insertion(cuts, length):
 
 @given(seed=st.integers(0, 1000), end=st.sampled_from([None, 10]))
 def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_numbers(seed, end):
-    config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(2, 20), weight=10.0)
+    config = NeedlesConfig(share=1.0, names=(2, 5), mentions=(2, 20), weight=7.0)
     tokens, weights = mix_needles(text_of(8, 64), np.arange(8), VOCABULARY, config, seed, end)
     assert tokens.shape == weights.shape == (8, 64)
     for row, weight in zip(tokens, weights, strict=True):
@@ -66,7 +66,7 @@ def test_training_sequences_state_consistent_facts_and_weigh_only_answerable_num
             before = row[:position]  # with a mask, only what stands behind the last end
             begin = max(np.flatnonzero(before == end), default=0) if end else 0
             if name in {int(row[p]) for p, *_ in statements if begin <= p < position}:
-                expected[position + 1] = 10.0
+                expected[position + 1] = 7.0
         assert len(known) <= 5
         np.testing.assert_array_equal(weight, expected)
         text = [t for t in row.tolist() if t < 100]
@@ -169,6 +169,14 @@ def test_statements_that_do_not_fit_a_sequence_are_refused():
     mix_needles(text_of(1, 61), np.arange(1), VOCABULARY, config, 0)
 
 
+def test_another_seed_makes_other_trials():
+    first, second = (
+        make_trials(text_of(50, 64), VOCABULARY, NeedleTaskSettings(needles=4, seed=seed))
+        for seed in (1, 2)
+    )
+    assert (first.depths != second.depths).mean() > 0.8
+
+
 def test_trials_do_not_depend_on_how_many_are_made():
     few, many = (trials_of(count, 64) for count in (3, 30))
     np.testing.assert_array_equal(few.prompts, many.prompts[:3])
@@ -176,7 +184,11 @@ def test_trials_do_not_depend_on_how_many_are_made():
 
 @pytest.mark.parametrize(
     ("needles", "length", "message"),
-    [(5, 14, r"needles\.needles: .* 4"), (17, 128, "at most 16 in 128 tokens, got 17")],
+    [
+        (5, 14, r"needles\.needles: .* 4"),
+        (5, 16, r"needles\.needles: .* 4"),
+        (17, 128, "at most 16 in 128 tokens, got 17"),
+    ],
 )
 def test_too_many_needles_for_the_length_or_the_names_are_an_error(needles, length, message):
     assert len(NAMES) == 16

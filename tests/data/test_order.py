@@ -83,6 +83,11 @@ def test_quotas_fill_a_period_and_are_the_nearest(weights):
     assert (counts >= 1).all()
 
 
+def test_the_largest_remainders_are_rounded_up():
+    assert PERIOD == 10_000
+    assert quotas([10.4, 20.9, 9968.7]) == [10, 21, 9969]
+
+
 def test_a_text_of_next_to_no_weight_has_one_sample_a_period():
     assert quotas([1.0, 1e-9, 1e-9]) == [PERIOD - 2, 1, 1]
 
@@ -111,3 +116,5 @@ def test_every_period_mixes_the_texts_in_an_order_of_its_own():
     texts, _ = assigned(0, np.arange(2 * PERIOD), quotas([1.0, 1.0]))
     first, second = texts.reshape(2, PERIOD)
     assert (first != second).any()
+    other, _ = assigned(1, np.arange(PERIOD), quotas([1.0, 1.0]))
+    assert (first != other).any()

@@ -294,8 +294,7 @@ def _begin(directory: Path, config: DataConfig, tokenizer: TokenizerChoice) -> N
         train = (text for text in texts() if split_of(text, bounds) == "train")
         sample = _up_to(train, SAMPLE_MEGABYTES << 20)
         tokens = special_tokens(train_tokenizer(sample, tokenizer.vocab_size, WORDS))
-    is_small = vocabulary_size(tokens.tokenizer) <= 1 << 16
-    dtype: Literal["<u2", "<u4"] = "<u2" if is_small else "<u4"
+    dtype: Literal["<u2", "<u4"] = "<u2" if vocabulary_size(tokens.tokenizer) <= 1 << 16 else "<u4"
     write_atomically(directory / "tokenizer.json", tokens.tokenizer.to_str())
     Manifest(request, revision, tokens.end, dtype, bounds, longest).save(directory)
 

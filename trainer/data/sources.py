@@ -244,10 +244,8 @@ def _addresses(config: DataConfig, offline: bool = False) -> Iterator[str]:
 
 SHORTEST_DOCSTRING = 80
 """Characters; shorter docstrings repeat a name and little else."""
-
 SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 """Folders of the standard library that are not read."""
-
 STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 """Nodes that may contain definitions."""
 
