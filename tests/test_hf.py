@@ -35,6 +35,7 @@ from trainer.config import DropConfig
 from trainer.hf import (
     NO_ROTATION,
     DropPositions,
+    callback,
     check_droppable,
     drop_rotation,
     is_dropped,
@@ -227,6 +228,78 @@ def test_the_base_of_an_adapter_has_the_weights_of_the_commit_that_was_loaded(
     written = save_dropped_base(drop_rotation(adapted), tmp_path / "dropped")
     assert (written / "model.safetensors").read_text() == "loaded"
     assert adapted.peft_config["default"].base_model_name_or_path == str(written)
+
+
+class Adapter(nn.Module):
+    """What peft's have, as far as the drop looks at it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model: nn.Module | None = model
+        self.peft_config = {"default": SimpleNamespace(base_model_name_or_path="before")}
+
+    @property
+    def base(self) -> str | None:
+        return self.peft_config["default"].base_model_name_or_path
+
+    def unload(self) -> nn.Module | None:
+        """Give back the base, and be an adapter no more."""
+        model, self.model = self.model, None
+        return model
+
+
+def test_the_written_base_of_an_adapter_is_complete_and_takes_the_place_of_another(
+    tmp_path: Path,
+) -> None:
+    base, place = tmp_path / "base", tmp_path / "place"
+    tiny("llama").save_pretrained(base)
+    place.mkdir()
+    for name in ("tokenizer.json", "trainer_state.json"):
+        (base / name).write_text("{}")
+    for name in ("model-1-of-2.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        (place / name).write_text("of another base")
+    adapter = Adapter(LlamaForCausalLM.from_pretrained(base))
+    with pytest.raises(ValueError, match="rotates: call drop_rotation"):
+        save_dropped_base(adapter, place)
+    drop_rotation(adapter)
+    with pytest.raises(ValueError, match="expected another directory"):
+        save_dropped_base(adapter, base)
+    assert save_dropped_base(adapter, place) == place
+    assert adapter.base == str(place)
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in place.iterdir()) == names
+    written = LlamaForCausalLM.from_pretrained(place)
+    assert is_dropped(written)
+    assert torch.equal(logits(written), without_rotation(tiny("llama")))
+    assert not is_dropped(LlamaForCausalLM.from_pretrained(base))
+    again = Adapter(written)  # whose base has no rotation already
+    assert save_dropped_base(again, tmp_path / "other") == place
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="no adapter"):
+        save_dropped_base(written, tmp_path / "other")
+
+
+def test_a_base_that_is_in_no_directory_is_written_and_stays_in_its_adapter(tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.name_or_path = str(tmp_path)  # where there are no weights
+    adapter = Adapter(drop_rotation(model))
+    written = LlamaForCausalLM.from_pretrained(save_dropped_base(adapter, tmp_path / "dropped"))
+    assert torch.equal(logits(written), without_rotation(tiny("llama")))
+    assert adapter.model is model
+    restore_rotation(adapter)
+    assert adapter.base == str(tmp_path)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_writes_a_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: rank)
+    adapter = Adapter(drop_rotation(tiny("llama")))
+    assert save_dropped_base(adapter, tmp_path / "dropped") == tmp_path / "dropped"
+    assert adapter.base == str(tmp_path / "dropped")
+    assert (tmp_path / "dropped").exists() == (rank == 0)
 
 
 def test_no_scale_or_frequency_of_before_is_written() -> None:
@@ -454,6 +527,74 @@ def test_another_training_begins_with_the_rotation_that_one_before_it_dropped() 
             drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
             assert is_dropped(model) == (state.global_step == 1)
         assert state.log_history == [{"positions_dropped": 1, "step": 1}]
+
+
+def test_a_training_that_resumes_behind_the_drop_begins_without_rotation() -> None:
+    """Whatever its ``at``; its learning rate goes on to rise."""
+    history = [{"positions_dropped": 1, "step": 1}]
+    state = TrainerState(global_step=2, max_steps=9, log_history=[*history])
+    drop, model = DropPositions(7, rewarm=4), tiny("llama")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    drop.on_train_begin(ARGUMENTS, state, None, model=model)
+    assert is_dropped(model)
+    drop.on_step_begin(None, state, None, model=model, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5 * 2 / 4
+    assert state.log_history == history
+
+
+def test_adapters_name_a_base_without_rotation_from_the_drop_on(tmp_path: Path) -> None:
+    args, state = SimpleNamespace(output_dir=str(tmp_path)), TrainerState(max_steps=2)
+    drop, adapter = DropPositions(1), Adapter(tiny("llama"))
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    drop.on_train_begin(args, state, None, model=adapter)
+    assert not is_dropped(adapter)
+    assert adapter.base != str(tmp_path / "dropped_base")
+    state.global_step = 1
+    drop.on_step_begin(None, state, None, model=adapter, optimizer=optimizer)
+    assert adapter.base == str(tmp_path / "dropped_base")
+    assert is_dropped(LlamaForCausalLM.from_pretrained(tmp_path / "dropped_base"))
+
+
+def warnings_of(
+    monkeypatch: pytest.MonkeyPatch, at: int, args: SimpleNamespace, model: nn.Module
+) -> list[str]:
+    """Return what is said before a training of two updates."""
+    said: list[str] = []
+    monkeypatch.setattr(callback.logger, "warning", lambda text, *_: said.append(text))
+    DropPositions(at).on_train_begin(args, TrainerState(max_steps=2), None, model=model)
+    return said
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_drop_that_comes_too_late_is_said(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    said = warnings_of(monkeypatch, at, ARGUMENTS, tiny("llama"))
+    assert ["before the drop" in text for text in said] == [True] * (at >= 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrap", "is_dropped_before", "warned"),
+    [
+        ({}, Adapter, False, True),
+        ({"beta": 0.0}, Adapter, False, False),
+        ({"precompute_ref_log_probs": True}, Adapter, False, False),
+        ({}, Adapter, True, False),
+        ({}, lambda model: model, False, False),
+    ],
+)
+def test_a_reference_that_loses_its_rotation_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    wrap: Callable[[nn.Module], nn.Module],
+    is_dropped_before: bool,
+    warned: bool,
+) -> None:
+    options = {"sync_ref_model": False, "beta": 0.1, "output_dir": str(tmp_path)} | changes
+    model = tiny("llama")
+    if is_dropped_before:
+        drop_rotation(model)
+    said = warnings_of(monkeypatch, 0, SimpleNamespace(**options), wrap(model))
+    assert ["loses its rotation" in text for text in said] == [True] * warned
 
 
 def test_a_model_without_rotation_is_refused_before_the_first_update() -> None:
