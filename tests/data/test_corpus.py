@@ -132,6 +132,9 @@ def test_given_tokenizer_is_used_and_its_content_is_its_name(config, tmp_path, m
     assert prepare_corpus(taken, BPE).fingerprint == corpus.fingerprint
     with pytest.raises(UserError, match=r"data: .* has other tokens than the model"):
         prepare_corpus(taken, special_tokens(train_tokenizer(["other"], 260, [])))
+    train_tokenizer(["other"], 260, []).save(str(path))
+    with pytest.raises(UserError, match=r"data: .* has other tokens than the model"):
+        prepare_corpus(taken, TokenizerConfig(path=str(path)))
 
 
 def test_a_process_among_several_prepares_nothing_and_none_prepares_text_of_the_hub(config):
@@ -332,6 +335,7 @@ def test_a_text_that_is_too_short_gives_what_it_has():
     assert parts_of(windows) == {0: 3, 1: 7, 2: 6}
     assert parts_of(held_out_windows(text, 1, 31)) == {1: 1}
     assert len(held_out_windows(held_out(range(30)), 16, 20, 10)) == 3
+    assert len(held_out_windows(held_out(range(30)), 16, 20, 31)) == 1
     assert parts_of(held_out_windows(text, 8, 31)) == {1: 4, 2: 4}
 
 

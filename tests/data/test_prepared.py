@@ -16,8 +16,10 @@ from tokenizers.models import WordLevel
 
 from tests.data.conftest import write_texts
 from trainer.common.errors import UserError
+from trainer.common.registry import Registry
 from trainer.config import DataConfig, TokenizerConfig
-from trainer.data import prepared
+from trainer.data import prepared, sources
+from trainer.data.corpus import prepare_corpus
 from trainer.data.prepared import (
     Manifest,
     cut,
@@ -31,7 +33,7 @@ from trainer.data.prepared import (
     split_of,
     windows_at,
 )
-from trainer.data.sources import cache_directory
+from trainer.data.sources import cache_directory, text_source
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 
 BPE = TokenizerConfig(vocab_size=300)
@@ -201,6 +203,42 @@ def test_the_tokenizer_sees_no_held_out_document(config, monkeypatch):
     assert seen == [text for text in texts_of(config) if split_of(text, bounds) == "train"]
 
 
+def test_the_tokenizer_sees_as_many_characters_as_it_needs():
+    assert [*prepared._up_to(["ab", "cd", "ef"], 4)] == ["ab", "cd"]
+    assert [*prepared._up_to(["ab", "cd", "ef"], 5)] == ["ab", "cd", "ef"]
+
+
+def test_a_few_documents_are_cut_at_the_longest_of_any_text_too(config, monkeypatch):
+    path = cache_directory(config).parent / "texts" / "0.jsonl"
+    path.write_text(json.dumps({"text": " ".join(map(str, range(4000)))}))
+    monkeypatch.setattr(prepared, "LONGEST", 150)
+    only = replace(config, files=[str(path)])
+    assert Manifest.load(prepare(only, BPE)).longest == 150
+
+
+def test_a_dataset_is_read_at_the_commit_that_is_written_down(config, monkeypatch):
+    """Whatever its name means when the preparation reads it again."""
+    read = []
+    monkeypatch.setattr(sources, "TEXT_SOURCES", Registry("text source"))
+    monkeypatch.setattr(prepared, "revision_of", lambda config: "a commit")
+
+    @text_source(keys=("text_field",))
+    def commits(config):
+        read.append(config.revision)
+        return [f"text {i} " * 20 for i in range(120)]
+
+    directory = prepare(replace(config, source="commits", revision="main"), BPE)
+    assert Manifest.load(directory).revision == "a commit"
+    assert {*read} == {"a commit"}
+
+
+@pytest.mark.parametrize("change", [{"request": {}}, {"revision": "b"}, {"tokens": {"train": 3}}])
+def test_a_text_has_another_fingerprint_with_anything_that_changes_its_tokens(change):
+    manifest = Manifest({"format": 4}, "a", 0, "<u2", (0, 0))
+    assert replace(manifest, is_complete=True).fingerprint == manifest.fingerprint
+    assert replace(manifest, **change).fingerprint != manifest.fingerprint
+
+
 def test_special_tokens_in_text_are_text_and_many_words_make_ids_of_four_bytes(config, tmp_path):
     words = {END_OF_TEXT: 0, "a": 1, "b": 70_000}  # a vocabulary with holes
     tokenizer = Tokenizer(WordLevel(words, unk_token="a"))
@@ -250,6 +288,8 @@ def test_a_changed_source_is_another_text_and_the_old_one_is_found_by_its_finger
     fingerprint = open_prepared(before).fingerprint
     assert directory_of(config, BPE, wanted=fingerprint) == before
     assert directory_of(config, BPE, wanted="../evil") == after
+    assert prepare_corpus(config, BPE, wanted=[fingerprint]).parts[0].directory == before
+    assert prepare_corpus(config, BPE, wanted=[fingerprint] * 2).parts[0].directory == after
     assert open_prepared(prepare(config, BPE)).fingerprint != fingerprint
 
 

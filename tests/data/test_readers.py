@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainer.common.errors import UserError
 from trainer.data import readers
-from trainer.data.readers import read_column
+from trainer.data.readers import format_of, read_column
 
 ODD = [
     *("null", "NA", "None", "nan", "N/A", "true", "TRUE", "007", "1.50", "1e5", "-", "#N/A"),
@@ -254,6 +254,11 @@ def test_a_compressed_file_that_is_cut_is_named(tmp_path, name, suffix):
         with pytest.raises(UserError, match=rf"^data\.files: {path}: line \d+: "):
             read(path)
     assert len(list(read(written(tmp_path, name + suffix, whole)))) >= 1
+
+
+def test_the_last_suffix_but_that_of_a_compression_names_the_format():
+    names = ("a.md/v1.5.JSONL.gz", "data.txt.csv", "a.txt/b", "a.gz", "a.jsonl.bin")
+    assert [*map(format_of, names)] == [".jsonl", ".csv", None, None, None]
 
 
 def test_a_file_without_a_reader_is_refused(tmp_path):

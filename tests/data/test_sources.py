@@ -9,6 +9,7 @@ import textwrap
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -22,6 +23,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.sources import (
     documents,
     find_files,
+    revision_of,
     source_of,
     stdlib_docs,
     text_source,
@@ -199,6 +201,50 @@ def test_a_dataset_is_read_by_its_configuration_and_split(tmp_path):
         (tmp_path / name).write_text(json.dumps({"text": name}) + "\n")
     config = DataConfig(source="hub", hub_name=str(tmp_path), hub_config="small")
     assert read(config, tmp_path) == ["small/a.jsonl", "small/b.jsonl"]
+
+
+def test_a_dataset_of_the_hub_is_one_of_its_commits(tmp_path, monkeypatch):
+    def dataset_info(_, name, revision):
+        if name == "some/gone":
+            raise ConnectionError("no network")
+        return SimpleNamespace(sha=f"{name} {revision}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    config = DataConfig(source="hub", hub_name="some/text", revision="v1")
+    assert revision_of(config) == "some/text v1"
+    for here in (replace(config, hub_name=str(tmp_path)), replace(config, source="files")):
+        assert revision_of(here) == "v1"
+    with pytest.raises(UserError, match=r"^data\.hub_name: some/gone: no network"):
+        revision_of(replace(config, hub_name="some/gone"))
+
+
+def test_prose_of_the_standard_library_is_clean(tmp_path, monkeypatch):
+    """Docstrings at any depth, but not of tests, names or numbers."""
+    long = " ".join(["word"] * 20)
+    code = f'''"""Module   {long}"""
+if True:
+    class A:
+        """Class \u00e9{long} -----"""
+
+        async def f():
+            """Short."""
+            try:
+                pass
+            except ValueError:
+                def g():
+                    """Function {long}\n    ======\n"""
+    x = """No docstring {long}"""
+'''
+    for name in ("a.py", "package/b.py", "test/c.py", "d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code if name != "package/b.py" else f"'B {long}'", "utf-8")
+    (tmp_path / "broken.py").write_text("def")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("pydoc_data.topics.topics", {"t": f"Topic {long}", "u": "Short."})
+    documents = stdlib_docs.__wrapped__()
+    names = [f"Module {long}", f"Class {long} -", f"Function {long} =", f"B {long}"]
+    assert sorted(documents) == sorted([*names, f"Topic {long}"])
+    assert len(documents) == 5
 
 
 def test_every_part_of_dolma_belongs_to_one_text_of_its_mixture():
