@@ -283,12 +283,17 @@ def test_a_mixture_is_texts_by_name_with_weights_and_sources_of_their_own():
 
 
 CUT = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+FILLED = {"strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": None}
+FILLED |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
+OF_BYTES = ("add_prefix_space", "trim_offsets", "use_regex")
 
 
 @pytest.mark.parametrize(
     ("key", "value", "same"),
     [
         ("truncation", CUT, True),
+        ("padding", FILLED, True),
+        ("post_processor", {"type": "ByteLevel"} | dict.fromkeys(OF_BYTES, True), True),
         ("added_tokens", [], False),
         ("normalizer", {"type": "Lowercase"}, False),
         ("pre_tokenizer", {"type": "Whitespace"}, False),

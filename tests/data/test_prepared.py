@@ -271,11 +271,13 @@ KEYS = {
 
 
 @pytest.mark.parametrize("source", KEYS)
-def test_a_text_is_another_with_any_key_of_its_source(config, source):
+def test_a_text_is_another_with_any_key_of_its_source(config, source, monkeypatch):
     config = replace(config, source=source, hub_name="a/b")
     asked = [request_of(replace(config, **{k: v}), BPE) for k, v in KEYS[source].items()]
     asked += [request_of(config, tokenizer) for tokenizer in (BPE, TokenizerConfig())]
-    assert len({json.dumps(request) for request in asked}) == len(KEYS[source]) + 2
+    monkeypatch.setattr(prepared, "WORDS", ["another"])
+    asked.append(request_of(config, BPE))
+    assert len({json.dumps(request) for request in asked}) == len(KEYS[source]) + 3
 
 
 def test_a_changed_source_is_another_text_and_the_old_one_is_found_by_its_fingerprint(

@@ -136,6 +136,28 @@ def test_a_saved_dataset_is_its_rows_without_what_lies_beside_them(tmp_path):
     assert read(files_of(states), tmp_path) == ["country", "state"]
 
 
+def test_files_of_a_saved_dataset_are_those_of_its_rows(tmp_path):
+    """Those of JSON beside them describe it, unless they only have such a name."""
+    both = ("dataset_info.json", "state.json")
+    for place in ("saved", "plain"):
+        (tmp_path / place).mkdir()
+        for name in ("cache-1.arrow", "data-1.arrow", *both[place == "plain" :]):
+            (tmp_path / place / name).touch()
+    (tmp_path / "dataset_dict.json").touch()
+    names = ["plain/cache-1.arrow", "plain/data-1.arrow", "plain/state.json", "saved/data-1.arrow"]
+    assert find_files(files_of(tmp_path)) == [str(tmp_path / name) for name in names]
+
+
+def test_documents_without_text_are_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(sources, "TEXT_SOURCES", Registry("text source"))
+
+    @text_source()
+    def sparse():
+        return [None, "a text", "", " \n", "."]
+
+    assert read(DataConfig(source="sparse"), tmp_path) == ["a text", "."]
+
+
 def test_the_state_of_files_is_their_names_and_contents_wherever_they_lie(tmp_path, monkeypatch):
     for place in ("here", "there"):
         (tmp_path / place).mkdir()

@@ -187,7 +187,13 @@ def test_native_architectures(decoder, tmp_path, name):
         change(model)
     values, _ = exported(model, tmp_path)
     assert values["architectures"] == [f"{architecture}ForCausalLM"]
-    assert values["rope_parameters"]["rope_type"] == rope_type
+    rope = values["rope_parameters"]
+    assert rope["rope_type"] == rope_type
+    assert values["rope_theta"] == rope.pop("rope_theta")  # as transformers 4 reads them
+    assert values.get("rope_scaling") == (None if rope_type == "default" else rope)
+    if rope_type == "llama3":
+        original = "original_max_position_embeddings"
+        assert values[original] == rope[original]
     assert not (tmp_path / "export" / "modeling_unrope.py").exists()
 
 
@@ -267,6 +273,11 @@ def test_wrong_logits_leave_nothing(decoder, tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
+def test_logits_may_differ_by_the_tolerance(decoder, tmp_path):
+    with pytest.raises(UserError, match="tolerance=-1"):
+        export_model(decoder(), Tokens(TOKENIZER, 0), tmp_path / "export", tolerance=-1.0)
+
+
 def test_a_tokenizer_that_transformers_reads_as_qwen2_s_is_named(tiny_decoder, tmp_path):
     words = Tokenizer(WordLevel({"?": 0, "The": 1, "ships": 2}, "?"))
     words.pre_tokenizer = Whitespace()
@@ -302,12 +313,27 @@ def test_prompts_begin_as_the_training_s_sequences_did(decoder, tmp_path):
     export_model(model, Tokens(TOKENIZER, 7), tmp_path / "export", card=card)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
     assert tokenizer("some")["input_ids"] == [7, *TOKENIZER.encode("some").ids]
+    assert tokenizer("some").keys() == {"input_ids", "attention_mask"}
+    assert not tokenizer.clean_up_tokenization_spaces
     assert tokenizer.eos_token == WORD(7)
     values = json.loads((tmp_path / "export" / "config.json").read_text())
     assert (values["max_position_embeddings"], values["bos_token_id"]) == (999, 7)
     page = (tmp_path / "export" / "README.md").read_text()
     assert page.count("# A model") == 1
     assert "times" not in page
+    assert "read 999 tokens" in page
+    assert ("vllm" in page, "llama.cpp" in page, "trust_remote_code" in page) == (
+        True,
+        False,
+        False,
+    )
+    ours = module.readme(card, values | {"architectures": ["UnropeForCausalLM"]}, "export", True)
+    assert ("vllm" in ours, "llama.cpp" in ours, "trust_remote_code" in ours) == (
+        False,
+        False,
+        True,
+    )
+    assert "-m model.gguf -c 999" in module.readme(card, values, "export", True)
     assert "times 1.2" in module.readme(card | {"logit_scale": 1.2}, values, "export", False)
 
 
@@ -344,6 +370,9 @@ def test_the_context_is_what_it_is_told(decoder, tmp_path):
     for name in ("config.json", "config_for_llama_cpp.json"):
         assert json.loads(texts[name])["max_position_embeddings"] == 4096
     assert json.loads(texts["tokenizer_config.json"])["model_max_length"] == 4096
+    for_llama_cpp = json.loads(texts["config_for_llama_cpp.json"])
+    assert for_llama_cpp["rope_parameters"]["factor"] == 1e30
+    assert not {"rope_scaling", "original_max_position_embeddings"} & for_llama_cpp.keys()
     long_factors_model = decoder(training_length=32)
     layout_changed(long_factors)(long_factors_model)
     with pytest.raises(UserError, match="context: expected 32"):
