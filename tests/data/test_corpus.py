@@ -186,11 +186,19 @@ def test_settings_on_the_hub_count_as_those_in_a_directory(config, tmp_path, mon
     assert load_tokenizer("owner/model").end == tokenizer.token_to_id("<eos>")
 
 
-@pytest.mark.parametrize("path", ["gpt2", "gone/a/tokenizer.json", "."])
+@pytest.mark.parametrize("path", ["gpt2", "gone/a/tokenizer.json", "gone/my.json", "."])
 def test_a_path_without_a_tokenizer_is_named_with_its_key(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=rf"^tokenizer\.path: .*{path!r}"):
         load_tokenizer(path)
+
+
+def test_settings_beside_a_tokenizer_of_another_name_are_of_another(tmp_path):
+    tokenizer = train_tokenizer(["a text"], 270, [])
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    for name, end in (("tokenizer.json", tokenizer.token_to_id("a")), ("mine.json", 0)):
+        tokenizer.save(str(tmp_path / name))
+        assert load_tokenizer(str(tmp_path / name)).end == end
 
 
 def test_a_tokenizer_that_appends_its_end_puts_it_between_documents_only(config, tmp_path):

@@ -268,16 +268,17 @@ KEYS = {
     "hub": {"hub_name": "b/c", "hub_config": "c", "hub_split": "s", "text_field": "t"},
     "stdlib_docs": {"test": 0.3},
 }
+OTHERS = BPE, TokenizerConfig(), *(TokenizerConfig(path=f"some/{name}") for name in "ab")
 
 
 @pytest.mark.parametrize("source", KEYS)
 def test_a_text_is_another_with_any_key_of_its_source(config, source, monkeypatch):
     config = replace(config, source=source, hub_name="a/b")
     asked = [request_of(replace(config, **{k: v}), BPE) for k, v in KEYS[source].items()]
-    asked += [request_of(config, tokenizer) for tokenizer in (BPE, TokenizerConfig())]
+    asked += [request_of(config, tokenizer) for tokenizer in OTHERS]
     monkeypatch.setattr(prepared, "WORDS", ["another"])
     asked.append(request_of(config, BPE))
-    assert len({json.dumps(request) for request in asked}) == len(KEYS[source]) + 3
+    assert len({json.dumps(request) for request in asked}) == len(KEYS[source]) + len(OTHERS) + 1
 
 
 def test_a_changed_source_is_another_text_and_the_old_one_is_found_by_its_fingerprint(

@@ -19,6 +19,7 @@ from trainer.analysis.attention import attention_statistics, capture, head_atten
 from trainer.common.errors import UserError
 from trainer.hf import NO_ROTATION
 from trainer.interchange.adapted import AdaptedModel, read_adapted
+from trainer.interchange.hf_config import from_hf_config
 from trainer.interchange.pretrained import read_pretrained
 from trainer.model.generate import generate
 from trainer.positional.layout import Intervention, LayerEncoding
@@ -303,6 +304,7 @@ def test_yarn_rescales_olmo_3_as_transformers_does():
     assert [layer.window for layer in trained.layout.layers] == [8, 8, 8, None]
     theirs = made("Olmo3", **shape, rope_parameters={types[0]: plain, types[1]: YARN})
     expected = theirs(IDS).logits
+    assert AdaptedModel(theirs).layout.longest == YARN["factor"] * 16  # which some layers reach
     assert (trained(IDS) - expected).abs().max() > 0.01
     with trained.using(trained.layout.rescaled(yarn, YARN["factor"])):
         torch.testing.assert_close(trained(IDS), expected, rtol=0, atol=5e-5)
@@ -324,6 +326,12 @@ def test_dropped_positions_are_gone_from_every_arrangement(family):
             assert torch.equal(layers[0].q, layers[0].rotated_q)
             one_layer.append(attention_statistics(layers[0]).entropy[:, :, -1])
     torch.testing.assert_close(*one_layer, rtol=0, atol=1e-4)
+
+
+def test_the_shape_is_that_of_the_configuration():
+    hf = made("Llama", tie_word_embeddings=True, intermediate_size=40)
+    read, _ = from_hf_config(hf.config.to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    assert replace(AdaptedModel(hf).config, rms_norm_eps=read.rms_norm_eps) == read
 
 
 def test_a_dropped_model_has_its_own_length():
