@@ -31,6 +31,7 @@ from transformers import (
 from transformers.models.llama import modeling_llama
 
 from scripts import write_architectures
+from tests.interchange.families import made
 from trainer.config import DropConfig
 from trainer.hf import (
     NO_ROTATION,
@@ -308,6 +309,19 @@ def test_no_scale_or_frequency_of_before_is_written() -> None:
     written = drop_rotation(tiny("llama", rope_parameters=scaling)).config.rope_parameters
     length = {"original_max_position_embeddings": 16}
     assert written == {"rope_theta": 1e4, **NO_ROTATION, **length}
+
+
+def test_a_factor_on_scores_that_yarn_sets_outlasts_the_drop() -> None:
+    """DeepSeek's, of ``mscale_all_dim`` and the factor of the frequencies."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+    yarn |= {"original_max_position_embeddings": 16, "mscale_all_dim": 0.8}
+    model = made("DeepseekV3", rope_parameters=yarn)
+    before = model.model.layers[0].self_attn.scaling
+    assert before != made("DeepseekV3").model.layers[0].self_attn.scaling
+    config = drop_rotation(model).config
+    loaded = AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict()))
+    assert is_dropped(loaded)
+    assert loaded.model.layers[0].self_attn.scaling == pytest.approx(before)
 
 
 def test_the_drop_of_a_copy_and_of_models_that_share_a_configuration_is_its_own() -> None:
