@@ -558,7 +558,9 @@ def test_a_training_that_resumes_behind_the_drop_begins_without_rotation() -> No
 
 def test_adapters_name_a_base_without_rotation_from_the_drop_on(tmp_path: Path) -> None:
     args, state = SimpleNamespace(output_dir=str(tmp_path)), TrainerState(max_steps=2)
-    drop, adapter = DropPositions(1), Adapter(tiny("llama"))
+    tiny("llama").save_pretrained(tmp_path / "base")
+    adapter = Adapter(LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    drop = DropPositions(1)
     optimizer = torch.optim.SGD([torch.zeros(1)])
     drop.on_train_begin(args, state, None, model=adapter)
     assert not is_dropped(adapter)
