@@ -36,6 +36,7 @@ def test_a_renamed_directory_stays(tmp_path):
         (ValueError("line 1\nline 2"), "line 1"),
         (ValueError(), "ValueError"),
         (KeyError(), "KeyError"),
+        (OSError("Not a gzipped file"), "Not a gzipped file"),
     ],
 )
 def test_an_error_of_a_parser_names_the_file(tmp_path, error, reason):

@@ -162,6 +162,9 @@ ROW = {
 }  # fmt: skip
 
 
+UNCLASSED = {key: value for key, value in ROW.items() if key != "all_classes"}
+
+
 def task_of(name, bos=(), **changes):
     return longbench_task(name, [ROW | changes], Encoder(BYTES, bos, 5), 2048)
 
@@ -255,7 +258,7 @@ def test_questions_are_labelled_by_their_length_in_contexts():
 
 
 def test_tasks_are_read_from_their_files(tmp_path):
-    line = json.dumps(ROW | {"context": "é\u2028"}, ensure_ascii=False) + "\n"
+    line = json.dumps(UNCLASSED | {"context": "é\u2028"}, ensure_ascii=False) + "\n"
     (tmp_path / "qasper.jsonl").write_text(line, encoding="utf-8")
     encoder = Encoder(BYTES, (), 5)
     settings = LongBenchSettings(str(tmp_path), ["qasper"])
@@ -272,6 +275,17 @@ def test_a_file_without_questions_is_an_error(tmp_path, name):
     (tmp_path / f"{name}.jsonl").write_text("\n")
     settings = LongBenchSettings(str(tmp_path), [name])
     with pytest.raises(UserError, match=rf"^evaluation\.longbench: .* {name}\.jsonl, got none$"):
+        longbench_tasks(task_inputs(settings, Encoder(BYTES, (), 5)))
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [("qasper", "{"), ("qasper", '{"input": ""}'), ("trec", json.dumps(UNCLASSED))],
+)
+def test_a_damaged_line_is_told_with_its_file_and_number(tmp_path, name, line):
+    (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(ROW)}\n\n{line}")
+    settings = LongBenchSettings(str(tmp_path), [name])
+    with pytest.raises(UserError, match=rf"{name}\.jsonl: line 3: expected a question"):
         longbench_tasks(task_inputs(settings, Encoder(BYTES, (), 5)))
 
 

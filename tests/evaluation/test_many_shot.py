@@ -76,8 +76,16 @@ def test_a_problem_with_an_empty_answer_is_refused(math_file, answer):
     """A text without a number would be right."""
     rows = {"problem": "One?", "solution": r"\boxed 9$"}, {"problem": "Two?", **answer}
     assert [answer for *_, answer in read_problems(math_file(rows[0]))] == ["9"]
-    with pytest.raises(UserError, match=r"math\.jsonl.*Two\?"):
+    with pytest.raises(UserError, match=r"math\.jsonl: line 2: .*no answer"):
         read_problems(math_file(*rows))
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b'{"problem": "One?"}', b'"\xff"'])
+def test_a_damaged_line_is_told_with_its_file_and_number(tmp_path, line):
+    file = tmp_path / "math.jsonl"
+    file.write_bytes(b'{"problem": "Two?", "solution": "2", "answer": 2}\n\n' + line)
+    with pytest.raises(UserError, match=r"math\.jsonl: line 3: expected a problem"):
+        read_problems(str(file))
 
 
 @pytest.mark.parametrize(("room", "left"), [(1, 1), (20, 16)])

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.evaluation.conftest import task_inputs, values_of
+from trainer.common.errors import UserError
 from trainer.config import MultipleChoiceSettings
+from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation import multiple_choice
-from trainer.evaluation.likelihood import Request
+from trainer.evaluation.likelihood import Encoder, Request
 from trainer.evaluation.multiple_choice import UNCONDITIONAL, multiple_choice_tasks, read_questions
 
 KNOWN = {
@@ -83,6 +85,38 @@ def test_the_size_of_an_answer_is_its_characters_behind_one_space(tmp_path):
     path = write(tmp_path / "t.jsonl.gz", [0], [["Q", answers]])
     (question,) = read_questions(path, KnownEncoder())
     assert question.sizes == (2, 5, 2, 2, 2, 1)  # 1 at least, since it divides
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 12: expected a choice"),
+        (b'{"doc_id": 0, "idx": 0, "label": 0}', "line 12: expected a choice"),
+        (b'{"doc_id": 0, "idx": 0, "label": null, "request": null}', "line 12: expected a choice"),
+        (None, "expected lines that gzip"),
+    ],
+)
+def test_a_damaged_file_is_told_with_its_name_and_line(tmp_path, line, message):
+    path = write(tmp_path / "t.jsonl.gz", [0, 0])
+    path.write_bytes(b"{}" if line is None else path.read_bytes() + gzip.compress(b"\n" + line))
+    with pytest.raises(UserError, match=rf"t\.jsonl\.gz: {message}"):
+        read_questions(path, KnownEncoder())
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_right_choice_that_is_missing_is_refused(tmp_path, label):
+    """Benchmarks hide the labels of their test sets so, and nothing would be right."""
+    with pytest.raises(UserError, match=r"t\.jsonl\.gz: a choice of doc_id 0"):
+        read_questions(write(tmp_path / "t.jsonl.gz", [label, 0]), KnownEncoder())
+
+
+def test_a_choice_without_a_token_is_told_with_its_file(tmp_path):
+    path = write(tmp_path / "t.jsonl.gz", [0], [["Q", [" a", " "]]])
+    encoder = Encoder(train_tokenizer(["Q  a"], 257, []), (), 7)
+    assert len(read_questions(path, encoder)) == 1
+    write(path, [0], [["Q", [" a", ""]]])
+    with pytest.raises(UserError, match=r"t\.jsonl\.gz: .*doc_id 0"):
+        read_questions(path, encoder)
 
 
 def test_choices_are_ordered_by_their_index_and_not_by_lines(tmp_path):

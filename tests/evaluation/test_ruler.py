@@ -405,14 +405,16 @@ def test_a_length_beyond_all_paragraphs_repeats_them(task, tokenizer):
     ("key", "content"),
     [
         ("squad_file", {"data": [{"paragraphs": [{"context": "C", "qas": []}]}]}),
+        ("squad_file", {"data": [{"paragraphs": [{"context": "C"}]}]}),
         ("hotpotqa_file", []),
+        ("hotpotqa_file", [{"question": "Q"}]),
     ],
 )
-def test_a_file_without_questions_is_named(tmp_path, key, content):
+def test_a_file_without_questions_or_with_damaged_ones_is_named(tmp_path, key, content):
     file = tmp_path / "questions.json"
     file.write_text(json.dumps(content))
     settings = RulerSettings(tasks=["qa_1", "qa_2"], **{key: str(file)})
-    with pytest.raises(UserError, match=rf"^evaluation\.ruler\.{key}: .*questions\.json"):
+    with pytest.raises(UserError, match=rf"{key}.*questions\.json|questions\.json.*{key}"):
         ruler_tasks(task_inputs(settings, Encoder(words_and_marks(), (), 0), [FILE["essay"]]))
 
 

@@ -43,14 +43,14 @@ def synchronise(directory: Path) -> None:
 
 
 @contextmanager
-def expecting(content: str, path: Path) -> Iterator[None]:
+def expecting(content: str, path: Path | str) -> Iterator[None]:
     """Raise a UserError with the path of a file if a parser fails in the block: the file holds
     something else than ``content``."""
     try:
         yield
-    except (OSError, MemoryError, UserError):  # they say what is wrong
-        raise
     except Exception as error:  # whatever a parser makes of other bytes
+        if isinstance(error, MemoryError | UserError) or getattr(error, "errno", None):
+            raise  # it says what is wrong
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise UserError(f"{path}: expected {content} ({reason})") from error
 

@@ -57,9 +57,7 @@ def answers(
                 read=(logits, cache),
             )
             for index, tokens in zip(indices, generated, strict=True):
-                has_ended = not ends.isdisjoint(tokens[-1:])
-                answer = tokens[:-1] if has_ended else tokens
-                texts[index] = tokenizer.decode(answer)
+                texts[index] = tokenizer.decode([token for token in tokens if token not in ends])
     return [texts[index] for index in range(len(prompts))]
 
 

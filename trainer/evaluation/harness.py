@@ -84,8 +84,7 @@ def metrics_of(task: HarnessTask) -> dict[tuple[str, str], str]:
     filters = [each.name for each in getattr(task, "_filters", ())] or ["none"]
     names = {}
     for metric, of_answers in product(means, filters):
-        name = metric if of_answers == "none" else f"{metric}_{of_answers}"
-        names[metric, of_answers] = name
+        names[metric, of_answers] = metric if of_answers == "none" else f"{metric}_{of_answers}"
     return names
 
 

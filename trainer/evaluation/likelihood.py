@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from trainer.common.errors import UserError
 from trainer.model.generate import read_rows
 from trainer.model.language_model import LanguageModel
 from trainer.model.loss import chunk_size
@@ -57,7 +56,7 @@ class Encoder:
                 if continuation[:1] == context:
                     continuation = continuation[1:]
             if not continuation:
-                raise UserError(f"{text!r} adds no token to {context_text!r}")
+                raise ValueError(f"{text!r} adds no token to {context_text!r}")
             requests.append(Request(context, continuation))
         return requests
 

@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 
 from trainer.common.errors import UserError
+from trainer.common.files import expecting
 from trainer.config import LongBenchSettings
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.scoring import Prompt, check_room
@@ -166,9 +167,7 @@ def longbench_task(
         half = room // 2
         trials = []
         for row, ids in zip(rows, encoded, strict=True):
-            read = ids
-            if len(ids) > room:
-                read = ids[:half] + ids[-half:]
+            read = ids[:half] + ids[-half:] if len(ids) > room else ids
             bucket = label(len(ids) / training_length)
             trials.append(Prompt(read, tuple(row["answers"]), new_tokens, label=bucket))
         return trials
@@ -205,7 +204,7 @@ def longbench_tasks(inputs: TaskInputs) -> list[PromptTask]:
 
     Raises:
         OSError: a file does not exist.
-        UserError: a file holds no question.
+        UserError: a file holds no question, or a line something else.
     """
     settings: LongBenchSettings = inputs.settings
     files: Traversable
@@ -218,8 +217,16 @@ def longbench_tasks(inputs: TaskInputs) -> list[PromptTask]:
     tasks = []
     names = settings.tasks or [name for name in KINDS if not name.startswith("passage")]
     for name in names:
-        lines = (files / f"{name}.jsonl").read_text("utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line.strip()]
+        keys = ["input", "context", "answers"]
+        if METRICS[KINDS[name]["metric"]] is classification:
+            keys.append("all_classes")
+        path = files / f"{name}.jsonl"
+        rows = []
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if line.strip():
+                with expecting(f"a question with {keys}", f"{path}: line {number}"):
+                    row = json.loads(line)
+                    rows.append({key: row[key] for key in keys})
         if not rows:
             raise UserError(f"evaluation.longbench: expected questions in {name}.jsonl, got none")
         tasks.append(longbench_task(name, rows, inputs.text.encoder, inputs.training_length))

@@ -17,6 +17,7 @@ from random import Random
 import numpy as np
 
 from trainer.common.errors import UserError
+from trainer.common.files import expecting
 from trainer.config import ManyShotSettings
 from trainer.evaluation.likelihood import Encoder, Tokens
 from trainer.evaluation.scoring import Prompt
@@ -40,16 +41,18 @@ NEXT = "Problem:"
 def read_problems(file: str) -> list[tuple[str, str, str]]:
     """Return the distinct problems of a file: question, example with the solution, final answer."""
     problems: dict[str, tuple[str, str, str]] = {}
-    for line in filter(str.strip, Path(file).read_text(encoding="utf-8").split("\n")):
-        row = json.loads(line)
-        question = QUESTION.format(problem=row["problem"])
-        answer = row.get("answer", "")
-        if answer in (None, ""):  # 0 is an answer
-            answer = boxed(row["solution"])
-        if not normalised(str(answer)):  # a text without a number has that final answer
-            raise UserError(f"{file}: expected an answer to {row['problem'][:60]!r}")
-        example = f"{question} {row['solution']}\n\n"
-        problems.setdefault(question, (question, example, str(answer)))
+    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), start=1):
+        if line.strip():
+            with expecting("a problem, its solution and answer", f"{file}: line {number}"):
+                row = json.loads(line)
+                question = QUESTION.format(problem=row["problem"])
+                answer = row.get("answer", "")
+                if answer in (None, ""):  # 0 is an answer
+                    answer = boxed(row["solution"])
+                if not normalised(str(answer)):  # a text without a number has that final answer
+                    raise ValueError("no answer")
+                example = f"{question} {row['solution']}\n\n"
+                problems.setdefault(question, (question, example, str(answer)))
     return list(problems.values())
 
 
@@ -99,20 +102,17 @@ def many_shot_tasks(
         for problem in Random(seed).sample(range(len(problems)), count):
             text, _, answer = problems[problem]
             question = tokenizer.encode(text, add_special_tokens=False).ids
-            room = length - len(encoder.bos) - len(question) - settings.new_tokens
             needle = examples[problem] if has_needle else ()
             depths = DEPTHS if has_needle else (None,)
-            room -= len(needle)
+            room = length - len(encoder.bos) - len(needle) - len(question) - settings.new_tokens
             others = filling(examples, problem, room, seed) if has_examples else []
             begins = np.cumsum([0, *map(len, others)])
             for depth in depths:
                 place = np.abs(begins - (depth or 0) * begins[-1]).argmin()
                 shown = chain(*others[:place], needle, *others[place:])
                 tokens = (*encoder.bos, *shown, *question)
-                prompt = Prompt(tokens, (answer,), settings.new_tokens, depth)
-                if depth is not None:
-                    prompt = replace(prompt, group=problem, label=f"{depth:.0%}")
-                trials.append(prompt)
+                label = "" if depth is None else f"{depth:.0%}"
+                trials.append(Prompt(tokens, (answer,), settings.new_tokens, depth, problem, label))
         return trials
 
     def stop(text: str, answers: Sequence[str]) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from trainer.common.errors import UserError
+from trainer.common.files import expecting
 from trainer.config import DataConfig, MultipleChoiceSettings
 from trainer.data.sources import cache_directory
 from trainer.evaluation.likelihood import Encoder, Request, log_likelihoods
@@ -42,21 +43,29 @@ def read_questions(path: Path, encoder: Encoder, limit: int | None = None) -> li
     ``context`` and ``continuation``, as OLMES writes them. Lines may come in any order.
 
     Raises:
-        UserError: a choice is missing or has no token.
+        UserError: a line is damaged, or a choice is missing or has no token.
     """
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        rows = [row for row in map(json.loads, lines) if row["doc_id"] < UNCONDITIONAL]
-    rows.sort(key=itemgetter("doc_id", "idx"))
+    with expecting("lines that gzip compressed", path):
+        lines = gzip.decompress(path.read_bytes()).split(b"\n")
+    rows: list[tuple[int, int, int, tuple[str, str]]] = []
+    for number, line in enumerate(lines, start=1):
+        if line:
+            with expecting("a choice as OLMES writes it", f"{path}: line {number}"):
+                row = json.loads(line)
+                texts = row["request"]["context"], row["request"]["continuation"]
+                rows.append((int(row["doc_id"]), int(row["idx"]), int(row["label"]), texts))
+    rows = [row for row in rows if row[0] < UNCONDITIONAL]
+    rows.sort(key=itemgetter(0, 1))
     questions = []
-    for number, of_question in islice(groupby(rows, itemgetter("doc_id")), limit):
-        choices = list(of_question)
-        label = choices[0]["label"]
-        if max(label, choices[-1]["idx"]) >= len(choices):
-            raise UserError(f"{path}: a choice of doc_id {number} is missing")
-        texts = [(row["request"]["context"], row["request"]["continuation"]) for row in choices]
+    for question, choices in islice(groupby(rows, itemgetter(0)), limit):
+        _, indices, (label, *_), texts = zip(*choices, strict=True)
+        if max(label, indices[-1]) >= len(indices) or label < 0:
+            raise UserError(f"{path}: a choice of doc_id {question} is missing")
         # The space before an answer does not count, as in lm-eval.
         sizes = tuple(max(1, len(answer.removeprefix(" "))) for _, answer in texts)
-        questions.append(Question(tuple(encoder.requests(texts)), sizes, label))
+        with expecting(f"choices of doc_id {question} that have tokens", path):
+            requests = tuple(encoder.requests(texts))
+        questions.append(Question(requests, sizes, label))
     return questions
 
 
@@ -71,7 +80,6 @@ def multiple_choice_tasks(inputs: TaskInputs) -> list[Task]:
 
     Raises:
         OSError: there is no such file; scripts/fetch_benchmarks.py fetches them.
-        UserError: a choice is missing or has no token.
     """
     settings: MultipleChoiceSettings = inputs.settings
     directory = Path(settings.directory or cache_directory(DataConfig()) / "benchmarks")

@@ -26,6 +26,7 @@ import yaml
 from tokenizers import Tokenizer
 
 from trainer.common.errors import UserError
+from trainer.common.files import expecting
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.needles import listed, word_list
 from trainer.evaluation.scoring import Prompt, once_right, string_match_all, string_match_part
@@ -380,7 +381,8 @@ def ruler_tasks(inputs: TaskInputs) -> list[PromptTask]:
             if file is None:
                 inputs.notes.append(f"{name} was not run: evaluation.ruler.{key} names no file.")
                 continue
-            items = read(file)
+            with expecting(f"questions as {key} has them", Path(file)):
+                items = read(file)
             if not items:
                 raise UserError(f"evaluation.ruler.{key}: expected questions in {file}, got none")
             asks[name] = document_questions(items)

@@ -83,10 +83,9 @@ class PromptTask:
         # Four bytes for a token, because the prompts of all tasks are kept in memory together.
         prompts = [replace(p, tokens=array("i", p.tokens)) for p in prompts]
         # A prompt without a group has its own text; groups are numbered from 0.
-        groups = pd.Series([p.group for p in prompts], dtype=float)
-        groups = groups.fillna(pd.Series(-1.0 - np.arange(len(prompts))))
+        groups = [-1 - i if p.group is None else p.group for i, p in enumerate(prompts)]
         columns = {
-            "text": pd.factorize(groups)[0],
+            "text": pd.factorize(np.array(groups))[0],
             "depth": pd.Series([p.depth for p in prompts], dtype=float),
             "label": [p.label for p in prompts],
         }
@@ -103,7 +102,7 @@ class PromptTask:
         self, prompts: Sequence[Prompt], model: LanguageModel, batch_tokens: int
     ) -> list[Batch]:
         """Return batches of prompts, which read as much as the model can, and their scores."""
-        cropped = [_cropped(prompt, model.context) for prompt in prompts]
+        cropped = [_cropped(prompt, model.context or sys.maxsize) for prompt in prompts]
 
         def read(indices: Sequence[int]) -> list[Value]:
             batch = [cropped[index] for index in indices]
@@ -124,11 +123,9 @@ def evenly_spaced(total: int, count: int) -> list[int]:
     return np.linspace(0, total - 1, min(count, total)).round().astype(int).tolist()
 
 
-def _cropped(prompt: Prompt, context: int | None) -> Prompt:
+def _cropped(prompt: Prompt, context: int) -> Prompt:
     """Return the prompt's first token and as many of its last ones as leave room for the answer in
-    ``context`` tokens (None: all)."""
-    if context is None:
-        return prompt
+    ``context`` tokens."""
     room = max(1, context - prompt.new_tokens)
     if len(prompt.tokens) <= room:
         return prompt
