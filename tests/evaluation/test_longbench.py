@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from functools import partial
 from hashlib import sha256
 from itertools import combinations
@@ -268,6 +269,30 @@ def test_tasks_are_read_from_their_files(tmp_path):
     assert "é\u2028" in BYTES.decode(prompt.tokens)
     with pytest.raises(FileNotFoundError, match="narrativeqa"):
         longbench_tasks(task_inputs(LongBenchSettings(str(tmp_path)), encoder))
+
+
+def test_fourteen_tasks_are_read_by_default_from_the_archive_of_the_hub(tmp_path, monkeypatch):
+    """All but the two of passages."""
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+        for name in KINDS:
+            archive.writestr(f"data/{name}.jsonl", json.dumps(ROW))
+
+    def download(repository, file, *, repo_type):
+        assert (repository, repo_type) == ("THUDM/LongBench", "dataset")
+        return str(tmp_path / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    made = longbench_tasks(task_inputs(LongBenchSettings(), Encoder(BYTES, (), 5)))
+    wanted = [f"longbench_{name}" for name in PUBLISHED if not name.startswith("passage")]
+    assert [task.name for task in made] == wanted
+
+
+def test_a_text_that_is_cut_is_labelled_by_its_whole_length(tmp_path):
+    (tmp_path / "lcc.jsonl").write_text(json.dumps(ROW | {"context": "abc" * 500}))
+    settings = LongBenchSettings(str(tmp_path), ["lcc"])
+    inputs = task_inputs(settings, Encoder(BYTES, (), 5), training_length=200)
+    (task,) = longbench_tasks(inputs)
+    assert [prompt.label for prompt in task.prompts(300)] == ["4–8× ctx"]
 
 
 @pytest.mark.parametrize("name", ["qasper", "trec"])

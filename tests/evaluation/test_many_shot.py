@@ -95,10 +95,33 @@ def test_a_prompt_that_is_not_filled_is_refused_with_its_room(room, left):
         filling(examples, 0, room, seed=0)
 
 
-@pytest.mark.parametrize(("room", "chosen"), [(4, 2), (3, 1), (2, 1)])
+@pytest.mark.parametrize(("room", "chosen"), [(13, 2), (4, 2), (3, 1), (2, 1)])
 def test_an_example_may_fill_the_room_to_its_last_token(room, chosen):
     examples = [[0] * 9, [1, 1], [2, 2]]
     assert len(filling(examples, 0, room, seed=0)) == chosen
+
+
+def test_the_order_of_examples_depends_on_seed_and_problem():
+    examples = [[number] for number in range(20)]
+    orders = [filling(examples, *of) for of in ((0, 19, 1), (0, 19, 2), (0, 19, 1), (1, 19, 1))]
+    assert orders[0] == orders[2]
+    assert orders[0] != orders[1]
+    assert orders[0][:5] != orders[3][:5]
+
+
+def test_tokens_before_every_text_take_room_too(math_file, tokenizer):
+    rows = [{"problem": f"{i}?", "solution": "S", "answer": i} for i in range(60)]
+    settings = ManyShotSettings(file=math_file(*rows), trials=3, new_tokens=32)
+    for task in many_shot_tasks(settings, Encoder(tokenizer, (7,) * 200, 7)):
+        assert {prompt.tokens[:200] for prompt in task.prompts(900)} == {(7,) * 200}
+        assert len(task.at(900).trials) in (3, 12)  # it raises if one is longer
+
+
+def test_of_a_problem_that_stands_twice_the_first_solution_counts(math_file):
+    rows = [{"problem": "P", "solution": s, "answer": a} for s, a in (("S", 1), ("T", 2))]
+    assert read_problems(math_file(*rows)) == [
+        ("Problem: P\nSolution:", "Problem: P\nSolution: S\n\n", "1")
+    ]
 
 
 def test_the_needle_is_the_solved_question_at_its_depth(tasks, tokenizer):

@@ -87,6 +87,14 @@ def test_the_size_of_an_answer_is_its_characters_behind_one_space(tmp_path):
     assert question.sizes == (2, 5, 2, 2, 2, 1)  # 1 at least, since it divides
 
 
+def test_files_are_by_default_beside_prepared_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("UNROPE_CACHE", str(tmp_path))
+    write(tmp_path / "benchmarks" / "t.jsonl.gz", [0, 0])
+    settings = MultipleChoiceSettings(tasks=["t"])
+    (task,) = multiple_choice_tasks(task_inputs(settings, KnownEncoder(), lengths=[100]))
+    assert len(task.trials) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -20,7 +20,14 @@ from trainer.data.needles import WORDS
 from trainer.data.tokenizer import END_OF_TEXT, train_tokenizer
 from trainer.evaluation.held_out import HeldOut, Places
 from trainer.evaluation.likelihood import Encoder
-from trainer.evaluation.needles import NEEDLE_TASKS, Haystack, draw_keys, draw_values, plain_words
+from trainer.evaluation.needles import (
+    NEEDLE_TASKS,
+    Haystack,
+    draw_keys,
+    draw_values,
+    plain_words,
+    word_list,
+)
 
 SENTENCES = [
     f"Chapter {i} has {i * 7919} words, and its hero says little. "
@@ -261,6 +268,17 @@ def test_the_noisy_task_is_the_standard_one_with_sinks_behind_the_needle(haystac
         )
 
 
+def test_the_first_number_counts_for_one_answer_and_the_share_for_several(haystack):
+    """And the share of words for a sentence, of fifty tokens."""
+    tasks = {name: make(haystack, SETTINGS) for name, make in NEEDLE_TASKS.items()}
+    scores = {name: task.score(" 7, 1234567", ("1234567", "99")) for name, task in tasks.items()}
+    several = {"multi_query": 0.5, "multi_value": 0.5, "sentence": 1.0}
+    assert scores == dict.fromkeys(tasks, 0.0) | several
+    stops = {name for name, task in tasks.items() if task.stop(" 7, 1", ("1234567",))}
+    assert stops == {"standard", "noisy", "multi_key"}
+    assert {prompt.new_tokens for prompt in tasks["sentence"].prompts(900)} == {50}
+
+
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_trials_depend_on_seed_number_and_length_alone(haystack, name):
     task = NEEDLE_TASKS[name]
@@ -298,4 +316,5 @@ def test_keys_and_values_are_different_ones(count, seed):
         adjective, noun = re.fullmatch(r"([a-z]+)-([a-z]+)", key).groups()
         assert adjective in plain_words("adjective")
         assert noun in plain_words("noun")
+        assert not {adjective, noun} & {*word_list("profanity")}
     assert all(re.fullmatch(r"[1-9]\d{6}", value) for value in values)

@@ -35,6 +35,7 @@ from trainer.evaluation.ruler import (
     document_questions,
     essay,
     frequent_words,
+    lines_of_example,
     ruler_tasks,
     variable_tracking,
     vocabulary,
@@ -373,6 +374,29 @@ def test_the_example_is_about_500_tokens(task, tokenizer):
     for prompt in task("vt").prompts(6144):
         example = tokenizer.decode(list(prompt.tokens[1:])).split("\n\nMemorize")[0]
         assert 450 < len(tokenizer.encode(example).ids) < 530
+
+
+def test_an_example_has_as_many_lines_as_fit_500_tokens(tokenizer):
+    lines = lines_of_example(tokenizer)
+    sizes = []
+    for count in (lines, lines + 1):
+        text, _ = variable_tracking(Random(0), 0, 5, 0, example_lines=count)
+        example = text.partition("they are: ")[0] + "they are: "
+        sizes.append(len(tokenizer.encode(example).ids))
+    assert sizes[0] <= 500 < sizes[1]
+
+
+def test_a_prompt_may_fill_the_length_to_its_last_token(tasks):
+    task = tasks["niah_single_1"]
+    (size, *_) = [len(p.tokens) + p.new_tokens for p in task.prompts(1024)]
+    assert size in [len(p.tokens) + p.new_tokens for p in task.prompts(size)]
+
+
+@pytest.mark.parametrize(("length", "often"), [(4096, 30), (4095, 6)])
+def test_words_of_long_lists_stand_there_more_often(length, often):
+    text, answers = common_words(Random(0), 0, 40, length)
+    words = text.split("\n")[4].split()
+    assert {words.count(answer) for answer in answers} == {often}
 
 
 def test_lists_longer_than_the_vocabulary_are_of_compounds():

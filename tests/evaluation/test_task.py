@@ -158,6 +158,26 @@ def test_a_score_that_is_mended_is_another_task(corpus, tmp_path):
     assert asked(0.0) == asked(0.0) != asked(1.0)
 
 
+def test_what_ends_or_begins_an_answer_is_passed_on_and_part_of_the_task(monkeypatch):
+    given = []
+
+    def answered(model, tokenizer, prompts, batch_tokens, *rest):
+        given.append((batch_tokens, *rest))
+        return [""] * len(prompts)
+
+    def stop(text, answers):
+        return True
+
+    monkeypatch.setattr("trainer.evaluation.task.answers", answered)
+    asks = PromptTask("mine", None, lambda _: [Prompt([1], ("a",), 1)], lambda *_: 0.0)
+    others = [replace(asks, **key) for key in ({}, {"stop": stop}, {"never_first": (3,)})]
+    tasks = [each.at(8) for each in others]
+    assert len({task.fingerprint for task in tasks}) == 3
+    for task in tasks:
+        values_of(task, SimpleNamespace(context=None), 100)
+    assert given == [(100, None, ()), (100, stop, ()), (100, None, (3,))]
+
+
 @pytest.mark.parametrize(
     ("named", "numbers"),
     [
@@ -189,6 +209,29 @@ def test_what_is_read_begins_with_the_token_that_the_tokenizer_puts_before_texts
     (losses, retrieval), _ = make_tasks(text, config, [32], 32)
     assert losses.batches.args[1] == first
     assert (retrieval.batches.args[0].prompts[:, 0] == first).all()
+
+
+@pytest.mark.parametrize("share", [0.0, None])
+def test_statements_are_left_out_with_a_note_where_training_text_had_none(corpus, share):
+    asked = TaskInputs(HeldOut(corpus, corpus.test, (), share), [64], 32, 99, NeedleTaskSettings())
+    assert statements(asked) == []
+    assert "'statements' was left out" in asked.notes[0]
+
+
+def test_a_loss_is_kept_under_all_that_is_read_and_nan_if_it_is_not_finite(corpus, monkeypatch):
+    text = HeldOut(corpus, corpus.test, (), None)
+    asked = [TaskInputs(text, [24], last, 99, 3) for last in (24, 5)]
+    (all_tokens,), (few,) = map(perplexity, asked)
+    assert all_tokens.fingerprint != few.fingerprint
+    (part,) = corpus.parts
+    other = replace(corpus, parts=(replace(part, special=replace(part.special, first=7)),))
+    (begun,) = perplexity(replace(asked[0], text=replace(text, corpus=other)))
+    assert begun.fingerprint != all_tokens.fingerprint
+    assert all_tokens.metric == "loss"
+    losses = torch.tensor([[1.0] * 24, [1.0] * 23 + [torch.inf]])
+    monkeypatch.setattr("trainer.evaluation.perplexity.token_losses", lambda *_, **__: losses)
+    read, *_ = few.batches(SimpleNamespace(context=None), 100)
+    assert str(read()) == "[(0, 'perplexity', 1.0), (1, 'perplexity', nan)]"
 
 
 def test_one_limit_holds_for_every_task(corpus):
