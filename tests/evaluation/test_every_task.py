@@ -67,6 +67,17 @@ def test_prompts_are_distinct_fit_their_length_and_do_not_depend_on_their_number
             assert len(prompt.tokens) + prompt.new_tokens <= 700
 
 
+@pytest.mark.parametrize("name", ["standard", "ruler", "many_shot"])
+def test_a_limit_asks_as_many_trials_as_that_many_would(config, text, name):
+    settings = settings_of(name, config)
+
+    def prompts(trials, limit):
+        inputs = TaskInputs(text, [700], 32, limit, replace(settings, trials=trials))
+        return [task.prompts(700) for task in TASKS[name].make(inputs)]
+
+    assert prompts(3, 1) == prompts(1, 99) != prompts(3, 99)
+
+
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_each_trial_reads_an_excerpt_of_its_own(config, text, name):
     """Whatever is hidden in it; all depths of a trial share one."""
@@ -106,6 +117,24 @@ def test_values_do_not_depend_on_batches(config, text, model, monkeypatch, batch
         for title in task.titles:
             numbers = [number for number, name, _ in values if name == title]
             assert numbers == [*range(len(task.trials))]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tasks": ["standart"]}, r"^evaluation\.tasks: .*\['standart'\]; .* 'standard'$"),
+        ({"methods": ["none", "yarn+dopee"]}, r"^evaluation\.methods: .*\['dopee'\]; .* 'dope'$"),
+        ({"choice": {"text": "perplexity"}}, r"^evaluation\.choice\.text: .*\['perplexity'\]"),
+    ],
+)
+def test_names_that_do_not_exist_are_told_with_the_nearest(keys, message):
+    with pytest.raises(UserError, match=message):
+        check_names(validated(EvaluationConfig, keys))
+
+
+@pytest.mark.parametrize("text", ["validation", "zero_shot", "multi_key"])
+def test_heads_are_chosen_on_validation_text_or_prompts_of_a_seed(text):
+    check_names(validated(EvaluationConfig, {"choice": {"text": text}, "methods": ["yarn+dope"]}))
 
 
 @configuration

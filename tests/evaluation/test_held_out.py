@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from tests.data.conftest import held_out
 from trainer.data.corpus import HeldOutText, held_out_windows
 from trainer.data.prepared import windows_at
+from trainer.evaluation import perplexity
 from trainer.evaluation.perplexity import token_losses, unigram_loss
 
 
@@ -115,6 +116,15 @@ class LargestTensor(TorchDispatchMode):
         tensors = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
         self.elements = max([self.elements, *(x.numel() for x in tensors)])
         return result
+
+
+def test_the_unigram_loss_is_over_as_many_tokens_of_each_text(monkeypatch):
+    """The first ones; a text of none has no share."""
+    monkeypatch.setattr(perplexity, "UNIGRAM_TOKENS", 2)
+    text = HeldOutText(((1.0, np.array([0, 1, 1, 1])), (1.0, np.array([], dtype=int))))
+    known = HeldOutText(((1.0, np.array([0, 0, 1, 1])),))
+    q = np.array([3, 1]) / 4
+    assert unigram_loss(text, known, 2) == pytest.approx(-np.log(q).mean())
 
 
 def test_the_unigram_loss_is_the_cross_entropy_of_weighted_frequencies():

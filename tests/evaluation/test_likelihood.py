@@ -164,6 +164,8 @@ def test_a_tokenizer_with_its_own_first_token_gets_no_other(tokenizer):
     beginning.post_processor = TemplateProcessing(single="A $0", special_tokens=[("A", 7)])
     requests = Encoder(beginning, (7,), 7).requests([("a", " b"), ("", "b")])
     assert [request.context for request in requests] == [(7, *tokenizer.encode("a").ids), (7,)]
+    (request,) = Encoder(beginning, (7, 8), 5).requests([("", "b")])
+    assert request == ((5,), tuple(tokenizer.encode("b").ids))
 
 
 @pytest.mark.parametrize("room", [1, 2, 9])

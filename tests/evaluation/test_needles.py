@@ -300,6 +300,23 @@ def test_a_length_without_room_for_text_is_refused(haystack, name):
         NEEDLE_TASKS[name](haystack, SETTINGS).prompts(10)
 
 
+def test_numbers_of_five_digits_or_more_are_those_of_all_documents():
+    documents = ["1234 12345, 7.", "a1234567b 99", "12345678"]
+    assert Haystack(None, documents).numbers == "12345 1234567 12345678"
+
+
+def test_questions_begin_with_the_tokens_before_prompts_and_documents_are_those_of_the_split():
+    """``first_token`` stands for an empty context, whether or not it is put before texts."""
+    read = []
+    corpus = SimpleNamespace(
+        tokenizer="t", first_token=5, documents=lambda *given: read.append(given) or ["A"]
+    )
+    text = HeldOut(corpus, "split", (7, 8), None)
+    assert text.encoder == Encoder("t", (7, 8), 5)
+    assert text.haystack.documents == ["A"]
+    assert read == [("split", 1 << 22)]
+
+
 def test_values_are_not_in_the_text_already():
     """Of all two-digit numbers one is left."""
     taken = " ".join(str(n) for n in range(10, 100) if n != 54)
