@@ -207,7 +207,7 @@ def test_an_answer_stops_where_more_would_not_be_scored(name, text, stops):
 
 
 def test_a_short_text_is_asked_whole():
-    task = task_of("hotpotqa", bos=(5,), context="Passage 1: {x} é")
+    task = task_of("hotpotqa", (5,), context="Passage 1: {x} é", answers=["Alice", "Bo"])
     (prompt,) = task.prompts(4096)
     instruction = (
         "Answer the question based on the given passages. "
@@ -218,7 +218,7 @@ def test_a_short_text_is_asked_whole():
         f"{instruction}\n\nThe following are given passages.\nPassage 1: {{x}} é\n\n"
         f"{instruction}\n\nQuestion: Who?\nAnswer:"
     )
-    assert (prompt.answers, prompt.new_tokens) == (("Alice",), 32)
+    assert (prompt.answers, prompt.new_tokens) == (("Alice", "Bo"), 32)
     assert task.name == "longbench_hotpotqa"
 
 

@@ -279,6 +279,11 @@ def test_the_first_number_counts_for_one_answer_and_the_share_for_several(haysta
     assert {prompt.new_tokens for prompt in tasks["sentence"].prompts(900)} == {50}
 
 
+def test_sinks_are_the_first_token_where_none_begins_a_prompt():
+    noisy = NEEDLE_TASKS["noisy"](Haystack(Encoder(TOKENIZERS["bytes"], (), 5), TEXTS), SETTINGS)
+    assert {prompt.tokens.count(5) for prompt in noisy.prompts(900)} == {8}
+
+
 @pytest.mark.parametrize("name", NEEDLE_TASKS)
 def test_trials_depend_on_seed_number_and_length_alone(haystack, name):
     task = NEEDLE_TASKS[name]

@@ -234,6 +234,17 @@ def test_a_loss_is_kept_under_all_that_is_read_and_nan_if_it_is_not_finite(corpu
     assert str(read()) == "[(0, 'perplexity', 1.0), (1, 'perplexity', nan)]"
 
 
+@pytest.mark.parametrize(
+    ("make", "settings"), [(statements, NeedleTaskSettings(needles=2)), (perplexity, 3)]
+)
+def test_the_split_that_is_named_is_read(corpus, make, settings):
+    keys = set()
+    for split in (corpus.validation, corpus.test):
+        (task,) = make(TaskInputs(HeldOut(corpus, split, (), 1.0), [64], 32, 99, settings))
+        keys.add(task.fingerprint)
+    assert len(keys) == 2
+
+
 def test_one_limit_holds_for_every_task(corpus):
     text = HeldOut(corpus, corpus.test, (corpus.end_of_text,), 0.5)
     asked = {"tasks": ["perplexity", "statements", "standard"], "limit": 3}
