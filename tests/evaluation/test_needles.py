@@ -116,6 +116,19 @@ def test_a_text_without_words_is_refused(documents):
         _ = text.documents
 
 
+def test_sentences_begin_at_lines_and_at_spaces_after_their_ends():
+    """Tokens are characters: a blank line and these."""
+    tokenizer = train_tokenizer([], 257, [])
+    places = Haystack(Encoder(tokenizer, (), 0), ["a b. c\nd .e"]).places
+    assert places.sentences.tolist() == [1, 6, 8]
+    assert places.words.tolist() == [1, 3, 6, 8, 10]
+
+
+def test_a_text_that_would_merge_with_the_one_before_it_is_encoded_alone():
+    tokenizer = Tokenizer(models.WordLevel({"?": 0, ".": 1, "a": 2}, unk_token="?"))
+    assert Haystack(Encoder(tokenizer, (), 0), ()).encode("a") == [2]
+
+
 def with_places(sentences, words):
     """A haystack whose sentences and words begin at these tokens."""
     haystack = Haystack(None, ())

@@ -234,6 +234,23 @@ def test_a_loss_is_kept_under_all_that_is_read_and_nan_if_it_is_not_finite(corpu
     assert str(read()) == "[(0, 'perplexity', 1.0), (1, 'perplexity', nan)]"
 
 
+@pytest.mark.parametrize(("context", "tokens"), [(20, 20), (99, 64), (None, 64)])
+def test_losses_are_of_as_many_tokens_as_the_model_reads(
+    model, corpus, monkeypatch, context, tokens
+):
+    (task,) = perplexity(TaskInputs(HeldOut(corpus, corpus.test, (), None), [64], 32, 99, 3))
+    sizes, losses = set(), model.token_losses
+
+    def token_losses(ids, labels):
+        sizes.add(ids.shape[1])
+        return losses(ids, labels)
+
+    monkeypatch.setattr(model, "token_losses", token_losses)
+    model.context = context
+    values_of(task, model, 4096)
+    assert sizes == {tokens}
+
+
 @pytest.mark.parametrize(
     ("make", "settings"), [(statements, NeedleTaskSettings(needles=2)), (perplexity, 3)]
 )
