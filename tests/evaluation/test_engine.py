@@ -209,6 +209,20 @@ def test_a_batch_that_was_read_twice_is_not_another_one(evaluation, tmp_path):
     assert again.value.tolist() == whole.value.tolist()
 
 
+def test_batches_of_trials_that_were_cut_otherwise_are_not_those_of_a_cell(evaluation, tmp_path):
+    """Another version of a task was stopped before its last batch."""
+    whole, _ = evaluation(["none"], tokens=64)
+    store = Store(tmp_path)
+    for key in keys_of(tmp_path):
+        number, other = len(store.values(key)), {"values": [], "seconds": 1e6}
+        shutil.rmtree(tmp_path / key)
+        for batch in range(number):
+            store.add(key, other | {"batch": batch, "batches": number + 1})
+    again, _ = evaluation(["none"], tokens=64)
+    assert again.value.tolist() == whole.value.tolist()
+    assert (again.seconds < 1e6).all()
+
+
 def test_a_key_has_all_that_changes_digits():
     def key(device="cpu", dtype="fp32", batch_tokens=64, model="a"):
         config = EvaluationConfig(batch_tokens=batch_tokens)

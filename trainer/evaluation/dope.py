@@ -137,10 +137,7 @@ def _standing_still(spectrum: Spectrum, bands: Sequence[int]) -> Spectrum:
     """Set the frequencies of the bands to zero; keep temperature and scale."""
 
     def still(inv_freq: Frequencies) -> Frequencies:
-        kept = list(inv_freq)
-        for m in bands:
-            kept[m] = 0.0
-        return tuple(kept)
+        return tuple(0.0 if m in bands else theta for m, theta in enumerate(inv_freq))
 
     long = spectrum.long
     if long is not None:

@@ -20,7 +20,7 @@ from trainer.common.progress import Progress
 from trainer.common.ranks import tf32
 from trainer.config import EvaluationConfig
 from trainer.evaluation.fitting import FitText
-from trainer.evaluation.methods import is_joint, layout_inputs, layouts_for, title_of, tokens_read
+from trainer.evaluation.methods import layout_inputs, layouts_for, parts_of, title_of, tokens_read
 from trainer.evaluation.results import TRIAL_COLUMNS
 from trainer.evaluation.saved_model import Dtype, SavedModel, matmul_precision
 from trainer.evaluation.store import Store, fingerprint
@@ -91,13 +91,12 @@ def measure(
             for fit in fits:
                 stored = store.wait(fit.key)[0]
                 layouts = adapter(list[Layout]).validate_python(stored["layouts"])
-                by_length = dict(zip(fit.lengths, layouts, strict=True))
                 title = f"{model.name}, {title_of(fit.method)}"
                 notes += [f"{title}: {note}" for note in stored["notes"]]
-                cells_of_model += _cells(model, fit.method, by_length, tasks, setup)
+                cells_of_model += _cells(model, fit, layouts, tasks, setup)
             for cell in cells_of_model:
                 number = numbers.setdefault(cell.key, len(numbers))
-                if not _is_complete(store.values(cell.key)):
+                if not _whole(store.values(cell.key)):
                     for share in _measure(cell, number, load(), setup):
                         progress.advance_to(done + share * sizes[cell.task])
                 done += sizes[cell.task]
@@ -122,9 +121,9 @@ def _fits(
     fits = []
     for method in methods:
         inputs = layout_inputs(method, setup.text, setup.config)
-        size = len(lengths) if is_joint(method) else 1
-        for first in range(0, len(lengths), size):
-            together = lengths[first : first + size]
+        is_joint = any("lengths" in part.reads for part in parts_of(method))
+        groups = [lengths] if is_joint else [[length] for length in lengths]
+        for together in groups:
             key = f"fit-{fingerprint(setup.inputs(model), inputs, together)}"
             fits.append(Fit(method, together, key))
     return fits
@@ -143,25 +142,21 @@ def _make_layouts(
 
 
 def _cells(
-    model: SavedModel,
-    method: str,
-    layouts: Mapping[int, Layout],
-    tasks: Sequence[Task],
-    setup: Setup,
+    model: SavedModel, fit: Fit, layouts: Sequence[Layout], tasks: Sequence[Task], setup: Setup
 ) -> list[Cell]:
-    """Return the cells with any trials of a model and method at some lengths."""
+    """Return the cells with any trials of a model with the layouts of a fit."""
     cells: list[Cell] = []
-    for length, layout in layouts.items():
+    for length, layout in zip(fit.lengths, layouts, strict=True):
         inputs = setup.inputs(model) | {
             "layout": fingerprint(layout),
-            "reads": tokens_read(method, model.layout),
+            "reads": tokens_read(fit.method, model.layout),
             "length": length,
         }
         for task in tasks:
             if task.length == length and len(task.trials):
                 of_task = {"task": [*task.titles, task.fingerprint]}
                 key = f"cell-{fingerprint(inputs | of_task)}"
-                cells.append(Cell(model, method, layout, task, key))
+                cells.append(Cell(model, fit.method, layout, task, key))
     return cells
 
 
@@ -169,9 +164,9 @@ def _measure(cell: Cell, number: int, model: LanguageModel, setup: Setup) -> Ite
     """Read this process's batches of a cell that are not stored yet; yield the share of all batches
     after each. ``number``: of the key, so that cells of one batch are shared too."""
     store = setup.store
-    stored = {value["batch"] for value in store.values(cell.key)}
     with model.using(cell.layout, tokens_read(cell.method, cell.model.layout)):
         batches = cell.task.batches(model, setup.config.batch_tokens)
+        stored = {x["batch"] for x in store.values(cell.key) if x["batches"] == len(batches)}
         for batch, read in enumerate(batches):
             if (number + batch) % store.ranks == store.rank and batch not in stored:
                 began = time.perf_counter()
@@ -181,15 +176,17 @@ def _measure(cell: Cell, number: int, model: LanguageModel, setup: Setup) -> Ite
                 yield (batch + 1) / len(batches)
 
 
-def _is_complete(stored: Sequence[dict[str, Any]]) -> bool:
-    """Whether the stored values of a cell are those of all its batches."""
-    return bool(stored) and len({value["batch"] for value in stored}) == stored[0]["batches"]
+def _whole(stored: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one value for every batch of a cell, or nothing if one is missing."""
+    batches: dict[int, dict[int, dict[str, Any]]] = {}  # by their number, if trials were cut anew
+    for value in stored:
+        batches.setdefault(value["batches"], {})[value["batch"]] = value
+    return next(([*x.values()] for number, x in batches.items() if len(x) == number), [])
 
 
 def _trials(cell: Cell, store: Store) -> pd.DataFrame:
     """Return the trials of a cell as soon as they are measured."""
-    # Two evaluations at the same time may both have read a batch.
-    batches = {batch["batch"]: batch for batch in store.wait(cell.key, _is_complete)}.values()
+    batches = store.wait(cell.key, _whole)
     seconds = sum(batch["seconds"] for batch in batches)
     values = [value for batch in batches for value in batch["values"]]
     trials = cell.task.trials

@@ -94,8 +94,7 @@ def longrope_factors(layout: Layout, s: float, loss: Loss, budget: int, seed: in
         slowed = [rescaling(inv_freq, C).frequencies(inv_freq, s) for inv_freq in trained]
         starts.append(tuple(map(_ratios, trained, slowed)))
     for share in CRITICAL:
-        slow = _from_critical(layout, share, s)
-        starts.append(tuple(_completed(x, len(f), s) for x, f in zip(slow, trained, strict=True)))
+        starts.append(_whole(layout, _from_critical(layout, share, s), s))
 
     def child(first: Candidate, second: Candidate) -> Candidate:
         # Small steps refine, large ones explore the range of the factors.
@@ -137,11 +136,8 @@ def longrope2_factors(
             spectra.append(_rising(factors[critical:]))
         return tuple(spectra)
 
-    def whole(slow: Candidate) -> Candidate:
-        pairs = (len(spectrum.inv_freq) for spectrum in layout.spectra)
-        return tuple(_completed(x, n, s) for x, n in zip(slow, pairs, strict=True))
-
-    return whole(evolve(starts, child, lambda slow: loss(whole(slow)), budget, generator))
+    best = evolve(starts, child, lambda slow: loss(_whole(layout, slow, s)), budget, generator)
+    return _whole(layout, best, s)
 
 
 def evolve(
@@ -176,6 +172,12 @@ def _from_critical(layout: Layout, share: float, factor: float) -> Candidate:
         (factor,) * (len(x.inv_freq) - critical_pair(x, layout.training_length, share))
         for x in layout.spectra
     )
+
+
+def _whole(layout: Layout, slow: Candidate, s: float) -> Candidate:
+    """Return factors of all pairs of every spectrum, from those of its ``slow`` ones."""
+    each = zip(slow, layout.spectra, strict=True)
+    return tuple(_completed(x, len(spectrum.inv_freq), s) for x, spectrum in each)
 
 
 def _completed(slow: Factors, count: int, s: float) -> Factors:

@@ -150,11 +150,6 @@ def changed(name: str, layout: Layout, factor: float, config: EvaluationConfig) 
     return layout
 
 
-def is_joint(name: str) -> bool:
-    """Return whether one fit of a method depends on all lengths of the evaluation."""
-    return any("lengths" in part.reads for part in parts_of(name))
-
-
 def layout_inputs(name: str, text: FitText, config: EvaluationConfig) -> list[Any]:
     """Return all inputs of a method's layouts besides the model and the lengths, for their key."""
     parts = parts_of(name)

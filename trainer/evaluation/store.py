@@ -111,8 +111,9 @@ class Store:
                     log.warning("%s: a line is damaged; its value is measured again", path)
         return values
 
-    def wait(self, key: str, is_complete: Callable[[list[Any]], bool] = bool) -> list[Any]:
-        """Return the values of a key as soon as they are complete, by default any.
+    def wait(self, key: str, whole: Callable[[list[Any]], list[Any]] = list) -> list[Any]:
+        """Return what ``whole`` takes of the values of a key, by default all, as soon as there is
+        any.
 
         There is no time limit: if another process ends, all of them do (`trainer.common.watch`).
 
@@ -120,8 +121,8 @@ class Store:
             RuntimeError: no other process could complete them.
         """
         for attempt in count():
-            values = self.values(key)
-            if is_complete(values):
+            values = whole(self.values(key))
+            if values:
                 break
             if self.ranks == 1:
                 raise RuntimeError(f"{self.directory / key}: incomplete, and nobody measures more")

@@ -213,8 +213,8 @@ def _perplexities(report: Report, losses: pd.DataFrame) -> Table:
         return Cell(f"{value:{digits}}", limits, best=row.value == lowest[row.length])
 
     note = (
-        f"exp of the mean loss on the last {report.training_length:,} tokens of held-out text (all "
-        "of shorter ones), the same at every length: more context only adds what lies before them."
+        f"exp of the mean loss on the last {report.training_length:,} tokens of each held-out "
+        "window (all tokens of shorter ones), the same at every length: longer ones add context."
     )
     title = report.tasks[PERPLEXITY]
     return _table(title, note, losses, cell, report.methods, report.trained)
