@@ -11,7 +11,7 @@ from tests.evaluation.test_keys_of_evaluations import BASE, FILES, places  # noq
 from tests.relations.leaves import with_value
 from trainer.common.errors import UserError
 from trainer.common.fields import configuration, validated
-from trainer.config import EvaluationConfig
+from trainer.config import DopeSettings, EvaluationConfig
 from trainer.evaluation import multiple_choice
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.needles import NEEDLE_TASKS
@@ -161,3 +161,22 @@ def test_settings_that_nothing_reads_are_refused(monkeypatch, settings, message)
     else:
         with pytest.raises(UserError, match=message):
             check_names(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "is_refused"),
+    [
+        ("weighted_rope+yarn+weighted_rope", {}, True),
+        ("dope+weighted_rope", {}, False),
+        ("weighted_rope+dope", {"removal": "zero"}, True),
+        ("dope+weighted_rope", {"variant": "by_gaussian"}, True),
+        ("yarn+dope", {"variant": "by_gaussian", "removal": "zero"}, False),
+    ],
+)
+def test_a_method_with_two_interventions_is_refused(name, changes, is_refused):
+    config = EvaluationConfig(methods=["none", name], dope=DopeSettings(**changes))
+    if is_refused:
+        with pytest.raises(UserError, match=r"^evaluation\.methods: .* do not combine"):
+            check_names(config)
+    else:
+        check_names(config)

@@ -32,7 +32,8 @@ def harness(inputs: TaskInputs) -> list[Task]:
 
 
 def check_names(config: EvaluationConfig) -> None:
-    """Raise a UserError if a task or method does not exist, or ``settings`` are wrong or unread."""
+    """Raise a UserError if a task or method does not exist, ``settings`` are wrong or unread, or
+    parts of a method do not combine."""
     parts = [part for name in config.methods for part in name.split("+")]
     drawn = [*needles.NEEDLE_TASKS, *many_shot.TASKS]  # tasks whose prompts depend on a seed
     with_settings = [name for name, kind in TASKS.items() if isinstance(kind.settings, type)]
@@ -51,6 +52,13 @@ def check_names(config: EvaluationConfig) -> None:
             raise UserError(text + nearest(missing[0], known))
     for name in (*config.tasks, *config.settings):
         settings_of(name, config)  # raises if they are wrong
+    interventions = ["weighted_rope"]  # a layer takes one
+    if config.dope.variant == "by_gaussian" or config.dope.removal == "zero":
+        interventions.append("dope")
+    for name in config.methods:
+        both = [part for part in name.split("+") if part in interventions]
+        if len(both) > 1:
+            raise UserError(f"evaluation.methods: {name}: {' and '.join(both)} do not combine")
 
 
 def settings_of(name: str, config: EvaluationConfig) -> Any:
