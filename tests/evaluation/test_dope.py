@@ -13,6 +13,7 @@ from trainer.analysis.matrix_entropy import matrix_entropy_of
 from trainer.evaluation.dope import DopeSettings, apply, lost_bands, select
 from trainer.model.generate import generate
 from trainer.positional.rescaling import RESCALINGS
+from trainer.positional.spectrum import LongFrequencies, Spectrum
 
 IDS = torch.randint(50, (2, 40), generator=torch.Generator().manual_seed(7))
 SHAPE = {"num_hidden_layers": 3}
@@ -240,6 +241,42 @@ def test_noise_has_the_deviations_of_the_retained_heads(model):
         sides = heads.rotated_q, heads.rotated_k.repeat_interleave(2, dim=1)
         expected = [float(x[:, retained].double().std(correction=0)) for x in sides]
         assert noise == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_layer_that_retains_no_head_has_the_noise_of_all_of_its_heads(model):
+    selection = chosen_by(model, DopeSettings("by_gaussian", heads=12))
+    for layer, heads in enumerate(captured(model, model.layout)):
+        sides = heads.rotated_q, heads.rotated_k
+        expected = [float(x.double().std(correction=0)) for x in sides]
+        for head in range(4):
+            assert selection[layer, head] == pytest.approx(expected, rel=1e-5)
+
+
+def test_noise_of_sigma_0_is_none(model):
+    selection = chosen_by(model, DopeSettings("by_gaussian", sigma=0.0))
+    assert [*selection.values()] == [(0.0, 0.0)]
+
+
+def test_pairs_that_do_not_turn_are_no_bands():
+    spectrum = Spectrum((1.0, 0.01, 0.0))
+    assert lost_bands(spectrum, 32, DopeSettings("by_parts")) == [1]
+    assert lost_bands(spectrum, 32, DopeSettings("by_all")) == [0, 1]
+    # At the end of training, if a model was trained with the frequencies of long sequences.
+    slowed = replace(spectrum, long=LongFrequencies(16, (0.1, 0.0, 0.0)))
+    assert lost_bands(slowed, 32, DopeSettings("by_parts")) == [0]
+
+
+@pytest.mark.parametrize("variant", ["by_parts", "by_all"])
+def test_zeros_of_all_take_what_does_not_turn_too_and_of_parts_slow_pairs_alone(
+    tiny_decoder, variant
+):
+    """Pairs 0 and 1 turn, in channels 0 and 2, and 1 and 3; the second one is slow."""
+    model = tiny_decoder(model=SHAPE, layers=["half_rope"])
+    settings = DopeSettings(variant, removal="zero")
+    intervention = apply(model.layout, {(0, 1): (0.0, 0.0)}, settings, model).layers[0].intervention
+    gone = [1, 3] if variant == "by_parts" else [*range(8)]
+    expected = [[float(h != 1 or c not in gone) for c in range(8)] for h in range(4)]
+    assert [[*row] for row in intervention.query] == expected
 
 
 def test_noise_of_sigma_takes_the_place_of_the_queries_and_keys_of_a_head(model):
