@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
+from tests.data.conftest import held_out
 from tests.evaluation.conftest import fit_text
 from trainer.config import (
     ChoiceSettings,
@@ -18,6 +20,7 @@ from trainer.config import (
 )
 from trainer.data.tokenizer import train_tokenizer
 from trainer.evaluation.fitting import FitText
+from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.many_shot import SEED, many_shot_tasks
 from trainer.evaluation.needles import NEEDLE_TASKS, Haystack
@@ -142,3 +145,15 @@ def test_prompts_of_many_shots_have_one_length(haystack, name, math_file):
         said = haystack.encoder.tokenizer.decode(row[1:])
         assert said.endswith("Solution:")
         assert said.count("boxed") > 5
+
+
+def test_a_loss_counts_every_token_behind_the_first_one_of_the_text(tiny_decoder):
+    model, first = tiny_decoder(), 7
+    corpus = SimpleNamespace(first_token=first)
+    text = FitText(HeldOut(corpus, held_out(np.arange(30) % 11), (), None), count=3)
+    windows = text.windows(10)
+    ids = torch.from_numpy(np.pad(windows, ((0, 0), (1, 0)), constant_values=first))
+    with torch.no_grad():
+        logits = model(ids[:, :-1]).double()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    assert text.loss(model, windows, 20) == pytest.approx(expected.item(), rel=1e-5)

@@ -91,6 +91,11 @@ def test_a_pair_of_exactly_one_turn_completes_it(turns, critical):
     assert critical_pair(spectrum, 32) == critical
 
 
+def test_fast_pairs_that_a_drop_removed_count_before_the_critical_one():
+    assert critical_pair(Spectrum((0.0, 0.0, 1.0, 0.01)), 32) == 3
+    assert critical_pair(Spectrum((0.0, 0.0)), 32) == 1
+
+
 def test_from_the_critical_pair_on_the_factor_is_the_whole_extension():
     spectrum = by_name("rope", 64, LENGTH, base=1e4)
     critical = critical_pair(spectrum, LENGTH)

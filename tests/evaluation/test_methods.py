@@ -29,6 +29,7 @@ from trainer.config import (
     WeightedRopeSettings,
 )
 from trainer.evaluation import dope
+from trainer.evaluation.fitting import FitText
 from trainer.evaluation.method import METHODS, Method, method
 from trainer.evaluation.methods import (
     known_methods,
@@ -243,6 +244,42 @@ def test_lengths_that_round_to_the_training_length_have_nothing_to_fit(fitting):
     have = fitting()
     config = replace(CONFIG, lengths=[1.001])
     assert layout_of("temperature", have, 1.0, config) == have.model.layout
+
+
+@pytest.mark.parametrize("name", ["dope", "weighted_rope", "longrope", "temperature"])
+def test_a_fit_reads_texts_of_the_length_in_tokens(tiny_decoder, monkeypatch, name):
+    """115 / 100 * 100 is 114.99999999999999."""
+    model, read, windows = tiny_decoder(training_length=100), [], FitText.windows
+    monkeypatch.setattr(FitText, "loss", lambda *given: 1.0)
+    monkeypatch.setattr(FitText, "windows", lambda *a: read.append(a[1]) or windows(*a))
+    fitted = TemperatureSettings(models="all")
+    config = replace(CONFIG, lengths=[115 / 100], temperature=fitted)
+    text = fit_text([*range(1, 49)] * 4, count=1)
+    layouts_for(name, model.layout, [115 / 100], config, lambda: model, text)
+    assert read == [115]
+
+
+def test_a_search_divides_the_frequencies_of_the_method_before(fitting):
+    """The first candidate divides by one."""
+    have = fitting()
+    config = replace(CONFIG, longrope=LongRopeSettings(evaluations=1, windows=1))
+    (spectrum,) = layout_of("pi+longrope", have, 2.0, config).at(64).spectra
+    trained = have.model.layout.spectra[0].inv_freq
+    assert spectrum.inv_freq == pytest.approx([f / 2 for f in trained])
+
+
+def test_pairs_are_chosen_under_the_rescaling_before_them(fitting):
+    have = fitting()
+    rules = [WeightedRopeSettings("sequence", "below", 0.9, 0.5)]
+    config = replace(CONFIG, weighted_rope=rules)
+    rescaled = have.model.layout.rescaled(RESCALINGS["pi"], 2.0)
+    ids = torch.from_numpy(have.text.windows(64))
+    chosen, plain = (
+        choose_factors(have.model, ids, rules, layout) for layout in (rescaled, have.model.layout)
+    )
+    assert chosen != plain
+    result = layout_of("pi+weighted_rope", have, 2.0, config)
+    assert result == weighted_rope.apply(rescaled, chosen)
 
 
 def test_heads_chosen_at_another_length_serve_the_evaluated_one(fitting):

@@ -160,3 +160,11 @@ def test_an_average_weights_means_and_distances():
 def test_the_wilson_interval_gives_published_values(successes, trials, interval):
     _, *limits = estimate([1.0] * successes + [0.0] * (trials - successes))
     assert limits == pytest.approx(interval, abs=5e-5)
+
+
+def test_scores_that_differ_by_rounding_are_equal():
+    assert sign_mark([0.1 + 0.2] * 10, [0.3] * 10) == sign_mark([0.3] * 10, [0.1 + 0.2] * 10) == ""
+
+
+def test_one_pair_has_a_change_without_an_interval():
+    assert change([4.5], [4.0]) == Estimate(0.125, 0.125, 0.125)

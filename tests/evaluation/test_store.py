@@ -18,6 +18,7 @@ from trainer.evaluation.perplexity import perplexity
 from trainer.evaluation.scoring import Prompt
 from trainer.evaluation.store import Store, fingerprint
 from trainer.evaluation.task import PromptTask, TaskInputs
+from trainer.positional.encodings import by_name
 
 
 @dataclass(frozen=True)
@@ -184,3 +185,10 @@ def test_a_line_that_was_cut_short_spoils_none(tmp_path, caplog):
     assert not caplog.records  # it may be being written
     store.add("a", 3)
     assert store.values("a") == [1, 3]
+
+
+def test_what_is_not_compared_changes_no_key():
+    """Encodings of equal frequencies are one, whatever they were made by."""
+    spectrum = by_name("rope", 8, 32)
+    assert spectrum.origin
+    assert fingerprint(spectrum) == fingerprint(replace(spectrum, origin=()))

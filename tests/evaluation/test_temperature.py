@@ -21,6 +21,7 @@ from trainer.evaluation.fitting import FitText
 from trainer.evaluation.held_out import HeldOut
 from trainer.evaluation.methods import layouts_for
 from trainer.evaluation.temperature import GRID, tempered
+from trainer.positional.rescaling import RESCALINGS
 
 
 @pytest.mark.parametrize("name", ["dope+temperature", "longrope+temperature"])
@@ -95,3 +96,36 @@ def test_a_given_coefficient_is_not_fitted(tiny_decoder, monkeypatch):
     config = replace(CONFIG, temperature=TemperatureSettings(coefficient=0.412, models="all"))
     (layout,), _ = layouts_for("temperature", model.layout, [2.0], config, lambda: model, TEXT)
     assert layout == tempered(model.layout, 0.412)
+
+
+def test_losses_are_of_the_layouts_that_the_fit_returns(tiny_decoder, monkeypatch):
+    """Of the method before at each length, and changed in the chosen layers alone."""
+    seen = {}
+
+    def loss(text, model, windows, batch_tokens):
+        seen[windows.shape[1], model.layout.spectra[-1].temperature.coefficient] = model.layout
+        return 1.0
+
+    monkeypatch.setattr(FitText, "loss", loss)
+    model = tiny_decoder(training_length=C, windows=[4, None])
+    for layers in (None, "all"):
+        config = replace(CONFIG, layers=layers)
+        layouts = (model.layout.rescaled(RESCALINGS["pi"], s, layers) for s in (2.0, 4.0))
+        expected = {
+            (round(length), c): tempered(layout, c, layers=model.layout.chosen(layers))
+            for length, layout in zip(WINDOWS, layouts, strict=True)
+            for c in GRID
+        }
+        seen.clear()
+        layouts_for("pi+temperature", model.layout, [4.0], config, lambda: model, TEXT)
+        assert seen == expected
+
+
+def test_a_temperature_replaces_one_of_another_length(tiny_decoder):
+    model = tiny_decoder(training_length=C)
+    before = model.layout.map(
+        lambda spectrum: spectrum.with_temperature(
+            coefficient=1.0, exponent=2.0, per="query", reference=100, steps=True
+        )
+    )
+    assert tempered(before, 0.5) == tempered(model.layout, 0.5)
