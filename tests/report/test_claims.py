@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from statistics import fmean
 
 import pytest
 
-from tests.report.examples import cell, change, loss, report, statements
+from tests.report.examples import METHODS, cell, change, loss, report, statements
 from trainer.report.claims import (
     CLAIMS,
     Evidence,
@@ -414,6 +415,31 @@ def test_a_difference_has_newcombes_limits(a, b, low, high):
 def test_the_table_of_claims_has_each_claim_once():
     texts = [claim.text for claim in CLAIMS]
     assert len(set(texts)) == len(texts)
+
+
+SAYS = {2: "twice|more than half", 1: "(more|less) than (?!half)|helps", 0.95: "95%", 0.9: "90%"}
+"""How claims say that a score exceeds so many times another."""
+
+
+def test_a_claim_has_the_margin_and_the_lengths_that_it_says():
+    for _, text, _, test in CLAIMS:
+        if isinstance(test, LossRises):
+            assert f" {test.margin:.0%}" in text
+        if isinstance(test, Retrieves):
+            assert [times for times, words in SAYS.items() if re.search(words, text)] == [
+                test.times
+            ]
+            lengths = test.lengths, test.b_lengths
+            assert ("longest" in lengths) == ("longest" in text or "beyond" in text)
+            assert ("far" in lengths) == ("4×" in text)
+
+
+def test_a_model_stands_with_its_temperature_where_a_claim_says_so():
+    cells = [cell([float(method == "temperature")], "DroPE", method) for method in METHODS]
+    known = evidence(*[({**about, "task": "statements"}, scores) for about, scores in cells])
+    assert known.rows("drope*").method.tolist() == ["temperature"]
+    assert known.rows("drope").method.tolist() == ["none"]
+    assert evidence(*statements("DroPE", GOOD)).rows("drope*").method.tolist() == ["none"] * 4
 
 
 ALL_CLAIMS = {
