@@ -234,6 +234,20 @@ def test_a_key_has_all_that_changes_digits():
     assert len(keys) == 2 + len(others)
 
 
+def test_fits_and_cells_of_models_and_methods_have_keys_of_their_own(model, corpus):
+    """Cropping and cropping after nothing, which read the same tokens with the same layout."""
+    setup = Setup(EvaluationConfig(), fit_text(corpus), None, "cpu", "fp32")
+    tasks = perplexities(corpus)
+    fits, cells = [], []
+    for each in (saved("a", model), saved("b", model)):
+        for fit in engine._fits(each, ["none", "crop", "crop+none"], tasks, setup):
+            fits.append(fit.key)
+            layouts = [model.layout] * len(fit.lengths)
+            cells += [cell.key for cell in engine._cells(each, fit, layouts, tasks, setup)]
+    assert (len(fits), len({*fits})) == (12, 12)
+    assert (len(cells), len({*cells})) == (12, 8)
+
+
 def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
     fitted = TemperatureSettings(models="all")
     methods = ["none", "yarn", "temperature"]
