@@ -129,3 +129,25 @@ def test_tables_are_written_for_papers(tmp_path):
     assert r"R\_1|a & \textbf{45.0} (25.8--65.8) & $\cdot$ \\" in latex
     assert r"95\% intervals" in latex
     assert r"\toprule" in latex
+
+
+def test_the_answer_is_of_rows_that_were_measured_at_most_lengths():
+    cells = [cell([1.0, 0.0], length=length) for length in (1024, 2048)]
+    answer = answer_of(report(*cells, cell([1.0, 1.0], "DroPE", length=2048)))
+    assert answer.rows == [("RoPE", "none")]
+
+
+def test_the_best_other_is_not_the_origin_even_if_that_is_better():
+    answer = answer_of(experiment(rope=(100,) * 4, yarn=(100, 100, 100, 50)))
+    assert (answer.origin, answer.rival) == (("RoPE", "none"), ("RoPE", "yarn"))
+
+
+def test_of_many_lengths_the_first_and_the_last_three_are_told():
+    words = sentence(report(*(loss((0.1 * n,) * 2, length=1024 * n) for n in range(1, 7))))
+    assert words.endswith("at 1024, 4096, 5120 and 6144 tokens: RoPE 1.1, 1.5, 1.6 and 1.8.")
+
+
+def test_tables_for_papers_have_marks(tmp_path):
+    write_tables(tables(report(cell([0.0] * 20), cell([1.0] * 20, method="yarn"))), tmp_path)
+    assert "| + YaRN | **100.0**↑ (83.9–100.0) |" in (tmp_path / "1.md").read_text()
+    assert r"\textbf{100.0}$\uparrow$ (83.9--100.0)" in (tmp_path / "1.tex").read_text()

@@ -119,7 +119,8 @@ def test_labels_have_rows_of_their_own():
 
 def test_final_losses_are_those_of_models_as_they_are_at_the_training_length():
     further = loss(4.0, length=2048), loss(3.0, method="yarn", length=1024)
-    assert report(loss(3.5, length=1024), *further).final_losses == {"RoPE": 3.5}
+    made = report(loss(3.5, length=1024), *further, trained=2048)
+    assert made.final_losses == {"RoPE": 3.5}
 
 
 def test_losses_have_students_interval():
@@ -212,3 +213,21 @@ def test_a_text_of_several_seeds_has_their_mean_score():
     _, means = over_seeds()
     texts = by_text(means.trials[means.trials.model == "DroPE"].query("metric == 'score'"))
     assert texts.value.tolist() == pytest.approx([1.0] * 6 + [2 / 3] * 2 + [1 / 3] * 2)
+
+
+def test_seeds_of_a_low_rate_have_an_interval_that_begins_at_0():
+    seeds = {"A (0)": "A", "A (1)": "A"}
+    cells = (cell([1.0] * n + [0.0] * (10 - n), name) for n, name in enumerate(seeds))
+    (row,) = report(*cells, seeds=seeds).over_seeds().rows.itertuples()
+    assert (row.value, row.low) == (pytest.approx(0.05), 0)
+
+
+def test_a_curve_is_in_the_order_of_lengths():
+    made = report(*(cell([1.0], length=length) for length in (2048, 512, 1024)))
+    assert made.curve(("RoPE", "none"), "multi_key").length.tolist() == [512, 1024, 2048]
+
+
+@pytest.mark.parametrize("name", ["007", "NA", "None"])
+def test_names_that_look_like_numbers_are_read_as_they_were_written(tmp_path, name):
+    report(cell([1.0], name)).write(tmp_path)
+    assert Report.read(tmp_path).rows.model.tolist() == [name]

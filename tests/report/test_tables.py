@@ -10,7 +10,7 @@ import pytest
 
 from tests.report.examples import cell, example, loss, report
 from trainer.common.errors import UserError
-from trainer.report.tables import compare, perplexity, tables
+from trainer.report.tables import MISSING, compare, factor_label, legend, perplexity, tables
 
 
 def test_the_mean_comes_first_and_perplexity_last():
@@ -116,6 +116,42 @@ def test_a_unit_below_the_training_length_is_not_called_trained():
     assert [column[1] for column in table.columns] == ["1×", "2×"]
 
 
+def test_trials_are_counted_in_the_table_of_their_task():
+    several = cell([1.0] * 2), cell([1.0] * 4, task="multi_value")
+    _, *each = tables(report(*several))
+    assert [table.note for table in each] == [
+        "Trials in a cell: 2, texts: 2.",
+        "Trials in a cell: 4, texts: 4.",
+    ]
+
+
+def test_perplexities_have_titles_of_methods_and_the_trained_length():
+    """From 100,000 on, which no digit tells anything of, powers of ten."""
+    losses = {"none": math.log(99_999.2), "yarn": math.log(2.4e6)}
+    made = report(*(loss(nats, method=name, length=1024) for name, nats in losses.items()))
+    (table,) = tables(made)
+    assert table.columns == (("1024 tokens", "1× (trained)"),)
+    assert [(name, entry.value) for name, (entry,) in table.rows] == [
+        ("RoPE", "99999"),
+        ("+ YaRN", "2e+06"),
+    ]
+
+
+def test_factors_of_lengths_are_short_and_exact_where_they_are_large():
+    labels = {2.0: "2×", 1.5: "1.5×", 100 / 128: "0.781×", 128.0: "128×", 1024.0: "1024×"}
+    assert {factor: factor_label(factor) for factor in labels} == labels
+
+
+def test_marks_are_explained_where_there_are_any():
+    plain = report(cell([0.0] * 20))
+    marked = report(cell([0.0] * 20, length=1024), cell([1.0] * 20, method="yarn"))
+    marked_too = report(cell([1.0] * 20), cell([0.0] * 20, method="yarn"))
+    for made, explained in ((plain, ""), (marked, f"Bold {MISSING}"), (marked_too, "Bold ↓")):
+        words = legend(tables(made))
+        for mark in ("Bold", "↓", MISSING):
+            assert (mark in words) == (mark in explained)
+
+
 ROW = {"run": "x", "model": "RoPE", "method": "none", "task": "statements", "length": 64,
        "factor": 1.0, "metric": "score", "value": 0.5, "low": 0.25, "high": 0.75}  # fmt: skip
 
@@ -155,6 +191,19 @@ def test_runs_are_named_by_their_directories_and_have_a_column_for_each_length(t
         [False, None],
         [True, None],
     ]
+
+
+def test_the_best_of_runs_is_the_highest_score_above_0_and_the_lowest_loss(tmp_path):
+    loss = {"task": "perplexity", "metric": "loss", "low": None, "high": None}
+    runs = [
+        run(
+            tmp_path / name, {"value": 0.0}, {"value": score, "length": 128}, loss | {"value": nats}
+        )
+        for name, score, nats in (("a", 0.25, 3.5), ("b", 0.5, 3.25))
+    ]
+    scores, losses = compare(runs)
+    assert [[entry.best for entry in row] for _, row in scores.rows] == [[False] * 2, [False, True]]
+    assert [entry.best for _, (entry,) in losses.rows] == [False, True]
 
 
 def test_runs_whose_directories_have_one_name_have_their_paths(tmp_path):
