@@ -182,3 +182,32 @@ def test_benchmarks_have_every_task_and_the_mean_without_perplexities():
     assert [y for _, y in drawn(a)][:2] == [[50, 75, 50], [50]]
     assert drawn(c)[0] == ([0, 1000, 2000], [None, 100, None])
     assert labels(plot.figure) == ["DroPE", "RoPE", "encoding dropped"]
+
+
+def test_lengths_and_depths_stand_beside_a_map(plots):
+    maps = plots["depth_statements"].figure.axes[:5]
+    x = {tuple(text.get_text() for text in axes.get_xticklabels()) for axes in maps}
+    y = {tuple(text.get_text() for text in axes.get_yticklabels()) for axes in maps}
+    assert x - {()} == {("1×", "4×")}
+    assert y - {()} == {("0", "100")}
+
+
+def test_the_longest_context_that_was_trained_is_marked():
+    cells = [cell([1.0, 0.0], length=length) for length in (1024, 2048)]
+    for plot in plots_of(report(*cells, trained=4096)):
+        (axes,) = plot.figure.axes
+        dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+        assert dashed == [4096]
+
+
+def test_benchmarks_mark_the_first_one_after_the_drop():
+    milestones = tuple(
+        {"step": n, "tokens": 100 * n, "dropped": n > 1, "scores": {"a": 0.5}} for n in range(4)
+    )
+    run = RunSummary("DroPE", "rope", 1, 2, 3, milestones=milestones)
+    (plot,) = benchmarks(report(runs=(run,)))
+    assert drawn(plot.figure.axes[0])[-1][0] == [200, 200]
+
+
+def test_one_length_has_no_curve():
+    assert [*plots_of(report(cell([1.0, 0.0]), loss(3.0)))] == []

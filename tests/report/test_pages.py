@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from html import unescape
@@ -11,10 +12,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.report.examples import EXPERIMENT, METHODS, TRAINED, cell, change, example, report
+from tests.report.examples import EXPERIMENT, METHODS, TRAINED, cell, change, example, loss, report
 from trainer.analysis.results import COLUMNS, Results, tidy
 from trainer.plotting import Grid, Panel, Plot, draw, over_heads
-from trainer.report.pages import write_analysis, write_comparison, write_renderings
+from trainer.report.pages import (
+    _cell,
+    inline,
+    write_analysis,
+    write_comparison,
+    write_renderings,
+)
 from trainer.report.report import RunSummary
 from trainer.report.tables import tables
 
@@ -207,3 +214,59 @@ def test_rows_of_all_topics_are_one_table_beside_the_figures(written):
             f"{key}_curves.png",
             f"{key}_curves.svg",
         ]
+
+
+def test_the_page_judges_claims_and_counts_the_verdicts(tmp_path):
+    page = page_of(report(observations=EXPERIMENT["observations"]), tmp_path)
+    assert "Claims of the papers: 1 shown, 1 not shown, 1 not judged<" in page
+    verdicts = re.findall(
+        r'class="verdict (\w+)">(.) ([^<]+)<.*?<summary>([^<]+)<', page, re.DOTALL
+    )
+    assert verdicts == [
+        ("yes", "✓", "shown", "first claim"),
+        ("no", "✗", "not shown", "second claim"),
+        ("open", "–", "not judged", "third claim"),
+    ]
+    one = page_of(report(observations=EXPERIMENT["observations"][:1]), tmp_path)
+    assert "Claims of the papers: 1 shown<" in one
+
+
+def test_the_page_shows_seeds_by_their_mean(tmp_path):
+    seeds = {"A (0)": "A", "A (1)": "A"}
+    made = report(*(cell([1.0, 0.0] * 20, name) for name in seeds), seeds=seeds)
+    page = page_of(made, tmp_path)
+    assert re.findall(r'<th scope="row">([^<]+)<', page) == ["A"]
+    assert "(0)" not in page
+
+
+def test_a_run_has_its_loss_on_the_page(tmp_path):
+    runs = tuple(RunSummary(name, "rope", 1000, 20, 1280) for name in ("RoPE", "NoPE"))
+    page = page_of(report(loss(3.25, length=TRAINED), runs=runs), tmp_path)
+    table = page[page.index("<b>The runs.</b>") :]
+    cells = re.findall(r"<td>([^<]*)</td>", table)
+    assert [cells[:4], cells[4:8]] == [
+        ["1\u202f000", "20", "1\u202f280", "3.250"],
+        ["1\u202f000", "20", "1\u202f280", "·"],
+    ]
+
+
+def test_the_page_says_what_guesses_score_and_what_was_trained(tmp_path):
+    config = {"evaluation": {"needles": {"needles": 5}}}
+    made = report(cell([1.0], task="statements"), config=config, training_share=0.25)
+    page = page_of(replace(made, tasks=made.tasks | {"statements": "S"}), tmp_path)
+    task = page[page.index("<summary>The task<") :].partition("</details>")[0]
+    assert re.findall(r"([\d.]+)%", task) == ["1.1", "20.0", "25"]
+
+
+def test_a_drawing_in_a_page_has_names_and_colours_of_the_page():
+    drawn = '<g id="a" fill="#0072b2"/><use href="#a" clip="url(#a)"/></svg>'
+    svg = f"<?xml?><svg><style>*{{}}</style>{drawn}"
+    assert inline(svg, "x", 'a "b"') == (
+        '<svg role="img" aria-label="a &#34;b&#34;"><g id="x-a" fill="var(--blue)"/>'
+        '<use href="#x-a" clip="url(#x-a)"/></svg>'
+    )
+
+
+def test_numbers_in_a_page_have_four_digits_and_commas():
+    values = {math.nan: "", 3.0: "3", 12345.0: "12,345", 0.123456: "0.1235", 1234567: "1,234,567"}
+    assert [_cell(value) for value in (*values, "007")] == [*values.values(), "007"]

@@ -75,3 +75,20 @@ def test_a_table_has_a_line_of_values_and_one_of_intervals(terminal):
     assert lines[4:10] == [
         "RoPE · 0.0", "0.0–16.1", "+ YaRN · 45.0↑", "25.8–65.8", "", "DroPE 100.0 ·",
     ]  # fmt: skip
+
+
+def test_seeds_are_told_of_by_their_mean(terminal):
+    shown, seeds = terminal(200), {"A (0)": "A", "A (1)": "A"}
+    console.print_report(report(*(cell([1.0], name) for name in seeds), seeds=seeds), "runs/x")
+    lines = shown.getvalue().splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("A")] == [["A", "100.0"]]
+    assert "(0)" not in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("width", "is_terminal", "most"), [(60, True, 60), (60, False, 100), (200, True, 100)]
+)
+def test_text_is_as_wide_as_a_terminal_and_no_wider_than_100(terminal, width, is_terminal, most):
+    shown = terminal(width, is_terminal)
+    console.print_report(replace(WHOLE, notes=("a " * 100,)), "x")
+    assert most - 4 < max(map(len, shown.getvalue().splitlines())) <= most
