@@ -15,7 +15,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainer.config import DopeSettings, EvaluationConfig, NeedleTaskSettings, TemperatureSettings
+from trainer.config import (
+    ChoiceSettings,
+    DopeSettings,
+    EvaluationConfig,
+    NeedleTaskSettings,
+    TemperatureSettings,
+)
 from trainer.data.corpus import held_out_windows
 from trainer.evaluation import dope, engine
 from trainer.evaluation import perplexity as losses
@@ -257,6 +263,12 @@ def test_a_fit_on_other_text_is_another_measurement(model, corpus, tmp_path):
         text = fit_text(corpus, windows)
         evaluated(model, config, text, perplexities(corpus), Store(tmp_path))
         assert len(keys_of(tmp_path)) == cells
+
+
+def test_a_choice_that_serves_all_lengths_is_noted_once(model, corpus, tmp_path):
+    config = EvaluationConfig(lengths=[1, 2], methods=["dope"], choice=ChoiceSettings(length=2))
+    *_, notes = evaluated(model, config, fit_text(corpus), perplexities(corpus), Store(tmp_path))
+    assert len(notes) == 1
 
 
 def test_chosen_heads_are_noted_for_all_lengths(model, corpus, tmp_path):

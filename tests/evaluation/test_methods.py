@@ -32,9 +32,12 @@ from trainer.evaluation import dope
 from trainer.evaluation.fitting import FitText
 from trainer.evaluation.method import METHODS, Method, method
 from trainer.evaluation.methods import (
+    changed,
+    dropped,
     known_methods,
     layout_inputs,
     layouts_for,
+    tokens_read,
     why_not,
 )
 from trainer.evaluation.needles import NEEDLE_TASKS, needle_task
@@ -157,6 +160,39 @@ def test_dope_chooses_its_heads_under_the_rescaling_before_it(fitting, heads):
     assert layout_of("dope", have, 2.0, config) == dope.apply(
         have.model.layout, plain, config.dope, have.model
     )
+
+
+def test_factors_are_searched_once_for_all_coefficients_of_a_temperature(fitting, monkeypatch):
+    searched = []
+    monkeypatch.setattr(FitText, "loss", lambda *given: 1.0)
+    monkeypatch.setattr(
+        "trainer.evaluation.longrope.longrope_factors",
+        lambda layout, s, *given: searched.append(s) or [(1.0,) * 4],
+    )
+    config = replace(CONFIG, lengths=[2, 4], temperature=TemperatureSettings(models="all"))
+    layouts_of("longrope+temperature", fitting(), [2.0, 4.0], config)
+    assert searched == [2.0, 4.0]
+
+
+def test_unfitted_parts_apply_from_left_to_right():
+    before = layout()
+    result = changed("drop+temperature_rope_id", before, 2.0, CONFIG)
+    assert result == tempered(dropped(before, 2.0, CONFIG), 0.1, 2.0)
+    halved = changed("pi+yarn", before, 2.0, CONFIG)
+    assert halved == before.rescaled(RESCALINGS["pi"], 2.0).rescaled(RESCALINGS["yarn"], 2.0)
+
+
+def test_cropping_reads_the_last_tokens_with_any_other_part():
+    names = {"crop": 64, "crop+pi": 64, "pi+crop": 64, "none": None, "pi+yarn": None}
+    assert {name: tokens_read(name, layout()) for name in names} == names
+
+
+@pytest.mark.parametrize("layers", [None, [0]])
+@pytest.mark.parametrize("encoding", ["rope", "alibi"])
+def test_a_drop_leaves_no_layer_with_positions(fitting, encoding, layers):
+    have = fitting(layers=[encoding], windows=[16, None])
+    result = layout_of("drop", have, 2.0, replace(CONFIG, layers=layers))
+    assert {spectrum.rotates or spectrum.alibi for spectrum in result.spectra} == {False}
 
 
 def test_dropping_keeps_a_temperature_that_was_trained(fitting):
