@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -11,15 +12,18 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from tests.comparing import assert_same_state, checkpoint_of, during, rows_of
-from trainer.checkpoint import Writer, read_state, step_name
+from trainer.checkpoint import BEFORE_DROP, FORMAT, STATE, Writer, read_state, step_name
 from trainer.common.errors import DivergedError, PreemptedError, UserError
 from trainer.common.processes import RECEIVED
+from trainer.config import RunConfig, StrategyConfig
 from trainer.lightning.module import LanguageModule
 from trainer.model.flops import training_flops
 from trainer.runs.directory import read_metrics
 from trainer.training import rows as of_rows
+from trainer.training.fit import user_callbacks
 from trainer.training.rows import flops_per_token
 from trainer.training.run import check_divergence
 
@@ -91,12 +95,14 @@ def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeyp
 
 
 def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
-    for step in (999_998, 999_999, 1_000_000):
-        (tmp_path / step_name(step)).mkdir()
-    with pytest.raises(DivergedError, match=r"step-999999$"):
-        check_divergence(32, 1_000_031, tmp_path)
-    for step, healthy in ((1_000_030, "step-999998"), (1_000_032, "step-1000000"), (80, "None")):
-        with pytest.raises(DivergedError, match=rf"{healthy}$"):
+    steps = {step_name(step): step for step in (999_998, 999_999, 1_000_000)}
+    for name, step in (steps | {BEFORE_DROP: 60}).items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / STATE).write_text(json.dumps({"format": FORMAT, "step": step}))
+    healthy = {1_000_031: 999_999, 1_000_030: 999_998, 1_000_032: 1_000_000}
+    names = {step: step_name(before) for step, before in healthy.items()}
+    for step, name in {**names, 92: BEFORE_DROP, 91: "no healthy checkpoint"}.items():
+        with pytest.raises(DivergedError, match=rf"{name}$"):
             check_divergence(32, step, tmp_path)
     check_divergence(31, 1_000_031, tmp_path)
 
@@ -163,11 +169,36 @@ def test_a_callback_of_ones_own_acts_before_rows_and_checkpoints_and_resumes(
     assert states[0]["Shrink"]["steps"] == 12
 
 
-@pytest.mark.slow
-def test_a_run_drops_by_its_own_key(run):
-    drop = {"_target_": "trainer.lightning.DropPositions", "at": 3}
-    with pytest.raises(UserError, match=r"drop\.at"):
-        run("refused", callbacks={"mine": drop})
+LIGHTNING = "lightning.pytorch.callbacks"
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        {"factor": 0.9},
+        {"_target_": "Shrink"},
+        {"_target_": "nowhere.Shrink"},
+        {"_target_": f"{__name__}.Nothing"},
+        {"_target_": f"{__name__}.Shrink"},
+        {"_target_": f"{__name__}.Shrink", "factor": 0.9, "other": 1},
+        {"_target_": f"{LIGHTNING}.EarlyStopping", "monitor": "loss", "mode": "odd"},
+        {"_target_": "trainer.lightning.DropPositions", "at": 3},
+        {"_target_": f"{LIGHTNING}.GradientAccumulationScheduler", "scheduling": {"0": 2}},
+        {"_target_": f"{LIGHTNING}.EMAWeightAveraging"},
+    ],
+)
+def test_a_callback_that_a_run_cannot_have_is_refused_by_its_name(callback):
+    """Averages of weights are for whole ones alone."""
+    sharded = {"strategy": StrategyConfig("fsdp2")}
+    with pytest.raises(UserError, match=r"^callbacks\.mine: "):
+        user_callbacks(RunConfig(callbacks={"mine": callback}, **sharded))
+
+
+def test_callbacks_are_made_of_their_arguments_and_averages_of_whole_weights():
+    average = {"_target_": f"{LIGHTNING}.EMAWeightAveraging", "decay": 0.25}
+    callbacks = user_callbacks(RunConfig(callbacks={**MINE["callbacks"], "average": average}))
+    assert [type(each) for each in callbacks] == [Shrink, EMAWeightAveraging]
+    assert callbacks[0].factor == 0.9
 
 
 @pytest.mark.slow

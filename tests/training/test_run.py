@@ -8,6 +8,7 @@ import os
 import signal
 import struct
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -278,11 +279,14 @@ def test_wandb_offline_has_one_complete_series_after_a_resume(run, monkeypatch, 
         assert {key: row[key] for key in expected} == expected
 
 
-def test_compiled_run_agrees_with_the_eager_one(run):
-    """The drop in mid-run recompiles the blocks and changes nothing else."""
-    eager, _ = run("eager", trainer={"log_every": 1})
-    compiled, _ = run("compiled", trainer={"log_every": 1, "compile": True})
-    for a, b in zip(rows_of(eager), rows_of(compiled), strict=True):
+@pytest.mark.parametrize("code", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_run_agrees_with_the_eager_one(run, finished, monkeypatch, code):
+    """The drop in mid-run recompiles the blocks and changes nothing else.
+
+    On a busy machine inductor takes minutes to make its code."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=code))
+    compiled, _ = run(trainer={"compile": True})
+    for a, b in zip(rows_of(finished[0]), rows_of(compiled), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
 
 

@@ -1,6 +1,7 @@
 """Training batches in an order that is a pure function of (seed, step)."""
 
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from itertools import count, islice
@@ -136,6 +137,7 @@ class TokenData(L.LightningDataModule):
         """Return the held-out sequences, if any; Lightning shares them among the ranks."""
         assert self.trainer is not None
         if self.corpus == "" or not self.held_out:
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         ids = self.probe(self.held_out)
         data: Any = [{"input_ids": row[:-1], "labels": row[1:]} for row in ids]

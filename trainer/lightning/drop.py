@@ -239,11 +239,9 @@ class DropPositions(L.Callback):
                 raise UserError("DropPositions: the decoder has no such encoding to drop")
             with decoder.using(dropped):  # raises if it cannot take it
                 return
-        chosen = self.to, self.layers, self.heads, self.gain
-        if chosen != ("nope", None, None, "one") or self.probe is not None:
-            raise UserError("DropPositions: to, layers, heads, gain and probe need a Decoder")
-        if self.qk_norm or self.optimizer_state == "reset_new":
-            raise UserError("DropPositions: qk_norm and reset_new need a Decoder")
+        chosen = self.to, self.layers, self.heads, bool(self.qk_norm), self.probe is None
+        if chosen != ("nope", None, None, False, True) or self.optimizer_state == "reset_new":
+            raise UserError("DropPositions: without a Decoder only at, rewarm, keep and reset work")
         from trainer import hf
 
         if self.at != 0 or not hf.is_dropped(module):
@@ -329,10 +327,7 @@ def _decoder_in(module: nn.Module) -> Decoder | None:
     decoders = [part for part in module.modules() if isinstance(part, Decoder)]
     if len(decoders) <= 1:
         return decoders[0] if decoders else None
-    trained = []
-    for decoder in decoders:
-        if any(parameter.requires_grad for parameter in decoder.parameters()):
-            trained.append(decoder)
+    trained = {each for each in decoders for p in each.parameters() if p.requires_grad}
     if len(trained) != 1:
         raise UserError(f"DropPositions: expected one decoder that is trained, got {len(trained)}")
-    return trained[0]
+    return trained.pop()

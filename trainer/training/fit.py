@@ -23,6 +23,7 @@ from trainer.common.errors import PreemptedError, UserError
 from trainer.common.processes import RECEIVED, current_ranks
 from trainer.common.progress import Progress
 from trainer.common.ranks import device_of, on_rank_zero
+from trainer.common.registry import check_call
 from trainer.config import DataConfig, RunConfig
 from trainer.data.corpus import Corpus
 from trainer.data.dataset import TrainingSamples
@@ -151,8 +152,7 @@ def starting_point(
     start = newest_checkpoint(directory)
     if start is None and branch is not None:
         start = check_sound(branch)
-        if not metrics.exists():
-            source = branch.parent.parent / "metrics.csv"
+        source = branch.parent.parent / "metrics.csv"
     state: dict[str, Any] = {"step": 0}
     if start is not None:
         state = on_rank_zero(lambda: read_state(start))
@@ -178,15 +178,20 @@ def user_callbacks(config: RunConfig) -> list[L.Callback]:
     """Create the configured callbacks.
 
     Raises:
-        UserError: one of them would do something else in a run than its name says.
+        UserError: one of them cannot be created, or would do something else than its name says.
     """
     callbacks: list[L.Callback] = []
     for name, values in config.callbacks.items():
         arguments = dict(values)
-        module, _, attribute = arguments.pop("_target_").rpartition(".")
-        callback = resolve_name(f"{module}:{attribute}")(**arguments)
+        module, _, attribute = str(arguments.pop("_target_", "")).rpartition(".")
+        try:
+            create = resolve_name(f"{module}:{attribute}")
+            check_call(attribute, create, **arguments)
+            callback = create(**arguments)
+        except (ImportError, AttributeError, ValueError, MisconfigurationException) as error:
+            raise UserError(f"callbacks.{name}: cannot create its _target_: {error}") from error
         if isinstance(callback, DropPositions):
-            raise UserError("callbacks: a run drops its encoding by drop.at, not by DropPositions")
+            raise UserError(f"callbacks.{name}: a run drops its encoding by drop.at")
         if isinstance(callback, SETS_SCHEDULES):
             raise UserError(f"callbacks.{name}: learning rates and batches of a run are its own")
         if config.strategy.name in SHARDED and isinstance(callback, of_lightning.WeightAveraging):

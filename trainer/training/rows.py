@@ -70,12 +70,10 @@ class Rows:
         metrics["learning_rate"] = trainer.optimizers[0].param_groups[0]["lr"]
         metrics |= self.lap(module, phase, step, batch)
         for name, value in trainer.logged_metrics.items():
-            is_taken = name in COLUMNS  # a user's callback may log under a name of the run
-            key = f"callback/{name}" if is_taken else name
+            key = f"callback/{name}" if name in COLUMNS else name  # which is the run's own
             metrics[key] = float(value)
         metrics |= pending
-        path = self.run.directory / "metrics.csv"
-        rank_zero_only(append_metrics)(path, metrics | {"step": step})
+        rank_zero_only(append_metrics)(self.run.directory / "metrics.csv", metrics | {"step": step})
         self.count += 1
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
@@ -109,8 +107,7 @@ def epochs_read(corpus: Corpus, phases: Phases) -> Callable[[int], dict[str, flo
         total = {part.name: 0.0 for part in corpus.parts}
         for phase, of_phase in zip(phases, samples, strict=True):
             steps = max(min(step, phase.end) - phase.start, 0)
-            epochs = of_phase.epochs(steps * phase.batch_size)
-            for name, times in epochs.items():
+            for name, times in of_phase.epochs(steps * phase.batch_size).items():
                 total[name] += times
         return total
 

@@ -15,16 +15,16 @@ from trainer.checkpoint import (
     BEFORE_DROP,
     Writer,
     is_due,
+    read_state,
     regular_checkpoints,
     split_tensors,
     step_name,
-    step_of,
 )
 from trainer.common.errors import STOP_REASONS, DivergedError, PreemptedError
 from trainer.common.progress import Progress
 from trainer.common.ranks import any_rank
 from trainer.data.corpus import Corpus
-from trainer.lightning.drop import Gain, apply_change
+from trainer.lightning.drop import apply_change
 from trainer.lightning.module import Batch, LanguageModule
 from trainer.runs.phases import Run, layout_of_phase
 from trainer.training.internals import loops_at
@@ -112,14 +112,11 @@ class RunCallback(Checkpoint):
         model = self.module.model
         if phase.drop is not None and not self.measurements.has_dropped:
             self.save(trainer, BEFORE_DROP)
-        gain: Gain = "one"
-        if phase.drop is not None and model.config.qk_norm.when == "after_drop":
-            gain = phase.drop.qk_norm_gain
         before, after = apply_change(
             trainer,
             model,
             layout_of_phase(self.run.config, phase, model.layout),
-            gain=gain,
+            gain="one" if phase.drop is None else phase.drop.qk_norm_gain,
             optimizer_state=phase.optimizer_state,
             probe=self.measurements.probe(phase),
         )
@@ -219,9 +216,9 @@ def check_divergence(in_a_row: int, step: int, directory: Path) -> None:
     if in_a_row < MOST_SKIPPED:
         return
     first = step - in_a_row + 1
-    healthy = [path for path in regular_checkpoints(directory) if step_of(path) < first]
-    newest = str(healthy[-1]) if healthy else None
+    paths = [*directory.glob(BEFORE_DROP), *regular_checkpoints(directory)]
+    healthy = [path for path in paths if read_state(path)["step"] < first]
+    hint = f"the last healthy checkpoint is {healthy[-1]}" if healthy else "no healthy checkpoint"
     raise DivergedError(
-        f"the loss or the gradient was not finite in steps {first} to {step}; "
-        f"the last healthy checkpoint is {newest}"
+        f"the loss or the gradient was not finite in steps {first} to {step}; {hint}"
     )
