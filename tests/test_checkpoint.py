@@ -316,7 +316,8 @@ def test_the_newest_and_permanent_checkpoints_stay(tmp_path):
     write(directory, model, optimizer, BEFORE_DROP, 5, *steps, keep=2, permanent={3}, every=4)
     assert [path.name[-1] for path in regular_checkpoints(directory)] == ["3", "4", "8", "9"]
     assert (directory / BEFORE_DROP).is_dir()
-    assert find_checkpoint(str(tmp_path)) == directory / "step-000009"
+    for name in (tmp_path, directory):
+        assert find_checkpoint(str(name)) == directory / "step-000009"
 
 
 def test_beyond_a_million_steps_the_newest_checkpoint_stays(tmp_path):
@@ -369,9 +370,19 @@ def test_a_failed_write_leaves_the_checkpoint_before_it(saved, monkeypatch):
     with pytest.raises(UserError, match=r"step-000006.*No space left"):
         write(directory, model, optimizer, "step-000006", 6)
     assert newest_checkpoint(directory) == directory / "step-000003"
+    assert failed_write(directory, model, optimizer)
     monkeypatch.undo()
-    write(directory, model, optimizer, "step-000006", 6)
+    assert not failed_write(directory, model, optimizer)
     assert newest_checkpoint(directory) == directory / "step-000006"
+
+
+def failed_write(directory, model, optimizer):
+    """Whether a checkpoint could not be written, as the writer knows before one waits for it."""
+    writer = Writer(directory, 99)
+    writer.save(directory / "step-000006", tensors_of(model, optimizer), describe(model, 6))
+    assert not Writer(directory, 99).has_failed
+    writer.close()
+    return writer.has_failed
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(saved, monkeypatch, caplog):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 
 from tests.lightning.test_drop import Llama, RandomSamples, ours
+from trainer.config import DataConfig, TokenizerConfig
 from trainer.data.corpus import Corpus, prepare_corpus
-from trainer.lightning import TokenData
-
-pytestmark = pytest.mark.slow
+from trainer.data.dataset import TrainingSamples
+from trainer.lightning import TokenData, datamodule
+from trainer.lightning.datamodule import Batches, StepLoader
 
 HOOKS = ["on_train_batch_start", "on_before_backward", "on_train_batch_end"]
 
@@ -61,6 +65,7 @@ def fit(module, callback, begin=None, **options):
     trainer.fit(module, TokenData("", 32, 8, workers=0, samples=RandomSamples()), ckpt_path=begin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "when", ["on_train_batch_start", "on_before_backward", "on_train_batch_end"]
 )
@@ -80,6 +85,7 @@ def test_a_run_that_was_stopped_within_a_step_repeats_it(tmp_path, make, at, whe
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_epochs_read_on_also_after_a_resume_within_the_second(tmp_path):
     whole, parts, again = Save(), Save(), Save()
     fit(ours(), whole)
@@ -91,6 +97,7 @@ def test_epochs_read_on_also_after_a_resume_within_the_second(tmp_path):
     assert again.read == {step: whole.read[step] for step in range(2, 6)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [8, 9, 10, 11, 12, 13])
 def test_an_epoch_that_ends_with_fewer_micro_batches_ends_its_step(tmp_path, at):
     """Epochs of six micro-batches are two steps, of four and two: stopped in and behind each."""
@@ -106,20 +113,59 @@ def test_an_epoch_that_ends_with_fewer_micro_batches_ends_its_step(tmp_path, at)
         assert torch.equal(a, b)
 
 
-def test_a_probe_needs_no_more_text_than_a_training_sequence(finished):
+@pytest.fixture(scope="module")
+def corpus(base):
+    return prepare_corpus(DataConfig(**base["data"]), TokenizerConfig(**base["tokenizer"]))
+
+
+def test_a_rank_reads_its_parts_of_the_steps_in_the_order_of_the_seed(corpus):
+    """Of step 5, whose 8 samples are two micro-batches on two ranks; callbacks alone draw from
+    torch's generator."""
+    data = TokenData(corpus, 32, 8, seed=3, workers=0)
+    not_begun = SimpleNamespace(current=SimpleNamespace(ready=0, processed=0))
+    data.trainer = SimpleNamespace(
+        lightning_module=torch.nn.Linear(1, 1),
+        fit_loop=SimpleNamespace(epoch_progress=not_begun),
+        strategy=SimpleNamespace(root_device=torch.device("cpu")),
+        accumulate_grad_batches=2,
+        global_rank=1,
+        world_size=2,
+        global_step=10,
+        optimizers=[None, None],  # Lightning counts the steps of both
+    )
+    data.setup("fit")
+    before = torch.get_rng_state()
+    batches = islice(data.train_dataloader(), 2)
+    samples = TrainingSamples(corpus, DataConfig(sequence_length=32), 3)
+    for batch, numbers in zip(batches, ([42, 43], [46, 47]), strict=True):
+        assert batch["labels"].equal(samples.__getitems__(numbers)["labels"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_workers_leave_signals_to_the_trainer(monkeypatch):
+    """SLURM sends them to every process of a job."""
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")), global_step=0, optimizers=[]
+    )
+    loader = StepLoader(Batches(RandomSamples(), 4), 3, trainer)
+    assert loader.num_workers == 3
+    ignored = {}
+    monkeypatch.setattr(datamodule.signal, "signal", ignored.__setitem__)
+    loader.worker_init_fn(0)
+    numbers = signal.SIGTERM, signal.SIGUSR1, signal.SIGINT
+    assert ignored == dict.fromkeys(numbers, signal.SIG_IGN)
+
+
+def test_a_probe_needs_no_more_text_than_a_training_sequence(corpus):
     """Its sequences begin with the token that begins those of the training text."""
-    config, _ = finished
-    corpus = prepare_corpus(config.data, config.tokenizer)
     part = replace(corpus.parts[0], validation=corpus.parts[0].validation[:16])
     data = TokenData(Corpus((part,)), 16, 8)
     assert data.probe(1).tolist() == [[corpus.first_token, *part.validation.tolist()]]
     assert data.samples.__getitems__([0])["input_ids"][0, 0] == corpus.first_token
 
 
-def test_samples_of_ones_own_have_a_probe_of_the_text_in_a_directory(finished):
-    config, _ = finished
-    directory = prepare_corpus(config.data, config.tokenizer).parts[0].directory
-    data = TokenData(directory, 16, 8, samples=RandomSamples())
+def test_samples_of_ones_own_have_a_probe_of_the_text_in_a_directory(corpus):
+    data = TokenData(corpus.parts[0].directory, 16, 8, samples=RandomSamples())
     data.setup("fit")
     assert isinstance(data.samples, RandomSamples)
     assert data.probe(2).shape == (2, 17)

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning as L
+import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DeepSpeedStrategy, SingleDeviceStrategy
 from torch.utils.data import DataLoader
@@ -21,7 +23,7 @@ from trainer.data.corpus import prepare_corpus
 from trainer.data.tokenizer import vocabulary_size
 from trainer.hf import drop_rotation, is_dropped
 from trainer.lightning import DropPositions, LanguageModule, TokenData, schedule
-from trainer.lightning.datamodule import Batches, repeat_interrupted_step
+from trainer.lightning.datamodule import Batches
 from trainer.lightning.drop import match_gains
 from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
@@ -469,10 +471,13 @@ def dropped_layers(module):
     ]
 
 
-@pytest.mark.parametrize(("when", "norms"), [("never", False), ("after_drop", True)])
-def test_norms_come_on_if_the_decoder_has_some_that_wait(when, norms):
+@pytest.mark.parametrize(
+    ("when", "asked", "norms"),
+    [("never", None, False), ("after_drop", None, True), ("after_drop", False, False)],
+)
+def test_norms_come_on_if_the_decoder_has_some_that_wait(when, asked, norms):
     module = Own(when)
-    trainer_of(DropPositions(1), max_steps=2).fit(module, batches())
+    trainer_of(DropPositions(1, qk_norm=asked), max_steps=2).fit(module, batches())
     assert [layout.layers[0].qk_norm for layout in module.layouts] == [False, norms]
 
 
@@ -610,9 +615,21 @@ def test_the_effect_is_logged_just_before_and_after(tmp_path):
 
     logger = CSVLogger(tmp_path)
     fit(ours(), logger=logger, log_every_n_steps=1)
-    text = next(tmp_path.rglob("metrics.csv")).read_text()
-    assert "drop/loss_before" in text
-    assert "drop/loss_after" in text
+    rows = pd.read_csv(next(tmp_path.rglob("metrics.csv"))).set_index("step")
+    model = fit(ours(), steps=6).model
+    probe = torch.randint(64, (4, 33), generator=torch.Generator().manual_seed(1))
+    losses = []
+    with torch.no_grad():
+        for layout in (model.layout, drop(model.layout, qk_norm=True)):
+            if layout.layers[0].qk_norm:
+                match_gains(model, layout, [probe])
+            model.layout = layout
+            logits = model(probe[:, :-1]).flatten(0, 1)
+            losses.append(F.cross_entropy(logits, probe[:, 1:].flatten()).item())
+    assert abs(losses[0] - losses[1]) > 1e-5
+    effect = rows[["drop/loss_before", "drop/loss_after"]].dropna()
+    assert [*effect.index] == [6]
+    assert effect.iloc[0].tolist() == pytest.approx(losses, abs=3e-6)
     assert "lr: 0.001" in next(tmp_path.rglob("hparams.yaml")).read_text()
 
 
@@ -691,7 +708,9 @@ def test_of_three_micro_batches_the_last_ends_a_step_of_two_where_the_epoch_ends
     progress.is_last_batch = is_last
     for part in (progress.current, progress.total):
         part.load_state_dict(dict.fromkeys(part.state_dict(), 3))
-    repeat_interrupted_step(trainer)
+    data = TokenData("", 32, 8, samples=RandomSamples())
+    data.trainer = trainer
+    data.train_dataloader()
     assert {*progress.current.state_dict().values(), *progress.total.state_dict().values()} == {
         done
     }
@@ -726,9 +745,9 @@ def test_no_held_out_sequences_are_no_validation():
 def test_each_held_out_sequence_is_validated_by_one_rank(monkeypatch):
     """Lightning's sampler shares them among the ranks."""
     data, ids = TokenData("text", 32, 8, held_out=16), torch.arange(16 * 33).view(16, 33)
-    monkeypatch.setattr(data, "probe", lambda _: ids)
-    for ranks, rows in ((2, 4), (16, 1)):
-        data.trainer = SimpleNamespace(accumulate_grad_batches=1, world_size=ranks)
+    monkeypatch.setattr(data, "probe", lambda count: ids[:count])
+    for ranks, parts, rows in ((2, 1, 4), (2, 2, 2), (16, 1, 1)):
+        data.trainer = SimpleNamespace(accumulate_grad_batches=parts, world_size=ranks)
         batches = [*data.val_dataloader()]
         assert [len(batch["input_ids"]) for batch in batches] == [rows] * (16 // rows)
         assert torch.equal(torch.cat([batch["labels"] for batch in batches]), ids[:, 1:])

@@ -29,7 +29,7 @@ from tests.program import run_ranks
 from trainer.common.errors import UserError
 from trainer.lightning import LanguageModule, schedule
 from trainer.lightning.module import Tally, check_updates, ends_step, evaluating
-from trainer.model.backends import cudnn_attention
+from trainer.model.backends import BACKENDS, cudnn_attention
 
 CLIP = 0.5
 
@@ -431,11 +431,60 @@ def test_updates_that_were_skipped_are_counted_in_a_row_and_since_the_start():
     assert counted == [(1, 1), (2, 2), (0, 2), (1, 3)]
 
 
-def test_evaluating_leaves_the_kernel_as_it_was():
-    with cudnn_attention(True):
-        with evaluating(decoder()):
+def test_a_model_is_evaluated_without_gradients_compilation_and_kernels_for_one_length():
+    """Afterwards everything is as it was, also behind an error."""
+    model = decoder()
+    model.layers[1].self_attn.attend = BACKENDS["flex"].attend
+
+    def compiler(*_):
+        raise AssertionError("compiled")
+
+    compiled = torch.compile(lambda x: x + 1, backend=compiler)
+    with cudnn_attention(True):  # as in training at a fixed length
+        with evaluating(model):
+            assert not torch.is_grad_enabled()
             assert not torch.backends.cuda.cudnn_sdp_enabled()
+            assert {block.self_attn.attend for block in model.layers} == {BACKENDS["sdpa"].attend}
+            assert compiled(torch.ones(())) == 2
         assert torch.backends.cuda.cudnn_sdp_enabled()
+    with pytest.raises(RuntimeError), evaluating(model):
+        raise RuntimeError
+    assert torch.is_grad_enabled()
+    assert model.layers[1].self_attn.attend is BACKENDS["flex"].attend
+
+
+@pytest.mark.parametrize(
+    ("own", "precision", "half"),
+    [
+        (None, "32-true", False),
+        (torch.bfloat16, "32-true", True),
+        (None, "bf16-true", True),
+        (None, "bf16-mixed", True),
+    ],
+)
+def test_the_kernel_is_chosen_for_what_it_computes(monkeypatch, own, precision, half):
+    batch, asked = micro_batch(0, 3, 8), []
+    of_documents = batch | {"documents": torch.zeros(3, 8, dtype=torch.long)}
+    module = LanguageModule(decoder(), attention="sdpa")
+    module.model.compute_dtype = own
+    use_backend = module.model.use_backend
+
+    def noted(*given, **options):
+        asked.append((*given, options))
+        return use_backend(*given, **options)
+
+    monkeypatch.setattr(module.model, "use_backend", noted)
+    fit(module, [batch, of_documents], precision=precision)
+    options = {"half": half, "length": 8}
+    expected = [("sdpa", "cpu", {"documents": given, **options}) for given in (False, True)]
+    assert asked == expected
+
+
+def test_a_module_keeps_its_optimizer_for_another_fit():
+    module = LanguageModule(decoder(), 1e-2)
+    first, second = (fit(module, micro_batches()[:2]).optimizers[0] for _ in range(2))
+    assert first is second
+    assert {int(state["step"]) for state in second.state.values()} == {2}
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -31,10 +31,11 @@ class Stage:
     world_size, global_rank = 1, 0
     skipped = frozenset()
     """Numbers of updates without a finite loss, from 1."""
+    logged_metrics: dict = {}  # noqa: RUF012
+    """What a user's callback has logged."""
 
     def __init__(self, of_run, strategy, loggers, callbacks):
         self.run, self.strategy, self.loggers, self.callbacks = of_run, strategy, loggers, callbacks
-        self.logged_metrics = {}
         self.global_step, self.events, self.batches, self.states = 0, [], [], []
         self.is_deterministic = torch.are_deterministic_algorithms_enabled()
 

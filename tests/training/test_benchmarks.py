@@ -23,8 +23,6 @@ from trainer.config import MultipleChoiceSettings
 from trainer.data.corpus import prepare_corpus
 from trainer.evaluation.likelihood import Encoder
 from trainer.evaluation.multiple_choice import multiple_choice_tasks
-from trainer.lightning.module import evaluating
-from trainer.model.backends import BACKENDS, cudnn_attention
 from trainer.runs.models import read_run
 from trainer.runs.parsing import merged
 
@@ -147,18 +145,3 @@ def test_ranks_share_the_questions_and_have_the_scores_of_one(base, tmp_path, as
         assert [m["step"] for m in shared] == [m["step"] for m in alone]
         for key, value in alone[0]["scores"].items():
             assert shared[0]["scores"][key] == pytest.approx(value, rel=1e-3), key
-
-
-def test_everything_is_put_back(tiny_decoder):
-    model = tiny_decoder()
-    model.layers[1].self_attn.attend = BACKENDS["flex"].attend
-    with cudnn_attention(True):  # as in training at a fixed length
-        with evaluating(model):
-            assert not torch.is_grad_enabled()
-            assert not torch.backends.cuda.cudnn_sdp_enabled()
-            assert {block.self_attn.attend for block in model.layers} == {BACKENDS["sdpa"].attend}
-        assert torch.backends.cuda.cudnn_sdp_enabled()
-    with pytest.raises(RuntimeError), evaluating(model):
-        raise RuntimeError
-    assert torch.is_grad_enabled()
-    assert model.layers[1].self_attn.attend is BACKENDS["flex"].attend

@@ -94,6 +94,15 @@ def test_a_diverged_run_stops_and_names_its_last_healthy_checkpoint(run, monkeyp
         run(trainer=changes)
 
 
+def test_a_last_checkpoint_that_cannot_be_written_ends_the_run_with_its_error(run, monkeypatch):
+    def full(path, data):
+        raise OSError("No space left")
+
+    monkeypatch.setattr("trainer.checkpoint.write_atomically", full)
+    with pytest.raises(UserError, match=r"step-000002.*No space left"):
+        run(trainer={"max_steps": 2}, drop={"at": None}, model={"qk_norm": {"when": "never"}})
+
+
 def test_the_last_healthy_checkpoint_is_found_by_number(tmp_path):
     steps = {step_name(step): step for step in (999_998, 999_999, 1_000_000)}
     for name, step in (steps | {BEFORE_DROP: 60}).items():

@@ -91,6 +91,31 @@ def test_scores_are_named_by_task_and_length_in_those_of_the_last_phase(
     assert [read for _, read in tasks] == [[999]] * 3
 
 
+def test_tasks_of_benchmarks_are_of_the_last_phase_and_few_questions(base, corpus, monkeypatch):
+    """At 2/3 and twice its 64 tokens, each length once; beside other windows of the evaluation."""
+    values = {
+        **{"run_dir": "x", "drop": {"at": None}, "phases": PHASES},
+        "evaluation": {"windows": 50, "limit": 60, "batch_tokens": 999},
+        "benchmarks": {
+            **{"every": 3, "tasks": ["perplexity"], "limit": 7},
+            "lengths": [2.0, 2 / 3, 2],
+        },
+    }
+    asked = []
+    monkeypatch.setattr(measurements, "make_tasks", lambda *given: (asked.append(given), None))
+    measurements.benchmark_tasks(parse(merged(base, values)), corpus)
+    ((text, evaluation, lengths, training_length),) = asked
+    assert (lengths, training_length) == ([43, 128], 64)
+    assert (evaluation.tasks, evaluation.windows, evaluation.limit) == (["perplexity"], 7, 7)
+    assert evaluation.batch_tokens == 999
+    assert text.corpus is corpus
+    assert text.training_share == 0.5
+    ((_, tokens),) = text.split.parts
+    assert tokens.tolist() == corpus.validation.parts[0][1].tolist()
+    never = parse(merged(base, {**values, "benchmarks": {"every": None}}))
+    assert measurements.benchmark_tasks(never, corpus) == []
+
+
 def test_ranks_read_every_nth_batch_and_have_the_mean_of_all(
     of_run, corpus, tiny_decoder, monkeypatch
 ):

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.comparing import checkpoint_of
-from tests.training.rehearsal import rehearse
+from tests.training.rehearsal import Stage, rehearse
 from trainer.common.processes import Ranks
+from trainer.common.progress import Progress
 from trainer.data.dataset import TrainingSamples
 from trainer.lightning.module import LanguageModule, Tally
 from trainer.runs.parsing import merged
@@ -101,6 +102,34 @@ def test_rows_have_means_since_the_last_one_and_the_norms_of_the_update(staged):
     assert [row["skipped_steps"] for row in stage.rows] == [1, 1, 2, 2, 2]
     squares = sum(weight.double().square().sum().item() for weight in stage.last_weights.values())
     assert stage.rows[-1]["parameter_norm"] == pytest.approx(math.sqrt(squares))
+
+
+def test_what_a_callback_logs_takes_no_column_of_the_run(staged, monkeypatch):
+    logged = {"loss": torch.tensor(70.0), "mine": torch.tensor(2.0)}
+    monkeypatch.setattr(Stage, "logged_metrics", logged)
+    row = staged(CHANGES).rows[0]
+    assert (row["loss"], row["callback/loss"], row["mine"]) == (2.0, 70.0, 2.0)
+
+
+def test_progress_is_that_of_tokens(staged, monkeypatch):
+    seen = []
+
+    class Shown(Progress):
+        def advance_to(self, step, **values):
+            seen.append((step / self.total, values))
+
+    monkeypatch.setattr(fit, "Progress", Shown)
+    rows = staged(CHANGES).rows
+    assert rows[-1]["tokens"] == 1744
+    shown = [place for place in seen if place[1]]
+    assert shown == [(row["tokens"] / 1744, {"loss": row["loss"]}) for row in rows]
+
+
+def test_a_longer_phase_that_changes_nothing_else_is_trained_at_its_length(staged):
+    phases = {"a": {"steps": 2}, "b": {"steps": 1, "sequence_length": 48}, "c": {"steps": 1}}
+    never = {"drop": {"at": None}, "model": {"qk_norm": {"when": "never"}}}
+    batches = staged(never, {"phases": phases}).batches
+    assert [layout.training_length for *_, layout in batches] == [32, 32, 48, 48]
 
 
 def test_it_saves_and_measures_when_it_is_due_and_at_both_ends_of_a_phase(three):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from types import SimpleNamespace
 
@@ -9,11 +10,16 @@ import pytest
 
 from trainer.common.processes import Ranks
 from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.runs.parsing import merged, parse
 from trainer.training import setup
 from trainer.training.setup import (
     compiles,
+    distribute,
+    make_decoder,
+    make_module,
     optimizer_settings,
     precision_of,
+    quiet_lightning,
     set_environment,
     set_threads,
 )
@@ -86,6 +92,53 @@ def test_what_the_user_has_set_in_the_environment_stays(monkeypatch, device, bef
     monkeypatch.setattr(setup, "device_type", lambda accelerator: device)
     set_environment("auto")
     assert environment == after
+
+
+def test_a_module_and_its_model_have_the_settings_of_their_run(base):
+    changes = {
+        "run_dir": "x",
+        "model": {"attention_backend": "sdpa"},
+        "trainer": {"gradient_clip": 0.25},
+        "optimizer": {
+            **{"name": "muon", "lr": 0.5, "betas": (0.5, 0.6), "muon_lr": 0.125},
+            **{"weight_decay": 0.3, "decay_embeddings": True},
+        },
+    }
+    run = parse(merged(base, changes))
+    module = make_module(run, make_decoder(run, 300))
+    assert (module.attention, module.gradient_clip) == ("sdpa", 0.25)
+    assert module.optimizer_options == changes["optimizer"]
+    assert module.schedule(1) == run.phases.at(1).factor(1)
+    assert module.model.config.vocab_size == 300
+    larger = parse(merged(base, {"run_dir": "x", "model": {"vocab_size": 320}}))
+    assert make_decoder(larger, 300).config.vocab_size == 320
+
+
+@pytest.mark.parametrize(("shard_size", "expected"), [(None, 4), (2, 2)])
+def test_groups_that_share_a_copy_are_nodes_unless_they_are_configured(
+    monkeypatch, base, shard_size, expected
+):
+    asked = []
+    monkeypatch.setattr(setup, "parallelize", lambda *given, **options: asked.append(options))
+    monkeypatch.setattr(setup, "current_ranks", lambda: Ranks(0, 8, 0, 4))
+    strategy = {"name": "hsdp", "shard_size": shard_size, "activation_checkpointing": "full"}
+    trainer = {"precision": "bf16", "compile": True}
+    run = parse(merged(base, {"run_dir": "x", "strategy": strategy, "trainer": trainer}))
+    distribute(run, make_decoder(run, 300))
+    options = {"half": True, "compile": True, "activation_checkpointing": "full"}
+    assert asked == [options | {"shard_size": expected}]
+
+
+def test_the_log_of_lightning_is_quiet_within_a_run_alone():
+    logger = logging.getLogger("lightning.pytorch")
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    try:
+        with quiet_lightning():
+            assert logger.level == logging.WARNING
+        assert logger.level == logging.DEBUG
+    finally:
+        logger.setLevel(before)
 
 
 def test_arguments_of_an_optimizer_take_the_place_of_its_keys():
