@@ -97,6 +97,14 @@ def test_shape_and_positions_are_the_published_ones(begin):
     assert all(layer.qk_norm for layer in layout.layers)
 
 
+def test_checkpoints_have_the_files_about_the_published_tokens(begin, published):
+    """Exports of the run write them again."""
+    _, run = begin(trainer={"max_steps": 1}, drop={"schedule": {"warmup_steps": 0}})
+    ids = json.loads(read_state(run)["token_files"]["config.json"])
+    config = published[1].config
+    assert ids == {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+
+
 def test_without_a_drop_it_goes_on_as_it_was(begin, published):
     config, _ = begin(drop={"at": None}, model={"qk_norm": {"when": "never"}})
     model = read_run(checkpoint_of(config, 3)).decoder()

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from trainer.common.processes import Ranks
 from trainer.config import OptimizerConfig, TrainerConfig
@@ -23,6 +24,7 @@ from trainer.training.setup import (
     set_environment,
     set_threads,
 )
+from trainer.training.strategies import make_strategy
 
 SRUN = {"SLURM_CPUS_PER_TASK": "16", "SLURM_LOCALID": "0"}
 
@@ -127,6 +129,13 @@ def test_groups_that_share_a_copy_are_nodes_unless_they_are_configured(
     distribute(run, make_decoder(run, 300))
     options = {"half": True, "compile": True, "activation_checkpointing": "full"}
     assert asked == [options | {"shard_size": expected}]
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_gradients_are_summed_in_the_same_order_in_every_step_if_they_must(deterministic):
+    """A first step that looks for unused parameters has the buckets of the rest."""
+    strategy = make_strategy("ddp", torch.device("cpu"), deterministic)
+    assert strategy._ddp_kwargs["find_unused_parameters"] is deterministic
 
 
 def test_the_log_of_lightning_is_quiet_within_a_run_alone():
