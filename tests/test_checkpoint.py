@@ -194,6 +194,27 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(saved, harm, pat
             newest_checkpoint(directory)
 
 
+def test_a_step_may_be_damaged_again(saved):
+    model, optimizer, directory = saved
+    for _ in range(2):
+        write(directory, model, optimizer, "step-000006", 6)
+        truncate(directory / "step-000006" / STATE)
+        assert newest_checkpoint(directory) == directory / "step-000003"
+
+
+def test_the_state_of_an_optimizer_keeps_its_dtypes_and_replaces_another(saved):
+    model, optimizer, directory = saved
+    optimizer.state[model.norm.weight]["exp_avg"] = torch.ones(16, dtype=torch.bfloat16)
+    del optimizer.state[model.embed_tokens.weight]
+    write(directory, model, optimizer, "step-000006", 6)
+    resumed = decoder(seed=1)
+    other = torch.optim.AdamW(resumed.parameters(), lr=1e-2)
+    train(resumed, other)
+    restore(resumed, other, directory / "step-000006")
+    assert_equal(model, optimizer, resumed, other)
+    assert other.state[resumed.norm.weight]["exp_avg"].dtype == torch.bfloat16
+
+
 def test_a_checkpoint_that_may_not_be_read_is_not_put_aside(saved, monkeypatch):
     directory = saved[2]
 

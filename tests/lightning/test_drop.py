@@ -311,6 +311,26 @@ def test_rewarming_is_right_after_updates_that_a_gradient_scaler_skips():
     assert module.trainer.optimizers[0].param_groups[0]["lr"] == 1 / 256
 
 
+def test_rewarming_that_a_training_does_not_finish_is_not_the_next_one_s():
+    dropping, rates = DropPositions(1, rewarm=4), []
+    for steps in (2, 3):
+        module = Rates()
+        trainer_of(dropping, max_steps=steps).fit(module, batches())
+        rates.append(module.rates)
+    assert rates[0][1] < rates[0][0]
+    assert rates[1][0] == rates[0][0]
+
+
+@pytest.mark.parametrize("dropped_at", [None, 3])
+def test_a_model_takes_the_state_of_a_checkpoint_whatever_state_it_has(dropped_at):
+    module, dropping = Watched(), DropPositions(3)
+    dropping.setup(SimpleNamespace(global_step=5), module, "validate")
+    for _ in range(2):
+        dropping.load_state_dict({"dropped_at": dropped_at, "rewarm_updates": 0})
+        assert is_dropped(module.model) == (dropped_at is not None)
+        drop_rotation(module)
+
+
 def test_an_error_within_a_step_leaves_the_rate_of_the_schedule():
     class Broken(Rates):
         def on_before_optimizer_step(self, optimizer):
