@@ -17,7 +17,8 @@ CELLS = 128
 MEASURES = ("key_dot", "sink_weight", "peak")
 """Measures with and without the encoding: the mean dot product of a key with its own query and all
 later ones, by the key's position; attention on the first key, and the largest dot product with a
-key, both by the query's position, which is the length of the text so far."""
+key, both by the query's position, which is the length of the text so far. They are per query head;
+``key_norm``, the length of a key before the encoding, is per key-value head."""
 
 
 def key_dot(q: Tensor, k: Tensor) -> Tensor:
@@ -66,8 +67,7 @@ def analyze_sinks(target: Target) -> Findings:
     for variant in looks:
         measured = {name: curves[f"{variant}.{name}"] for name in MEASURES}
         tables.append(tidy(measured, *axes, places=places, variant=variant))
-    norms = {"key_norm": curves["key_norm"]}
-    tables.append(tidy(norms, *axes, places=places, variant="plain"))
+    tables.append(tidy({"key_norm": curves["key_norm"]}, *axes, places=places, variant="plain"))
     middles = ((np.array(edges[:-1]) + 1 + edges[1:]) / 2).tolist()
 
     def panel(title: str, y: str, name: str) -> Panel:

@@ -125,7 +125,7 @@ def analyze_synthetic(target: Target) -> Findings:
 def standard_spectra(head_dim: int, training_length: int) -> tuple[dict[str, Spectrum], list[str]]:
     """Return the spectra of Fig. 7 that fit a model of this shape, and a sentence on each that does
     not."""
-    # 32 tokens, or an eighth of a short training length: the slowest pair has half of it.
+    # The fastest pair's wavelength is 32 tokens, or C / 8 if C is short; the slowest's is C / 2.
     fastest = min(32.0, max(2.0, training_length / 8))
     kinds = {
         "RoPE": partial(rope, head_dim),
