@@ -46,9 +46,8 @@ def attention_of(heads, text, head, *, rotated=True, channels=slice(None)):
     attention, dots = np.zeros((T, T)), np.full((T, T), -np.inf)
     for i in range(T):
         first = max(0, i + 1 - (heads.encoding.window or T))
-        for j in range(first, i + 1):
-            dots[i, j] = float(q[i] @ k[j])
-        products = [dots[i, j] * heads.scale for j in range(first, i + 1)]
+        dots[i, first : i + 1] = k[first : i + 1] @ q[i]
+        products = [float(dot) * heads.scale for dot in dots[i, first : i + 1]]
         if heads.softcap is not None:
             products = [heads.softcap * math.tanh(x / heads.softcap) for x in products]
         scores = [x - slope * (i - j) for j, x in enumerate(products, first)]
@@ -64,6 +63,13 @@ def cells(rows, metric, *shape, **where):
         chosen &= rows[column] == cell
     found = rows["value"][chosen].to_numpy()
     return found.reshape(shape) if shape else found
+
+
+def drawn(results, name):
+    """What the figure of this name is drawn from: panels, or maps by title."""
+    (figure,) = (plot.figure for plot in results.plots if plot.name == name)
+    (content, *_), _ = figure
+    return content
 
 
 def captured(model, ids):

@@ -11,7 +11,15 @@ import torch
 from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
 from tests.reference import turned
 from trainer.analysis import attention as module
-from trainer.analysis.attention import attention_statistics, head_attention
+from trainer.analysis.attention import (
+    attention_blocks,
+    attention_statistics,
+    cell_means,
+    head_attention,
+    head_vectors,
+    pair_counts,
+    stack_layers,
+)
 from trainer.analysis.clusters import stable_rank
 from trainer.model.config import QKNormConfig
 from trainer.positional.encodings import by_name
@@ -80,6 +88,49 @@ def test_a_pair_that_is_left_out_has_the_channels_that_its_own_head_rotates_toge
         expected, _ = attention_of(heads, 0, head, channels=others)
         measured = head_attention(heads, head, slice(0, 40), without=pair)
         np.testing.assert_allclose(measured[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_blocks_are_the_rows_of_attention_in_their_order():
+    heads = layer_of_heads(window=20)
+    expected, _ = attention_of(heads, 1, 3)
+    starts = []
+    for start, rows in attention_blocks(heads, 3, size=16):
+        starts.append(start)
+        stop = min(start + 16, 40)
+        np.testing.assert_allclose(rows[1], expected[start:stop, :stop], rtol=1e-4, atol=1e-6)
+    assert starts == [0, 16, 32]
+
+
+@pytest.mark.parametrize("head", range(4))
+def test_vectors_of_a_head_are_of_the_first_text_before_the_encoding(head):
+    """Query heads 0 and 1 read key head 0, 2 and 3 read key head 1."""
+    heads = layer_of_heads()
+    vectors = head_vectors(heads, head)
+    assert torch.equal(vectors["query"], heads.q[0, head])
+    assert torch.equal(vectors["key"], heads.k[0, head // 2])
+
+
+def test_query_heads_have_the_pairs_of_the_key_head_that_they_read():
+    spectra = tuple(by_name(name, 8, 40) for name in ("half_rope", "rope", "nope"))
+    assert pair_counts(LayerEncoding(spectra), 3, 8) == (2, 4, 4)
+    assert pair_counts(LayerEncoding(spectra), 6, 8) == (2, 2, 4, 4, 4, 4)
+
+
+def test_a_layer_with_fewer_pairs_has_no_numbers_for_the_others():
+    layers = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0], [6.0]])
+    expected = [[[1, 2], [3, 4]], [[5, np.nan], [6, np.nan]]]
+    np.testing.assert_array_equal(stack_layers(layers), expected)
+
+
+def test_the_last_cell_is_the_mean_of_fewer_neighbours():
+    assert cell_means(torch.tensor([[1.0, 2, 3, 4, 6]]), 2).tolist() == [[1.5, 3.5, 6]]
+
+
+def test_stable_rank_is_nan_where_a_vector_is_not_finite():
+    grams = torch.stack([torch.diag(torch.tensor([4.0, 2.0])), torch.tensor([[1, np.inf], [0, 1]])])
+    first, second = stable_rank(grams).tolist()
+    assert first == 1.5
+    assert np.isnan(second)
 
 
 def test_stable_rank_counts_directions():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
-from tests.analysis.conftest import DRAWING
 from tests.relations.leaves import leaves, other_value, with_value
 from trainer.analysis.attention import NeedlePrompt
 from trainer.analysis.results import TOPICS
@@ -85,15 +83,12 @@ def plain(value):
 
 
 @pytest.fixture
-def shown(tiny_decoder, monkeypatch):
+def shown(tiny_decoder):
     """A function that returns rows, captions and contents of figures."""
     model = tiny_decoder(training_length=32).eval()
     prompts = [NeedlePrompt(IDS[:, :n].flip(1), slice(9, 12), 4) for n in (32, 64)]
 
     def show(topic, config):
-        module = sys.modules[TOPICS[topic].function.__module__]
-        for name in {*DRAWING} & {*vars(module)}:
-            monkeypatch.setattr(module, name, lambda *given, **options: (given, options))
         results = TOPICS[topic](Target("a", model, IDS, config, *prompts))
         return results.rows.to_csv(), plain(results.plots), results.notes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
 from trainer.analysis import positional_bias
-from trainer.analysis.attention import NeedlePrompt, attention_statistics
+from trainer.analysis.attention import NeedlePrompt, attention_blocks, attention_statistics
 from trainer.analysis.positional_bias import (
+    attention_by_distance,
     bias_gradients,
     fresh_decoders,
     head_biases,
@@ -273,6 +275,16 @@ def test_attention_under_yarn(rope):
         expected = [maps[1, 2].diagonal(-back).mean() for back in range(32)]
         np.testing.assert_allclose(by_distance[name], expected, rtol=1e-3)
     assert not np.allclose(of_last["trained"], of_last["yarn"])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_attention_by_distance_is_the_mean_over_queries_that_have_such_a_key(window, monkeypatch):
+    blocks = partial(attention_blocks, size=16)
+    monkeypatch.setattr(positional_bias, "attention_blocks", blocks)
+    heads = layer_of_heads(window=window)
+    maps = np.mean([attention_of(heads, text, 2)[0] for text in range(2)], axis=0)
+    expected = [maps.diagonal(-back).mean() for back in range(40)]
+    np.testing.assert_allclose(attention_by_distance(heads, 2), expected, rtol=1e-4, atol=1e-7)
 
 
 def test_yarn_goes_beyond_what_published_weights_reach(rope):

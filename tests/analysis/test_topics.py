@@ -109,6 +109,7 @@ def test_a_summary_has_the_training_length_and_the_longest():
     rows = tidy({"m": values}, "layer", "head", "length", places={"length": [16, 32, 64]})
     rows = pd.concat([rows, tidy({"n": 5.0})]).reindex(columns=COLUMNS)
     table = summary(rows, 40)
+    pd.testing.assert_frame_equal(summary(rows, 32), table)
     assert table["metric"].tolist() == ["m", "m", "n"]
     assert table["length"].tolist()[:2] == [32, 64]
     assert table["mean"].tolist() == [values[..., 1].mean(), values[..., 2].mean(), 5]
@@ -134,6 +135,15 @@ def test_first_positions_are_read_without_later_tokens(tiny_decoder):
         np.testing.assert_allclose(means["whole"][layer], whole)
         np.testing.assert_allclose(means["within"][layer], np.hstack([within, whole[:, C:]]))
         assert not np.allclose(within, whole[:, :C])
+
+
+@pytest.mark.parametrize(
+    ("layers", "shown"),
+    [(["rope"], [0, 2, 5]), (["rope", "rope", "rope", "nope", "nope", "rope"], [0, 2, 3, 5])],
+)
+def test_the_first_middle_last_and_first_still_layers_are_shown(tiny_decoder, layers, shown):
+    model = tiny_decoder(layers=layers, model={"num_hidden_layers": 6})
+    assert Target("a", model, IDS).shown_layers == shown
 
 
 @given(st.integers(1, 200_000))
