@@ -11,7 +11,7 @@ import torch
 from sklearn.decomposition import PCA
 from sklearn.metrics import davies_bouldin_score, silhouette_score
 
-from tests.analysis.attention_examples import layer_of_heads
+from tests.analysis.attention_examples import captured, cells, drawn, layer_of_heads
 from trainer.analysis import clusters as module
 from trainer.analysis.attention import Heads
 from trainer.analysis.clusters import (
@@ -131,6 +131,79 @@ def test_the_key_heads_that_chosen_heads_read_are_shown(tiny_decoder, monkeypatc
         target = Target("tiny", tiny_decoder().eval(), ids, AnalysisConfig(chosen=chosen))
         analyze_clusters(target)
     assert seen == [[(1, 0)], [(0, 1), (1, 0)]]
+
+
+def test_axes_have_the_sign_that_makes_their_largest_part_positive():
+    vectors = cloud(layer_of_heads(texts=1), 1)["plain"]
+    for clouds in (vectors, -vectors):
+        axes = principal_axes(clouds)
+        assert (axes.max(axis=0) == np.abs(axes).max(axis=0)).all()
+
+
+IDS = torch.randint(0, 50, (2, 80), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def found(tiny_decoder):
+    """Model and results of two texts of 80 tokens, C = 32."""
+    model = tiny_decoder(training_length=32).eval()
+    return model, analyze_clusters(Target("tiny", model, IDS))
+
+
+def test_curves_are_means_over_heads_of_what_their_panel_names(found):
+    _, results = found
+
+    def mean(metric, variant):
+        rows = cells(results.rows, metric, variant=variant).reshape(-1, 3)
+        return pytest.approx(rows.mean(axis=0))
+
+    sides = {"keys with keys": "key", "queries with queries": "query", "queries with keys": "cross"}
+    for kind in ("cosine", "dot"):
+        panels = {panel.title: panel for panel in drawn(results, f"clusters_{kind}")}
+        for title, side in sides.items():
+            before, after = panels[title].lines
+            assert before.x == after.x == [32, 64, 80]
+            assert before.y == mean(f"{side}_{kind}", "plain")
+            assert after.y == mean(f"{side}_{kind}", "rotated")
+    panels = {panel.title: panel for panel in drawn(results, "clusters_singular_values")}
+    for title, side, heads in (("keys", "key", 2), ("queries", "query", 4)):
+        assert panels[title].lines[1].y == mean(f"{side}_stable_rank", "rotated")
+        changes = panels[f"{title}: first singular value"]
+        assert changes.lines[0].y == mean(f"{side}_fsv_ratio", "rotated / plain")
+        each = cells(results.rows, f"{side}_fsv_ratio").reshape(2 * heads, 3)
+        np.testing.assert_array_equal(changes.faint, each)
+    _, index = drawn(results, "clusters_separation")
+    of_heads = cells(results.rows, "davies_bouldin", variant="plain").reshape(-1, 3)
+    assert index.lines[0].y == pytest.approx(np.median(of_heads, axis=0))
+
+
+def test_heads_are_counted_by_the_share_of_their_first_component(found):
+    _, results = found
+    (panel,) = drawn(results, "clusters_first_component")
+    for side, points in panel.points.items():
+        name = {"queries": "query", "keys": "key"}[side]
+        shares = 100 * cells(results.rows, f"{name}_first_share")
+        near = [100 * np.mean(np.abs(shares - middle) < 2.5) for middle in points[:, 0]]
+        np.testing.assert_allclose(points[:, 1], near)
+        assert points[:, 1].sum() == pytest.approx(100)
+
+
+def test_snapshots_are_of_a_text_of_the_training_length_and_of_the_whole_one(found):
+    model, results = found
+    panels = drawn(results, "clusters_snapshots")
+    assert len(panels) == 2 * 4
+    for layer in range(2):
+        of_layer = iter(panels[4 * layer :])
+        for n, state in product((32, 80), ("before", "after")):
+            heads = captured(model, IDS[:1, :n])[layer]
+            keys = (heads.k if state == "before" else heads.rotated_k)[0, 0].double().numpy()
+            values = np.linalg.svd(keys, compute_uv=False)
+            panel = next(of_layer)
+            rank = (values**2).sum() / values[0] ** 2
+            assert panel.title == f"{state} rotation\n{n} tokens, rank {rank:.2f}"
+            assert panel.y == f"L{layer}, key head 0"
+            assert [*panel.points] == ["keys", "queries 0", "queries 1"]
+            assert {points.shape for points in panel.points.values()} == {(n, 2)}
 
 
 def test_prefixes_double_and_end_with_the_text():

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.analysis.attention_examples import attention_of, captured, cells
+from tests.analysis.attention_examples import attention_of, captured, cells, drawn
 from trainer.analysis import drop
 from trainer.analysis.drop import (
     MEASURES,
@@ -95,6 +95,31 @@ def test_heads_are_compared_within_the_shorter_training_length(models, targets, 
     for name, compared in zip(("RoPE", "DroPE"), models, strict=True):
         expected = head_measures(compared, IDS[:, :TRAINED])["distance"]
         np.testing.assert_allclose(cells(rows, "distance", model=name), expected.ravel())
+
+
+def test_a_text_within_the_training_length_is_read_as_a_whole(models):
+    targets = [Target(name, model, IDS[:, :16]) for name, model in zip("ab", models, strict=True)]
+    rows = compare_drop(*targets).rows
+    assert {*rows["length"][rows["metric"] == "distance"]} == {16}
+
+
+def test_figures_have_the_earlier_model_across_and_curves_at_the_middle_of_buckets(targets):
+    results = compare_drop(*targets)
+    for panel, name in zip(drawn(results, "drop_heads"), MEASURES, strict=True):
+        points = panel.points[""]
+        for column, model in enumerate(("RoPE", "DroPE")):
+            np.testing.assert_array_equal(points[:, column], cells(results.rows, name, model=model))
+        assert panel.index.tolist() == [0] * 4 + [1] * 4
+    divergence, losses = drawn(results, "drop_positions")
+    kl = results.rows[results.rows["metric"] == "kl"]
+    # The bucket of lengths 1 has its middle at 1, that of 9 and 10 at 9.5.
+    ends = kl["length"].to_numpy()
+    (line,) = divergence.lines
+    np.testing.assert_allclose(line.x, (np.append(1, ends[:-1] + 1) + ends) / 2)
+    assert line.y == kl["value"].tolist()
+    for curve, name in zip(losses.lines, ("RoPE", "DroPE"), strict=True):
+        assert curve.label == name
+        np.testing.assert_array_equal(curve.y, cells(results.rows, "loss", model=name))
 
 
 def test_models_of_another_shape_are_compared_but_for_their_heads(targets, tiny_decoder):
