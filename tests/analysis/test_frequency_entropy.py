@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import captured, cells
+from tests.analysis.attention_examples import captured, cells, drawn
 from trainer.analysis.frequency_entropy import (
     MEASURES,
     NAMES,
@@ -81,6 +81,12 @@ def test_a_pure_tone_is_low_and_white_noise_high():
     assert spectrum_fe(white) > 0.95
 
 
+def test_a_signal_without_power_has_entropy_0():
+    silence = torch.zeros(2, 16)
+    assert sequence_fe(silence).tolist() == [0, 0]
+    assert spectrum_fe(silence, ShortTime(frame=8, hop=4)).tolist() == [0, 0]
+
+
 def test_too_short_a_text_is_one_clear_error(tiny_decoder):
     model = tiny_decoder()
     with pytest.raises(UserError, match=r"expected a text of 1024 tokens .* got 1000"):
@@ -123,6 +129,18 @@ def test_a_model_s_heads(tiny_decoder, model):
         for (name, side), ours in entropies.items():
             expected = expected_entropies(heads, counts, side, name)
             np.testing.assert_allclose(ours, expected, rtol=1e-4)
+
+
+def test_heads_of_one_layer_with_other_numbers_of_pairs(tiny_decoder):
+    """Query heads 0 and 1 read the key head that rotates two pairs, 2 and 3 the one with four."""
+    model, ids = tiny_decoder(layers=["half_rope"], heads={"rope": 0.5}), IDS[:, :60]
+    measured = frequency_entropies(model, ids, ["sequence"])
+    for entropies, heads in zip(measured, captured(model, ids), strict=True):
+        for side in ("query", "key"):
+            expected = expected_entropies(heads, [2, 4], side, "sequence")
+            rows = entropies["sequence", side].tolist()
+            for row, values in zip(rows, expected, strict=True):
+                np.testing.assert_allclose(row, [*values, np.nan, np.nan][:4], rtol=1e-4)
 
 
 def text(length, texts=1):
@@ -236,3 +254,68 @@ def test_a_gate_counts_its_pairs_also_without_a_factor_that_changes_them(tiny_de
     alone, both = (rows_with(target, alphas=alphas, gates=gates) for alphas in ([1.0], [0.5, 1.0]))
     counts = [cells(rows, "attenuated_pairs").item() for rows in (alone, both)]
     assert counts[0] == counts[1] > 0
+
+
+@pytest.fixture
+def two(tiny_decoder):
+    """Two texts of 60 tokens, heads whose numbers are not those of the keys that they read."""
+    config = AnalysisConfig(chosen=[(0, 2), (1, 1)], prefixes=[20])
+    return Target("tiny", tiny_decoder(), text(60, texts=2), config)
+
+
+def test_maps_have_the_norms_of_the_keys_that_a_head_reads_in_the_first_text(two):
+    results = analyze_frequency_entropy(two)
+    layers = captured(two.model, two.ids)
+    one = layers[1].k[0, 0]
+    for side, expected in (
+        ("queries", {"layer 0, head 2": layers[0].q[0, 2], "layer 1, head 1": layers[1].q[0, 1]}),
+        ("keys", {"layer 0, key head 1": layers[0].k[0, 1], "layer 1, key head 0": one}),
+    ):
+        maps = drawn(results, f"frequency_entropy_norms_{side}")
+        assert [*maps] == [*expected]
+        for title, x in expected.items():
+            norms = np.hypot(x[:, :4], x[:, 4:]).T
+            np.testing.assert_allclose(maps[title], norms, rtol=1e-5)
+
+
+def test_single_heads_have_their_entropies_by_length(two):
+    results = analyze_frequency_entropy(two)
+    for side, place, lengths in (("queries", (0, 2), (20, 60)), ("keys", (0, 1), (60,))):
+        panel = drawn(results, f"frequency_entropy_heads_{side}")[0]
+        assert [*panel.points] == [f"{n} tokens" for n in lengths]
+        for n in lengths:
+            rows = cells(results.rows, "SequenceFE", layer=0, head=place[1], variant=side, length=n)
+            points = panel.points[f"{n} tokens"]
+            np.testing.assert_array_equal(points, np.column_stack([range(4), rows]))
+
+
+def test_the_heads_that_are_shown_have_the_lowest_entropy_of_their_layer(tiny_decoder):
+    results = analyze_frequency_entropy(Target("tiny", tiny_decoder(), text(60)))
+    lowest = cells(results.rows, "SequenceFE", 2, 4, 4, variant="queries").min(axis=-1)
+    titles = [f"layer {i}, head {lowest[i].argmin()}" for i in range(2)]
+    assert [*drawn(results, "frequency_entropy_norms_queries")] == titles
+
+
+def test_perplexity_is_of_the_first_text_and_an_idle_gate_is_named(two):
+    gates = [[WeightedRopeSettings("sequence", "below", tau)] for tau in (0.99, 0.0)]
+    attenuation = AttenuationSettings(alphas=[0.5], gates=gates, tokens=[])
+    results = analyze_frequency_entropy(
+        replace(two, config=replace(two.config, attenuation=attenuation))
+    )
+    with torch.no_grad():
+        logits = two.model(two.ids[:1, :-1]).double()
+    loss = torch.nn.functional.cross_entropy(logits[0], two.ids[0, 1:])
+    plain = cells(results.rows, "perplexity, alpha=1", length=59)
+    assert plain == pytest.approx([float(loss.exp())] * 2, rel=1e-5)
+    assert [note for note in results.notes if "attenuation changes nothing" in note] == [
+        "No pair has SequenceFE < 0, so attenuation changes nothing."
+    ]
+
+
+def test_a_model_with_factors_of_its_own_is_not_attenuated(two):
+    layout = two.model.layout
+    gains = Intervention(key=((2.0,) * 8, (1.0,) * 8))
+    two.model.layout = replace(layout, layers=(layout.layers[0].with_intervention(gains),) * 2)
+    results = analyze_frequency_entropy(two)
+    assert len(results.notes) == 2  # the other one: no SpectrumFE
+    assert not len(cells(results.rows, "attenuated_pairs"))

@@ -95,6 +95,13 @@ def test_a_model_without_rotation_has_all_figures_that_need_none(tiny_decoder):
     assert "attenuation" not in results["frequency_entropy"]
 
 
+def test_a_kind_of_two_models_has_the_comparison_too(tiny_decoder):
+    model = tiny_decoder(training_length=C).eval()
+    targets = [Target(name, model, IDS, AnalysisConfig("offset_features")) for name in "ab"]
+    results = analyses_of(*targets)
+    assert [result.key for result in results] == ["offset_features", "offset_changes"]
+
+
 def test_rows_that_name_no_model_are_of_the_later_one():
     tables = [tidy({"m": 1.0}), tidy({"m": 2.0}, model="other")]
     topic = Topic("topic", "Title", lambda *_: Findings([], tables), models=2, kind="topic")

@@ -69,6 +69,19 @@ def test_it_goes_with_any_rescaling(tiny_decoder, rescaling):
     assert generate(model, prompts, 8) == [generate(model, [p], 8)[0] for p in prompts]
 
 
+def test_entropies_are_those_of_the_rescaled_model(tiny_decoder):
+    """In the second layer, whose queries follow from the attention of the first."""
+    model = tiny_decoder()
+    rescaled = model.layout.rescaled(RESCALINGS["pi"], 8.0)
+    plain = frequency_entropies(model, SHORT, ["sequence"])[1]["sequence", "query"][0, 0].item()
+    with model.using(rescaled):
+        value = frequency_entropies(model, SHORT, ["sequence"])[1]["sequence", "query"][0, 0].item()
+    assert value != pytest.approx(plain, abs=1e-4)
+    rule = WeightedRopeSettings(tau=(plain + value) / 2, alpha=0.5)
+    factor = choose_factors(model, SHORT, [rule], rescaled)[1].query[0][0]
+    assert factor == (0.5 if value < plain else 1)
+
+
 def test_pairs_that_several_rules_choose_have_the_smallest_factor(tiny_decoder):
     model = tiny_decoder()
     middle = median(model, "sequence", SHORT)
