@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import attention_of, captured, cells
+from tests.analysis.attention_examples import attention_of, captured, cells, drawn, layer_of_heads
 from tests.reference import turned
 from trainer.analysis import matrix_entropy as module
-from trainer.analysis.attention import NeedlePrompt
+from trainer.analysis.attention import NeedlePrompt, attention_blocks
 from trainer.analysis.matrix_entropy import (
     analyze_matrix_entropy,
     average_attention,
@@ -126,6 +127,33 @@ def test_stages_differ_in_the_rotation_alone(tiny_decoder):
                     )
 
 
+def test_heads_of_one_layer_with_other_numbers_of_pairs():
+    x = states(heads=2)
+    measured = matrix_entropy(gram(x), (2, 4))
+    of_half, whole = entropies(x, pairs=2).bands[0], entropies(x).bands[1]
+    assert measured.bands[0, :2].tolist() == of_half.tolist()
+    assert measured.bands[0, 2:].isnan().all()
+    torch.testing.assert_close(measured.band_mean, torch.stack([of_half.mean(), whole.mean()]))
+
+
+def test_the_frequencies_as_trained_are_those_of_a_layer_s_own_heads_with_its_temperature(
+    tiny_decoder,
+):
+    """Without a rescaling they are those of the pass, here of other heads in the second layer."""
+    model = tiny_decoder(layers=["rope", "half_rope"], heads={"rope": 0.5})
+    model.layout = model.layout.map(lambda s: s.with_temperature(coefficient=2.0))
+    ids = torch.randint(50, (1, 80), generator=torch.Generator().manual_seed(2))
+    for heads in captured(model, ids):
+        for side in ("query", "key"):
+            passed, trained = (
+                matrix_entropy_of(heads, side, stage, model.layout)
+                for stage in ("post_ntk", "post_rope")
+            )
+            for name in ("bands", "trace"):
+                ours, expected = getattr(trained, name), getattr(passed, name)
+                torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 NEEDLE_TEXT = torch.randint(50, (2, 80), generator=torch.Generator().manual_seed(4))
 
 
@@ -136,6 +164,47 @@ def test_the_end_of_the_text_is_copied_to_a_tenth_of_it():
     assert changed[0, 8:18].tolist() == NEEDLE_TEXT[0, 70:].tolist()
     assert changed[0, :8].tolist() == NEEDLE_TEXT[0, :8].tolist()
     assert changed[0, 18:].tolist() == NEEDLE_TEXT[0, 18:].tolist()
+
+
+def test_a_needle_has_at_most_32_copied_tokens():
+    ids = torch.arange(400)[None]
+    prompt = copy_prompt(ids)
+    assert (prompt.needle, prompt.question) == (slice(40, 73), 32)
+    assert prompt.ids[0, 40:72].tolist() == [*range(368, 400)]
+
+
+def test_average_attention_is_that_of_all_blocks(monkeypatch):
+    monkeypatch.setattr(module, "attention_blocks", partial(attention_blocks, size=16))
+    heads = layer_of_heads()
+    expected = attention_of(heads, 0, 3)[0].mean(axis=0)
+    np.testing.assert_allclose(average_attention(heads, 3), expected, rtol=1e-4, atol=1e-7)
+
+
+def test_figures_have_attention_by_position_and_directions_of_the_heads_that_are_shown(
+    tiny_decoder, monkeypatch
+):
+    """Of a text of more positions than points: means of two, and of the last one alone."""
+    monkeypatch.setattr(module, "POINTS", 20)
+    model, ids = tiny_decoder(), NEEDLE_TEXT[:1, :39]
+    prompt = NeedlePrompt(ids, slice(4, 9), 3)
+    config = AnalysisConfig(chosen=[(1, 2), (0, 3)])
+    results = analyze_matrix_entropy(Target("tiny", model, ids, config, question=prompt))
+    layers = captured(model, ids)
+    panels = iter(drawn(results, "needle_heads"))
+    for layer, head in config.chosen:
+        weights, _ = attention_of(layers[layer], 0, head)
+        for kind, curve in (("average", weights.mean(axis=0)), ("last token", weights[-1])):
+            panel = next(panels)
+            assert panel.title == f"L{layer}H{head}\n{kind}"
+            assert panel.vertical == (6.5, "needle")
+            (line,) = panel.lines
+            assert line.x == [*range(0, 39, 2)]
+            np.testing.assert_allclose(
+                line.y, [curve[a : a + 2].mean() for a in line.x], rtol=1e-4, atol=1e-6
+            )
+    maps = drawn(results, "query_directions")
+    assert [*maps] == ["L1H2", "L0H3"]
+    assert maps["L1H2"].shape == (3, 8)
 
 
 def test_attention_and_directions_of_the_last_queries(tiny_decoder):
@@ -192,4 +261,16 @@ def test_an_extreme_key_head_is_shown_by_the_first_query_head_that_reads_it():
         (0, 2): "L0H2: lowest band entropy of keys",
         (1, 0): "L1H0: highest band entropy of keys",
         (1, 2): "L1H2: highest effective rank of keys",
+    }
+
+
+def test_heads_of_many_channels_are_shown_by_their_16_largest_directions():
+    scores = {f"effective rank, r = {r}": np.array([[2.0, 1.0, 3.0]]) + r for r in (1, 8)}
+    scores["effective rank, r = 16"] = np.array([[7.0, 6.0, 5.0]])
+    scores["effective rank"] = scores["effective rank, r = 8"]
+    scores["band entropy"] = np.array([[0.3, 0.1, 0.1]])
+    assert extreme_heads(scores, 3, "query") == {
+        (0, 1): "L0H1: lowest band entropy",
+        (0, 0): "L0H0: highest band entropy",
+        (0, 2): "L0H2: lowest effective rank, r = 16",
     }

@@ -12,8 +12,16 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
-from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads, turned
+from tests.analysis.attention_examples import (
+    attention_of,
+    captured,
+    cells,
+    drawn,
+    layer_of_heads,
+    turned,
+)
 from tests.positional.examples import slowed
 from trainer.analysis import offset_changes as module
 from trainer.analysis.attention import Heads
@@ -23,14 +31,17 @@ from trainer.analysis.offset_features import (
     bounds,
     contributions,
     fastest_pairs,
+    mark_upper_bound,
     offset_features,
+    sampled_queries,
+    shown_heads,
     sink_row,
 )
 from trainer.analysis.target import NotApplicableError, Target
 from trainer.config import AnalysisConfig
 from trainer.positional.encodings import by_name
 from trainer.positional.layout import LayerEncoding
-from trainer.positional.rescaling import yarn
+from trainer.positional.rescaling import dynamic, ntk_aware, yarn
 from trainer.positional.spectrum import Spectrum
 
 IDS = torch.randint(50, (1, 90), generator=torch.Generator().manual_seed(4))
@@ -108,6 +119,30 @@ def test_contributions_have_the_scale_and_the_temperature_of_the_encoding():
     np.testing.assert_allclose(measured, 1.2**2 * 1.5 * plain)
 
 
+def test_frequencies_that_follow_the_length_are_those_of_the_context_length():
+    heads = layer_of_heads()
+    growing = dynamic(rope(8, 1e4, 64), ntk_aware, 64)
+    heads = replace(heads, encoding=LayerEncoding((growing,) * 2))
+    features = offset_features(heads, 512)
+    expected = growing.at(512, 64).inv_freq
+    assert features.inv_freq[features["head"] == 1].tolist() == [*expected]
+    assert expected != growing.at(64, 64).inv_freq
+
+
+@pytest.mark.parametrize(
+    ("window", "training_length", "queries"),
+    [
+        (None, 64, range(10, 40)),
+        (None, 24, range(6, 24)),
+        (12, 24, range(3, 12)),
+        (30, 24, range(6, 24)),
+    ],
+)
+def test_sampled_queries_see_all_keys_before_them(window, training_length, queries):
+    heads = replace(layer_of_heads(window=window), training_length=training_length)
+    assert sampled_queries(heads).tolist() == [*queries]
+
+
 HALF = Spectrum((1.0, 0.1))
 """Two pairs in heads of six channels."""
 STILL = Spectrum((1.0, 0.0, 0.01))
@@ -157,7 +192,6 @@ def sink_of(heads, head, queries, channels):
     return np.mean(measured, axis=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes", "queries"),
     [
@@ -332,6 +366,25 @@ def test_two_models_are_compared_pair_by_pair_and_by_the_bounds_of_both(tiny_dec
             assert share.item() == np.mean([theta * length < TURN for *_, theta, _, _ in means])
 
 
+def test_a_text_within_the_training_length_is_compared_as_a_whole(tiny_decoder):
+    model = loud(tiny_decoder)
+    rows = offset_changes(*(Target(name, model, IDS[:, :20]) for name in "ab")).rows
+    assert {*rows.length} == {20}
+    radii = [abs(k) for *_, k in pairs_of(model, IDS[:, :20])]
+    np.testing.assert_allclose(cells(rows, "key_radius", model="b"), radii, rtol=1e-4)
+
+
+def test_a_change_is_the_later_radius_less_the_earlier_one(tiny_decoder):
+    targets = [Target(n, loud(tiny_decoder, f), IDS) for n, f in (("a", 40.0), ("b", 20.0))]
+    results = offset_changes(*targets)
+    (panel,) = drawn(results, "offset_changes_by_pair")
+    radii = [cells(results.rows, "key_radius", model=name) for name in "ab"]
+    np.testing.assert_allclose(panel.points[""][:, 1], radii[1] - radii[0])
+    assert (panel.points[""][:, 1] < 0).all()
+    for panel in drawn(results, "offset_changes_of_pairs"):
+        assert [name for _, name in panel.horizontal] == ["lower bound of a", "lower bound of b"]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -387,3 +440,72 @@ def test_heads_of_as_many_pairs_are_compared(tiny_decoder):
     assert len(results.plots) == 2
     assert not results.notes
     assert {*results.rows.layer[results.rows.metric == "key_radius"]} == {0}
+
+
+def features_of(*rows):
+    """A pair each: layer, head, pair, inv_freq, length of both means, possible."""
+    columns = ["layer", "head", "pair", "inv_freq", "key_radius", "possible"]
+    table = pd.DataFrame(rows, columns=columns)
+    return table.assign(query_radius=table.key_radius)
+
+
+def test_the_heads_that_are_shown_have_the_longest_slow_pair_of_their_layer():
+    features = features_of(
+        (0, 0, 0, 1.0, 9.0, False),
+        (0, 0, 1, 0.1, 3.0, True),
+        (0, 1, 1, 0.1, 2.0, True),
+        (1, 0, 0, 1.0, 8.0, False),
+        (1, 1, 2, 0.0, 99.0, False),
+        (2, 0, 1, 0.1, 1.0, True),
+        (3, 1, 1, 0.1, 5.0, True),
+        (3, 0, 1, 0.1, 4.0, True),
+    )
+    assert [*shown_heads(features, []).items()] == [((3, 1), 1), ((0, 0), 1), ((2, 0), 1)]
+    assert shown_heads(features, [(1, 1), (1, 0), (0, 1)]) == {(1, 0): 0, (0, 1): 1}
+
+
+def test_a_line_stands_before_the_first_pair_under_the_bound_of_every_spectrum():
+    axes = Figure().subplots()
+    features = features_of(
+        *((0, 0, pair, 0.1, 1.0, pair >= 2) for pair in range(4)),
+        *((0, 1, pair, 0.1, 1.0, pair >= 1) for pair in range(3)),
+        *((1, 0, pair, 0.1, 1.0, pair >= 2) for pair in range(4)),
+    )
+    mark_upper_bound(axes, features, "upper bound")
+    assert [line.get_xdata()[0] for line in axes.lines] == [0.5, 1.5]
+
+
+def test_figures_have_the_vectors_and_terms_of_a_head(tiny_decoder):
+    model = loud(tiny_decoder, factor=4.0)
+    config = AnalysisConfig(chosen=[(1, 3)], pairs=[2])
+    results = analyze_offset_features(Target("tiny", model, IDS, config))
+    heads = captured(model, IDS)[1]
+    maps = drawn(results, "offset_channels")
+    np.testing.assert_allclose(maps["L1H3, queries"], heads.q[0, 3].T, rtol=1e-6)
+    np.testing.assert_allclose(maps["L1H3, keys"], heads.k[0, 1].T, rtol=1e-6)
+    (panel,) = drawn(results, "offset_points_L1H3")
+    turns = heads.encoding.spectra[0].inv_freq[2] * C / TURN
+    assert panel.title == f"2: {float(f'{turns:.2g}'):g} turns"
+    np.testing.assert_allclose(panel.points["keys"], heads.k[0, 1][:, [2, 6]])
+    terms, sums = drawn(results, "offset_contributions")
+    (feature,), (total, others) = terms.lines, sums.lines
+    assert feature.x[:2] == [1, 2]  # distances 0 and 1
+    assert feature.x[-1] == C + 1
+    np.testing.assert_allclose(np.add(feature.y, others.y), total.y)
+    np.testing.assert_allclose(terms.faint.sum(axis=0), total.y)
+
+
+def test_figures_have_the_effects_of_pairs_with_them_across(tiny_decoder):
+    results = analyze_offset_features(Target("tiny", loud(tiny_decoder, factor=4.0), IDS))
+
+    def check(panel, across, up, **where):
+        columns = panel.points[""].T
+        for column, metric in zip(columns, (across, up), strict=True):
+            np.testing.assert_array_equal(column, cells(results.rows, metric, **where))
+
+    on_first, margin = drawn(results, "offset_sinks")
+    check(on_first, "attention", "attention_without", variant="first token")
+    check(margin, "margin", "margin_of_pair")
+    steps, before = drawn(results, "offset_steps")
+    check(before, "attention", "attention_without", variant="token before")
+    check(steps, "key_radius", "steps", pair=0)
