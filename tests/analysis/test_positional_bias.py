@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.attention_examples import attention_of, captured, layer_of_heads
+from tests.analysis.attention_examples import (
+    attention_of,
+    captured,
+    cells,
+    drawn,
+    layer_of_heads,
+)
 from trainer.analysis import positional_bias
 from trainer.analysis.attention import NeedlePrompt, attention_blocks, attention_statistics
 from trainer.analysis.positional_bias import (
+    analyze_positional_bias,
     attention_by_distance,
     bias_gradients,
     fresh_decoders,
     head_biases,
+    highest_rotating,
     positional_biases,
     prefix_spreads,
     scaling_factors,
@@ -27,6 +35,7 @@ from trainer.model.config import ModelConfig, QKNormConfig
 from trainer.model.decoder import Decoder
 from trainer.positional.config import PositionalConfig, build_layout
 from trainer.positional.encodings import by_name
+from trainer.positional.layout import Intervention
 from trainer.positional.rescaling import yarn_turns
 
 IDS = torch.randint(50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -45,9 +54,10 @@ def weights(tokens, shift, window=None):
     return c
 
 
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 2.0])])
 @pytest.mark.parametrize("window", [None, 6, 1])
-def test_bias_is_that_of_definition_3_1(window):
-    heads = layer_of_heads(window=window)
+def test_bias_is_that_of_definition_3_1(window, sinks):
+    heads = replace(layer_of_heads(window=window), sinks=sinks)
     measured = positional_biases(attention_statistics(heads))
     for head in range(4):
         maps = [attention_of(heads, text, head)[0] for text in range(2)]
@@ -56,10 +66,10 @@ def test_bias_is_that_of_definition_3_1(window):
             assert values[:, head].mean().item() == pytest.approx(expected, abs=1e-5)
 
 
-def dense_gradients(model, ids, shift):
+def dense_gradients(model, ids, shift, window=None):
     """The same norms from whole attention maps and autograd, ``[layers, heads]`` each."""
     T, group = ids.shape[1], 2
-    c = torch.tensor(weights(T, shift))
+    c = torch.tensor(weights(T, shift, window))
     states = []
     hooks = [
         block.self_attn.register_forward_pre_hook(lambda _, args: states.append(args))
@@ -86,20 +96,20 @@ def dense_gradients(model, ids, shift):
             )
         for head in range(len(q)):
             scores = q[head] @ k[head // group].T / 8**0.5
-            future = torch.ones(T, T).triu(1).bool()
-            weights_of = scores.masked_fill(future, -torch.inf).exp()
+            seen = torch.ones(T, T).tril().triu(1 - (window or T)).bool()
+            weights_of = scores.masked_fill(~seen, -torch.inf).exp()
             bias = (c * weights_of / weights_of.sum(-1, keepdim=True)).sum() / T
             gradients = torch.autograd.grad(bias, (w_q, w_k), retain_graph=True)
             norms.append([g.norm().item() for g in gradients])
     return np.moveaxis(np.array(norms).reshape(len(model.layers), -1, 2), -1, 0)
 
 
-@pytest.mark.parametrize("encoding", ["rope", "nope"])
+@pytest.mark.parametrize(("encoding", "window"), [("rope", None), ("nope", None), ("rope", 5)])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_gradients_are_those_of_autograd(tiny_decoder, encoding, shift):
-    model = tiny_decoder(layers=[encoding])
+def test_gradients_are_those_of_autograd(tiny_decoder, encoding, window, shift):
+    model = tiny_decoder(layers=[encoding], windows=[window])
     measured = bias_gradients(model, IDS)[shift]
-    expected = np.mean([dense_gradients(model, row[None], shift) for row in IDS], axis=0)
+    expected = np.mean([dense_gradients(model, row[None], shift, window) for row in IDS], axis=0)
     np.testing.assert_allclose(measured, expected, rtol=1e-3, atol=1e-7)
 
 
@@ -198,6 +208,20 @@ def test_figures_6_and_11_have_yarns_ramp_over_the_frequency(s):
     np.testing.assert_allclose(scaling_factors(spectrum, 2048, s)["yarn"], expected)
 
 
+def test_pairs_that_do_not_rotate_have_the_factor_1():
+    spectrum = replace(by_name("rope", 8, 64), inv_freq=(1.0, 0.1, 0.001, 0.0))
+    for gamma in scaling_factors(spectrum, 64, 2.0).values():
+        assert gamma[3] == 1
+        assert gamma[2] < 1
+
+
+def test_the_highest_rotating_head_reads_a_key_head_that_rotates(tiny_decoder):
+    """Query heads 2 and 3 read the key head without rotation."""
+    layout = tiny_decoder(heads={"nope": 0.5}).layout
+    values = np.array([[0.1, 0.2, 0.9, 0.8], [0.3, 0.4, 0.7, 0.95]])
+    assert highest_rotating(values, layout) == (1, 1)
+
+
 @pytest.fixture
 def rope(tiny_decoder):
     return tiny_decoder(training_length=32)
@@ -248,6 +272,18 @@ def test_a_model_without_encoding_is_compared_with_rope(tiny_decoder):
         np.testing.assert_allclose(rope[version], nope[version])
 
 
+def test_a_bias_by_distance_stays_and_factors_on_pairs_do_not(tiny_decoder):
+    biased = gradients(tiny_decoder(layers=["alibi"]))
+    plain = tiny_decoder()
+    expected = gradients(plain)
+    assert not np.allclose(biased["encoded"], expected["encoded"])
+    np.testing.assert_allclose(biased["nope"], expected["nope"])
+    layout = plain.layout
+    gains = Intervention(key=((2.0,) * 8, (1.0,) * 8))
+    plain.layout = replace(layout, layers=(layout.layers[0].with_intervention(gains),) * 2)
+    np.testing.assert_allclose(gradients(plain)["encoded"], expected["encoded"])
+
+
 @pytest.mark.parametrize(("when", "differ"), [("after_drop", False), ("always", True)])
 def test_norms_are_on_as_they_are_when_a_run_begins(tiny_decoder, when, differ):
     """Those that come on at the drop are off: the numbers are those of a model without norms."""
@@ -293,6 +329,55 @@ def test_yarn_goes_beyond_what_published_weights_reach(rope):
     with rope.using(reaching):
         _, of_last = yarn_attention(rope, prompt.ids, (1, 2), prompt)
     assert not np.allclose(of_last["trained"], of_last["yarn"])
+
+
+def test_figures_and_rows_of_heads_under_yarn_and_of_a_shape_before_training(rope):
+    """The head that is shown near the needle attends to it most as trained, the other one is most
+    positional; gradients have the range of their seeds."""
+    prompt = NeedlePrompt(LONG[:, :32], slice(5, 9))
+    results = analyze_positional_bias(Target("tiny", rope, LONG, prompt=prompt))
+    rows = results.rows
+    biases = [cells(rows, name, 2, 4, length=32) for name in ("diagonal", "previous")]
+    positional = np.unravel_index(np.maximum(*biases).argmax(), (2, 4))
+    maps = np.array(
+        [
+            [
+                np.mean([attention_of(h, row, j)[0][-1] for row in range(2)], axis=0)
+                for j in range(4)
+            ]
+            for h in captured(rope, prompt.ids)
+        ]
+    )
+    seeking = np.unravel_index(maps[..., 5:9].sum(axis=-1).argmax(), (2, 4))
+    for metric, place in (
+        ("attention_by_distance", positional),
+        ("attention_near_needle", seeking),
+    ):
+        chosen = rows[(rows.metric == metric) & (rows.variant == "trained")]
+        assert {*zip(chosen.layer, chosen["head"], strict=True)} == {tuple(place)}
+    assert chosen.length.tolist() == [*range(-5, 12)]  # from the needle's first token
+    np.testing.assert_allclose(chosen.value, maps[tuple(seeking)][:17], rtol=1e-3)
+    _, near = drawn(results, "attention_under_yarn")
+    assert [*near.lines[0].x] == [*range(-5, 12)]
+    for panel, kind in zip(
+        drawn(results, "positional_bias_gradients"), ("diagonal", "previous"), strict=True
+    ):
+        for line, version in zip(panel.lines, ("with positions", "NoPE"), strict=True):
+            seeds = np.stack(
+                [
+                    cells(rows, f"gradient_{kind}", variant=f"fresh, {version}, seed {seed}")
+                    for seed in range(3)
+                ]
+            )
+            assert line.y == pytest.approx(seeds.mean(axis=0))
+            assert line.low == seeds.min(axis=0).tolist()
+            assert line.high == seeds.max(axis=0).tolist()
+    for panel, s in zip(drawn(results, "rescaling_factors"), (2, 3, 4), strict=True):
+        inv_freq = np.array(rope.layout.layers[0].spectra[0].inv_freq)
+        first_slow = np.flatnonzero(inv_freq * 32 < 2 * np.pi)[0]
+        assert panel.vertical[0] == first_slow - 0.5
+        pi = cells(rows, "frequency_factor", variant=f"PI, s = {s}")
+        np.testing.assert_allclose(pi, 1 / s)
 
 
 def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):

@@ -6,11 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.analysis.attention_examples import attention_of, captured, cells, layer_of_heads
+from tests.analysis.attention_examples import (
+    attention_of,
+    captured,
+    cells,
+    drawn,
+    layer_of_heads,
+)
 from trainer.analysis import sinks as module
 from trainer.analysis.attention import attention_map
 from trainer.analysis.sinks import analyze_sinks, over_largest
 from trainer.analysis.target import Target, position_edges
+from trainer.config import AnalysisConfig
 
 T = 40
 
@@ -60,6 +67,33 @@ def test_the_heads_that_are_shown_have_most_and_least_attention_on_the_first_at_
         layer, head = divmod(int(index), 4)
         titles.append(f"L{layer}H{head}: {100 * shares[index]:.0f}% on the first")
     assert [*shown] == titles
+
+
+def test_figures_have_curves_at_the_middle_of_buckets_and_maps_of_chosen_heads(
+    tiny_decoder, monkeypatch
+):
+    monkeypatch.setattr(module, "CELLS", 12)  # of four tokens
+    target = target_of(tiny_decoder(), config=AnalysisConfig(chosen=[(1, 2)]))
+    results = analyze_sinks(target)
+    edges = position_edges(T)
+    middles = [(a + 1 + b) / 2 for a, b in pairwise(edges)]
+    norms, products = drawn(results, "sinks_keys")
+    weights, _ = drawn(results, "sinks_by_length")
+    assert norms.lines[0].x == middles
+    of_keys = cells(results.rows, "key_norm").reshape(4, -1)
+    assert norms.lines[0].y == pytest.approx(of_keys.mean(axis=0))
+    for line, variant in zip(products.lines, ("plain", "rotated"), strict=True):
+        of_heads = cells(results.rows, "key_dot", variant=variant).reshape(8, -1)
+        assert line.y == pytest.approx(over_largest(of_heads).mean(axis=0))
+    for line, variant in zip(weights.lines, ("plain", "rotated"), strict=True):
+        of_heads = cells(results.rows, "sink_weight", variant=variant).reshape(8, -1)
+        assert line.y == pytest.approx(of_heads.mean(axis=0))
+    ((title, cells_of_map),) = drawn(results, "sinks_attention").items()
+    assert title.startswith("L1H2: ")
+    assert cells_of_map.shape == (10, 10)
+    np.testing.assert_array_equal(np.isnan(cells_of_map), np.triu(np.ones((10, 10)), 1))
+    figure = next(plot.figure for plot in results.plots if plot.name == "sinks_attention")
+    assert figure[1]["cell"] == (4, 4)
 
 
 LONG_IDS = torch.randint(0, 50, (1, 96), generator=torch.Generator().manual_seed(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.analysis.attention_examples import cells, turned
+from tests.analysis.attention_examples import cells, drawn, turned
 from trainer.analysis.synthetic import (
     analyze_synthetic,
     decay,
@@ -126,3 +127,30 @@ def test_a_spectrum_that_does_not_fit_the_model_is_left_out_and_noted():
     assert len(spectra) == 4
     assert spectra["HalfRoPE"] == by_name("half_rope", 8, 64)
     assert notes == []
+
+
+@pytest.mark.parametrize(("C", "fastest"), [(64, 8), (128, 16), (256, 32), (1024, 32)])
+def test_rope_id_turns_from_32_tokens_or_an_eighth_of_a_short_length_to_half_of_it(C, fastest):
+    wavelengths = 2 * np.pi / np.array(standard_spectra(16, C)[0]["RoPE-ID"].inv_freq)
+    assert (wavelengths[0], wavelengths[-1]) == pytest.approx((fastest, C / 2))
+
+
+def test_figures_have_the_ratio_by_length_and_means_of_the_product_between_lengths(tiny_decoder):
+    results = analyze_synthetic(Target("tiny", tiny_decoder(training_length=60), torch.zeros(1, 8)))
+    rows = results.rows[results.rows.variant == "RoPE"]
+    ratios, products = (
+        next(line for line in panel.lines if line.label == "RoPE")
+        for panel in drawn(results, "synthetic")
+    )
+    of_ratios = rows[rows.metric == "fsv_ratio"]
+    assert [*ratios.x] == of_ratios.length.tolist()
+    assert {1, 60, 16 * 60} < {*ratios.x}
+    assert [*ratios.y] == of_ratios.value.tolist()
+    decays = rows[rows.metric == "decay"]
+    edges = [*ratios.x]
+    expected = []
+    for a, b in pairwise(edges):
+        inside = decays[(decays.length >= a) & (decays.length < b)]
+        expected.append((inside.length.mean(), inside.value.mean()))
+    points = np.column_stack([products.x, products.y])
+    np.testing.assert_allclose(points[: len(expected)], expected)
