@@ -16,8 +16,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 from trainer.plotting import (
+    BLUE,
     DEFAULT_STYLE,
+    PALE,
     STYLE_NUMBERS,
+    UNKNOWN,
     ColourScale,
     Grid,
     Line,
@@ -123,6 +126,67 @@ def test_the_training_length_is_marked_in_every_panel_and_named_once():
     assert labels(figure) == ["heads", "training length (64 tokens)"]
 
 
+def test_lengths_are_in_multiples_of_1024_from_there_on():
+    line = Line("a", 0, [256, 512, 1024, 1500, 4096], [1.0] * 5)
+    (axes,) = draw([Panel("", [line])], trained=512).axes
+    label = axes.xaxis.get_major_formatter()
+    shown = {value: label(value, None) for value in (256, 1000, 1024, 1500, 4096)}
+    assert shown == {256: "256", 1000: "1000", 1024: "1k", 1500: "1500", 4096: "4k"}
+
+
+def test_thin_lines_and_references_of_a_panel():
+    line = Line("a", 0, [3, 5], [1, 2])
+    levels = ((0.5, "chance"), (3, "best"), (0.7, "chance"))
+    look = {"faint": np.array([[1, 2], [3, 4]]), "horizontal": levels}
+    (axes,) = draw([Panel("", [line], **look)], Grid(x="tokens")).axes
+    (thin,) = axes.collections
+    segments = [part.tolist() for part in thin.get_segments()]
+    assert segments == [[[3, 1], [5, 2]], [[3, 3], [5, 4]]]
+    assert thin.get_array().tolist() == [0, 1]
+    dashes = [level.get_linestyle() for level in axes.lines[1:]]
+    assert dashes == [":", "-.", ":"]
+    assert axes.get_xlabel() == ""
+
+
+def test_styles_of_one_colour_differ_in_their_dashes():
+    """Style 0 alone is black; 1 to 6 have a colour each, which 7 to 12 repeat with dashes."""
+    lines = [Line(str(n), n, range(20), range(20)) for n in range(14)]
+    (axes,) = draw([Panel("", lines)]).axes
+    colours = [line.get_color() for line in axes.lines]
+    dashes = [line.get_linestyle() for line in axes.lines]
+    assert colours[1:7] == colours[7:13]
+    assert len({*colours[:7]}) == 7
+    assert colours[13] == colours[1]
+    assert dashes[:7] == ["-"] * 7
+    assert dashes[7:13] == ["--"] * 6
+    assert len({axes.lines[n]._unscaled_dash_pattern for n in (1, 7, 13)}) == 3
+    assert "#000000" not in colours[1:]
+
+
+def test_context_is_one_pale_line_without_a_label():
+    context = Line("context", 2, [1, 2], [1, 3], low=[0, 0], high=[4, 4], is_context=True)
+    (axes,) = draw([Panel("", [Line("a", 1, [1, 2], [2, 2]), context])]).axes
+    assert [line.get_color() for line in axes.lines] == [BLUE, PALE]
+    assert not axes.collections
+    assert labels(axes.figure) == ["a"]
+
+
+def test_panels_that_share_have_the_same_axes():
+    lines = [Line("a", 0, [0, 1], [0, top]) for top in (1, 9)]
+    panels = [Panel("", [line]) for line in lines]
+    limits = [
+        {axes.get_ylim() for axes in draw(panels, Grid(share=share)).axes}
+        for share in (True, False)
+    ]
+    assert [len(each) for each in limits] == [1, 2]
+
+
+def test_a_narrow_grid_is_a_column_wide_in_any_style():
+    figure = draw([Panel()] * 2, Grid(2, narrow=True))
+    assert figure.get_size_inches()[0] == 3.3
+    assert len({axes.get_position().y0 for axes in figure.axes}) == 2
+
+
 def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
     groups = {"keys": np.array([[0, 1], [2, 3]]), "queries": np.array([[4.0, 5]])}
     clouds = Panel("clouds", prepare=diagonal, horizontal=((2.0, ""),), points=groups)
@@ -139,6 +203,8 @@ def test_points_of_groups_have_a_legend_and_those_of_an_index_a_bar():
     layer = np.array([[0], [1]])
     figure = draw([graded("", np.array([[1, 2], [3, 4]]), np.ones((2, 2)), layer)], index="layer")
     cloud = figure.axes[0].collections[0]
+    assert (cloud.norm.vmin, cloud.norm.vmax) == (0, 1)
+    assert figure.axes[1].get_yticks().tolist() == [0, 1]
     assert cloud.get_array().tolist() == [0, 0, 1, 1]
     assert cloud.get_offsets().tolist() == [[1, 1], [2, 1], [3, 1], [4, 1]]
     assert figure.axes[1].get_ylabel() == "layer"
@@ -197,6 +263,28 @@ def test_a_narrow_figure_is_no_taller_than_a_page():
     assert heights == [pytest.approx(3.7), 9]
     wide = draw([Panel()] * 14, Grid(2, 1.7))
     assert wide.get_size_inches().tolist() == pytest.approx([6.75, 12.2])
+
+
+def test_maps_with_names_have_row_0_at_the_top_and_a_ground_without_numbers():
+    names = ["one", "two", "three"], ["first", "second"]
+    panel = {"map": np.array([[1, 2, 3], [4, 5, math.nan]])}
+    axes, _ = heat_maps(panel, ColourScale("score"), Grid(share=True), names=names).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == names[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == names[1]
+    assert axes.get_yticks().tolist() == [0, 1]
+    low, high = axes.get_ylim()
+    assert low > high
+    (image,) = axes.images
+    assert image.cmap.get_bad()[3] == 0
+    assert mpl.colors.to_hex(axes.get_facecolor()) == UNKNOWN
+
+
+def test_a_logarithmic_bar_has_ticks_at_1_2_and_5():
+    values = np.array([[1.0, 10.0, 100.0]])
+    figure = heat_maps({"": values}, ColourScale("norm", log=True), Grid())
+    label = figure.axes[-1].yaxis.get_minor_formatter()
+    shown = {value: label(value, None) for value in (2.0, 3.0, 5.0, 0.2, 15.0, 50.0)}
+    assert shown == {2.0: "2", 3.0: "", 5.0: "5", 0.2: "0.2", 15.0: "", 50.0: "50"}
 
 
 def test_maps_share_a_bar():
@@ -285,6 +373,8 @@ def test_the_first_panel_may_have_no_points():
     bar = figure.axes[-1]
     assert bar.get_ylabel() == "layer"
     assert bar.get_ylim() == (0, 5)
+    less = graded("less", np.array([[1]]), np.ones((1, 1)), np.array([[2]]))
+    assert draw([full, less], index="layer").axes[-1].get_ylim() == (0, 5)
 
 
 def test_only_short_lines_have_markers():
