@@ -99,6 +99,17 @@ def test_what_spans_more_than_a_factor_of_five_is_logarithmic(values, scale):
     assert axes.get_yscale() == scale
 
 
+@pytest.mark.parametrize(
+    ("most", "ticks"), [(60, [1, 2, 3, 5, 7]), (300, [1, 2, 5]), (30_000, [1])]
+)
+def test_ticks_of_a_logarithmic_axis_are_fewer_where_it_is_longer(most, ticks):
+    axes = Figure().subplots()
+    axes.plot([0, 1], [10, most])
+    log_if_wide(axes)
+    assert [tick for tick in axes.get_yticks() if 1 <= tick < 10] == ticks
+    assert axes.yaxis.get_major_formatter()(10, None) == "10"
+
+
 def test_a_line_is_the_mean_and_its_band_has_four_fifths_of_the_heads():
     values = np.arange(11.0)[None, :, None] * np.array([1.0, 10.0])
     line = over_heads("heads", 0, [1, 2], values)
@@ -350,6 +361,27 @@ def test_labels_at_the_ends_of_lines_do_not_touch_and_context_has_none():
     figure.draw_without_rendering()
     boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
     assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
+
+
+def test_labels_at_the_ends_leave_the_limits_and_the_room_of_their_rows():
+    names = ["a name that needs two rows", "another name of two rows", "b"]
+    lines = [Line(name, n, [1, 2], [0, 1]) for n, name in enumerate(names)]
+    panel = Panel("", lines, prepare=lambda axes: axes.set_ylim(-1, 2))
+    figure = draw([panel], Grid(height=3.0), label_ends=True)
+    (axes,) = figure.axes
+    assert axes.get_ylim() == (-1, 2)
+    figure.draw_without_rendering()
+    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
+    assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
+
+
+def test_a_legend_of_many_rows_makes_the_figure_taller():
+    def height(names):
+        lines = [Line(f"{n} {'x' * 90}", n, [1, 2], [1, 2]) for n in range(names)]
+        return draw([Panel("", lines)]).get_size_inches()[1]
+
+    assert height(1) == height(3)
+    assert height(5) == pytest.approx(height(3) + 2 * 0.16)
 
 
 def test_a_label_stands_at_the_last_number_of_a_line():

@@ -56,6 +56,16 @@ def test_heads_are_read_within_the_training_length(models):
                 assert measured[name][heads.layer, head] == pytest.approx(mean, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.parametrize("window", [1, 5])
+def test_entropy_is_1_where_attention_is_uniform_in_a_window(tiny_decoder, window):
+    model = tiny_decoder(windows=[window])
+    with torch.no_grad():
+        for block in model.layers:
+            block.self_attn.q_proj.weight.zero_()
+    measured = head_measures(model, IDS[:, :TRAINED])["entropy"]
+    np.testing.assert_allclose(measured, float(window > 1), rtol=1e-6)  # 0 of a single key
+
+
 def test_divergence_and_losses_are_torch_s_at_every_position(models, monkeypatch):
     monkeypatch.setattr(drop, "chunk_size", lambda *_: 7)
     divergence, *losses = compare_predictions(*models, IDS)
