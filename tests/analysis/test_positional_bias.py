@@ -333,10 +333,10 @@ def test_yarn_goes_beyond_what_published_weights_reach(rope):
     assert not np.allclose(of_last["trained"], of_last["yarn"])
 
 
-def test_figures_and_rows_of_heads_under_yarn_and_of_a_shape_before_training(rope, monkeypatch):
+def test_figures_and_rows_of_heads_under_yarn(rope, monkeypatch):
     """The head that is shown near the needle attends to it most as trained, the other one is most
-    positional; gradients have the range of their seeds."""
-    monkeypatch.setattr(positional_bias, "SEEDS", 2)
+    positional."""
+    monkeypatch.setattr(positional_bias, "fresh_decoders", lambda *_: (0, {}))
     prompt = NeedlePrompt(LONG[:, :32], slice(5, 9))
     results = analyze_positional_bias(Target("tiny", rope, LONG, prompt=prompt))
     rows = results.rows
@@ -357,25 +357,32 @@ def test_figures_and_rows_of_heads_under_yarn_and_of_a_shape_before_training(rop
     np.testing.assert_allclose(chosen.value, maps[tuple(seeking)][:17], rtol=1e-3)
     _, near = drawn(results, "attention_under_yarn")
     assert [*near.lines[0].x] == [*range(-5, 12)]
-    for panel, kind in zip(
-        drawn(results, "positional_bias_gradients"), ("diagonal", "previous"), strict=True
-    ):
-        for line, version in zip(panel.lines, ("with positions", "NoPE"), strict=True):
-            seeds = np.stack(
-                [
-                    cells(rows, f"gradient_{kind}", variant=f"fresh, {version}, seed {seed}")
-                    for seed in range(2)
-                ]
-            )
-            assert line.y == pytest.approx(seeds.mean(axis=0))
-            assert line.low == seeds.min(axis=0).tolist()
-            assert line.high == seeds.max(axis=0).tolist()
     for panel, s in zip(drawn(results, "rescaling_factors"), (2, 3, 4), strict=True):
         inv_freq = np.array(rope.layout.layers[0].spectra[0].inv_freq)
         first_slow = np.flatnonzero(inv_freq * 32 < 2 * np.pi)[0]
         assert panel.vertical[0] == first_slow - 0.5
         pi = cells(rows, "frequency_factor", variant=f"PI, s = {s}")
         np.testing.assert_allclose(pi, 1 / s)
+
+
+def test_gradients_have_a_row_a_seed_and_the_range_of_all_seeds(rope, monkeypatch):
+    metrics = "gradient_diagonal", "gradient_previous", "prefix_spread"
+    of_seeds = np.array([[1.0, 2.0], [4.0, 3.0], [7.0, 7.0]])
+    fresh = {}
+    for n, version in enumerate(("encoded", "nope")):
+        fresh[version] = {name: of_seeds + 10 * m + 100 * n for m, name in enumerate(metrics)}
+    monkeypatch.setattr(positional_bias, "fresh_decoders", lambda *_: (32, fresh))
+    results = analyze_positional_bias(Target("tiny", rope, LONG))
+    panels = drawn(results, "positional_bias_gradients")
+    for m, metric in enumerate(metrics):
+        for n, version in enumerate(("with positions", "NoPE")):
+            for seed in range(3):
+                row = cells(results.rows, metric, variant=f"fresh, {version}, seed {seed}")
+                np.testing.assert_array_equal(row, of_seeds[seed] + 10 * m + 100 * n)
+            if m < 2:
+                line = panels[m].lines[n]
+                lines = np.array([line.low, line.y, line.high]) - 10 * m - 100 * n
+                np.testing.assert_allclose(lines, [[1, 2], [4, 4], [7, 7]])
 
 
 def test_a_shape_that_is_too_large_is_not_built(rope, monkeypatch):

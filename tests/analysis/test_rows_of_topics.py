@@ -92,6 +92,9 @@ def test_matrix_entropies_and_attention_on_the_needle(tiny_decoder):
     model = tiny_decoder(training_length=C)
     prompt = NeedlePrompt(IDS.flip(1), slice(9, 13), 5)
     rows = analyze_matrix_entropy(Target("tiny", model, IDS, question=prompt)).rows
+    names = "effective rank, r = 1", "effective rank, r = 4", "effective rank"  # of 8 channels
+    of_keys = rows[rows["variant"] == "keys, as they attend"]
+    assert {*of_keys["metric"]} == {"band entropy", "band entropy of a pair", *names}
     heads, of_prompt = captured(model, IDS)[1], captured(model, prompt.ids[:1])[1]
     attention, _ = attention_of(of_prompt, 0, 3)
     expected = {
