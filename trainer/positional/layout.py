@@ -246,7 +246,6 @@ def drop(
     heads: Collection[int] | None = None,
     windows: Sequence[int | None] | None = None,
     qk_norm: bool = False,
-    key: str = "drop",
 ) -> Layout:
     """Replace encodings by ``to``; return the new layout (DroPE, Sec. 5).
 
