@@ -76,6 +76,14 @@ def train(model, optimizer, steps=3):
         optimizer.zero_grad()
 
 
+def test_a_state_that_is_no_tensor_is_named():
+    model = decoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.norm.weight]["count"] = 3
+    with pytest.raises(UserError, match=r"^optimizer: .* got count=3$"):
+        optimizer_tensors(model, optimizer)
+
+
 def tensors_of(model, optimizer):
     """What a checkpoint holds."""
     weights = {f"model.{name}": x.detach() for name, x in model.named_parameters()}

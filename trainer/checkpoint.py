@@ -58,10 +58,13 @@ Readers = Mapping[str, Callable[[], Tensor]]
 
 
 def optimizer_tensors(model: Decoder, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's state by its names in a checkpoint."""
+    """Return the optimizer's state by its names in a checkpoint; raise a UserError about a value
+    that is no tensor."""
     tensors: Tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, Tensor):
+                raise UserError(f"optimizer: expected tensors in its state, got {key}={value!r}")
             tensors[f"optim.{name}.{key}"] = value
     return tensors
 

@@ -17,7 +17,7 @@ from tests.reference import attend
 from trainer.common.errors import UserError
 from trainer.model import backends
 from trainer.model import decoder as decoder_module
-from trainer.model.backends import BACKENDS, Mask, Use, bias, choose_backend, prepared
+from trainer.model.backends import BACKENDS, Mask, Use, backend, bias, choose_backend, prepared
 
 B, HEADS, KV_HEADS, T, D = 2, 4, 2, 12, 8
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 1 + [1] * 4 + [2] * 7])
@@ -239,11 +239,19 @@ def test_flash(fake_flash, mask):
     assert fake_flash == ["dense" if mask.documents is None else "packed"]
 
 
-@pytest.mark.parametrize("name", ["flash", "flex"])
-def test_rows_that_begin_later_go_to_sdpa(fake_flash, monkeypatch, name):
-    """Neither kernel knows where they begin."""
+@pytest.mark.parametrize("name", ["flash", "flex", "of_a_plugin"])
+@pytest.mark.parametrize(("new", "begins"), [(5, torch.tensor([0, 3])), (1, None)])
+def test_padded_rows_and_single_queries_go_to_sdpa(fake_flash, monkeypatch, name, new, begins):
+    """No kernel knows where rows begin."""
     monkeypatch.setattr(backends, "_compiled", None)
-    mask, (q, k, v) = Mask(begins=torch.tensor([0, 3])), inputs(5)
+
+    def of_a_plugin(q, k, v, mask):
+        raise AssertionError
+
+    monkeypatch.setitem(BACKENDS, name, BACKENDS.get(name))
+    if name == "of_a_plugin":
+        backend(supports=lambda use: not use.masked)(of_a_plugin)
+    mask, (q, k, v) = Mask(begins=begins), inputs(new)
     expected = BACKENDS["sdpa"].attend(q, k, v, mask)
     assert torch.equal(BACKENDS[name].attend(q, k, v, mask), expected)
     assert fake_flash == []
@@ -415,7 +423,7 @@ def test_sdpa_forbids_cudnns_kernel_and_cudnn_leaves_it_to_the_caller(
         for name in ("sdpa", "cudnn", "sdpa"):
             BACKENDS[name].attend(q, k, k, Mask())
         assert torch.backends.cuda.cudnn_sdp_enabled() == allowed
-    assert seen == [False, allowed, False]
+    assert seen == [False, allowed and queries > 1, False]
 
 
 def test_a_compiled_sdpa_forbids_cudnns_kernel_within_its_graph(monkeypatch):

@@ -3,14 +3,14 @@
 All backends take queries ``[B, Hq, Tq, D]``, keys and values ``[B, Hkv, Tk, D]`` with Tk >= Tq and
 a :class:`Mask` from :func:`prepared`, and return ``[B, Hq, Tq, D]``. The last query sees the last
 key. None allocates a [Tq, Tk] tensor: where a kernel needs a mask, ``sdpa`` processes the queries
-in blocks. Single queries, as in generation, use ``sdpa`` in all backends.
+in blocks. Single queries, as in generation, are those of ``sdpa`` in all backends.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -111,11 +111,19 @@ BACKENDS = Registry[Backend]("attention backend")
 
 
 def backend(**row: Any) -> Callable[[Attend], Attend]:
-    """Register a function as a backend; see :class:`Backend`. A file of ``plugins`` may do so."""
+    """Register a function as a backend; see :class:`Backend`. A file of ``plugins`` may do so.
+
+    ``sdpa`` takes its place for single queries and for rows with ``begins``.
+    """
 
     def register(attend: Attend) -> Attend:
-        BACKENDS.add(attend.__name__, Backend(attend, **row), attend)
-        return attend
+        @wraps(attend)
+        def attend_or_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+            knows = q.shape[2] > 1 and mask.begins is None
+            return attend(q, k, v, mask) if knows else sdpa(q, k, v, mask)
+
+        BACKENDS.add(attend.__name__, Backend(attend_or_sdpa, **row), attend)
+        return attend_or_sdpa
 
     return register
 
@@ -154,7 +162,6 @@ def bias(mask: Mask, queries: range, keys: range, q: Tensor) -> Tensor:
     return slope.masked_fill(~seen, -math.inf).to(dtype)
 
 
-@backend()
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call torch's scaled_dot_product_attention, but never cuDNN's kernel.
 
@@ -168,6 +175,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     without_cudnn = sdpa_kernel(WITHOUT_CUDNN) if compiling else cudnn_attention(False)
     with without_cudnn:
         return _sdpa(q, k, v, mask)
+
+
+BACKENDS.add("sdpa", Backend(sdpa), sdpa)
 
 
 def _supports_cudnn(use: Use) -> bool:
@@ -298,9 +308,8 @@ def _with_bounds(mask: Mask, shape: tuple[int, int], keys: int, device: torch.de
 )
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call the flash-attn package (CUDA); documents use its variable-length kernel."""
-    # The bounds are those of whole rows: queries after cached keys would need their own.
-    continues = mask.documents is not None and q.shape[2] < k.shape[2]
-    if q.shape[2] == 1 or mask.begins is not None or continues:
+    if mask.documents is not None and q.shape[2] < k.shape[2]:
+        # The bounds are those of whole rows: queries after cached keys would need their own.
         return sdpa(q, k, v, mask)
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -347,8 +356,6 @@ def _with_blocks(mask: Mask, shape: tuple[int, int], keys: int, device: torch.de
 )
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Call torch's FlexAttention (GPU): any mask and ALiBi in one kernel."""
-    if q.shape[2] == 1 or mask.begins is not None:
-        return sdpa(q, k, v, mask)
     past = k.shape[2] - q.shape[2]
     slopes = mask.slopes
 
@@ -413,15 +420,14 @@ def choose_backend(name: str, use: Use) -> str:
     ``name``: ``auto`` or a backend; ``sdpa`` also with cuDNN's kernel.
 
     Raises:
-        UserError: the configured backend does not exist.
-        UnsupportedError: it cannot run here.
+        UnsupportedError: the configured backend does not exist, or cannot run here.
     """
     if name == "auto":
         suiting = (n for n, row in BACKENDS.items() if row.supports(use) and row.suits(use))
         return next(suiting, "sdpa")
     if name not in BACKENDS:
         expected = ", ".join(["auto", *BACKENDS])
-        raise UserError(f"model.attention_backend: expected one of {expected}, got {name!r}")
+        raise UnsupportedError(f"model.attention_backend: expected one of {expected}, got {name!r}")
     if not BACKENDS[name].supports(use):
         needs = BACKENDS[name].needs
         raise UnsupportedError(f"model.attention_backend: {name!r} needs {needs}")

@@ -115,7 +115,7 @@ class DDP(RunStrategy, DDPStrategy):
 
 
 class Sharded(RunStrategy, ModelParallelStrategy):
-    """FSDP2 over all ranks, or within groups (HSDP); the module shards the model."""
+    """FSDP2 over all ranks, or within groups (HSDP); ``setup.distribute`` shards the model."""
 
     def setup_environment(self) -> None:
         """Join the process group; the module has its own device mesh."""

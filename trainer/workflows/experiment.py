@@ -22,6 +22,7 @@ from trainer.evaluation.results import PERPLEXITY, STATEMENTS
 from trainer.evaluation.saved_model import SavedModel
 from trainer.evaluation.tasks import check_names
 from trainer.lightning.strategy import SHARDED
+from trainer.model.backends import BACKENDS
 from trainer.plotting import use_style
 from trainer.report.pages import write_renderings
 from trainer.report.report import FACTS, Report, RunSummary, troubles
@@ -128,6 +129,8 @@ def check_machine(run: Run) -> None:
         check_device(each.config.trainer)
         check_dashboards(each.config.logger)
         optimizer_settings(each.config.optimizer)
+        if each.config.model.attention_backend != "auto":
+            BACKENDS.find(each.config.model.attention_backend, "model.attention_backend")
         strategy = each.config.strategy
         size = strategy.shard_size
         if strategy.name == "single" and ranks > 1:
