@@ -45,8 +45,9 @@ from trainer.runs.directory import (
     differences,
     is_published,
     place_of_comparison,
+    plain,
 )
-from trainer.runs.parsing import parse
+from trainer.runs.parsing import checked, parse
 from trainer.runs.phases import Run
 
 log = logging.getLogger(__name__)
@@ -153,8 +154,7 @@ def split_prompts(words: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def _as_hydra_reads(word: str) -> str:
-    """Return a word without the plus of a group, with the home directory for ``~``, and with quotes
-    around a name."""
+    """Return a word without the plus of a group, with ``~`` expanded, and with names in quotes."""
     key, _, value = word.partition("=")
     if key in ("+evaluation", "+analysis"):
         return word[1:]
@@ -307,8 +307,7 @@ class Sweep:
             traceback.print_exception(error)
 
     def show(self) -> None:
-        """Print which jobs ran, failed, were stopped, or were skipped after a stop, and compare the
-        results of several runs."""
+        """Print what became of the jobs, and compare the results of several runs."""
         if not self.outcomes or current_ranks().rank:
             return
         print("Jobs of the sweep:")
@@ -453,7 +452,6 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
     if keys.text is None and job.choices["data"] == "files":
         raise UserError("text: expected files to recalibrate on, or data=stdlib_docs, got null")
     named = [word.lstrip("+").partition("=")[0] for word in job.words if word[0] != "~"]
-    given = {key: reduce(getitem, key.split("."), values) for key in named if "." in key}
     if "name" not in named:
         stem = re.sub(r"[^\w.+-]", "-", Path(keys.checkpoint).absolute().name)
         values["name"] = f"{stem.lstrip('-.+')}-drope"
@@ -461,10 +459,15 @@ def choose_keys(job: Job, began: float) -> tuple[schema.RecalibrateKeys, dict[st
             values["run_dir"] = f"runs/{values['name']}"
     if keys.text:
         values["data"]["files"] = [keys.text] if isinstance(keys.text, str) else keys.text
-    record = Path(values["run_dir"]).expanduser() / RECORD
-    begun = record if record.is_file() and values["overwrite"] is not True else None
-    if begun is None and values["data"]["source"] == "files":
-        check_files(values["data"]["files"])  # before torch is imported
+    config = checked(values)
+    values.update(plain(config))
+    if "evaluation.lengths" in named:
+        named.append("evaluation.tokens")  # they would take the place of the lengths
+    given = {key: reduce(getitem, key.split("."), values) for key in named if "." in key}
+    record = Path(config.run_dir) / RECORD
+    begun = record if record.is_file() and not config.overwrite else None
+    if begun is None and config.data.source == "files":
+        check_files(config.data.files)  # before torch is imported
     from trainer.workflows import recalibrate as workflow
 
     source = "from_pretrained" if is_published(keys.checkpoint) else "from_run"

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from trainer.common.errors import UserError
-from trainer.common.files import expecting, partial_directory, write_atomically
+from trainer.common.files import check_is_new, expecting, partial_directory, write_atomically
 
 
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypatch):
@@ -43,3 +43,13 @@ def test_an_error_of_a_parser_names_the_file(tmp_path, error, reason):
     with pytest.raises(UserError) as raised, expecting("JSON", tmp_path / "a.json"):
         raise error
     assert str(raised.value) == f"{tmp_path / 'a.json'}: expected JSON ({reason})"
+
+
+def test_an_export_is_written_where_nothing_lies(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("empty", "absent"):
+        check_is_new(tmp_path / name)
+    for place in (tmp_path, tmp_path / "file"):
+        with pytest.raises(UserError, match=r"^to: expected a new or empty directory"):
+            check_is_new(str(place))

@@ -102,7 +102,7 @@ def test_what_would_stop_a_run_in_its_first_minute_is_found_at_once(place, tmp_p
     with pytest.raises(FileNotFoundError, match=r"text\.txt"):
         check_start(config)
     text.touch()
-    with pytest.raises(UserError, match=r"data\.files: nothing in"):
+    with pytest.raises(UserError, match=r"data\.files: expected files with text"):
         check_start(config)
     with pytest.raises(UserError, match=r"data\.files: expected files"):
         check_start(RunConfig(run_dir=str(place), data=DataConfig(source="files")))

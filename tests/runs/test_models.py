@@ -446,7 +446,9 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     words = json.loads((path / "config.json").read_text())["vocab_size"]
     for size in (words, words + 1):
         vocabulary = {"</s>": 0, **{f"w{i}": i for i in range(1, size)}}
-        Tokenizer(WordLevel(vocabulary, "</s>")).save(str(path / "tokenizer.json"))
+        tokenizer = Tokenizer(WordLevel(vocabulary, "</s>"))
+        tokenizer.add_special_tokens(["<unused pad>"])
+        tokenizer.save(str(path / "tokenizer.json"))
         if size == words:
             assert find_model(str(path)).name == path.name
     with pytest.raises(UserError, match=rf"^model\.vocab_size: .* {words + 1}, got {words}"):

@@ -219,7 +219,7 @@ def test_a_time_limit_counts_from_the_start_of_the_command(base, tmp_path, monke
     """Also that of controls, which are trained after the run; each takes an hour."""
     seconds, began = [1000.0], {}
 
-    def train(each, corpus, branch=None, *, start_time=None):
+    def train(each, corpus, branch, callbacks, *, start_time):
         began[each.directory.name] = start_time
         seconds[0] += 3600
         return each.directory

@@ -229,6 +229,39 @@ def test_a_task_that_has_no_room_is_refused_before_training(llama, monkeypatch, 
     assert not (llama.parent / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("trainer.batch_size=0", "trainer.batch_size"),
+        ("trainer.batch_size=null", "trainer.batch_size"),
+        ("data.sequence_length=0", "data.sequence_length"),
+        ("optimizer.lr=fast", "optimizer.lr"),
+    ],
+)
+def test_a_wrong_key_is_refused_before_the_speed_test(llama, monkeypatch, capsys, word, key):
+    monkeypatch.setattr(recalibrate, "measure_speed", None)
+    with pytest.raises(SystemExit):
+        main(["recalibrate", "llama", *WORDS, word])
+    assert capsys.readouterr().err.startswith(f"error: {key}: ")
+
+
+def test_given_keys_win_over_chosen_ones_also_in_a_run_that_has_begun(llama, capsys):
+    """Whole numbers may be written as floats."""
+    words = ["recalibrate", "llama", *WORDS, "--cfg", "job", "evaluation.lengths=[0.5,1]"]
+    main([*words, "trainer.batch_size=4.0", "controls=null"])
+    shown = yaml.safe_load(capsys.readouterr().out)
+    lengths = shown["evaluation"]["lengths"], shown["evaluation"]["tokens"]
+    assert (lengths, shown["trainer"]["batch_size"]) == (([0.5, 1.0], None), 4)
+    shown["evaluation"]["tokens"] = [64]
+    run = llama.parent / shown["run_dir"]
+    run.mkdir(parents=True)
+    (run / RECORD).write_text(yaml.safe_dump(shown))
+    main([*words, "evaluation.windows=7"])
+    again = yaml.safe_load(capsys.readouterr().out)
+    assert (again["evaluation"]["tokens"], again["evaluation"]["windows"]) == (None, 7)
+    assert again["trainer"]["batch_size"] == 4
+
+
 @pytest.mark.slow
 def test_a_stopped_recalibration_resumes_and_exports_a_model_without_rotation(llama, monkeypatch):
     from transformers import AutoModelForCausalLM

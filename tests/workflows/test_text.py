@@ -54,6 +54,24 @@ def test_a_model_has_an_embedding_for_every_token_of_its_own_tokenizer(monkeypat
         check_vocabularies({"main": run}, corpus)
 
 
+def test_added_tokens_need_embeddings_in_texts_of_a_tokenizer_of_its_own_alone(monkeypatch):
+    """Those of weights may be unused; a tokenizer that is trained has the words of statements."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(300)}, unk_token="w0"))
+    tokenizer.add_tokens(["<pad>"])
+    corpus = SimpleNamespace(tokenizer=tokenizer)
+    run = parse({"model": {"vocab_size": 300}})
+    tokens = [None]
+    monkeypatch.setattr(text, "tokens_of_weights", lambda run: tokens[-1])
+    for end, refused in ((None, True), (299, False), (300, True)):
+        if end is not None:
+            tokens.append(SpecialTokens(tokenizer, None, None, end, frozenset()))
+        expected = nullcontext()
+        if refused:
+            expected = pytest.raises(UserError, match="expected at least 301, got 300")
+        with expected:
+            check_vocabularies({"main": run}, corpus)
+
+
 MIXED = {"mixture": {"a": {"weight": 1, "revision": "1"}, "b": {"weight": 2, "revision": "2"}}}
 
 

@@ -52,7 +52,7 @@ def _key_of(error: ErrorDetails, values: Any) -> str:
     """Return the key that an error is about; its location names the types of a union, too."""
     names = []
     for name in error["loc"]:
-        with suppress(KeyError, TypeError):
+        with suppress(LookupError, TypeError):
             values = values[name]
             names.append(str(name))
     if error["type"] == "missing":

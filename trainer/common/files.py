@@ -44,8 +44,7 @@ def synchronise(directory: Path) -> None:
 
 @contextmanager
 def expecting(content: str, path: Path | str) -> Iterator[None]:
-    """Raise a UserError with the path of a file if a parser fails in the block: the file holds
-    something else than ``content``."""
+    """Raise a UserError with the path of a file if a parser of ``content`` fails in the block."""
     try:
         yield
     except Exception as error:  # whatever a parser makes of other bytes
@@ -84,5 +83,5 @@ def partial_directory(final: Path) -> Iterator[Path]:
 def check_is_new(to: Path | str) -> None:
     """Raise a UserError if an export is to be written where something lies."""
     path = Path(to)
-    if path.exists() and any(path.iterdir()):
+    if path.is_file() or (path.exists() and any(path.iterdir())):
         raise UserError(f"to: expected a new or empty directory, got {str(to)!r}")

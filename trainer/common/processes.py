@@ -94,8 +94,7 @@ RECEIVED: list[str] = []
 
 
 def stop_on_signals() -> None:
-    """Let the signals of a batch system end the program by a ``PreemptedError``, so that it removes
-    its temporary files."""
+    """Let signals of a batch system raise a ``PreemptedError``, which cleans up temporary files."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

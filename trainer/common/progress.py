@@ -18,8 +18,7 @@ LONGEST_SILENCE = 300.0
 
 
 def show_log() -> None:
-    """Show the program's log, without those of its libraries; processes other than the first show
-    only errors."""
+    """Show the program's log, without those of its libraries; ranks above 0 show only errors."""
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs every attempt
     logger = logging.getLogger("trainer")
     if not logger.handlers:

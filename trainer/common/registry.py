@@ -28,8 +28,7 @@ class Registry(dict[str, Row]):
         """File and name of the function of each row."""
 
     def add(self, name: str, row: Row, function: Callable[..., Any]) -> None:
-        """Add the row of a function, or replace it if its file is run again; raise a UserError if
-        another function has the name."""
+        """Add the row of a function, or replace it if its file is run again; refuse taken names."""
         unwrapped = inspect.unwrap(function)
         file = unwrapped.__globals__.get("__file__")
         owner = file and os.path.realpath(file), unwrapped.__qualname__
@@ -39,8 +38,7 @@ class Registry(dict[str, Row]):
         self[name] = row
 
     def find(self, name: str, key: str) -> Row:
-        """Return the row of a name that ``key`` of the configuration has; raise a UserError if
-        there is none."""
+        """Return the row that ``key`` names; raise a UserError if there is none."""
         if name not in self:
             raise UserError(f"{key}: expected one of {', '.join(self)}, got {name!r}")
         return self[name]

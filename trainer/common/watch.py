@@ -95,8 +95,7 @@ class Watch:
         return answer.code
 
     def _listen(self) -> None:
-        """Hear rank 0's answer; end this process, whose main thread may wait for another rank,
-        unless that thread is ending it."""
+        """Hear rank 0's answer; end this process, whose main thread may wait, unless it ends."""
         with self._socket.makefile("rb") as lines:
             answer = _received(lines)
         self._answer = End(**answer) if answer else End(1, "died", text=f"rank 0 {SILENT}")
@@ -147,8 +146,7 @@ class Hub(Thread):
                 _send(self.connections[rank], asdict(answer))
 
     def _first_end(self) -> End:
-        """Wait for the first rank that ends early, for the end of rank 0, or for the time within
-        which all ranks must have connected."""
+        """Wait until a rank ends early, rank 0 ends, or the time to connect is over."""
         missing, running = {*range(self.world_size)}, {*range(self.world_size)}
         early: list[End] = []
         deadline = time.monotonic() + START

@@ -360,7 +360,7 @@ def largest_difference(model: Decoder, tokenizer: Tokenizer, directory: Path) ->
     is_ours = (directory / CODE).is_file()
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": is_ours}
     their_tokenizer = AutoTokenizer.from_pretrained(directory, **options)
-    if their_tokenizer(TEXT)["input_ids"] != tokenizer.encode(TEXT).ids:
+    if their_tokenizer(TEXT, verbose=False)["input_ids"] != tokenizer.encode(TEXT).ids:
         kind = type(their_tokenizer).__name__  # Qwen2's for its architecture, whatever files say
         raise UserError(f"export: transformers loads tokenizer.json as {kind}: tokens differ")
     theirs = published.load_quietly(directory, **options).eval()

@@ -38,8 +38,7 @@ WRITTEN = (
     *("evaluation*", "lengths", "analysis", "export", "tensorboard", "wandb"),
     RECORD,  # last: a directory with it is a run's
 )
-"""What a run and its evaluations write into its directory, and ``overwrite=true`` deletes, in this
-order."""
+"""What a run and its evaluations write, and ``overwrite=true`` deletes, in this order."""
 FREE_TO_CHANGE = (
     *("name", "run_dir", "overwrite", "logger", "evaluation", "benchmarks", "plots", "callbacks"),
     *("strategy", "model.attention_backend"),
@@ -118,8 +117,7 @@ def check_run_directory(config: RunConfig) -> None:
 def differences(
     old: dict[str, Any], new: dict[str, Any], free: Collection[str], prefix: str = ""
 ) -> str:
-    """Return the keys whose values differ, with both values, except keys that may change; empty if
-    there are none. ``prefix``: of the keys."""
+    """Return the keys whose values differ, with both values, except ``free`` ones; or nothing."""
     changes = []
     for name in dict.fromkeys([*old, *new]):
         key = f"{prefix}{name}"
@@ -150,18 +148,17 @@ def check_start(config: RunConfig) -> None:
 
 
 def check_files(names: Sequence[str]) -> None:
-    """Raise a UserError if all files of text are empty, and a FileNotFoundError if
-    one is missing; addresses, lists and patterns are not looked at."""
+    """Raise a UserError without files of text, or if all are empty, and a FileNotFoundError if one
+    is missing; addresses, lists and patterns are not looked at."""
     if any(set(name) & {*"@*?[:"} for name in names):
         return
     if not sum(Path(name).expanduser().stat().st_size for name in names):
-        raise UserError(f"data.files: nothing in {[*names]}")
+        raise UserError(f"data.files: expected files with text, got {[*names]}")
 
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a run's directory, which the system releases when the process ends; raise a
-    UserError if another process holds it."""
+    """Hold the lock of a run's directory; raise a UserError if another process holds it."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     try:
@@ -239,8 +236,7 @@ more. There is one row a logged step, without gap or duplicate, however often a 
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of a metrics file, with numbers parsed and empty cells omitted; none
-    if there is no file."""
+    """Return the complete rows of a metrics file, if it exists, as numbers without empty cells."""
     if not path.exists():
         return []
     with expecting("rows of metrics", path):

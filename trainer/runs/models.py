@@ -32,7 +32,7 @@ from trainer.config import SAME, DataConfig, RunConfig
 from trainer.data.checksums import checksums_once
 from trainer.data.corpus import Corpus
 from trainer.data.sources import cache_directory
-from trainer.data.tokenizer import same_tokens, special_tokens, vocabulary_size
+from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens
 from trainer.evaluation.saved_model import SavedModel, distinct
 from trainer.evaluation.store import fingerprint
 from trainer.interchange.pretrained import Pretrained, is_disabled_norm, read_pretrained
@@ -126,7 +126,7 @@ def _saved_model(
     """Return a model with what follows from its weights; ``lengths``: training lengths that it
     gets, one after the other. ``key``: hash that changes with the weights."""
     tokens = special_tokens(weights.require_tokenizer(), weights.token_files, weights.end_of_text)
-    check_vocabulary(weights.config, vocabulary_size(tokens.tokenizer))
+    check_embeddings(weights.config, tokens)
     layout = weights.layout
     longest = layout.longest
     for length in filter(None, lengths):
@@ -145,6 +145,12 @@ def _saved_model(
         longest_context=longest,
         **defaults | fields,
     )
+
+
+def check_embeddings(config: ModelConfig, tokens: SpecialTokens) -> None:
+    """Check that a model has embeddings for text; added tokens, such as a padding's, need none."""
+    words = tokens.tokenizer.get_vocab(with_added_tokens=False).values()
+    check_vocabulary(config, max([*words, tokens.end]) + 1)
 
 
 def _before_drop(model: SavedModel) -> Path | None:
@@ -194,8 +200,7 @@ def find_models(
 
 
 def starting_weights(config: ModelConfig) -> Pretrained:
-    """Return the model that ``model.from_pretrained`` or ``model.from_run`` names; reads no
-    weights."""
+    """Return the model that a run begins with; its weights are read later."""
     if config.from_pretrained is not None and config.from_run is not None:
         raise UserError("model: expected one of from_pretrained and from_run, got both")
     if config.from_pretrained is not None:
@@ -376,8 +381,7 @@ def environment(corpus: Corpus, device: str) -> dict[str, Any]:
 
 
 def provenance(models: Sequence[SavedModel]) -> dict[str, str]:
-    """Describe the origin of a page about models by time, command and places, without anything that
-    identifies a person."""
+    """Return time, command and models of a page, without anything that identifies a person."""
     sources = []
     for model in models:
         source = f"{model.name}: {model.path}"

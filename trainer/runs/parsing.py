@@ -35,8 +35,7 @@ def parse(values: dict[str, Any]) -> Run:
         UserError: unknown keys, wrong types, or a broken rule.
         ValueError: an encoding does not fit the model, or a phase asks for an impossible change.
     """
-    values = {k: x for k, x in values.items() if x is not None or k not in NAMED_BY_USERS}
-    config = validated(RunConfig, values)
+    config = checked(values)
     if config.phases:
         steps = sum(phase.steps for phase in config.phases.values())
         config = replace(config, trainer=replace(config.trainer, max_steps=steps))
@@ -63,6 +62,12 @@ def parse(values: dict[str, Any]) -> Run:
         phases = phases_of(config)
     run = Run(config, phases, first, weights)
     return replace(run, controls=_controls_of(run))
+
+
+def checked(values: dict[str, Any]) -> RunConfig:
+    """Return plain values as a configuration; raise a UserError about unknown keys and types."""
+    values = {k: x for k, x in values.items() if x is not None or k not in NAMED_BY_USERS}
+    return validated(RunConfig, values)
 
 
 def configured_layout(config: RunConfig) -> Layout:
@@ -109,13 +114,14 @@ def _check_run(config: RunConfig) -> None:
     drop = config.drop
     last = config.trainer.max_steps
     config.data.texts.keys()  # a wrong text of the mixture raises
-    needles = config.data.needles
-    if not needles.names[0] <= needles.names[1] <= len(NAMES):
-        raise UserError(f"data.needles.names: expected the least and the most of {len(NAMES)}")
-    if needles.mentions[0] > needles.mentions[1]:
-        raise UserError("data.needles.mentions: expected the least before the most")
-    if bool(config.benchmarks.every) != bool(config.benchmarks.tasks):
-        raise UserError("benchmarks.every: expected it with tasks")
+    names, mentions = config.data.needles.names, config.data.needles.mentions
+    if not names[0] <= names[1] <= len(NAMES):
+        raise UserError(f"data.needles.names: expected least and most <= {len(NAMES)}, got {names}")
+    if mentions[0] > mentions[1]:
+        raise UserError(f"data.needles.mentions: expected least and most, got {mentions}")
+    every, tasks = config.benchmarks.every, config.benchmarks.tasks
+    if bool(every) != bool(tasks):
+        raise UserError(f"benchmarks.every: expected both or neither, got {every}, tasks={tasks}")
     if config.phases and drop.at is not None:
         raise UserError("drop: with phases it is one of them that drops; expected phases.NAME.drop")
     if MAIN in config.controls:
@@ -154,8 +160,7 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_control(run: Run, control: Run, key: str, branch: Any) -> None:
-    """Check that a control trains in the processes of its run, reads its text, and fits into its
-    table."""
+    """Check that a control has the processes, the text and the last length of its run."""
     length = control.phases[-1].length
     expected = run.phases[-1].length
     if length != expected:

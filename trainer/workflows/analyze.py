@@ -52,8 +52,8 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
     """Make the requested analyses and write their page; another request writes beside it, as
     NAME-2.
 
-    ``name``: the analysis option, which names the page's directory in the run unless the request
-    does; the kind of analysis if that is another one of the program's.
+    ``name``: the analysis option. The page's directory in the run has the request's name, or else
+    this one; that of ``analysis.kind`` if the option is None or called like any analysis.
 
     Returns:
         The results and the path of their page.
@@ -89,7 +89,7 @@ def analyze(request: AnalysisRequest, name: str | None = None) -> tuple[list[Res
         results,
         C,
         name=saved.name,
-        lead=f"Trained at {C:,} tokens and read with {len(ids)} texts of {ids.shape[1]:,}.",
+        lead=f"Trained at {C:,} tokens. Texts read: {len(ids)} of {ids.shape[1]:,} tokens.",
         made=provenance(models),
         details={"Settings": asked, "Environment": environment(corpus, device_type())},
     )
@@ -235,8 +235,7 @@ def page_texts(corpus: Corpus, config: AnalysisConfig, saved: SavedModel) -> Ten
 def choice_texts(
     corpus: Corpus, config: AnalysisConfig, saved: SavedModel, page: Tensor
 ) -> Tensor | None:
-    """Return as much validation text as the page has, for choosing the pairs to attenuate; None if
-    they are chosen on the page's texts."""
+    """Return as much validation text as the page has; None if pairs are chosen on the page's."""
     if config.attenuation.choice == "page":
         return None
     text = running_text(corpus, corpus.validation)

@@ -100,14 +100,14 @@ def place_of(request: ModelsRequest, output: Path) -> Path:
 
 def changes_since(request: ModelsRequest, place: Path) -> str:
     """Return the keys in which a request differs from that of the results in a directory, with both
-    values; empty without results, or if 0.3.0 wrote them."""
+    values; "of a run" if a run wrote them; empty without results, or if 0.3.0 wrote them."""
     facts = place / FACTS
     if not facts.is_file():
         return ""
     with expecting("the facts of a report", facts):
         config = json.loads(facts.read_bytes())["config"]
     if "controls" in config:
-        return "that of a run"
+        return "of a run"
     before = config.get("request")
     return differences(before, plain_request(request), ()) if before else ""
 

@@ -34,10 +34,8 @@ def export_checkpoint(request: ExportRequest) -> str:
     step = state["step"]
     log.info("Exporting %s, step %d", saved.path, step)
     # After a drop or rescaling, longer sequences of earlier phases no longer count as trained.
-    is_changed = config.model.from_run is not None
-    for phase in phases_of(config):
-        if phase.start < step and (phase.drop is not None or phase.rescale is not None):
-            is_changed = True
+    changes = [phase.drop or phase.rescale for phase in phases_of(config) if phase.start < step]
+    is_changed = config.model.from_run is not None or any(changes)
     has_positions = layout.rotates or any(s.alibi for s in layout.spectra) or layout.follows_length
     longest = layout.training_length if is_changed and has_positions else saved.longest_context
     scaled = layout.map(
@@ -48,7 +46,7 @@ def export_checkpoint(request: ExportRequest) -> str:
     model.layout = scaled.with_training_length(longest)
     encoding = "kept"
     if saved.is_dropped:
-        encoding = "changed in part" if has_positions else "dropped"
+        encoding = "changed" if has_positions else "dropped"
     began_with = config.model.from_pretrained or config.model.from_run
     card = {
         "title": config.name,

@@ -12,6 +12,7 @@ from trainer.data.prepared import Manifest, prepare, shared_tokenizer
 from trainer.data.sources import cache_directory, source_of
 from trainer.data.tokenizer import SpecialTokens, same_tokens, special_tokens, vocabulary_size
 from trainer.model.config import check_vocabulary
+from trainer.runs.models import check_embeddings
 from trainer.runs.phases import Run
 
 
@@ -56,11 +57,12 @@ def open_corpus(run: Run) -> Corpus:
 
 
 def check_vocabularies(runs: Mapping[str, Run], corpus: Corpus) -> None:
-    """Raise a UserError if the model of a run has fewer embeddings than the text has tokens, or
-    weights of other tokens."""
-    size = vocabulary_size(corpus.tokenizer)
+    """Raise a UserError if a run's model has too few embeddings for the text, or other tokens."""
     for name, run in runs.items():
         tokens = tokens_of_weights(run)
-        if tokens is not None and not same_tokens(tokens.tokenizer, corpus.tokenizer):
+        if tokens is None:
+            check_vocabulary(run.config.model, vocabulary_size(corpus.tokenizer))
+        elif same_tokens(tokens.tokenizer, corpus.tokenizer):
+            check_embeddings(run.config.model, tokens)
+        else:
             raise UserError(f"model: the weights of {name} have another tokenizer than the text")
-        check_vocabulary(run.config.model, size)
