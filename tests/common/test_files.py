@@ -24,6 +24,7 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing(tmp_path, monkeypa
 
 
 def test_a_renamed_directory_stays(tmp_path):
+    (tmp_path / ".model.partial").mkdir()  # which a kill has left
     with partial_directory(tmp_path / "model") as partial:
         (partial / "weights").write_text("whole")
         partial.rename(tmp_path / "model")

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ from tests.program import ROOT
 from trainer.common import spinning
 from trainer.common.errors import PreemptedError
 from trainer.common.files import partial_directory
-from trainer.common.processes import default_threads, requeue, stop_on_signals, use_cores
+from trainer.common.processes import (
+    check_signals,
+    default_threads,
+    requeue,
+    stop_on_signals,
+    use_cores,
+)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +48,9 @@ def test_freed_memory_is_used_again():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     threads = torch.get_num_threads()
-    use_cores(1)
-    assert torch.get_num_threads() == 1
+    for number in (3, 1):
+        use_cores(number)
+        assert torch.get_num_threads() == number
     torch.set_num_threads(threads)
     # glibc's cache of seven small blocks, cut off in front of aligned ones, has to fill up first.
     assert min(faults() for _ in range(12)) < 100
@@ -106,6 +114,19 @@ def test_a_signal_ends_the_work_and_removes_what_is_half_written(tmp_path, name)
         work()
     assert stop.value.reason == name
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("handlers_as_before")
+def test_the_first_of_ignored_signals_counts_until_the_next_command():
+    stop_on_signals()
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        with suppress(PreemptedError):
+            signal.raise_signal(number)
+    with pytest.raises(PreemptedError, match="SIGUSR1") as stop:
+        check_signals()
+    assert stop.value.reason == "SIGUSR1"
+    stop_on_signals()
+    check_signals()
 
 
 def test_a_task_of_an_array_requeues_itself_alone(monkeypatch):

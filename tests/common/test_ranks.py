@@ -17,6 +17,7 @@ from trainer.common.processes import Ranks, current_ranks
 from trainer.common.ranks import (
     all_gather,
     any_rank,
+    best_precision,
     device_of,
     meeting_store,
     on_rank_zero,
@@ -158,6 +159,15 @@ def test_a_process_computes_where_it_may(environment, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         assert device_of(accelerator) == device
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # srun --gpus-per-task=1
+    assert device_of("auto") == torch.device("cuda", 0)
+
+
+def test_a_gpu_that_emulates_bf16_computes_in_fp32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: emulated)
+    assert best_precision("cuda") == "fp32"
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated=True: True)
+    assert (best_precision("cuda"), best_precision("cpu")) == ("bf16", "fp32")
 
 
 def test_a_gpu_multiplies_in_tf32_within_a_block_alone():

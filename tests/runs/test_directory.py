@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -67,13 +68,16 @@ def test_a_run_is_read_as_it_was_written(place):
     assert saved_config(saved) == config
 
 
-def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(place):
+def test_overwriting_deletes_what_a_run_wrote_and_nothing_else(place, tmp_path):
     opened(place)
     for name in ("metrics.csv", "notes.md", "checkpoints/step-000003/x", "evaluation-2/facts.json",
                  "controls/nope/config.yaml", "paper/thesis.tex"):  # fmt: skip
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_text("x")
-    opened(place, overwrite=True)
+    (tmp_path / "elsewhere").mkdir()
+    (place / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    opened(place, overwrite=True, seed=1)
+    assert (tmp_path / "elsewhere").is_dir()
     files = {str(p.relative_to(place)) for p in place.rglob("*") if p.is_file()}
     assert files == {"config.yaml", "notes.md", "paper/thesis.tex"}
 
@@ -110,6 +114,18 @@ def test_what_would_stop_a_run_in_its_first_minute_is_found_at_once(place, tmp_p
     check_start(config)
     with locked(place), pytest.raises(UserError, match="another process is training"):
         check_start(config)
+
+
+def test_text_that_is_prepared_or_read_may_be_gone(place, monkeypatch):
+    gone = DataConfig(source="files", files=["gone.txt"], prepared="prepared")
+    check_start(RunConfig(run_dir=str(place), data=gone))
+    monkeypatch.setenv("HOME", str(place.parent))
+    (place.parent / "a.txt").write_text("Words.")
+    begun = RunConfig(run_dir=str(place), data=DataConfig(source="files", files=["~/a.txt"]))
+    check_start(begun)
+    open_run_directory(begun)
+    (place.parent / "a.txt").unlink()
+    check_start(begun)
 
 
 def test_a_run_that_was_moved_resumes_where_it_is(place, tmp_path, monkeypatch):
@@ -291,6 +307,15 @@ def test_columns_of_what_is_monitored_come_when_they_are_first_measured(tmp_path
     ]
     columns = path.read_text().splitlines()[0].split(",")
     assert columns == [*COLUMNS, "benchmark/x", "probe/entropy"]
+
+
+def test_rows_keep_their_words_when_a_column_comes(tmp_path):
+    path = tmp_path / "metrics.csv"
+    write_metrics(path, [])
+    append_metrics(path, {"step": 10, "tokens": 2560, "loss": 0.125, "gradient_norm": math.inf})
+    before = path.read_text().splitlines()[1]
+    append_metrics(path, {"step": 20, "new": 1})
+    assert path.read_text().splitlines()[1] == f"{before},"
 
 
 def test_a_comparison_takes_no_place_of_one_of_other_runs(tmp_path):

@@ -63,7 +63,11 @@ def test_a_run_is_its_newest_checkpoint_and_an_earlier_one_is_named(finished):
 def test_the_longest_context_is_of_the_model_and_not_the_unit_of_lengths(finished):
     run = find_model(finished[0].run_dir)
     C = run.layout.training_length
-    assert find_model(finished[0].run_dir, C // 2).longest_context == run.longest_context == C
+    shorter, same = (find_model(finished[0].run_dir, length) for length in (C // 2, C))
+    assert shorter.longest_context == run.longest_context == C
+    assert shorter.fingerprint != run.fingerprint == same.fingerprint
+    models = find_models([finished[0].run_dir], C // 2, with_origins=True)
+    assert [model.training_length for model in models] == [C // 2] * 2
 
 
 def test_a_checkpoint_between_phases_counts_from_the_length_before(finished, monkeypatch):
@@ -181,6 +185,7 @@ def test_published_settings_end_the_answers_of_a_model(tmp_path, prefix):
     ends.write_text('{"eos_token_id": [2, 7]}')
     other = find_model(f"{prefix}{tmp_path}", 99)
     assert other.load().end_tokens == {2, 7}
+    assert (found.training_length, other.training_length) == (64, 99)
     assert len({m.fingerprint for m in (found, again, other)}) == 3
 
 
@@ -250,6 +255,8 @@ def test_a_run_has_the_shape_and_the_name_of_its_weights(finished):
     assert config.model.qk_norm == replace(finished[0].model.qk_norm, when="always")
     assert config.positional.layers == ["nope"]
     before = str(checkpoint_of(finished[0], 6))
+    own = {"from_run": before, "attention_backend": "reference"}
+    assert parse({"run_dir": "x", "model": own}).config.model.attention_backend == "reference"
     values = {"run_dir": "x", "model": {"from_run": before, "qk_norm": {"when": "always"}}}
     with pytest.raises(UserError, match=r"^model\.qk_norm\.when: 'always', but the weights were"):
         parse(values)
@@ -326,6 +333,12 @@ def test_a_run_that_drops_nothing_is_called_by_its_encodings(positional, role_of
     assert dropped == (("DroPE", "drope") if role_of == "rope" else (f"{label_of}, dropped", None))
 
 
+@pytest.mark.parametrize("more", [{"layers": ["rope", "nope"]}, {"windows": [None, 16]}])
+def test_a_run_is_called_by_the_layers_that_it_has(more):
+    model = ModelConfig(num_hidden_layers=1)
+    assert named(RunConfig(model=model, positional=PositionalConfig(**more))) == ("RoPE", "rope")
+
+
 def test_a_checkpoint_is_not_named_by_the_drops_that_come_after_it():
     phases = {
         "rope": PhaseConfig(10),
@@ -399,6 +412,13 @@ def test_a_dropped_model_came_from_one_with_its_encoding_best_of_its_own_run():
         assert origins([dropped, model("size", "d", last, drop=DropConfig(), model=size)]) == {}
     assert origins([dropped, other, control]) == {"DroPE": "RoPE"}
     assert origins([control, dropped, before, other]) == {"DroPE": "before"}
+    another = model("RoPE of another seed", "e", last, drop=DropConfig(), seed=7)
+    assert origins([another, dropped]) == {"DroPE": another.name}
+    assert origins([another, control, dropped]) == {"DroPE": "RoPE"}
+    published = SimpleNamespace(name="Llama", run=None, path=Path("Llama"), reference="a/Llama")
+    assert origins([published, dropped]) == {}
+    begun = model("begun", "f", last, model=replace(DROPS.model, from_pretrained="a/Llama"))
+    assert origins([published, begun]) == {"begun": "Llama"}
 
 
 @pytest.mark.parametrize("lengths", [(32, 32, 32), (32, 64, 64), (32, 32, 64)], ids=str)

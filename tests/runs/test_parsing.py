@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,26 @@ def test_branches_are_possible_from_every_step_until_which_both_are_changed_alik
         with pytest.raises(UserError, match=r"controls\.a\.branch: .* before the control's end"):
             parse(controlled(a=beyond))
     parse(controlled(drop=5, a={"branch": 6}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_alike"),
+    [
+        ({"phases": {"b": {"rescale": {"factor": 4.0}}}}, False),
+        ({"phases": {"b": {"optimizer_state": "reset"}}}, False),
+        ({"phases": {"b": {"schedule": {"peak": 0.5}}}}, True),
+        ({"optimizer": {"muon_lr": 1.0}}, True),
+    ],
+)
+def test_a_branch_is_from_where_the_phases_were_alike(changes, is_alike):
+    phases = {"a": {"steps": 4}, "b": {"steps": 6, "rescale": {"factor": 2.0}}}
+    for step in (4, 5):
+        values = {"phases": phases, "controls": {"x": {"branch": step, **changes}}}
+        expected = nullcontext()
+        if step == 5 and not is_alike:
+            expected = pytest.raises(UserError, match="before step 5")
+        with expected:
+            parse(values)
 
 
 def test_every_step_and_length_that_a_run_has_follows_from_its_groups():
@@ -139,6 +160,8 @@ def test_a_drop_is_at_a_whole_number_of_steps_or_a_share_of_them(at):
     [
         ({}, False),
         ({"model": {"qk_norm": {"when": "after_drop"}}}, False),
+        ({"model": {"num_hidden_layers": 1}, "positional": {"layers": ["nope", "rope"]}}, False),
+        ({"positional": {"heads": {"rope": 1 / 3}}}, True),
         ({"drop": {"at": 5, "windows": [16]}}, True),
         ({"drop": {"at": 5, "to": "alibi"}}, True),
     ],
